@@ -1,0 +1,309 @@
+"""Each mistake that a flag brings back shows its sign, a sound run does not, and a stage is exactly its flags."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+
+needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+SCRIPT = Path(llama.__file__).resolve()
+
+TINY = llama.Config(
+    hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
+    batch_size=2, seq_len=17, num_steps=2, warmup_steps=0,
+)  # fmt: skip
+# The table of the documentation: history's five stages, and three more.
+STAGES = {
+    1: {"no_init", "noncontiguous_kv", "unsynced_timing", "triton_matmul_swiglu"},
+    2: {"noncontiguous_kv", "unsynced_timing", "triton_matmul_swiglu"},
+    3: {"unsynced_timing", "triton_matmul_swiglu"},
+    4: {"triton_matmul_swiglu"},
+    5: set(),
+    6: {"severed_autograd"},
+    7: {"no_warmup"},
+    8: {"graph"},
+}
+
+
+@pytest.fixture
+def run_step(device):
+    """A TrainStep after one forward and backward pass."""
+
+    def run(config=TINY, **changes):
+        config = dataclasses.replace(config, **changes)
+        step = llama.TrainStep(config, llama.get_device(device))
+        step.load(*llama.DATA[config.data](config).next_batch())
+        step.forward()
+        step.backward()
+        return step
+
+    return run
+
+
+def assert_same_results(step, other):
+    torch.testing.assert_close(step.loss, other.loss, rtol=1e-6, atol=0)
+    for (name, p), q in zip(step.model.named_parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# --- the mistakes
+
+
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=needs_triton), "torch"])
+@pytest.mark.parametrize("hidden", [64, 128])
+def test_no_init_shows_in_the_first_loss(run_step, impl, hidden):
+    run = dict(impl=impl, hidden_dim=hidden, num_layers=1, seq_len=8, vocab_size=1000)
+    assert run_step(**run, no_init=True).loss.item() > hidden / 2
+    assert run_step(**run).loss.item() == pytest.approx(math.log(1000), abs=0.3)
+
+
+@needs_triton
+def test_noncontiguous_kv_has_bad_strides_and_the_same_result(run_step, monkeypatch):
+    seen, forward = [], llama.flash_attention_forward
+
+    def spy(q, k, v):
+        seen.append((k.stride(3), v.stride(3)))
+        return forward(q, k, v)
+
+    monkeypatch.setattr(llama, "flash_attention_forward", spy)
+    sound, bad = run_step(), run_step(noncontiguous_kv=True)
+    batch_times_heads = TINY.batch_size * TINY.num_kv_heads
+    assert seen == [(1, 1)] * TINY.num_layers + [(batch_times_heads, batch_times_heads)] * TINY.num_layers
+    assert_same_results(bad, sound)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel was launched."""
+    counts, launch = Counter(), llama.launch
+
+    def spy(kernel, *args, **kwargs):
+        counts[kernel] += 1
+        launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(llama, "launch", spy)
+    return counts
+
+
+@needs_triton
+def test_triton_matmul_swiglu_launches_the_naive_kernel(run_step, launches):
+    sound = run_step(seq_len=5)
+    assert launches[llama.swiglu_kernel] == 0 and launches[llama.swiglu_activation_kernel] == TINY.num_layers
+    launches.clear()
+    naive = run_step(seq_len=5, triton_matmul_swiglu=True)
+    assert launches[llama.swiglu_kernel] == TINY.num_layers and launches[llama.swiglu_activation_kernel] == 0
+    assert_same_results(naive, sound)
+
+
+@needs_triton
+def test_severed_autograd_leaves_a_gradient_to_the_embedding_only(run_step):
+    sound, severed = run_step(), run_step(severed_autograd=True)
+    total = sum(p.numel() for p in sound.model.parameters())
+    assert llama.gradient_share(sound.model) == (total, total)
+    assert llama.gradient_share(severed.model) == (TINY.vocab_size * TINY.hidden_dim, total)
+    assert severed.model.embed_tokens.weight.grad.any()
+    torch.testing.assert_close(severed.loss, sound.loss)  # which is why nobody sees it
+
+
+@needs_triton
+def test_severed_autograd_keeps_the_other_mistakes(run_step, launches):
+    run_step(num_layers=1, seq_len=5, severed_autograd=True, triton_matmul_swiglu=True)
+    assert launches[llama.swiglu_kernel] == 1
+
+
+def test_severed_autograd_at_the_default_sizes():
+    with torch.device("meta"):
+        model = llama.TinyLlamaTriton(llama.Config())
+    embedding, total = model.embed_tokens.weight.numel(), sum(p.numel() for p in model.parameters())
+    assert (embedding, total) == (512_000, 31_977_984)
+    assert f"{100 * embedding / total:.1f} %" == "1.6 %"
+
+
+@needs_triton
+def test_severed_autograd_stops_learning(monkeypatch):
+    """The flag's own path with PyTorch's operations in it, which the interpreter need not run."""
+
+    def attention(*args, noncontiguous_kv=False):
+        return llama.torch_attention(*args)
+
+    def swiglu(*args, naive_matmul=False):
+        return llama.torch_swiglu(*args)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
+        for name, operation in (("rmsnorm", llama.torch_rmsnorm), ("attention", attention), ("swiglu", swiglu)):
+            monkeypatch.setattr(llama, f"triton_{name}", operation)
+
+    def final_loss(**changes):
+        config = dataclasses.replace(
+            TINY, data="markov", vocab_size=12, batch_size=8, seq_len=32, num_steps=120, learning_rate=1e-2, **changes
+        )
+        device = llama.select_device("auto")
+        step, records = llama.TrainStep(config, device), []
+        llama.warm_up(step, config, device)
+        llama.train(step, llama.MarkovTokens(config), config, device, records)
+        return sum(record.loss for record in records[-10:]) / 10
+
+    entropy = 1.75 * math.log(2)
+    assert final_loss() < entropy + 0.2
+    assert final_loss(severed_autograd=True) > entropy + 0.6
+
+
+@pytest.mark.parametrize("timing", ["phases", "step"])
+def test_no_warmup_times_the_very_first_step(capsys, monkeypatch, timing):
+    calls, forward = [], llama.TrainStep.forward
+    monkeypatch.setattr(llama.TrainStep, "forward", lambda step: (calls.append(step.config.no_warmup), forward(step)))
+
+    def train(**changes):
+        config = llama.Config(
+            impl="torch", device="cpu", hidden_dim=16, num_layers=1, num_heads=2, vocab_size=5, seq_len=4, batch_size=1,
+            num_steps=3, warmup_steps=2, timing=timing, **changes,
+        )  # fmt: skip
+        device = llama.get_device("cpu")
+        step, records = llama.TrainStep(config, device), []
+        llama.warm_up(step, config, device)
+        llama.train(step, llama.RandomTokens(config), config, device, records)
+        assert len(records) == 3
+        return capsys.readouterr().out.count("warm-up")
+
+    assert train() == 2 and len(calls) == 5
+    assert train(no_warmup=True) == 0 and len(calls) == 5 + 3
+
+
+def test_unsynced_timing_chooses_the_hosts_clock():
+    cpu = llama.get_device("cpu")
+    gpu = dataclasses.replace(cpu, type="cuda", arch="sm_90")
+    assert llama.StepClock(gpu, unsynced=False).uses_events
+    assert not llama.StepClock(gpu, unsynced=True).uses_events
+    assert not llama.StepClock(cpu, unsynced=False).uses_events
+
+
+@pytest.mark.gpu
+def test_unsynced_timing_loses_most_of_the_step():
+    def shares(**changes):
+        config = llama.Config(hidden_dim=1024, batch_size=16, seq_len=512, num_layers=4, num_steps=3, **changes)
+        device = llama.get_device("cuda")
+        step, records = llama.TrainStep(config, device), []
+        llama.warm_up(step, config, device)
+        llama.train(step, llama.RandomTokens(config), config, device, records)
+        return [sum(record.phase_ms.values()) / record.batch_ms for record in records]
+
+    assert max(shares(unsynced_timing=True)) < 0.5
+    assert min(shares()) > 0.95
+
+
+# --- what a run says about them
+
+
+def printed(capsys, **changes):
+    config = llama.Config(hidden_dim=16, num_layers=1, num_heads=2, vocab_size=5, seq_len=4, device="cpu", **changes)
+    device = llama.get_device("cpu")
+    llama.print_configuration(config, device, llama.TrainStep(config, device))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["noncontiguous_kv", "triton_matmul_swiglu", "severed_autograd", "unsynced_timing"])
+def test_a_flag_without_effect_says_so(capsys, name):
+    flag = "--" + name.replace("_", "-")
+    notes = [line for line in printed(capsys, impl="torch", **{name: True}).splitlines() if line.startswith("Note:")]
+    assert len(notes) == 1 and f"{flag} has no effect" in notes[0]
+    assert "Note:" not in printed(capsys, impl="torch")
+
+
+def test_mistakes_are_announced(capsys):
+    out = printed(capsys, impl="torch", no_init=True, no_warmup=True)
+    assert "Mistakes brought back: --no-init, --no-warmup\n" in out
+    assert "Mistakes" not in printed(capsys, impl="torch")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "flags", [["noncontiguous_kv"], ["triton_matmul_swiglu"], ["severed_autograd"], ["severed_autograd", "no_init"]]
+)
+def test_operations_in_use_have_readable_names(device, flags):
+    config = dataclasses.replace(TINY, **dict.fromkeys(flags, True))
+    step = llama.TrainStep(config, llama.get_device(device))
+    names = [llama.operation_name(operation) for operation in llama.used_operations(step.model).values()]
+    assert all(name.startswith("triton_") for name in names), names
+
+
+# --- stages
+
+
+def test_every_mistake_has_a_flag_and_is_off_by_default():
+    assert set(llama.BUGS) == set.union(*STAGES.values()) - {"graph"}
+    assert llama.Config().bugs == [] and not llama.Config().graph
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_sets_exactly_its_flags(stage):
+    plain, staged = (dataclasses.asdict(llama.Config(stage=s)) for s in (None, stage))
+    changed = {name for name in plain if plain[name] != staged[name]} - {"stage"}
+    assert changed == STAGES[stage] | ({"warmup_steps"} if stage == 7 else set())
+    assert all(staged[name] is True for name in STAGES[stage])
+    assert stage != 7 or staged["warmup_steps"] == 0
+
+
+def test_a_stage_leaves_the_other_flags_alone():
+    config = llama.parse_config(["--stage", "4", "--no-init", "--hidden-dim", "64"], "tiny_llama_v3.py")
+    assert set(config.bugs) == {"triton_matmul_swiglu", "no_init"} and config.hidden_dim == 64
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_link_runs_its_stage(stage):
+    link = f"/some/where/v3_stage{stage}_of_the_workshop.py"
+    assert llama.parse_config([], link) == llama.Config(stage=stage)
+    assert llama.parse_config(["--stage", str(stage)], link) == llama.Config(stage=stage)
+    assert llama.parse_config([], f"/v3_stage{stage}_dir/tiny_llama_v3.py").stage is None
+
+
+@pytest.fixture
+def no_run(monkeypatch):
+    monkeypatch.setattr(llama, "run", lambda config: pytest.fail("this should have been refused"))
+
+
+def test_a_link_contradicting_stage_is_refused(capsys, no_run):
+    assert llama.main(["--stage", "2"], "v3_stage3_fake_timing.py") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--stage 2" in err and "v3_stage3_fake_timing.py" in err and "drop" in err
+
+
+def test_a_link_of_an_unknown_stage_is_refused(capsys, no_run):
+    assert llama.main([], "v3_stage9_new.py") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--stage 9" in err
+
+
+def test_symbolic_link_on_disk(tmp_path):
+    link = tmp_path / "v3_stage3_fake_timing.py"
+    os.symlink(SCRIPT, link)
+    flags = "--device cpu --impl torch --hidden-dim 16 --num-layers 1 --num-heads 2 --seq-len 4 --num-steps 1".split()
+    done = subprocess.run([sys.executable, link, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Mistakes brought back: --unsynced-timing, --triton-matmul-swiglu\n" in done.stdout
+    assert "Note: --unsynced-timing has no effect" in done.stdout
+
+
+def test_list_stages_prints_all(capsys):
+    with pytest.raises(SystemExit) as exit:
+        llama.main(["--list-stages"], "tiny_llama_v3.py")
+    assert not exit.value.code
+    text = capsys.readouterr().out
+    starts = [text.index(f"stage {stage}: ") for stage in STAGES] + [len(text)]
+    for stage, start, end in zip(STAGES, starts, starts[1:], strict=False):
+        flags = {word for word in text[start:end].split("\n    ") if word.startswith("--")}
+        assert {flag.split()[0] for flag in flags} == {"--" + n.replace("_", "-") for n in STAGES[stage]}
+        assert text[start:end].count("sign: ") == len(STAGES[stage] - {"graph"})
+
+
+def test_mistakes_are_marked_where_they_live():
+    lines = SCRIPT.read_text().splitlines()
+    assert all(any(f"BUG {name}" in line for line in lines) for name in llama.BUGS)

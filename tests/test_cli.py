@@ -1,0 +1,421 @@
+"""The command line: what a run prints and leaves behind, and what it says when it cannot do what was asked."""
+
+import csv
+import dataclasses
+import functools
+import json
+import math
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny_llama_v3 as llama
+
+needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
+SCRIPT = Path(llama.__file__).resolve()
+
+TINY = (
+    "--hidden-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2 --ffn-dim 48 --vocab-size 37 --batch-size 2 "
+    "--seq-len 17 --num-steps 3 --warmup-steps 1 --impl torch --device cpu"
+).split()
+NOT_POSITIVE = ("--warmup-steps", "--impl", "--device")
+LABELS = {  # of the summary: label, what follows it
+    "Final loss": r"[\d.]+ ",
+    "Average training speed": r"[\d.]+ samples/sec$",
+    "Throughput": r"[\d,]+ tokens/sec$",
+    "Average batch time": r"[\d.]+ ms \(p20 [\d.]+, p50 [\d.]+, p80 [\d.]+\)$",
+    "Average forward time": r"[\d.]+ ms$",
+    "Average backward time": r"[\d.]+ ms$",
+    "Average optimizer time": r"[\d.]+ ms$",
+    "Peak memory usage": r"[\d.]+ MiB",
+    "Parameters with a gradient": r"[\d,]+ of [\d,]+ \([\d.]+ %\)$",
+    "Model arithmetic": r"[\d.]+ TFLOP/s",
+    "Compilation and warm-up": r"[\d.]+ s",
+    "Results": r".+\.json$",
+}
+
+
+@pytest.fixture(autouse=True)
+def restored_settings(monkeypatch, tmp_path):
+    """Runs start in an empty folder, and what they set in PyTorch is set back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs the tiny model; later flags win."""
+
+    def run(*flags):
+        capsys.readouterr()
+        code = llama.main([*TINY, *map(str, flags)], "tiny_llama_v3.py")
+        out, err = capsys.readouterr()
+        path = re.search(r"^Results: (.*)$", out, re.M)
+        losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", out, re.M)]
+        return SimpleNamespace(
+            code=code, out=out, err=err, losses=losses, result=json.loads(Path(path[1]).read_text()) if path else None
+        )
+
+    return run
+
+
+def printed(out, label):
+    (value,) = re.findall(rf"^{label}: ([\d.,]+)", out, re.M)
+    return float(value.replace(",", ""))
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# --- a run
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
+    run = cli("--impl", impl, "--device", device, "--data", "markov", "--seed", 5)
+    assert run.code == 0 and run.err == ""
+    for label, pattern in LABELS.items():
+        assert len(re.findall(rf"^{label}: {pattern}", run.out, re.M)) == 1, label
+    assert run.out.count("warm-up 1/1") == 1 and len(run.losses) == 3
+    assert f"Implementation: {impl}\n" in run.out
+
+    (path,) = (tmp_path / "triton_profiles").iterdir()
+    assert re.fullmatch(rf"tiny_llama_v3_{impl}_\d{{8}}_\d{{6}}\.json", path.name)
+    result, summary = run.result, run.result["summary"]
+    asked = dict(impl=impl, device=device, data="markov", seed=5, num_steps=3, batch_size=2, seq_len=17, ffn_dim=48)
+    assert set(result["config"]) == {field.name for field in dataclasses.fields(llama.Config)}
+    assert result["config"] == result["config"] | asked
+    assert result["environment"]["torch"] == torch.__version__ and result["environment"]["arch"]
+    assert set(result["environment"]) == {
+        "device", "arch", "python", "torch", "triton", "cuda", "hip", "numpy", "commit"
+    }  # fmt: skip
+    for name, operation in result["operations"].items():
+        assert re.search(rf"^ +{name} +{re.escape(operation)}$", run.out, re.M)
+
+    steps = result["steps"]
+    assert [round(step["loss"], 4) for step in steps] == run.losses
+    assert all(step["grad_norm"] > 0 and step["host_ms"] > 0 for step in steps)
+    for step in steps:
+        assert list(step["phase_ms"]) == ["forward", "backward", "optimizer"]
+        assert sum(step["phase_ms"].values()) == pytest.approx(step["batch_ms"])
+    mean = statistics.fmean(step["batch_ms"] for step in steps)
+    assert summary["batch_ms"]["mean"] == pytest.approx(mean)
+    assert summary["batch_ms"]["p20"] <= summary["batch_ms"]["p50"] <= summary["batch_ms"]["p80"]
+    assert summary["batch_ms"]["p50"] == pytest.approx(statistics.median(step["batch_ms"] for step in steps))
+    assert summary["entropy"] == pytest.approx(1.75 * math.log(2))
+    parameters = printed(run.out, "Parameters with a gradient")
+    assert summary["parameters"] == summary["parameters_with_gradient"] == parameters
+
+    assert printed(run.out, "Average training speed") == pytest.approx(2e3 / mean, abs=0.051)
+    assert printed(run.out, "Throughput") == pytest.approx(2 * 17e3 / mean, abs=0.51)
+    assert printed(run.out, "Average batch time") == pytest.approx(mean, abs=0.00051)
+    assert printed(run.out, "Final loss") == run.losses[-1]
+    assert printed(run.out, "Peak memory usage") == pytest.approx(summary["peak_memory_mib"], abs=0.051)
+    for phase in ("forward", "backward", "optimizer"):
+        mean = statistics.fmean(step["phase_ms"][phase] for step in steps)
+        assert printed(run.out, f"Average {phase} time") == pytest.approx(mean, abs=0.00051)
+
+
+def test_random_data_names_its_floor(cli):
+    assert re.search(rf"^Final loss: .*floor {math.log(37):.4f}, ln\(vocab\)", cli().out, re.M)
+
+
+def test_timing_of_whole_steps(cli):
+    run = cli("--timing", "step")
+    assert run.code == 0 and len(run.losses) == 3
+    assert run.out.count("not measured (--timing step)") == 3
+    assert [step["phase_ms"] for step in run.result["steps"]] == [{}] * 3
+    mean = statistics.fmean(step["batch_ms"] for step in run.result["steps"])
+    assert printed(run.out, "Average batch time") == pytest.approx(mean, abs=0.00051)
+    assert run.losses == cli("--timing", "phases").losses
+
+
+def test_profile(cli, tmp_path):
+    assert cli("--profile", tmp_path / "a" / "profile").code == 0
+    folder = tmp_path / "a" / "profile"
+    assert files(folder) == ["kernel_stats.csv", "trace.json"]
+    names = [event.get("name") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]]
+    assert [names.count(name) for name in ("step", "forward", "backward", "optimizer")] == [3, 3, 3, 3]
+
+    header, *_ = (folder / "kernel_stats.csv").read_text().splitlines()
+    assert header == '"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"'
+    with open(folder / "kernel_stats.csv", newline="") as file:
+        rows = list(csv.DictReader(file, quoting=csv.QUOTE_NONNUMERIC))
+    assert len(rows) > 5 and len({row["Name"] for row in rows}) == len(rows)
+    assert sum(row["Percentage"] for row in rows) == pytest.approx(100, abs=1e-3)
+    assert [row["TotalDurationNs"] for row in rows] == sorted((row["TotalDurationNs"] for row in rows), reverse=True)
+    for row in rows:
+        assert row["Calls"] * row["AverageNs"] == pytest.approx(row["TotalDurationNs"], abs=1)
+        assert row["MinNs"] <= row["AverageNs"] + 0.5 and row["AverageNs"] <= row["MaxNs"] + 0.5
+        assert row["StdDev"] <= row["MaxNs"] - row["MinNs"] + 1
+
+
+def test_results_of_one_second_do_not_overwrite_each_other(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(llama, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
+    cli("--seed", 1)
+    (first,) = (tmp_path / "triton_profiles").iterdir()
+    content = first.read_text()
+    cli("--seed", 2)
+    assert first.name == "tiny_llama_v3_torch_20300102_030405.json" and first.read_text() == content
+    others = [path for path in (tmp_path / "triton_profiles").iterdir() if path != first]
+    assert [json.loads(path.read_text())["config"]["seed"] for path in others] == [2]
+
+
+def test_results_written_at_once_all_arrive(tmp_path):
+    def save(number):
+        path = llama.reserve_json(tmp_path, "same_second")
+        llama.write_json(path, {"number": number})
+        return path
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(save, range(50)))
+    assert [json.loads(path.read_text())["number"] for path in paths] == list(range(50))
+    assert len(files(tmp_path)) == 50  # no temporary file is left
+
+
+def test_one_seed_one_result(cli):
+    losses = cli().losses
+    assert len(set(losses)) == 3 and losses == cli().losses
+    assert losses != cli("--seed", 7).losses
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert losses == cli("--deterministic").losses
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+# --- the check
+
+
+def test_check_passes_and_trains(cli):
+    run = cli("--check", "--impl", "sdpa")
+    assert run.code == 0 and len(run.losses) == 3
+    assert run.out.startswith("Check against PyTorch in fp64: passed")
+
+
+def test_failed_check_trains_nothing(cli, tmp_path, monkeypatch):
+    wrong = llama.OPERATIONS["sdpa"]._replace(swiglu=lambda *args: 1.001 * llama.torch_swiglu(*args))
+    monkeypatch.setitem(llama.OPERATIONS, "sdpa", wrong)
+    run = cli("--check", "--impl", "sdpa")
+    assert run.code == 1 and run.losses == [] and run.result is None
+    assert "FAILED" in run.out and "feed_forward" in run.out
+    assert not list(tmp_path.rglob("*.json"))
+    assert cli("--impl", "sdpa").code == 0  # nobody asked
+
+
+# --- without Triton
+
+
+def test_without_triton_torch_takes_over_and_says_why(tmp_path):
+    code = f"""if True:
+        import sys
+        sys.modules["triton"] = None  # importing it raises ImportError
+        sys.path.insert(0, {str(SCRIPT.parent)!r})
+        import tiny_llama_v3 as llama
+        sys.exit(llama.main({[*TINY, "--impl", "triton", "--check"]!r}, "tiny_llama_v3.py"))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Triton is not installed") == 1 and "Implementation: torch" in done.stdout
+    assert len(re.findall(r"^step ", done.stdout, re.M)) == 3
+    (path,) = (tmp_path / "triton_profiles").iterdir()
+    result = json.loads(path.read_text())
+    assert result["implementation"] == "torch" and result["config"]["impl"] == "triton"
+    assert result["environment"]["triton"] is None
+
+
+# --- requests that cannot be met
+
+
+def assert_refused(run, *fragments):
+    assert run.code == 2 and run.losses == []
+    assert run.err.count("\n") == 1 and run.err.startswith("tiny_llama_v3.py: error: "), run.err
+    for fragment in fragments:
+        assert fragment in run.err
+
+
+@pytest.mark.parametrize(
+    "flags, fragments",
+    [
+        ("--hidden-dim 30", ["--hidden-dim 30", "--num-heads 4", "try"]),
+        ("--num-heads 6 --hidden-dim 48 --num-kv-heads 4", ["--num-heads 6", "--num-kv-heads 4", "1, 2, 3, 6"]),
+        ("--hidden-dim 36", ["--hidden-dim 36", "--num-heads 4", " 9 ", "even", "change"]),
+        ("--hidden-dim 520", ["--hidden-dim 520", "--num-heads 4", " 130 ", "128", "change"]),
+        ("--warmup-steps -1", ["--warmup-steps -1", "0 or more"]),
+        ("--learning-rate 0", ["--learning-rate 0", "3e-4"]),
+        ("--learning-rate -1", ["--learning-rate -1", "3e-4"]),
+        ("--learning-rate nan", ["--learning-rate nan", "3e-4"]),
+        ("--learning-rate inf", ["--learning-rate inf", "3e-4"]),
+        ("--batch-size x", ["--batch-size", "'x'", "--help"]),
+        ("--batch-size 1.5", ["--batch-size", "'1.5'", "--help"]),
+        ("--learning-rate x", ["--learning-rate", "'x'", "--help"]),
+        ("--batch-size", ["--batch-size", "--help"]),
+        ("--no-such-flag", ["--no-such-flag", "--help"]),
+        ("--batch 4", ["--batch", "--help"]),
+        ("--stage 9", ["--stage", "9", "1, 2"]),
+        ("--impl jax", ["--impl", "jax", "triton"]),
+        ("--device tpu", ["--device", "tpu", "cpu"]),
+        ("--vocab-size 3 --data markov", ["--vocab-size 3", "--data markov", "4 or more"]),
+        ("--data markov --seed -1", ["--seed -1"]),
+        ("--graph", ["--graph", "GPU", "drop"]),
+        ("--stage 8", ["--graph", "GPU", "--stage 8"]),
+    ],
+)
+def test_bad_flags(cli, tmp_path, flags, fragments):
+    assert_refused(cli(*flags.split()), *fragments)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("flag", [flag for flag in TINY if flag.startswith("--") and flag not in NOT_POSITIVE])
+def test_numbers_that_must_be_positive(cli, tmp_path, flag, value):
+    assert_refused(cli(flag, value), f"{flag} {value} ", "1 or more")
+    assert files(tmp_path) == []
+
+
+def test_cuda_without_a_gpu(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(cli("--device", "cuda"), "--device cuda", torch.__version__, "--device cpu")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
+def test_folder_that_cannot_be_written_to(cli, tmp_path, flag):
+    (tmp_path / "file").write_text("not a folder")
+    assert_refused(cli(flag, "file/below"), f"{flag} file/below", "another folder")
+    assert files(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("where", ["__init__", "forward", "backward"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes."),
+    ],
+    ids=["GPU", "Python", "CPU"],
+)
+def test_out_of_memory(cli, tmp_path, monkeypatch, where, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(llama.TrainStep, where, fail)
+    assert_refused(cli(), "out of memory", "--batch-size 2", "--seq-len 17", "halve")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_other_errors_are_not_hidden(cli, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("a mistake in the program")
+
+    monkeypatch.setattr(llama.TrainStep, "forward", fail)
+    with pytest.raises(RuntimeError, match="a mistake in the program"):
+        cli()
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    hidden_dim=st.integers(-1, 300),
+    num_heads=st.integers(-1, 12),
+    num_kv_heads=st.none() | st.integers(-1, 12),
+)
+def test_any_sizes_give_a_sound_config_or_a_usage_error(hidden_dim, num_heads, num_kv_heads):
+    try:
+        config = llama.Config(hidden_dim=hidden_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    except llama.UsageError as error:
+        sizes = {"--hidden-dim": hidden_dim, "--num-heads": num_heads, "--num-kv-heads": num_kv_heads}
+        named = [flag for flag, value in sizes.items() if f"{flag} {value}" in str(error)]
+        assert named, f"names no flag with the value given: {error}"
+        remedy = re.search(r"try --hidden-dim (\d+)", str(error))
+        if remedy and int(remedy[1]) <= 128 * num_heads:  # and what it recommends works
+            llama.Config(hidden_dim=int(remedy[1]), num_heads=num_heads, num_kv_heads=1)
+        return
+    assert config.hidden_dim == config.num_heads * config.head_dim
+    assert config.head_dim % 2 == 0 and 2 <= config.head_dim <= 128
+    assert config.num_kv_heads >= 1 and config.num_heads % config.num_kv_heads == 0
+    assert num_kv_heads in (None, config.num_kv_heads) and config.ffn_dim == 4 * hidden_dim
+
+
+def test_every_flag_is_explained(capsys):
+    with pytest.raises(SystemExit) as exit:
+        llama.main(["--help"], "tiny_llama_v3.py")
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(llama.Config):
+        assert re.search(rf"^  --{field.name.replace('_', '-')}\b", text, re.M)
+
+
+# --- Ctrl-C
+
+
+@pytest.fixture
+def interrupt_in_step(monkeypatch):
+    """Ctrl-C in the forward pass of the given step, warm-up included."""
+
+    def arm(number):
+        calls, forward = [], llama.TrainStep.forward
+
+        def interrupted(step):
+            calls.append(step)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            forward(step)
+
+        monkeypatch.setattr(llama.TrainStep, "forward", interrupted)
+
+    return arm
+
+
+@pytest.mark.parametrize("timing", ["phases", "step"])
+def test_interrupted_run_reports_the_steps_done(cli, interrupt_in_step, timing):
+    interrupt_in_step(4)  # a warm-up and two steps before
+    run = cli("--timing", timing, "--num-steps", 5, "--profile", "profile")
+    assert run.code == 130 and "Interrupted after 2 of 5 steps" in run.out
+    assert len(run.losses) == len(run.result["steps"]) == run.result["summary"]["steps"] == 2
+    assert printed(run.out, "Final loss") == run.losses[-1] == round(run.result["summary"]["final_loss"], 4)
+    assert files(Path("profile")) == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, interrupt_in_step, number):
+    interrupt_in_step(number)
+    run = cli()
+    assert run.code == 130 and run.err == "" and run.losses == []
+    assert "Final loss" not in run.out and not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_sigint(tmp_path):
+    command = [sys.executable, SCRIPT, *TINY, "--num-steps", "1000000"]
+    default_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also in a background job
+    process = subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_sigint
+    )
+    with process:
+        try:
+            for line in process.stdout:
+                if line.startswith("step    2/"):
+                    process.send_signal(signal.SIGINT)
+                    break
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in err
+    done = int(re.search(r"Interrupted after (\d+) of 1000000 steps", out)[1])
+    (path,) = (tmp_path / "triton_profiles").iterdir()
+    assert done >= 2 and len(json.loads(path.read_text())["steps"]) == done

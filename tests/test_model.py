@@ -1,0 +1,410 @@
+"""The model as a whole: the implementations agree, it learns what can be learnt, and the check sees what is wrong."""
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny_llama_v3 as llama
+
+needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
+# A block as separate operations, not as the one that replaces them.
+TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(block=None), marks=needs_triton)
+
+TINY = llama.Config(
+    hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
+    batch_size=2, seq_len=17, num_steps=3, warmup_steps=0,
+)  # fmt: skip
+TINIER = dataclasses.replace(TINY, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, seq_len=8)
+
+
+@pytest.fixture
+def make_step(device):
+    """A TrainStep with its first batch loaded."""
+
+    def make(config=TINY, **changes):
+        config = dataclasses.replace(config, **changes)
+        step = llama.TrainStep(config, llama.get_device(device))
+        step.load(*llama.DATA[config.data](config).next_batch())
+        return step
+
+    return make
+
+
+def train(device, config=TINY, **changes):
+    """(step, losses) of a whole run."""
+    config = dataclasses.replace(config, **changes)
+    step, records = llama.TrainStep(config, llama.get_device(device)), []
+    llama.warm_up(step, config, step.device)
+    llama.train(step, llama.DATA[config.data](config), config, step.device, records)
+    return step, [record.loss for record in records]
+
+
+def loss_and_gradients(step):
+    step.forward()
+    step.backward()
+    return {"loss": step.loss.detach()} | {name: p.grad for name, p in step.model.named_parameters()}
+
+
+# --- the implementations agree
+
+
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=needs_triton), "sdpa"])
+def test_loss_and_gradients(make_step, impl):
+    """Errors against float64 at most twice those of plain PyTorch in fp32, plus 2e-6 of the largest element."""
+    double = make_step(impl="torch")
+    double.model.double()
+    exact, plain, actual = map(loss_and_gradients, (double, make_step(impl="torch"), make_step(impl=impl)))
+    assert actual.keys() == exact.keys() and len(exact) == 2 + 6 * TINY.num_layers + 1
+    for name, e in exact.items():
+        error, allowed = (actual[name] - e).abs().max(), 2 * (plain[name] - e).abs().max() + 2e-6 * e.abs().max()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@needs_triton
+def test_one_seed_gives_all_implementations_the_same_weights(make_step):
+    def weights(**changes):
+        return torch.cat([w.flatten() for w in make_step(**changes).initial_weights])
+
+    assert torch.equal(weights(impl="triton"), weights(impl="torch"))
+    assert torch.equal(weights(impl="triton"), weights(impl="sdpa"))
+    assert not torch.equal(weights(impl="torch"), weights(impl="torch", seed=7))
+
+
+@needs_triton
+def test_training_follows_the_same_curve(device):
+    run = dataclasses.replace(TINIER, data="markov", vocab_size=8, num_steps=30, learning_rate=1e-2)
+    _, ours = train(device, run, impl="triton")
+    _, theirs = train(device, run, impl="torch")
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=3e-5, atol=0)
+    assert sum(theirs[-5:]) / 5 < theirs[0] - 0.2  # the curve is not a flat line
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_every_parameter_receives_a_gradient_and_moves(make_step, impl):
+    step = make_step(impl=impl, learning_rate=1e-3)
+    step.run()
+    for (name, p), before in zip(step.model.named_parameters(), step.initial_weights, strict=True):
+        assert p.grad.any(), name
+        moved = (p.detach().cpu() - before).abs().mean().item()
+        assert moved == pytest.approx(1e-3, rel=0.1), name  # AdamW's first step moves each weight by about lr
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_restart_forgets_everything(device, impl):
+    config = dataclasses.replace(TINIER, impl=impl)
+    step = llama.TrainStep(config, llama.get_device(device if impl == "triton" else "cpu"))  # where bits are kept
+    step.load(*llama.RandomTokens(config).next_batch())
+
+    def two_steps():
+        step.run()
+        step.run()
+        return [p.detach().clone() for p in step.model.parameters()]
+
+    first = two_steps()
+    step.restart()
+    assert all(map(torch.equal, first, two_steps()))
+
+
+# --- the model
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_logits(make_step, impl):
+    """Of the right shape, the same as those under the loss, for sequences shorter than the longest as well."""
+    step = make_step(impl=impl)
+    with torch.no_grad():
+        logits = step.model(step.tokens)
+        loss = step.model(step.tokens, step.targets)
+        short = step.model(step.tokens[:, :5].contiguous())
+    assert logits.shape == (2, 17, 37)
+    torch.testing.assert_close(llama.torch_cross_entropy(logits, step.targets), loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(short, logits[:, :5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_logits_do_not_depend_on_later_tokens(make_step, impl):
+    step = make_step(impl=impl)
+    changed = step.tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        before, after = step.model(step.tokens), step.model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+    assert ((before - after)[:, 9:].abs().amax(-1) > 1e-3).all()
+
+
+def test_attention_looks_back(make_step):
+    step = make_step(impl="torch")
+    changed = step.tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        assert ((step.model(step.tokens) - step.model(changed)).abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_head_is_tied_to_the_embedding(make_step, impl):
+    step = make_step(impl=impl)
+    kv = TINY.num_kv_heads * TINY.head_dim
+    layer = 2 * 32 + 32 * (32 + 2 * kv) + 32 * 32 + 3 * 32 * 48
+    assert sum(p.numel() for p in step.model.parameters()) == 37 * 32 + 2 * layer + 32
+    step.tokens.fill_(3)  # the rows of other tokens have a gradient from the head alone
+    gradients = loss_and_gradients(step)["embed_tokens.weight"].abs().amax(dim=1)
+    assert (gradients > 0).all()
+
+
+def test_initial_weights(make_step):
+    model = make_step(impl="torch", hidden_dim=128, num_heads=8, num_layers=8).model
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == 1).all(), name
+        else:
+            wanted = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            assert p.std().item() == pytest.approx(wanted, rel=0.1), name
+
+
+@pytest.mark.parametrize(
+    "operations", [None, llama.OPERATIONS["torch"], TRITON_PARTS], ids=["default", "torch", "parts"]
+)
+def test_modules_work_by_themselves(device, operations):
+    with torch.device(device):
+        torch.manual_seed(0)
+        x = torch.randn(2, 17, 32)
+        cos, sin = llama.rope_tables(17, TINY.head_dim, x.device)
+        norm = llama.TritonRMSNorm(32, operations=operations)
+        attention, swiglu = llama.TritonAttention(TINY, operations), llama.TritonSwiGLU(TINY, operations)
+        block, model = llama.TransformerBlock(TINY, operations), llama.TinyLlamaTriton(TINY, operations)
+
+    def torch_attention(module, x):
+        return llama.torch_attention(x, module.qkv_proj.weight, module.o_proj.weight, cos, sin, 4, 2)
+
+    def torch_swiglu(module, x):
+        return llama.torch_swiglu(x, module.gate_up_proj.weight, module.down_proj.weight)
+
+    def torch_block(x, delta):
+        residual = x + delta
+        y = torch.nn.functional.rms_norm(residual, (32,), eps=1e-5)
+        residual = residual + torch_attention(block.attention, y)
+        return residual, torch_swiglu(block.feed_forward, torch.nn.functional.rms_norm(residual, (32,), eps=1e-5))
+
+    def assert_close(actual, expected):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+    assert_close(norm(x), torch.nn.functional.rms_norm(x, (32,), eps=1e-5))
+    assert_close(attention(x, cos, sin), torch_attention(attention, x))
+    assert_close(swiglu(x), torch_swiglu(swiglu, x))
+    delta = x.flip(0)
+    outputs = block(x, delta, cos, sin)
+    assert_close(outputs, torch_block(x, delta))
+    assert_close(block(x, None, cos, sin), torch_block(x, torch.zeros_like(x)))
+    tokens = torch.arange(34, device=device).view(2, 17)
+    assert model(tokens).shape == (2, 17, 37)
+
+    (outputs[0] * outputs[1]).sum().backward()
+    actual = [p.grad for p in block.parameters()]
+    block.zero_grad(set_to_none=True)
+    residual, y = torch_block(x, delta)
+    (residual * y).sum().backward()
+    for (name, p), a in zip(block.named_parameters(), actual, strict=True):
+        assert a is not None and a.any(), name
+        if not name.endswith("norm.weight"):  # torch_block takes the norms' weights, which are 1, as given
+            torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_model_tflops_by_hand():
+    config = llama.Config(
+        hidden_dim=8, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=10, vocab_size=6, batch_size=2, seq_len=5
+    )
+    # A layer: qkv 8 x 16, o 8 x 8, gate and up 8 x 20, down 10 x 8 = 432 weights; the head has 8 x 6; 6 FLOP each.
+    # Attention, a token and layer: 2 products of 2 * 8 * 5 FLOP, three times with backward, half of it masked = 240.
+    assert llama.model_tflops(config) * 1e12 == pytest.approx(10 * (6 * (3 * 432 + 48) + 3 * 240))
+
+
+def test_model_tflops_against_what_torch_counts(make_step):
+    step = make_step(impl="torch")
+    with FlopCounterMode(display=False) as counter:
+        step.forward()
+        step.backward()
+    masked = 6 * TINY.num_layers * TINY.hidden_dim * TINY.seq_len * TINY.tokens_per_step  # torch computes it as well
+    assert llama.model_tflops(TINY) * 1e12 == pytest.approx(counter.get_total_flops() - masked)
+
+
+# --- the data
+
+
+@pytest.mark.parametrize("kind", ["random", "markov"])
+def test_batches_are_reproducible(kind):
+    def batches(seed):
+        data = llama.DATA[kind](dataclasses.replace(TINY, seed=seed))
+        return [data.next_batch() for _ in range(2)]
+
+    (tokens, targets), (later_tokens, _) = batches(1)
+    assert tokens.shape == targets.shape == (2, 17) and tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert 0 <= tokens.min() and tokens.max() < TINY.vocab_size
+    again = batches(1)
+    assert torch.equal(tokens, again[0][0]) and torch.equal(targets, again[0][1])
+    assert torch.equal(later_tokens, again[1][0])
+    assert not torch.equal(tokens, later_tokens)
+    assert not torch.equal(tokens, batches(2)[0][0])
+
+
+def test_random_tokens_are_uniform_and_independent():
+    data = llama.RandomTokens(dataclasses.replace(TINY, vocab_size=5, batch_size=50, seq_len=2000))
+    pairs = torch.bincount(torch.stack(data.next_batch()).mul(torch.tensor([5, 1])[:, None, None]).sum(0).flatten())
+    assert pairs.shape == (25,)
+    torch.testing.assert_close(pairs / pairs.sum(), torch.full((25,), 1 / 25), rtol=0, atol=0.003)
+    assert data.entropy == pytest.approx(math.log(5))
+
+
+@pytest.mark.parametrize("vocab_size", [4, 11])
+def test_markov_chain_is_what_it_claims(vocab_size):
+    data = llama.MarkovTokens(dataclasses.replace(TINY, vocab_size=vocab_size, batch_size=100, seq_len=2000))
+    tokens, targets = (t.flatten() for t in data.next_batch())
+    counts = torch.zeros(vocab_size, vocab_size).index_put_((tokens, targets), torch.tensor(1.0), accumulate=True)
+    transitions = counts / counts.sum(dim=1, keepdim=True)
+    claimed = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(vocab_size, 4)
+    torch.testing.assert_close(transitions.sort(descending=True).values[:, :4], claimed, rtol=0, atol=0.02)
+    frequencies = counts.sum(dim=1) / counts.sum()
+    torch.testing.assert_close(frequencies, torch.full((vocab_size,), 1 / vocab_size), rtol=0, atol=0.01)
+    entropy = (frequencies * torch.special.entr(transitions).sum(dim=1)).sum().item()
+    assert data.entropy == pytest.approx(entropy, abs=0.01) and data.entropy == pytest.approx(1.75 * math.log(2))
+
+
+def test_model_learns_the_chain_and_stays_above_its_entropy():
+    run = dict(data="markov", vocab_size=12, batch_size=8, seq_len=32, num_steps=200, learning_rate=1e-2)
+    _, losses = train("cpu", impl="torch", **run)
+    final = sum(losses[-20:]) / 20
+    entropy = 1.75 * math.log(2)
+    assert losses[0] == pytest.approx(math.log(12), abs=0.1)
+    assert entropy - 0.03 < final < entropy + 0.1  # 0.03 is four standard deviations of the mean of 20 x 256 tokens
+
+
+# --- the check
+
+
+@needs_triton
+@pytest.mark.parametrize("changes", [{}, dict(num_kv_heads=4), dict(num_kv_heads=1, seq_len=1)], ids=str)
+def test_check_passes(device, capsys, changes):
+    assert llama.check_gradients(dataclasses.replace(TINY, **changes), llama.get_device(device))
+    assert "passed" in capsys.readouterr().out
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "kernel, output",
+    [
+        ("rmsnorm_kernel", "y_ptr"),
+        ("rmsnorm_backward_kernel", "x_grad_ptr"),
+        ("column_sum_kernel", "sum_ptr"),
+        ("rope_kernel", "x_ptr"),
+        ("flash_attention_kernel", "o_ptr"),
+        ("flash_attention_backward_kernel", "v_grad_ptr"),
+        ("swiglu_activation_kernel", "hidden_ptr"),
+        ("swiglu_activation_backward_kernel", "gate_up_ptr"),
+        ("cross_entropy_kernel", "loss_ptr"),
+        ("cross_entropy_kernel", "logits_ptr"),
+        ("embedding_backward_kernel", "weight_grad_ptr"),
+    ],
+)
+def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, capsys, kernel, output):
+    target = getattr(llama, kernel)
+    position = list(inspect.signature(target.fn).parameters).index(output)
+    launch = llama.launch
+
+    def sabotaged(kernel, grid, tensors, *args, **kwargs):
+        launch(kernel, grid, tensors, *args, **kwargs)
+        if kernel is target:
+            tensors[position].data.mul_(1.001)
+
+    monkeypatch.setattr(llama, "launch", sabotaged)
+    assert not llama.check_gradients(TINIER, llama.get_device(device))
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("operation", ["rmsnorm", "attention", "swiglu", "cross_entropy"])
+def test_check_sees_a_wrong_operation(device, monkeypatch, operation):
+    sound = llama.OPERATIONS["sdpa"]
+
+    def scaled(*args):
+        y = getattr(sound, operation)(*args)
+        return (1.001 * y[0], *y[1:]) if isinstance(y, tuple) else 1.001 * y
+
+    config, hardware = dataclasses.replace(TINIER, impl="sdpa"), llama.get_device(device)
+    assert llama.check_gradients(config, hardware)
+    monkeypatch.setitem(llama.OPERATIONS, "sdpa", sound._replace(**{operation: scaled}))
+    assert not llama.check_gradients(config, hardware)
+
+
+@needs_triton
+def test_check_sees_severed_autograd(device, capsys):
+    assert not llama.check_gradients(dataclasses.replace(TINIER, severed_autograd=True), llama.get_device(device))
+    assert "layers.0.attention.qkv_proj.weight: no gradient" in capsys.readouterr().out
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_amp", [False, True])
+@pytest.mark.parametrize("timing", ["phases", "step"], ids=["three graphs", "one graph"])
+def test_graphs_give_the_same_bits(use_amp, timing):
+    run = dict(use_amp=use_amp, timing=timing, num_steps=5, warmup_steps=2, learning_rate=1e-2)
+    eager, eager_losses = train("cuda", **run)
+    captured, captured_losses = train("cuda", graph=True, **run)
+    assert len(captured.phases) == (3 if timing == "phases" else 1)
+    assert len(set(eager_losses)) == 5  # they are losses of different batches
+    assert eager_losses == captured_losses
+    assert all(map(torch.equal, eager.optimizer.weights(), captured.optimizer.weights()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_graphs_read_the_learning_rate_from_the_device(make_step, use_amp):
+    step = make_step(use_amp=use_amp)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step.run()
+    torch.cuda.synchronize()
+    step.capture()
+
+    def movement(lr):
+        step.optimizer.lr.fill_(lr)
+        before = [w.clone() for w in step.optimizer.weights()]
+        step.run()
+        return sum((w - b).abs().sum() for w, b in zip(step.optimizer.weights(), before, strict=True)).item()
+
+    assert movement(0.0) == 0
+    assert movement(1e-2) == pytest.approx(10 * movement(1e-3), rel=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "head_dim, group, seq_len",
+    [
+        (40, 1, 1), (80, 2, 17), (96, 4, 129), (64, 8, 300), (16, 8, 129), (128, 2, 300), (40, 8, 300), (96, 1, 17)
+    ],
+)  # fmt: skip
+def test_bf16_check_passes(head_dim, group, seq_len):
+    config = dataclasses.replace(
+        TINY, hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200, seq_len=seq_len, use_amp=True
+    )
+    assert llama.check_gradients(config, llama.get_device("cuda"))
+
+
+@pytest.mark.gpu
+def test_memory_of_attention_grows_linearly(device):
+    def peak_growth(seq_len):
+        x = torch.randn(1, seq_len, 128, device=device, requires_grad=True)
+        weights = [torch.randn(n, 128, device=device) * 0.1 for n in (256, 128)]
+        tables = llama.rope_tables(seq_len, 64, device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        llama.triton_attention(x, *weights, *tables, 2, 1).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak_growth(2048)  # the library's workspace
+    assert peak_growth(16384) < 5 * peak_growth(4096)  # a score matrix would make it 16 times as much

@@ -1,0 +1,2608 @@
+#!/usr/bin/env python3
+"""Train a tiny LLaMA on Triton kernels written here, forward and backward, and report what a step costs.
+
+Train, on whatever device there is:
+
+    python tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20
+    python tiny_llama_v3.py --use-amp --graph          bf16, the step captured in CUDA/HIP graphs
+    python tiny_llama_v3.py --data markov              data that can be learnt, and the loss it cannot go below
+
+Compare: the same model, weights and data on plain PyTorch, and with PyTorch's own fused attention:
+
+    python tiny_llama_v3.py --impl torch
+    python tiny_llama_v3.py --impl sdpa --compile
+
+Verify: loss and every gradient against PyTorch in higher precision, before anything is timed:
+
+    python tiny_llama_v3.py --check --num-steps 1
+
+Replay a mistake (the table BUGS below), and see what gives it away:
+
+    python tiny_llama_v3.py --list-stages
+    python tiny_llama_v3.py --stage 4 --profile profiles/stage4
+
+Each run prints one line a step, a summary, and the path of a JSON file that holds all of it.
+Exit codes: 0 done, 1 a check failed, 2 the request cannot be met (one line says why), 130 interrupted.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows, a CPU-only PyTorch: the kernels stay plain functions that nothing calls
+    triton = None
+    tl = SimpleNamespace(constexpr=None)
+jit = triton.jit if triton else lambda kernel: kernel
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The mistakes that a flag brings back. Each is a few lines, marked "BUG" where it lives; none is active by default.
+
+
+class Bug(NamedTuple):
+    stages: tuple  # the stages it is part of
+    effect: str  # what it brings back
+    sign: str  # what gives it away
+
+
+BUGS = {
+    "no_init": Bug(
+        (1,),
+        "PyTorch's default initialisation under a tied head",
+        "the first loss is about the hidden size instead of ln(vocab)",
+    ),
+    "noncontiguous_kv": Bug(
+        (1, 2),
+        "K and V reach the attention kernel with a badly strided head dimension",
+        "attention kernels several times slower at the same result, more so at a longer sequence",
+    ),
+    "unsynced_timing": Bug(
+        (1, 2, 3),
+        "host clocks without a device sync",
+        "the phases sum to a fraction of the step",
+    ),
+    "triton_matmul_swiglu": Bug(
+        (1, 2, 3, 4),
+        "one program per output element, each reducing over the hidden dimension",
+        "the SwiGLU kernel takes most of the device time",
+    ),
+    "severed_autograd": Bug(
+        (6,),
+        "kernels called outside autograd",
+        "backward is almost free, and only the tied embedding receives a gradient",
+    ),
+    "no_warmup": Bug(
+        (7,),
+        "the first steps, kernel compilation included, are averaged in",
+        "the mean step is far above the median",
+    ),
+}
+
+STAGES = {
+    1: "broken loss",
+    2: "slow performance",
+    3: "fake timing",
+    4: "slow kernels",
+    5: "optimized",
+    6: "severed autograd",
+    7: "cold start",
+    8: "one graph launch instead of hundreds of kernel launches",
+}
+
+
+def stage_flags(stage):
+    """The fields of Config that a stage sets: {field: value}."""
+    flags = {name: True for name, bug in BUGS.items() if stage in bug.stages}
+    return flags | ({"graph": True} if stage == 8 else {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configuration: one frozen dataclass; the command line is generated from its fields.
+
+
+class UsageError(Exception):
+    """The request cannot be met; the message names the flag, the values and the remedy."""
+
+
+def option(default, help, **metadata):
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class Config:
+    # model
+    hidden_dim: int = option(512, "width of the residual stream")
+    num_layers: int = option(8, "transformer blocks")
+    num_heads: int = option(8, "query heads; each has hidden-dim / num-heads dimensions")
+    num_kv_heads: int | None = option(None, "key/value heads (grouped-query attention); default: half of --num-heads")
+    ffn_dim: int | None = option(None, "width of the feed-forward layer; default: 4 x hidden-dim")
+    vocab_size: int = option(1000, "distinct tokens")
+    # training
+    batch_size: int = option(8, "sequences a step")
+    seq_len: int = option(256, "tokens a sequence")
+    num_steps: int = option(50, "training steps that are measured")
+    warmup_steps: int = option(3, "steps before the measured ones; weights and optimizer are restored after them")
+    learning_rate: float = option(3e-4, "AdamW's learning rate, constant")
+    use_amp: bool = option(False, "compute in bf16, with fp32 master weights and optimizer state")
+    data: str = option(
+        "random", "fresh random tokens, or a Markov chain whose entropy is known", choices=("random", "markov")
+    )
+    seed: int = option(42, "of weights and data")
+    # implementation
+    impl: str = option(
+        "triton", "our kernels; plain PyTorch; PyTorch with its fused attention", choices=("triton", "torch", "sdpa")
+    )
+    device: str = option("auto", "where to run (cuda is also the name of an AMD GPU)", choices=("auto", "cuda", "cpu"))
+    compile: bool = option(False, "torch.compile the model")
+    graph: bool = option(False, "capture the step in CUDA/HIP graphs and replay them")
+    matmul_precision: str = option(
+        "highest", "fp32 matmuls in full fp32 or in TF32, library and kernels alike", choices=("highest", "high")
+    )
+    deterministic: bool = option(False, "ask PyTorch for deterministic algorithms (our kernels always are)")
+    # measuring
+    timing: str = option(
+        "phases", "events around each phase and a sync a step; or one sync at the end", choices=("phases", "step")
+    )
+    check: bool = option(
+        False, "first compare loss and gradients with PyTorch in higher precision; stop if they differ"
+    )
+    profile: str | None = option(None, "write a Perfetto trace and a kernel table into this folder", metavar="DIR")
+    output_dir: str = option("triton_profiles", "where the JSON of the run goes", metavar="DIR")
+    # the mistakes
+    stage: int | None = option(
+        None, "set the flags of a stage of the workshop (see --list-stages)", choices=tuple(STAGES)
+    )
+    no_init: bool = option(False, BUGS["no_init"].effect)
+    noncontiguous_kv: bool = option(False, BUGS["noncontiguous_kv"].effect)
+    unsynced_timing: bool = option(False, BUGS["unsynced_timing"].effect)
+    triton_matmul_swiglu: bool = option(False, BUGS["triton_matmul_swiglu"].effect)
+    severed_autograd: bool = option(False, BUGS["severed_autograd"].effect)
+    no_warmup: bool = option(False, BUGS["no_warmup"].effect)
+
+    def __post_init__(self):
+        set_field = functools.partial(object.__setattr__, self)  # the dataclass is frozen for everyone else
+        if self.num_kv_heads is None:
+            set_field("num_kv_heads", self.num_heads // (2 if self.num_heads % 2 == 0 else 1))
+        if self.ffn_dim is None:
+            set_field("ffn_dim", 4 * self.hidden_dim)
+        if self.stage is not None and self.stage not in STAGES:
+            raise UsageError(f"--stage {self.stage} does not exist: choose one of {', '.join(map(str, STAGES))}")
+        for name, value in stage_flags(self.stage).items():
+            set_field(name, value)
+        if self.no_warmup:  # BUG no_warmup: nothing runs before the clock starts
+            set_field("warmup_steps", 0)
+        self._validate()
+
+    def _validate(self):
+        positive = (
+            "hidden_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "ffn_dim",
+            "vocab_size",
+            "batch_size",
+            "seq_len",
+            "num_steps",
+        )
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UsageError(f"{flag_of(name)} {getattr(self, name)} is not positive: give 1 or more")
+        if self.vocab_size < 2:
+            raise UsageError(f"--vocab-size {self.vocab_size} leaves nothing to predict: give 2 or more")
+        if self.warmup_steps < 0:
+            raise UsageError(f"--warmup-steps {self.warmup_steps} is negative: give 0 or more")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed {self.seed} is out of range: give 0 to 4294967295")
+        if not 0 < self.learning_rate < math.inf:
+            raise UsageError(f"--learning-rate {self.learning_rate} is not a positive number: give one such as 3e-4")
+        if self.hidden_dim % self.num_heads:
+            raise UsageError(
+                f"--hidden-dim {self.hidden_dim} is not divisible by --num-heads {self.num_heads}: "
+                f"try --hidden-dim {math.ceil(self.hidden_dim / (2 * self.num_heads)) * 2 * self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UsageError(
+                f"--num-heads {self.num_heads} is not divisible by --num-kv-heads {self.num_kv_heads}: "
+                f"choose --num-kv-heads from {', '.join(map(str, fitting))}"
+            )
+        if self.head_dim % 2 or self.head_dim > 128:
+            raise UsageError(
+                f"--hidden-dim {self.hidden_dim} / --num-heads {self.num_heads} gives {self.head_dim} dimensions a "
+                "head: rotary embedding needs an even number, the attention kernel at most 128; change one of the two"
+            )
+        if self.vocab_size < MARKOV_SUCCESSORS and self.data == "markov":
+            raise UsageError(
+                f"--vocab-size {self.vocab_size} is too small for --data markov: give {MARKOV_SUCCESSORS} or more"
+            )
+
+    @property
+    def head_dim(self):
+        return self.hidden_dim // self.num_heads
+
+    @property
+    def tokens_per_step(self):
+        return self.batch_size * self.seq_len
+
+    @property
+    def bugs(self):
+        return [name for name in BUGS if getattr(self, name)]
+
+
+def flag_of(field_name):
+    return "--" + field_name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(f"{message} (--help lists the flags)")
+
+
+def parse_config(argv, program):
+    """Config from the command line; a program called v3_stage3_anything.py means --stage 3."""
+    parser = Parser(
+        prog=Path(program).name,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(Config):
+        kwargs = dict(field.metadata)
+        shown_default = "" if field.default in (None, False) else f" (default: {field.default})"
+        kwargs["help"] = kwargs["help"].replace("%", "%%") + shown_default
+        if field.type is bool:
+            parser.add_argument(flag_of(field.name), action="store_true", **kwargs)
+        else:
+            kind = {int | None: int, str | None: str}.get(field.type, field.type)
+            parser.add_argument(flag_of(field.name), type=kind, default=field.default, **kwargs)
+    parser.add_argument(
+        "--list-stages", action="store_true", help="print the stages and what gives each mistake away, and exit"
+    )
+    args = vars(parser.parse_args(argv))
+    if args.pop("list_stages"):
+        print_stages()
+        parser.exit()
+    link = re.match(r"v3_stage(\d+)_", Path(program).name)
+    if link:
+        if args["stage"] not in (None, int(link[1])):
+            raise UsageError(f"--stage {args['stage']} contradicts the name {Path(program).name}: drop one of the two")
+        args["stage"] = int(link[1])
+    return Config(**args)
+
+
+def print_stages():
+    for stage, title in STAGES.items():
+        print(f"stage {stage}: {title}")
+        for name in stage_flags(stage):
+            bug = BUGS.get(name)
+            print(f"    {flag_of(name)}" + (f"\n        {bug.effect}\n        sign: {bug.sign}" if bug else ""))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The device: what it is, what it can reach, and how kernels are launched on it. Every vendor branch is in this section.
+
+LOG2_E = math.log2(math.e)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own variable: kernels run on the CPU, in Python
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str  # "cuda" (NVIDIA and AMD alike) or "cpu"
+    name: str
+    arch: str  # "sm_90", "gfx942", ... or "cpu"
+    num_sms: int  # multiprocessors, or compute units
+    warp_size: int
+
+    @property
+    def is_amd(self):
+        return self.arch.startswith("gfx")
+
+    @property
+    def is_hopper(self):
+        return self.arch == "sm_90"
+
+
+@functools.cache
+def get_device(type):
+    if type == "cpu":
+        return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # The capability is (9, 4) on an MI300 as well: ask torch for the vendor, never the number.
+    is_amd = torch.version.hip is not None
+    arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+    return Device("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
+
+
+def select_device(requested):
+    if requested == "cuda" and not torch.cuda.is_available():
+        build = torch.version.hip or torch.version.cuda
+        reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
+        raise UsageError(f"--device cuda: there is no GPU here ({reason}): use --device cpu, or install a GPU build")
+    return get_device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
+
+
+def triton_obstacle(device, use_amp=False):
+    """Why Triton kernels cannot run here, in words, or None if they can."""
+    if triton is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not INTERPRETED:
+        return "there is no GPU (TRITON_INTERPRET=1 would interpret the kernels, very slowly)"
+    if device.type == "cpu" and use_amp:
+        return "Triton's interpreter multiplies bf16 matrices wrongly"
+    return None
+
+
+# Dense peaks in TFLOP/s of one device as PyTorch shows it (one of the two dies of an MI250X), from the datasheets. An
+# unlisted device gets no MFU rather than a wrong one. The first name that the device's name contains counts.
+PEAK_TFLOPS = {
+    "MI355X": {"bf16": 2516.6, "fp32": 157.3},
+    "MI350X": {"bf16": 2306.9, "fp32": 144.2},
+    "MI325X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
+    "MI300X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
+    "MI300A": {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6},
+    "MI250X": {"bf16": 191.5, "fp32": 47.9},
+    "MI250": {"bf16": 181.0, "fp32": 45.3},
+    "MI210": {"bf16": 181.0, "fp32": 45.3},
+    "H200": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2},
+    "H100": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "A100": {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5},
+}
+
+
+def peak_tflops(device, precision):
+    for name, peaks in PEAK_TFLOPS.items():
+        if name in device.name:
+            return peaks.get(precision)
+    return None
+
+
+def precision_name(config, device):
+    if config.use_amp:
+        return "bf16"
+    return "tf32" if config.matmul_precision == "high" and tf32_available(device) else "fp32"
+
+
+def tf32_available(device):
+    return device.arch == "gfx942" or device.arch.startswith("sm_") and int(device.arch[3:]) >= 80
+
+
+def dot_precision(device):
+    """tl.dot's input_precision for fp32 operands: what the library was told to do for its own matmuls."""
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" and tf32_available(device) else "ieee"
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+# Launch configurations. warps x warp_size may not exceed 1024 threads, and an AMD wave has 64: half the warps there.
+# The operands of a tile must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90, 99 on NVIDIA's smallest.
+
+
+class NormTile(NamedTuple):
+    rows: int
+    cols: int
+    warps: int
+    programs: int
+
+
+class AttentionTile(NamedTuple):
+    m: int  # queries
+    n: int  # keys
+    warps: int
+    stages: int
+
+
+@functools.cache
+def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
+    """Tiles of 4096 elements forward and 8192 backward, smaller where they would leave multiprocessors idle.
+
+    The backward pass has two programs a multiprocessor, which walk over the rows.
+    """
+    device = get_device(device_type)
+    cols = block_size or next_power_of_2(n_cols)
+    fill = next_power_of_2(cdiv(n_rows, device.num_sms))
+    rows = max(1, min((8192 if backward else 4096) // cols, fill))
+    warps = 4 if cols <= 4096 else min(cols // 1024, 16)
+    if backward:
+        warps = 4 if cols <= 8192 else min(cols // 2048, 16)
+    programs = min(cdiv(n_rows, rows), 2 * device.num_sms) if backward else cdiv(n_rows, rows)
+    return NormTile(rows, cols, max(1, warps // 2) if device.is_amd else warps, programs)
+
+
+@functools.cache
+def attention_tile(kernel, itemsize, block_d, device_type):
+    """Tile of kernel "forward", "dq", "dkdv" or "short" for elements of itemsize bytes, heads of block_d dimensions."""
+    device = get_device(device_type)
+    if device.type == "cpu":
+        return AttentionTile(32, 32, 4, 1)
+    if itemsize == 4:
+        return AttentionTile(32 if block_d > 64 else 64, 32, 4, 1)
+    if device.is_amd:
+        tiles = {"forward": (128, 64, 4, 1), "dq": (64, 32, 4, 1), "short": (64, 32, 4, 1)}
+        return AttentionTile(*tiles.get(kernel, (64 if block_d <= 64 else 32, 32, 4, 1)))
+    if device.is_hopper:
+        wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
+        narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
+        return AttentionTile(*(narrow if block_d <= 64 else wide)[kernel])
+    return AttentionTile(64, 64, 4, 1 if kernel == "short" else 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels. For each operation: forward kernel, backward kernel, launchers, autograd.Function, and the plain PyTorch
+# reference that --impl torch and the tests use. Arithmetic is in fp32, results are rounded once, on the store. No float
+# atomics and no locks: a gradient that many programs add to goes through partial sums and one reduction in a fixed
+# order, so that it is bitwise the same in every run.
+
+
+COMPILED = {}  # what launch() has compiled
+
+
+def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2):
+    """kernel[grid](*tensors, *scalars, **constants), at a fraction of the time on the host.
+
+    Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
+    on is known here: scalars, constants, types and alignment of the tensors, the order of the kernel's parameters.
+    """
+    kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
+    key = (kernel, scalars, *kinds, *constants.values(), num_warps, num_stages)
+    compiled = COMPILED.get(key)
+    if compiled is None:
+        COMPILED[key] = kernel[grid](*tensors, *scalars, **constants, num_warps=num_warps, num_stages=num_stages)
+        return
+    driver = triton.runtime.driver.active
+    compiled.run(
+        *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
+        compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
+        *tensors, *scalars, *constants.values(),
+    )  # fmt: skip
+
+
+def gradient_buffer(parameter):
+    """The place that the optimizer set aside for the gradient of this parameter, or None."""
+    return getattr(parameter, "grad_buffer", None)
+
+
+def hand_over(parameter, gradient):
+    """What a backward() returns for a parameter: the gradient, or None if it lies in the optimizer's buffer already."""
+    if gradient is not gradient_buffer(parameter):
+        return gradient
+    parameter.grad = gradient
+    return None
+
+
+def weight_gradient(weight, out_grad, x):
+    return hand_over(weight, torch.mm(out_grad.t(), x, out=gradient_buffer(weight)))
+
+
+# --- linear: the library's matmul; the Function exists to put the weight's gradient where the optimizer reads it
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        x, weight = ctx.saved_tensors
+        y_grad = y_grad.reshape(-1, weight.shape[0])
+        x_grad = (y_grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return x_grad, weight_gradient(weight, y_grad, x.reshape(-1, weight.shape[1]))
+
+
+def triton_linear(x, weight):
+    """x (..., K) @ weight (N, K)^T -> (..., N)"""
+    return LinearFunction.apply(x, weight)
+
+
+# --- RMSNorm, with the residual addition before it fused in
+
+
+@jit
+def rmsnorm_kernel(
+    x_ptr, delta_ptr, weight_ptr, residual_ptr, y_ptr, rstd_ptr,
+    stride_x_row, stride_delta_row,
+    n_rows, eps,
+    N_COLS: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """residual = x + delta;  y = residual * rstd * weight,  rstd = 1 / sqrt(mean(residual^2) + eps).
+
+    One program takes BLOCK_ROWS rows, BLOCK_SIZE columns at a time. A row longer than BLOCK_SIZE is read twice.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_mask = rows < n_rows
+    square_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    x = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+    for start in range(0, N_COLS, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        mask = row_mask[:, None] & (cols < N_COLS)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_DELTA:
+            delta = tl.load(delta_ptr + rows[:, None] * stride_delta_row + cols[None, :], mask=mask, other=0.0)
+            residual = (x + delta.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+            tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
+            x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
+        square_sum += tl.sum(x * x, axis=1)
+    rstd = 1.0 / tl.sqrt(square_sum / N_COLS + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+    for start in range(0, N_COLS, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        mask = row_mask[:, None] & (cols < N_COLS)[None, :]
+        if BLOCK_SIZE < N_COLS:  # otherwise the row is still in registers
+            if HAS_DELTA:
+                x = tl.load(residual_ptr + rows[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            else:
+                x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0).to(tl.float32)
+        y = x * rstd[:, None] * weight[None, :]
+        tl.store(y_ptr + rows[:, None] * N_COLS + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def rmsnorm_backward_kernel(
+    y_grad_ptr, residual_grad_ptr, x_ptr, weight_ptr, rstd_ptr, x_grad_ptr, partial_ptr,
+    stride_y_grad_row, stride_residual_grad_row, stride_x_row,
+    n_rows,
+    N_COLS: tl.constexpr, HAS_RESIDUAL_GRAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """With n = x * rstd and g = y_grad * weight:  x_grad = (g - n * mean(n * g)) * rstd + residual_grad.
+
+    Each program walks over row tiles, num_programs apart, and leaves its sum of y_grad * n in its row of partial.
+    """
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < N_COLS
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    weight_grad = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        y_grad = tl.load(y_grad_ptr + rows[:, None] * stride_y_grad_row + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        normalized = x * rstd[:, None]
+        weight_grad += y_grad * normalized
+        scaled_grad = y_grad * weight[None, :]
+        mean = tl.sum(normalized * scaled_grad, axis=1) / N_COLS
+        x_grad = (scaled_grad - normalized * mean[:, None]) * rstd[:, None]
+        if HAS_RESIDUAL_GRAD:
+            residual_grad_ptrs = residual_grad_ptr + rows[:, None] * stride_residual_grad_row + cols[None, :]
+            x_grad += tl.load(residual_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x_grad_ptr + rows[:, None] * N_COLS + cols[None, :], x_grad.to(x_grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(partial_ptr + tl.program_id(0) * N_COLS + cols, tl.sum(weight_grad, axis=0), mask=col_mask)
+
+
+@jit
+def column_sum_kernel(partial_ptr, sum_ptr, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """sum[c] = partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing."""
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in range(0, n_rows, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        total += tl.load(partial_ptr + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + cols, tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def rmsnorm_forward(x, delta, weight, eps, block_size=None):
+    """x, delta (rows, cols) with contiguous rows -> residual, y (rows, cols) and rstd (rows,) in fp32.
+
+    Without delta the residual is x itself.
+    """
+    n_rows, n_cols = x.shape
+    tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
+    y, rstd = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(n_rows, dtype=torch.float32, device=x.device),
+    )
+    residual = torch.empty_like(y) if delta is not None else x
+    has_delta = delta is not None
+    launch(
+        rmsnorm_kernel, (tile.programs,), (x, delta if has_delta else x, weight, residual, y, rstd),
+        (x.stride(0), delta.stride(0) if has_delta else 0, n_rows, eps),
+        dict(N_COLS=n_cols, HAS_DELTA=has_delta, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols), num_warps=tile.warps,
+    )  # fmt: skip
+    return residual, y, rstd
+
+
+def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+    """Gradients of x (the normalised residual), residual_grad (or None) added in, and of weight, handed over."""
+    n_rows, n_cols = x.shape
+    weight_grad = gradient_buffer(weight)
+    weight_grad = torch.empty_like(weight) if weight_grad is None else weight_grad
+    tile = norm_tile(n_rows, n_cols, True, x.device.type)
+    x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = torch.empty(tile.programs, n_cols, dtype=torch.float32, device=x.device)
+    has_residual_grad = residual_grad is not None
+    residual_grad = residual_grad if has_residual_grad else y_grad
+    launch(
+        rmsnorm_backward_kernel, (tile.programs,), (y_grad, residual_grad, x, weight, rstd, x_grad, partial),
+        (y_grad.stride(0), residual_grad.stride(0), x.stride(0), n_rows),
+        dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
+        num_warps=tile.warps,
+    )  # fmt: skip
+    launch(
+        column_sum_kernel, (cdiv(n_cols, 16),), (partial, weight_grad), (tile.programs, n_cols),
+        dict(BLOCK_ROWS=128, BLOCK_COLS=16), num_warps=8,
+    )  # fmt: skip
+    return x_grad, hand_over(weight, weight_grad)
+
+
+def with_contiguous_rows(x):
+    """x (..., cols) as (rows, cols), copied only if its last dimension is strided or its rows are not evenly spaced."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+class RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps):
+        delta_rows = None if delta is None else with_contiguous_rows(delta)
+        residual, y, rstd = rmsnorm_forward(with_contiguous_rows(x), delta_rows, weight, eps)
+        ctx.save_for_backward(residual, weight, rstd)
+        ctx.has_delta = delta is not None
+        ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
+        return y.view(x.shape), residual.view(x.shape) if ctx.has_delta else x
+
+    @staticmethod
+    def backward(ctx, y_grad, residual_grad):
+        residual_rows = None if residual_grad is None else with_contiguous_rows(residual_grad)
+        x_grad, weight_grad = rmsnorm_backward(with_contiguous_rows(y_grad), residual_rows, *ctx.saved_tensors)
+        x_grad = x_grad.view(y_grad.shape)
+        # residual = x + delta: both receive the same gradient; eps receives none.
+        return x_grad, x_grad if ctx.has_delta else None, weight_grad, None
+
+
+def triton_rmsnorm(x, delta, weight, eps):
+    """(y, residual) with residual = x + delta (or x, if delta is None) and y its RMSNorm, both shaped (..., cols)."""
+    return RMSNormFunction.apply(x, delta, weight, eps)
+
+
+def torch_rmsnorm(x, delta, weight, eps):
+    residual = x if delta is None else x + delta
+    y = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return y, residual
+
+
+# --- causal attention with grouped queries and rotary embedding (Dao, FlashAttention-2, arXiv:2307.08691)
+#
+# Names of the literature: q, k, v, o; m_i, l_i the running maximum and sum of a row's softmax; lse its log-sum-exp, in
+# base 2 and of the scaled scores; p the probabilities; delta = rowsum(o * o_grad). Rows of a tile are positions in the
+# sequence (BLOCK_M queries, BLOCK_N keys), its columns the BLOCK_D >= HEAD_DIM dimensions of a head.
+
+
+@jit
+def head_columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(offset, mask) of a tile's columns: each rotary half of the head is padded to a power of two by itself."""
+    cols = tl.arange(0, BLOCK_D)
+    offsets = cols
+    if HEAD_DIM != BLOCK_D:
+        offsets = cols % (BLOCK_D // 2) + (cols // (BLOCK_D // 2)) * (HEAD_DIM // 2)
+    return offsets, cols % (BLOCK_D // 2) < HEAD_DIM // 2
+
+
+@jit
+def load_tile(
+    ptr, rows, stride_row, stride_col, n_rows, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Tile (rows, BLOCK_D); rows beyond n_rows (looked for only if CHECK) and padding columns are zero."""
+    cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
+    ptrs = ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    if CHECK:
+        tile = tl.load(ptrs, mask=(rows < n_rows)[:, None] & col_mask[None, :], other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        tile = tl.load(ptrs, mask=col_mask[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
+
+
+@jit
+def store_tile(ptr, tile, rows, stride_row, stride_col, n_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
+    ptrs = ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & col_mask[None, :])
+
+
+@jit
+def rotate_back(x, cos_ptr, sin_ptr, rows, n_rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The inverse of rope_kernel on a tile, for the gradients of q and k before they are stored."""
+    HALF: tl.constexpr = BLOCK_D // 2
+    cols = tl.arange(0, HALF)
+    mask = (rows < n_rows)[:, None] & (cols < HEAD_DIM // 2)[None, :]
+    offsets = rows[:, None] * (HEAD_DIM // 2) + cols[None, :]
+    cos = tl.load(cos_ptr + offsets, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + offsets, mask=mask, other=0.0)
+    first, second = x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+    rotated = tl.join(first * cos + second * sin, second * cos - first * sin)
+    return rotated.permute(0, 2, 1).reshape(ROWS, BLOCK_D)
+
+
+@jit
+def attend(
+    acc, m_i, l_i, q, k_ptr, v_ptr, rows, begin, end,
+    stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale,
+    ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys begin..end: a new maximum rescales what was summed before."""
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if ON_DIAGONAL:
+            qk = tl.where(keys[None, :] <= rows[:, None], qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1) * qk_scale)
+        p = tl.exp2(qk * qk_scale - m_new[:, None])
+        rescale = tl.exp2(m_i - m_new)
+        l_i = l_i * rescale + tl.sum(p, axis=1)
+        v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return acc, m_i, l_i
+
+
+@jit
+def flash_attention_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    num_heads, seq_len, qk_scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o = softmax(q k^T * scale) v under the causal mask.  Grid: (batch * num_heads, blocks of queries)."""
+    batch = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = tl.program_id(0) % num_heads
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries have the most keys: they start first
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
+    v_ptr += batch * stride_vb + head // GROUP_SIZE * stride_vh
+    q = load_tile(
+        q_ptr + batch * stride_qb + head * stride_qh, rows, stride_qs, stride_qd, seq_len, True, HEAD_DIM, BLOCK_D
+    )
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N  # keys before it are visible to every query of the block
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, q, k_ptr, v_ptr, rows, 0, diagonal,
+        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, q, k_ptr, v_ptr, rows, diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len),
+        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    store_tile(
+        o_ptr + batch * stride_ob + head * stride_oh,
+        acc / l_i[:, None],
+        rows,
+        stride_os,
+        stride_od,
+        seq_len,
+        HEAD_DIM,
+        BLOCK_D,
+    )
+    tl.store(lse_ptr + (batch * num_heads + head) * seq_len + rows, m_i + tl.log2(l_i), mask=rows < seq_len)
+
+
+@jit
+def attend_backward_keys(
+    q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, begin, end,
+    stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale,
+    ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
+        if ON_DIAGONAL:
+            p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
+        s_grad = p * (tl.dot(o_grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        q_grad = tl.dot(s_grad.to(k.dtype), k, q_grad, input_precision=PRECISION)
+    return q_grad
+
+
+@jit
+def query_gradient(
+    q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+    batch_head, block, num_heads, seq_len, scale, qk_scale,
+    KEEP_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = batch_head % num_heads
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_offsets = (batch * num_heads + head) * seq_len + rows
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
+    v_ptr += batch * stride_vb + head // GROUP_SIZE * stride_vh
+    o_ptr += batch * stride_ob + head * stride_oh
+    o_grad_ptr += batch * stride_dob + head * stride_doh
+    o = load_tile(o_ptr, rows, stride_os, stride_od, seq_len, True, HEAD_DIM, BLOCK_D)
+    o_grad = load_tile(o_grad_ptr, rows, stride_dos, stride_dod, seq_len, True, HEAD_DIM, BLOCK_D)
+    delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
+    if KEEP_DELTA:
+        tl.store(delta_ptr + row_offsets, delta, mask=rows < seq_len)
+    lse = tl.load(lse_ptr + row_offsets, mask=rows < seq_len, other=float("inf"))
+    q = load_tile(q_ptr, rows, stride_qs, stride_qd, seq_len, True, HEAD_DIM, BLOCK_D)
+    q_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N
+    q_grad = attend_backward_keys(
+        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, 0, diagonal,
+        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    q_grad = attend_backward_keys(
+        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len),
+        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    q_grad *= scale
+    if ROTARY:
+        q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, BLOCK_M, HEAD_DIM, BLOCK_D)
+    q_grad_ptr += batch * stride_dqb + head * stride_dqh
+    store_tile(q_grad_ptr, q_grad, rows, stride_dqs, stride_dqd, seq_len, HEAD_DIM, BLOCK_D)
+
+
+@jit
+def attend_backward_queries(
+    k_grad, v_grad, k, v, q_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, keys, begin, end,
+    stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
+    ON_DIAGONAL: tl.constexpr, CHECK: tl.constexpr, DELTA_KEPT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tiles are transposed, (keys, queries): p^T and s_grad^T go into the next product straight from registers."""
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_tile(q_ptr, rows, stride_qs, stride_qd, seq_len, CHECK, HEAD_DIM, BLOCK_D)
+        o_grad = load_tile(o_grad_ptr, rows, stride_dos, stride_dod, seq_len, CHECK, HEAD_DIM, BLOCK_D)
+        if CHECK:
+            lse = tl.load(lse_ptr + rows, mask=rows < seq_len, other=float("inf"))  # p is zero in rows beyond the end
+        else:
+            lse = tl.load(lse_ptr + rows)
+        if not DELTA_KEPT:
+            o = load_tile(o_ptr, rows, stride_os, stride_od, seq_len, CHECK, HEAD_DIM, BLOCK_D)
+            delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
+        elif CHECK:
+            delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
+        else:
+            delta = tl.load(delta_ptr + rows)
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse[None, :])
+        if ON_DIAGONAL:
+            p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        v_grad = tl.dot(p.to(o_grad.dtype), o_grad, v_grad, input_precision=PRECISION)
+        s_grad = p * (tl.dot(v, tl.trans(o_grad), input_precision=PRECISION) - delta[None, :])
+        k_grad = tl.dot(s_grad.to(q.dtype), q, k_grad, input_precision=PRECISION)
+    return k_grad, v_grad
+
+
+@jit
+def key_value_gradient(
+    q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    stride_dob, stride_dos, stride_doh, stride_dod,
+    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+    batch_head, block, num_kv_heads, seq_len, scale, qk_scale,
+    CHECK: tl.constexpr, DELTA_KEPT: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it."""
+    batch = (batch_head // num_kv_heads).to(tl.int64)
+    head_kv = batch_head % num_kv_heads
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_ptr += batch * stride_kb + head_kv * stride_kh
+    v_ptr += batch * stride_vb + head_kv * stride_vh
+    k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, True, HEAD_DIM, BLOCK_D)
+    v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, True, HEAD_DIM, BLOCK_D)
+    k_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    v_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    diagonal_begin = block * BLOCK_N // BLOCK_M * BLOCK_M  # queries before it see none of these keys
+    diagonal_end = tl.minimum(
+        tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len
+    )  # queries after it see them all
+    for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
+        q_head_ptr = q_ptr + batch * stride_qb + head * stride_qh
+        o_head_ptr = o_ptr + batch * stride_ob + head * stride_oh
+        o_grad_head_ptr = o_grad_ptr + batch * stride_dob + head * stride_doh
+        row_offset = (batch * num_kv_heads * GROUP_SIZE + head) * seq_len
+        k_grad, v_grad = attend_backward_queries(
+            k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
+            keys, diagonal_begin, diagonal_end,
+            stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
+            True, CHECK, DELTA_KEPT, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+        )  # fmt: skip
+        k_grad, v_grad = attend_backward_queries(
+            k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
+            keys, diagonal_end, seq_len,
+            stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
+            False, CHECK, DELTA_KEPT, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+        )  # fmt: skip
+    k_grad *= scale
+    if ROTARY:
+        k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
+    k_grad_ptr += batch * stride_dkb + head_kv * stride_dkh
+    v_grad_ptr += batch * stride_dvb + head_kv * stride_dvh
+    store_tile(k_grad_ptr, k_grad, keys, stride_dks, stride_dkd, seq_len, HEAD_DIM, BLOCK_D)
+    store_tile(v_grad_ptr, v_grad, keys, stride_dvs, stride_dvd, seq_len, HEAD_DIM, BLOCK_D)
+
+
+@jit
+def flash_attention_backward_dq_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+    num_kv_heads, seq_len, scale, qk_scale,
+    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q_grad, and delta for the kernel below.  Grid: (batch * num_heads, blocks of queries), the longest rows first."""
+    query_gradient(
+        q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
+        stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+        stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+        stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+        tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), num_kv_heads * GROUP_SIZE,
+        seq_len, scale, qk_scale,
+        True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
+
+
+@jit
+def flash_attention_backward_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    stride_dob, stride_dos, stride_doh, stride_dod,
+    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+    num_kv_heads, seq_len, scale, qk_scale,
+    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k_grad and v_grad.  Grid: (batch * num_kv_heads, blocks of keys); the first keys have the most queries."""
+    key_value_gradient(
+        q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
+        stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+        stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+        stride_dob, stride_dos, stride_doh, stride_dod,
+        stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+        tl.program_id(0), tl.program_id(1), num_kv_heads, seq_len, scale, qk_scale,
+        not EVEN, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
+
+
+@jit
+def flash_attention_backward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+    batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
+    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
+
+    Grid: batch * num_kv_heads * (blocks of keys + GROUP_SIZE * blocks of queries).
+    """
+    pid = tl.program_id(0)
+    key_programs = batch_kv_heads * tl.cdiv(seq_len, BLOCK_N)
+    if pid < key_programs:
+        key_value_gradient(
+            q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
+            stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+            stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+            stride_dob, stride_dos, stride_doh, stride_dod,
+            stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
+            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
+            not EVEN, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    else:
+        pid -= key_programs
+        batch_heads = batch_kv_heads * GROUP_SIZE
+        query_gradient(
+            q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, q_grad_ptr, cos_ptr, sin_ptr,
+            stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+            stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
+            stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+            pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
+            seq_len, scale, qk_scale,
+            False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
+
+@jit
+def rope_kernel(
+    x_ptr, cos_ptr, sin_ptr, stride_token, n_tokens, seq_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding in place, x (n_tokens, heads * HEAD_DIM).  Grid: (blocks of tokens, heads)."""
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    cols = tl.arange(0, BLOCK_D // 2)
+    mask = (tokens < n_tokens)[:, None] & (cols < HEAD_DIM // 2)[None, :]
+    angles = (tokens % seq_len)[:, None] * (HEAD_DIM // 2) + cols[None, :]
+    cos = tl.load(cos_ptr + angles, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angles, mask=mask, other=0.0)
+    first_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride_token + tl.program_id(1) * HEAD_DIM + cols[None, :]
+    second_ptrs = first_ptrs + HEAD_DIM // 2
+    first = tl.load(first_ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(second_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(first_ptrs, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(second_ptrs, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+SHORT_SEQUENCE = 128  # up to this length the backward pass is one kernel: a second launch costs more than it saves
+
+
+def flash_attention_forward(q, k, v):
+    """Causal attention of q (batch, seq, heads, head_dim) on k, v (batch, seq, kv_heads, head_dim), of any strides.
+
+    Returns o, shaped as q and contiguous, and lse (batch, heads, seq) in fp32.
+    """
+    batch, seq_len, num_heads, head_dim = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seq_len, dtype=torch.float32, device=q.device)
+    block_d = max(16, next_power_of_2(head_dim))
+    tile = attention_tile("forward", q.element_size(), block_d, q.device.type)
+    launch(
+        flash_attention_kernel, (batch * num_heads, cdiv(seq_len, tile.m)), (q, k, v, o, lse),
+        (*q.stride(), *k.stride(), *v.stride(), *o.stride(), num_heads, seq_len, head_dim**-0.5 * LOG2_E),
+        dict(
+            GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
+            PRECISION=dot_precision(get_device(q.device.type)),
+        ),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos=None, sin=None):
+    """Fills q_grad, k_grad, v_grad, shaped as q, k, v and of any strides.
+
+    With cos and sin, q and k are taken to be rotated by them, and their gradients are rotated back.
+    """
+    batch, seq_len, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    block_d = max(16, next_power_of_2(head_dim))
+    scale = head_dim**-0.5
+    strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
+    inputs = (q, k, v, o, o_grad, lse)
+
+    def launch_tiled(kernel, name, grid, tensors, scalars):
+        tile = attention_tile(name, q.element_size(), block_d, q.device.type)
+        constants = dict(
+            GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=dot_precision(get_device(q.device.type)),
+        )  # fmt: skip
+        if name != "dq":
+            constants["EVEN"] = seq_len % tile.m == 0
+        scalars = (*scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
+        launch(kernel, grid(tile), tensors, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+    if seq_len <= SHORT_SEQUENCE:
+        launch_tiled(
+            flash_attention_backward_kernel, "short",
+            lambda tile: (batch * (num_kv_heads * cdiv(seq_len, tile.n) + num_heads * cdiv(seq_len, tile.m)),),
+            (*inputs, q_grad, k_grad, v_grad, cos, sin),
+            (*strides, *q_grad.stride(), *k_grad.stride(), *v_grad.stride(), batch * num_kv_heads),
+        )  # fmt: skip
+        return
+    delta = torch.empty_like(lse)
+    launch_tiled(
+        flash_attention_backward_dq_kernel, "dq", lambda tile: (batch * num_heads, cdiv(seq_len, tile.m)),
+        (*inputs, delta, q_grad, cos, sin), (*strides, *q_grad.stride()),
+    )  # fmt: skip
+    launch_tiled(
+        flash_attention_backward_dkdv_kernel, "dkdv", lambda tile: (batch * num_kv_heads, cdiv(seq_len, tile.n)),
+        (*inputs, delta, k_grad, v_grad, cos, sin), (*strides, *k_grad.stride(), *v_grad.stride()),
+    )  # fmt: skip
+
+
+def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
+    """Rotates the first heads of the contiguous qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2)."""
+    batch, seq_len, width = qkv.shape
+    block_d = next_power_of_2(head_dim)
+    block_tokens = max(1, 2048 // block_d)
+    launch(
+        rope_kernel, (cdiv(batch * seq_len, block_tokens), num_rotated_heads), (qkv, cos, sin),
+        (width, batch * seq_len, seq_len), dict(HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_TOKENS=block_tokens),
+    )  # fmt: skip
+
+
+def split_heads(qkv, num_heads, num_kv_heads):
+    """Views q (batch, seq, num_heads, head_dim) and k, v (batch, seq, num_kv_heads, head_dim) of the packed qkv."""
+    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+    return heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
+
+
+def badly_strided(x):
+    """The same (batch, seq, heads, head_dim), its head dimension in steps of batch * heads elements."""
+    return x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
+
+
+def attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv=False):
+    """x (batch * seq, hidden) -> y (batch * seq, hidden), and q, k, v, o, lse for the backward pass."""
+    qkv = F.linear(x, qkv_weight).view(-1, cos.shape[0], qkv_weight.shape[0])
+    rope_(qkv, num_heads + num_kv_heads, 2 * cos.shape[1], cos, sin)
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    if noncontiguous_kv:  # BUG noncontiguous_kv: right values, wrong layout
+        k, v = badly_strided(k), badly_strided(v)
+    o, lse = flash_attention_forward(q, k, v)
+    return F.linear(o.view(x.shape[0], -1), o_weight), q, k, v, o, lse
+
+
+def attention_backward(y_grad, x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse):
+    """Gradients of x, and of qkv_weight and o_weight, handed over."""
+    o_weight_grad = weight_gradient(o_weight, y_grad, o.view(x.shape[0], -1))
+    o_grad = (y_grad @ o_weight).view(o.shape)
+    qkv_grad = torch.empty(x.shape[0], qkv_weight.shape[0], dtype=x.dtype, device=x.device)
+    packed = qkv_grad.view(*o.shape[:2], -1)
+    flash_attention_backward(o_grad, q, k, v, o, lse, *split_heads(packed, q.shape[2], k.shape[2]), cos, sin)
+    return qkv_grad @ qkv_weight, weight_gradient(qkv_weight, qkv_grad, x), o_weight_grad
+
+
+class AttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv):
+        inputs = with_contiguous_rows(x), qkv_weight, o_weight, cos, sin
+        y, *saved = attention_forward(*inputs, num_heads, num_kv_heads, noncontiguous_kv)
+        ctx.save_for_backward(*inputs, *saved)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        x_grad, *weight_grads = attention_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
+        return (
+            x_grad.view(*y_grad.shape[:-1], -1),
+            *weight_grads,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )  # tables and sizes are not learnt
+
+
+def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv=False):
+    """Causal attention with rotary embedding, its projections included.
+
+    x (batch, seq, hidden), qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim),
+    cos and sin (seq, head_dim / 2) -> (batch, seq, hidden)
+    """
+    if x.shape[1] != cos.shape[0]:
+        raise ValueError(f"x has {x.shape[1]} positions, the rotary tables have {cos.shape[0]}: slice the tables")
+    return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv)
+
+
+def rope_tables(seq_len, head_dim, device):
+    """cos, sin (seq_len, head_dim / 2) of the angles position * 10000^(-2i / head_dim), in fp32."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def torch_rope(x, cos, sin):
+    """x (batch, seq, heads, head_dim): dimension i of the first half turns with dimension i of the second."""
+    cos, sin = cos.to(x.dtype)[:, None, :], sin.to(x.dtype)[:, None, :]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
+    """The same with K and V repeated for each query head and the (seq, seq) score matrix in memory."""
+    q, k, v = split_heads(F.linear(x, qkv_weight), num_heads, num_kv_heads)
+    q, k = torch_rope(q, cos, sin), torch_rope(k, cos, sin)
+    k, v = (t.repeat_interleave(num_heads // num_kv_heads, dim=2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    probabilities = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+    return F.linear((probabilities @ v).transpose(1, 2).flatten(2), o_weight)
+
+
+def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
+    q, k, v = split_heads(F.linear(x, qkv_weight), num_heads, num_kv_heads)
+    q, k, v = (t.transpose(1, 2) for t in (torch_rope(q, cos, sin), torch_rope(k, cos, sin), v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != num_kv_heads)
+    return F.linear(o.transpose(1, 2).flatten(2), o_weight)
+
+
+# --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down. The library multiplies the matrices, one kernel does the rest.
+
+
+@jit
+def swiglu_activation_kernel(gate_up_ptr, hidden_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
+    """hidden = silu(gate) * up, gate_up (rows, 2 n_cols) = [gate | up].  Grid: (rows * blocks of columns,)."""
+    blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    gate = tl.load(gate_up_ptr + row * 2 * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * n_cols + n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    hidden = gate * tl.sigmoid(gate) * up
+    tl.store(hidden_ptr + row * n_cols + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def swiglu_activation_backward_kernel(hidden_grad_ptr, gate_up_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
+    """gate_up = [gate_grad | up_grad], in place.  Grid: as forward."""
+    blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    gate_ptrs = gate_up_ptr + row * 2 * n_cols + cols
+    up_ptrs = gate_ptrs + n_cols
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
+    hidden_grad = tl.load(hidden_grad_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    gate_grad = hidden_grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(gate_ptrs, gate_grad.to(gate_up_ptr.dtype.element_ty), mask=mask)
+    tl.store(up_ptrs, (hidden_grad * silu).to(gate_up_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, n_inner, n_cols, BLOCK_SIZE: tl.constexpr):
+    """BUG triton_matmul_swiglu: one element of hidden a program, two dot products of length n_inner by hand.
+
+    x (rows, n_inner), weight (2 n_cols, n_inner) = [w_gate | w_up].  Grid: (rows * n_cols,).
+    """
+    row = (tl.program_id(0) // n_cols).to(tl.int64)
+    col = tl.program_id(0) % n_cols
+    gate = 0.0
+    up = 0.0
+    for start in range(0, n_inner, BLOCK_SIZE):
+        inner = start + tl.arange(0, BLOCK_SIZE)
+        mask = inner < n_inner
+        x = tl.load(x_ptr + row * n_inner + inner, mask=mask, other=0.0).to(tl.float32)
+        gate += tl.sum(x * tl.load(weight_ptr + col * n_inner + inner, mask=mask, other=0.0).to(tl.float32))
+        up += tl.sum(x * tl.load(weight_ptr + (n_cols + col) * n_inner + inner, mask=mask, other=0.0).to(tl.float32))
+    tl.store(gate_up_ptr + row * 2 * n_cols + col, gate.to(gate_up_ptr.dtype.element_ty))
+    tl.store(gate_up_ptr + row * 2 * n_cols + n_cols + col, up.to(gate_up_ptr.dtype.element_ty))
+    tl.store(hidden_ptr + row * n_cols + col, (gate * tl.sigmoid(gate) * up).to(hidden_ptr.dtype.element_ty))
+
+
+SWIGLU_BLOCK = 1024
+
+
+def swiglu_activation(gate_up):
+    """gate_up (rows, 2 n) -> silu(gate) * up (rows, n)"""
+    n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
+    hidden = torch.empty(n_rows, n_cols, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
+    launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
+    return hidden
+
+
+def swiglu_activation_backward_(hidden_grad, gate_up):
+    """Overwrites gate_up (rows, 2 n) by its gradient."""
+    n_rows, n_cols = hidden_grad.shape
+    grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
+    launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
+
+
+def swiglu_naive_matmul(x, gate_up_weight):
+    n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
+    gate_up = torch.empty(n_rows, 2 * n_cols, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(n_rows, n_cols, dtype=x.dtype, device=x.device)
+    tensors = (x, gate_up_weight, gate_up, hidden)
+    launch(swiglu_kernel, (n_rows * n_cols,), tensors, (x.shape[1], n_cols), dict(BLOCK_SIZE=128))
+    return gate_up, hidden
+
+
+def swiglu_forward(x, gate_up_weight, down_weight, naive_matmul=False):
+    """x (rows, hidden) -> y (rows, hidden), and gate_up, hidden for the backward pass."""
+    if naive_matmul:  # BUG triton_matmul_swiglu
+        gate_up, hidden = swiglu_naive_matmul(x, gate_up_weight)
+    else:
+        gate_up = F.linear(x, gate_up_weight)
+        hidden = swiglu_activation(gate_up)
+    return F.linear(hidden, down_weight), gate_up, hidden
+
+
+def swiglu_backward(y_grad, x, gate_up_weight, down_weight, gate_up, hidden):
+    """Gradients of x, and of gate_up_weight and down_weight, handed over. Overwrites gate_up."""
+    down_weight_grad = weight_gradient(down_weight, y_grad, hidden)
+    swiglu_activation_backward_(y_grad @ down_weight, gate_up)
+    return gate_up @ gate_up_weight, weight_gradient(gate_up_weight, gate_up, x), down_weight_grad
+
+
+def forbid_second_backward(ctx):
+    if getattr(ctx, "is_spent", False):
+        raise RuntimeError("the backward pass of SwiGLU overwrites what forward saved: it can run only once")
+    ctx.is_spent = True
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate_up_weight, down_weight, naive_matmul):
+        inputs = x.reshape(-1, x.shape[-1]).contiguous(), gate_up_weight, down_weight
+        y, *saved = swiglu_forward(*inputs, naive_matmul)
+        ctx.save_for_backward(*inputs, *saved)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        forbid_second_backward(ctx)
+        x_grad, *weight_grads = swiglu_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
+        return x_grad.view(y_grad.shape), *weight_grads, None
+
+
+def triton_swiglu(x, gate_up_weight, down_weight, naive_matmul=False):
+    """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)"""
+    return SwiGLUFunction.apply(x, gate_up_weight, down_weight, naive_matmul)
+
+
+def torch_swiglu(x, gate_up_weight, down_weight):
+    gate, up = F.linear(x, gate_up_weight).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down_weight)
+
+
+# --- a transformer block: the pieces above in one Function instead of four. Autograd spends 30 to 40 us on the host for
+# each Function and direction, more than most kernels of a small model run.
+
+
+class BlockFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, residual, delta, norm1, qkv, o, norm2, gate_up, down, cos, sin, options):
+        eps, num_heads, num_kv_heads, noncontiguous_kv, naive_matmul = options
+        delta_rows = None if delta is None else with_contiguous_rows(delta)
+        residual1, x1, rstd1 = rmsnorm_forward(with_contiguous_rows(residual), delta_rows, norm1, eps)
+        attended, *attention = attention_forward(x1, qkv, o, cos, sin, num_heads, num_kv_heads, noncontiguous_kv)
+        residual2, x2, rstd2 = rmsnorm_forward(residual1, attended, norm2, eps)
+        y, *swiglu = swiglu_forward(x2, gate_up, down, naive_matmul)
+        ctx.has_delta = delta is not None
+        ctx.save_for_backward(
+            residual1,
+            norm1,
+            rstd1,
+            x1,
+            qkv,
+            o,
+            cos,
+            sin,
+            *attention,
+            residual2,
+            norm2,
+            rstd2,
+            x2,
+            gate_up,
+            down,
+            *swiglu,
+        )
+        return residual2.view(residual.shape), y.view(residual.shape)
+
+    @staticmethod
+    def backward(ctx, residual_grad, y_grad):
+        forbid_second_backward(ctx)
+        norm1, attention, norm2, swiglu = (ctx.saved_tensors[i:j] for i, j in ((0, 3), (3, 13), (13, 16), (16, 21)))
+        residual_rows = with_contiguous_rows(residual_grad)
+        x2_grad, gate_up_grad, down_grad = swiglu_backward(with_contiguous_rows(y_grad), *swiglu)
+        residual_rows, norm2_grad = rmsnorm_backward(x2_grad, residual_rows, *norm2)
+        x1_grad, qkv_grad, o_grad = attention_backward(residual_rows, *attention)
+        residual_rows, norm1_grad = rmsnorm_backward(x1_grad, residual_rows, *norm1)
+        grad = residual_rows.view(residual_grad.shape)
+        weight_grads = norm1_grad, qkv_grad, o_grad, norm2_grad, gate_up_grad, down_grad
+        return grad, grad if ctx.has_delta else None, *weight_grads, None, None, None
+
+
+def triton_block(
+    residual, delta, weights, cos, sin, eps, num_heads, num_kv_heads, noncontiguous_kv=False, triton_matmul_swiglu=False
+):
+    """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down."""
+    options = eps, num_heads, num_kv_heads, noncontiguous_kv, triton_matmul_swiglu
+    return BlockFunction.apply(residual, delta, *weights, cos, sin, options)
+
+
+# --- cross-entropy: loss and gradient in one pass over the logits
+
+
+@jit
+def cross_entropy_kernel(
+    logits_ptr, targets_ptr, loss_ptr, stride_row, gradient_scale, N_COLS: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """loss = logsumexp(logits) - logits[target]; logits = (softmax(logits) - onehot(target)) * gradient_scale.
+
+    Grid: (rows,). A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, from
+    the cache. A target outside 0..N_COLS-1 gives a NaN loss.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    LANES: tl.constexpr = 8  # neighbours that share a running maximum: one rescaling for 8 exponentials
+    row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * stride_row
+    scale = tl.cast(gradient_scale, tl.float32)
+    target = tl.load(targets_ptr + tl.program_id(0))
+    in_range = (target >= 0) & (target < N_COLS)
+    target_logit = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
+    if BLOCK_SIZE >= N_COLS:
+        cols = tl.arange(0, BLOCK_SIZE)
+        logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
+        maximum = tl.max(logits, axis=0)
+        exponentials = tl.exp2((logits - maximum) * LOG2_E)
+        total = tl.sum(exponentials, axis=0)
+        gradient = (exponentials / total - tl.where(cols == target, 1.0, 0.0)) * scale  # in fp32: p - 1 cancels in bf16
+        tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < N_COLS)
+        log_sum = maximum + tl.log2(total) / LOG2_E
+    else:
+        maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
+        totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
+        for start in range(0, N_COLS, BLOCK_SIZE):
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
+            logits = logits.reshape(BLOCK_SIZE // LANES, LANES)
+            new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
+            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+            exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+            totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
+            maxima = new_maxima
+        maximum = tl.max(maxima, axis=0)
+        log_sum = maximum + tl.log2(tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)) / LOG2_E
+        for start in range(0, N_COLS, BLOCK_SIZE):
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
+            gradient = (tl.exp2((logits - log_sum) * LOG2_E) - tl.where(cols == target, 1.0, 0.0)) * scale
+            tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < N_COLS)
+    tl.store(loss_ptr + tl.program_id(0), log_sum - target_logit)
+
+
+@jit
+def scale_kernel(x_ptr, factor_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    """x *= factor, decided on the device: the usual factor 1 costs no traffic, and the host need not know it."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        x = tl.load(x_ptr + offsets, mask=offsets < n_elements, other=0.0).to(tl.float32)
+        tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=offsets < n_elements)
+
+
+def cross_entropy_(logits, targets, gradient_scale):
+    """Losses (rows,) in fp32 of logits (rows, n) with contiguous rows; the logits are overwritten by their gradient."""
+    n_rows, n_cols = logits.shape
+    losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
+    block_size = min(next_power_of_2(n_cols), 8192)
+    warps = max(4, block_size // 512)
+    warps = warps // 2 if get_device(logits.device.type).is_amd else warps
+    launch(
+        cross_entropy_kernel, (n_rows,), (logits, targets, losses), (logits.stride(0), gradient_scale),
+        dict(N_COLS=n_cols, BLOCK_SIZE=block_size), num_warps=warps,
+    )  # fmt: skip
+    return losses
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets):
+        rows = with_contiguous_rows(logits)
+        losses = cross_entropy_(rows, targets.reshape(-1), 1.0 / rows.shape[0])
+        ctx.save_for_backward(rows)
+        ctx.shape = logits.shape
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        (logits_grad,) = ctx.saved_tensors
+        n_elements = logits_grad.numel()
+        launch(
+            scale_kernel,
+            (cdiv(n_elements, 4096),),
+            (logits_grad, loss_grad),
+            (n_elements,),
+            dict(BLOCK_SIZE=4096),
+        )
+        return logits_grad.view(ctx.shape), None  # targets are integers
+
+
+def triton_cross_entropy(logits, targets):
+    """Mean cross-entropy of logits (..., n) and targets (...). The logits are overwritten by their gradient."""
+    return CrossEntropyFunction.apply(logits, targets)
+
+
+def torch_cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+# --- embedding: the library's lookup; the kernel adds the gradient to that of the tied head, without atomics
+
+
+@jit
+def embedding_backward_kernel(
+    tokens_ptr, out_grad_ptr, weight_grad_ptr, n_tokens, n_cols, BLOCK_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """weight_grad[v] += out_grad[t] for all tokens t equal to v, in their order.  Grid: (vocabulary, column blocks)."""
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    weight_grad_ptrs = weight_grad_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols
+    total = tl.load(weight_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for start in range(0, n_tokens, BLOCK_TOKENS):
+        positions = start + tl.arange(0, BLOCK_TOKENS)
+        matches = tl.load(tokens_ptr + positions, mask=positions < n_tokens, other=-1) == tl.program_id(0)
+        position = tl.min(tl.where(matches, positions, n_tokens), axis=0)
+        while position < n_tokens:
+            total += tl.load(out_grad_ptr + tl.cast(position, tl.int64) * n_cols + cols, mask=mask, other=0.0).to(
+                tl.float32
+            )
+            position = tl.min(tl.where(matches & (positions > position), positions, n_tokens), axis=0)
+    tl.store(weight_grad_ptrs, total.to(weight_grad_ptr.dtype.element_ty), mask=mask)
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens, weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, out_grad):
+        tokens, weight = ctx.saved_tensors
+        n_cols = weight.shape[1]
+        weight_grad = gradient_buffer(weight)
+        if weight_grad is None:
+            weight_grad = torch.zeros_like(weight)
+        elif weight.grad is None:  # otherwise the tied head's gradient is there already: add to it
+            weight_grad.zero_()
+        block_size = min(next_power_of_2(n_cols), 1024)
+        launch(
+            embedding_backward_kernel, (weight.shape[0], cdiv(n_cols, block_size)),
+            (tokens, out_grad.contiguous(), weight_grad), (tokens.numel(), n_cols),
+            dict(BLOCK_TOKENS=1024, BLOCK_SIZE=block_size),
+        )  # fmt: skip
+        return None, hand_over(weight, weight_grad)
+
+
+def triton_embedding(tokens, weight):
+    return EmbeddingFunction.apply(tokens.contiguous(), weight)
+
+
+# --- AdamW over flat buffers (Loshchilov and Hutter, arXiv:1711.05101), one launch for all parameters
+
+
+@jit
+def adamw_kernel(
+    param_ptr, remainder_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, beta_powers_ptr, n_elements,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """torch.optim.AdamW's update. With SPLIT an fp32 weight is kept in two int16 halves (see split_fp32)."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    lr = tl.load(lr_ptr)
+    # The powers are kept in fp64 on the device: 1 - beta2^step cancels in fp32, and a captured graph has no host step.
+    bias_correction1 = (1.0 - tl.load(beta_powers_ptr)).to(tl.float32)
+    bias_correction2 = (1.0 - tl.load(beta_powers_ptr + 1)).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
+    weights = tl.load(param_ptr + offsets, mask=mask, other=0)
+    if SPLIT:
+        remainder = tl.load(remainder_ptr + offsets, mask=mask, other=0).to(tl.int32)
+        weights = ((weights.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
+    exp_avg += (grad - exp_avg) * (1.0 - BETA1)
+    exp_avg_sq = exp_avg_sq * BETA2 + grad * grad * (1.0 - BETA2)
+    denominator = tl.sqrt(exp_avg_sq) / tl.sqrt(bias_correction2) + EPS
+    weights = weights * (1.0 - lr * WEIGHT_DECAY) - lr / bias_correction1 * exp_avg / denominator
+    tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
+    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
+    if SPLIT:
+        bits = weights.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x8000) >> 16
+        tl.store(param_ptr + offsets, rounded.to(tl.int16), mask=mask)
+        tl.store(remainder_ptr + offsets, (bits - (rounded << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(param_ptr + offsets, weights, mask=mask)
+
+
+def split_fp32(weights):
+    """fp32 weights -> (bf16, int16): the weights rounded to bf16, and the 16 bits that lost. join_fp32 is exact.
+
+    bf16 is the upper half of an fp32 number. The model computes with it, the optimizer adds the lower half: a master
+    weight and its copy in low precision take 4 bytes together instead of 6.
+    """
+    bits = weights.view(torch.int32)
+    rounded = (bits + 0x8000) >> 16
+    return rounded.to(torch.int16).view(torch.bfloat16), (bits - (rounded << 16)).to(torch.int16)
+
+
+def join_fp32(rounded, remainder):
+    return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+class FlatAdamW:
+    """AdamW whose parameters, gradients and moments are each one flat buffer.
+
+    The parameters of the model become views of the flat buffer, in bf16 if low_precision (the fp32 weights are then
+    split between param and remainder). So do their gradients: our kernels write into grad_buffer, what autograd leaves
+    in .grad is copied there by step(). Learning rate and step count live on the device, for captured steps.
+    """
+
+    ALIGNMENT = 64  # elements; matmuls want their operands on 16-byte boundaries
+    BLOCK_SIZE = 1024
+
+    def __init__(self, model, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        self.parameters = list(model.parameters())
+        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
+        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=self.BLOCK_SIZE)
+        device = self.parameters[0].device
+        n_elements = sum(self._aligned(p) for p in self.parameters)
+        zeros = functools.partial(torch.zeros, n_elements, device=device)
+        self.param = zeros(dtype=torch.bfloat16 if low_precision else torch.float32)
+        self.remainder = zeros(dtype=torch.int16) if low_precision else None
+        self.grad = torch.zeros_like(self.param)
+        self.exp_avg, self.exp_avg_sq = zeros(dtype=torch.float32), zeros(dtype=torch.float32)
+        self.lr = torch.tensor(lr, dtype=torch.float32, device=device)
+        self.betas = torch.tensor(betas, dtype=torch.float64, device=device)
+        self.beta_powers = torch.ones_like(self.betas)
+        initial = [p.detach().float() for p in self.parameters]
+        views = zip(self.parameters, self._views(self.param), self._views(self.grad), strict=True)
+        for p, param_view, grad_view in views:
+            p.data, p.grad_buffer = param_view, grad_view
+        self.reset(initial)
+
+    def _aligned(self, parameter):
+        return math.ceil(parameter.numel() / self.ALIGNMENT) * self.ALIGNMENT
+
+    def _views(self, flat):
+        start = 0
+        for p in self.parameters:
+            yield flat[start : start + p.numel()].view(p.shape)
+            start += self._aligned(p)
+
+    @torch.no_grad()
+    def reset(self, weights):
+        """Start over from these weights (a list of fp32 tensors)."""
+        flat = torch.zeros_like(self.exp_avg)
+        torch._foreach_copy_(list(self._views(flat)), weights)
+        if self.remainder is None:
+            self.param.copy_(flat)
+        else:
+            param, remainder = split_fp32(flat)
+            self.param.copy_(param)
+            self.remainder.copy_(remainder)
+        for state in (self.grad, self.exp_avg, self.exp_avg_sq):
+            state.zero_()
+        self.beta_powers.fill_(1.0)
+
+    def weights(self):
+        """The fp32 weights, a list of tensors in the order of model.parameters()."""
+        flat = self.param if self.remainder is None else join_fp32(self.param, self.remainder)
+        return list(self._views(flat))
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad_buffer.zero_()
+            elif p.grad is not p.grad_buffer:  # from autograd, not from our kernels
+                p.grad_buffer.copy_(p.grad)
+        self.beta_powers.mul_(self.betas)
+        n_elements = self.param.numel()
+        param = self.param if self.remainder is None else self.param.view(torch.int16)
+        tensors = (param, self.remainder, self.grad, self.exp_avg, self.exp_avg_sq, self.lr, self.beta_powers)
+        launch(adamw_kernel, (cdiv(n_elements, self.BLOCK_SIZE),), tensors, (n_elements,), self.constants)
+
+
+class TorchAdamW(torch.optim.AdamW):
+    """torch's fused AdamW with the same hyperparameters, for --impl torch and sdpa."""
+
+    def __init__(self, model, lr):
+        self.parameters = list(model.parameters())
+        device = self.parameters[0].device
+        on_gpu = device.type == "cuda"
+        lr = torch.tensor(lr, device=device) if on_gpu else lr
+        super().__init__(self.parameters, lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
+
+    @torch.no_grad()
+    def reset(self, weights):
+        torch._foreach_copy_(self.parameters, weights)
+        for state in self.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model: modules hold parameters and call the operations of one implementation.
+
+
+class Operations(NamedTuple):
+    embedding: Callable
+    rmsnorm: Callable
+    linear: Callable
+    attention: Callable
+    swiglu: Callable
+    cross_entropy: Callable
+    block: Callable | None = None  # a whole TransformerBlock, where there is something faster than its parts
+
+
+def sdpa_rmsnorm(x, delta, weight, eps):
+    residual = x if delta is None else x + delta
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+OPERATIONS = {
+    "triton": Operations(
+        triton_embedding,
+        triton_rmsnorm,
+        triton_linear,
+        triton_attention,
+        triton_swiglu,
+        triton_cross_entropy,
+        triton_block,
+    ),
+    "torch": Operations(F.embedding, torch_rmsnorm, F.linear, torch_attention, torch_swiglu, torch_cross_entropy),
+    "sdpa": Operations(F.embedding, sdpa_rmsnorm, F.linear, sdpa_attention, torch_swiglu, torch_cross_entropy),
+}
+
+
+def select_operations(config, device):
+    """(name, Operations): what runs here for config.impl, the mistakes asked for included."""
+    if config.impl != "triton" or triton_obstacle(device, config.use_amp):
+        name = "torch" if config.impl == "triton" else config.impl
+        return name, OPERATIONS[name]
+    operations = OPERATIONS["triton"]
+    mistakes = {name: True for name in ("noncontiguous_kv", "triton_matmul_swiglu") if getattr(config, name)}
+    if mistakes:
+        operations = operations._replace(block=functools.partial(triton_block, **mistakes))
+    if config.severed_autograd:  # BUG severed_autograd: results without a history, as from kernels without a Function
+        no_grad = torch.no_grad()
+        operations = operations._replace(
+            rmsnorm=no_grad(triton_rmsnorm), attention=no_grad(triton_attention), block=None
+        )
+        if config.noncontiguous_kv:
+            operations = operations._replace(attention=functools.partial(operations.attention, noncontiguous_kv=True))
+        if config.triton_matmul_swiglu:
+            operations = operations._replace(swiglu=functools.partial(triton_swiglu, naive_matmul=True))
+    if config.compile:  # kernels are opaque to the compiler, and write gradients where it does not look
+        operations = Operations(*(operation and torch.compiler.disable(operation) for operation in operations))
+    return "triton", operations
+
+
+def default_operations():
+    """For a module that is built by itself: Triton's where Triton runs."""
+    device = get_device("cuda" if torch.cuda.is_available() else "cpu")
+    return OPERATIONS["torch" if triton_obstacle(device) else "triton"]
+
+
+class TritonRMSNorm(nn.Module):
+    def __init__(self, dim, eps=1e-5, operations=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.operations = operations or default_operations()
+
+    def forward(self, x):
+        """x (..., dim) -> the same shape"""
+        return self.add_norm(x, None)[0]
+
+    def add_norm(self, residual, delta):
+        """(norm(residual + delta), residual + delta) in one kernel; delta may be None."""
+        return self.operations.rmsnorm(residual, delta, self.weight, self.eps)
+
+
+class TritonAttention(nn.Module):
+    """Causal self-attention with grouped queries; q, k and v come out of one matmul."""
+
+    def __init__(self, config, operations=None):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv_dim = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
+        self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.operations = operations or default_operations()
+
+    def forward(self, x, cos, sin):
+        """x (batch, seq, hidden), cos and sin (seq, head_dim / 2) -> (batch, seq, hidden)"""
+        weights = self.qkv_proj.weight, self.o_proj.weight
+        return self.operations.attention(x, *weights, cos, sin, self.num_heads, self.num_kv_heads)
+
+
+class TritonSwiGLU(nn.Module):
+    """The feed-forward layer; gate and up come out of one matmul."""
+
+    def __init__(self, config, operations=None):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_dim, 2 * config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
+        self.operations = operations or default_operations()
+
+    def forward(self, x):
+        """x (batch, seq, hidden) -> the same shape"""
+        return self.operations.swiglu(x, self.gate_up_proj.weight, self.down_proj.weight)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config, operations=None):
+        super().__init__()
+        self.attention_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
+        self.attention = TritonAttention(config, operations)
+        self.ffn_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
+        self.feed_forward = TritonSwiGLU(config, operations)
+        self.operations = self.attention.operations
+        self.sizes = self.attention_norm.eps, config.num_heads, config.num_kv_heads
+
+    def weights(self):
+        attention, feed_forward = self.attention, self.feed_forward
+        return (
+            self.attention_norm.weight, attention.qkv_proj.weight, attention.o_proj.weight,
+            self.ffn_norm.weight, feed_forward.gate_up_proj.weight, feed_forward.down_proj.weight,
+        )  # fmt: skip
+
+    def forward(self, residual, delta, cos, sin):
+        """The residual stream and what the block before adds to it (delta, None at first) -> the same pair, one on.
+
+        The addition is left to the next norm, whose kernel reads the residual anyway.
+        """
+        if self.operations.block:
+            return self.operations.block(residual, delta, self.weights(), cos, sin, *self.sizes)
+        y, residual = self.attention_norm.add_norm(residual, delta)
+        y, residual = self.ffn_norm.add_norm(residual, self.attention(y, cos, sin))
+        return residual, self.feed_forward(y)
+
+
+class TinyLlamaTriton(nn.Module):
+    """LLaMA with a head tied to the embedding; operations choose the implementation (see OPERATIONS)."""
+
+    def __init__(self, config, operations=None):
+        super().__init__()
+        self.operations = operations or default_operations()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
+        self.norm = TritonRMSNorm(config.hidden_dim, operations=self.operations)
+        cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        if not config.no_init:  # BUG no_init: leaves the embedding at N(0, 1), and so the tied head
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """
+        embed_tokens, qkv_proj, gate_up_proj    N(0, 0.02)
+        o_proj, down_proj                       N(0, 0.02 / sqrt(2 * layers)): each adds to the residual stream
+        norms                                   1
+        """
+        residual_std = 0.02 / math.sqrt(2 * len(self.layers))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=residual_std if is_residual else 0.02)
+
+    def forward(self, tokens, targets=None):
+        """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        residual, delta = self.operations.embedding(tokens, self.embed_tokens.weight), None
+        for layer in self.layers:
+            residual, delta = layer(residual, delta, cos, sin)
+        y, _ = self.norm.add_norm(residual, delta)
+        logits = self.operations.linear(y, self.embed_tokens.weight)
+        return logits if targets is None else self.operations.cross_entropy(logits, targets)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data: made on the CPU, so that every device sees the same.
+
+MARKOV_SUCCESSORS = 4
+MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
+
+
+class RandomTokens:
+    """Independent uniform tokens: nothing to learn, the loss stays at ln(vocab)."""
+
+    def __init__(self, config):
+        self.shape = (config.batch_size, config.seq_len + 1)
+        self.vocab_size = config.vocab_size
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.entropy = math.log(config.vocab_size)  # nats a token
+
+    def next_batch(self):
+        """(tokens, targets), both (batch, seq): targets are the tokens one position on."""
+        sequence = torch.randint(self.vocab_size, self.shape, generator=self.generator)
+        return sequence[:, :-1], sequence[:, 1:]
+
+
+class MarkovTokens:
+    """A first-order Markov chain: each token has four successors, of probabilities 1/2, 1/4, 1/8 and 1/8.
+
+    The chances of the successors are the same for each token, so the entropy of the next token is exactly that of these
+    four numbers, 1.213 nats, and no model's loss can stay below it.
+    """
+
+    def __init__(self, config):
+        self.rng = np.random.default_rng(config.seed)
+        order = self.rng.permutation(config.vocab_size)
+        shifts = self.rng.choice(
+            config.vocab_size, MARKOV_SUCCESSORS, replace=False
+        )  # distinct, hence distinct successors
+        self.successors = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
+        self.shape = (config.batch_size, config.seq_len + 1)
+        self.entropy = -sum(p * math.log(p) for p in MARKOV_PROBABILITIES)
+
+    def next_batch(self):
+        batch_size, length = self.shape
+        choices = self.rng.choice(MARKOV_SUCCESSORS, p=MARKOV_PROBABILITIES, size=(length, batch_size))
+        sequence = np.empty((length, batch_size), dtype=np.int64)
+        sequence[0] = self.rng.integers(len(self.successors), size=batch_size)
+        for position in range(1, length):
+            sequence[position] = self.successors[sequence[position - 1], choices[position]]
+        sequence = torch.from_numpy(sequence.T.copy())
+        return sequence[:, :-1], sequence[:, 1:]
+
+
+DATA = {"random": RandomTokens, "markov": MarkovTokens}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training step: three phases on fixed buffers, called one by one or captured in graphs.
+
+
+class TrainStep:
+    """One training step of one model: phases maps forward, backward and optimizer to what runs them."""
+
+    def __init__(self, config, device):
+        torch.manual_seed(config.seed)
+        self.config, self.device = config, device
+        self.implementation, operations = select_operations(config, device)
+        with torch.device(device.type):
+            self.model = TinyLlamaTriton(config, operations)
+            self.tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+            self.targets = torch.zeros_like(self.tokens)
+        self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
+        if self.implementation == "triton":
+            self.optimizer = FlatAdamW(self.model, config.learning_rate, config.use_amp)
+        else:
+            self.optimizer = TorchAdamW(self.model, config.learning_rate)
+        self.run_model = torch.compile(self.model) if config.compile else self.model
+        self.loss = None
+        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer.step}
+
+    def load(self, tokens, targets):
+        self.tokens.copy_(tokens)
+        self.targets.copy_(targets)
+
+    def autocast(self):
+        # Our kernels take bf16 weights as they are; the library needs autocast, whose cache a graph must not keep.
+        needed = self.config.use_amp and self.implementation != "triton"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=needed, cache_enabled=not self.config.graph)
+
+    def forward(self):
+        self.optimizer.zero_grad()
+        with self.autocast():
+            self.loss = self.run_model(self.tokens, self.targets)
+
+    def backward(self):
+        with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread costs 0.5 ms a step
+            self.loss.backward()
+
+    def run(self):
+        for phase in self.phases.values():
+            phase()
+
+    def restart(self):
+        """Back to the initial weights and an empty optimizer."""
+        self.optimizer.reset([w.to(self.tokens.device) for w in self.initial_weights])
+
+    def capture(self, one_graph=False):
+        """Replace the phases by replays of three captured graphs, or of one for the whole step, after a warm-up."""
+        groups = (
+            {"step": list(self.phases.values())}
+            if one_graph
+            else {name: [phase] for name, phase in self.phases.items()}
+        )
+        graphs, pool, stream = {}, None, torch.cuda.Stream()
+        self.loss = None  # its autograd history belongs to the warm-up
+        for name, phases in groups.items():
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], pool=pool, stream=stream):
+                for phase in phases:
+                    phase()
+            pool = graphs[name].pool()
+        self.phases = {name: graph.replay for name, graph in graphs.items()}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def gradient_norm(model):
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Verification: no number is worth printing before loss and gradients agree with PyTorch's.
+
+CHECK_BATCH = 2  # sequences; the reference keeps every score matrix in memory
+CHECK_ATOL = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2}  # relative to the norm of the reference
+
+
+def loss_and_gradients(config, device, batch, double=False):
+    """The loss and {parameter: gradient} of one forward and backward pass from the initial weights."""
+    step = TrainStep(config, device)
+    if double:
+        step.model.double()
+    step.load(*batch)
+    step.forward()
+    step.backward()
+    return step.loss.detach().double(), {name: p.grad for name, p in step.model.named_parameters()}
+
+
+def check_gradients(config, device):
+    """True if our errors against a reference in higher precision are at most twice those of plain PyTorch in ours.
+
+    The reference is --impl torch in fp64, or in full fp32 for a bf16 run.
+    """
+    config = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
+    batch = DATA[config.data](config).next_batch()
+    plain = dataclasses.replace(config, impl="torch")
+    precision = precision_name(config, device)
+    torch.set_float32_matmul_precision("highest")
+    exact_loss, exact = loss_and_gradients(
+        dataclasses.replace(plain, use_amp=False), device, batch, double=not config.use_amp
+    )
+    torch.set_float32_matmul_precision(config.matmul_precision)
+
+    def relative_errors(config):
+        loss, gradients = loss_and_gradients(config, device, batch)
+        errors = {"loss": float(abs(loss - exact_loss) / exact_loss)}
+        for name, reference in exact.items():
+            if gradients[name] is None:
+                errors[name] = math.inf
+            else:
+                errors[name] = float(
+                    torch.linalg.vector_norm(gradients[name] - reference) / torch.linalg.vector_norm(reference)
+                )
+        return errors
+
+    plain_errors, errors = relative_errors(plain), relative_errors(config)
+    allowed = {name: 2 * error + CHECK_ATOL[precision] for name, error in plain_errors.items()}
+    worst = max(errors, key=lambda name: errors[name] / allowed[name])
+    failed = [name for name in errors if not errors[name] <= allowed[name]]
+    verdict = f"FAILED in {len(failed)} of {len(errors)}" if failed else "passed"
+    print(
+        f"Check against PyTorch in {'fp32' if config.use_amp else 'fp64'}: {verdict} (loss and gradients of "
+        f"{len(exact)} parameters; worst {worst}: error {errors[worst]:.1e}, allowed {allowed[worst]:.1e})"
+    )
+    for name in failed[:10]:
+        reason = "no gradient" if errors[name] == math.inf else f"error {errors[name]:.1e}, allowed {allowed[name]:.1e}"
+        print(f"    {name}: {reason}")
+    return not failed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+class StepClock:
+    """Phase times of one step in ms: by events on a GPU, by the host's clock on a CPU."""
+
+    def __init__(self, device, unsynced):
+        # BUG unsynced_timing: the host's clock on a GPU times the launches, not the work.
+        self.uses_events = device.type == "cuda" and not unsynced
+        self.marks = []
+
+    def mark(self):
+        if self.uses_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def intervals(self):
+        """ms between the marks; the device must have been synchronized."""
+        pairs = list(itertools.pairwise(self.marks))
+        if self.uses_events:
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [(end - start) * 1e3 for start, end in pairs]
+
+
+@dataclass
+class StepRecord:
+    loss: float
+    batch_ms: float
+    host_ms: float  # until the host had issued the whole step
+    phase_ms: dict
+    grad_norm: float | None
+
+
+def model_tflops(config):
+    """TFLOP of one step's matrix products, forward and backward (2 + 4 a weight and token; causal attention halved)."""
+    kv_width = config.num_kv_heads * config.head_dim
+    layer_weights = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
+    weights = config.num_layers * layer_weights + config.vocab_size * config.hidden_dim
+    attention = 6 * config.num_layers * config.hidden_dim * config.seq_len  # 12 * hidden * seq, half of it masked
+    return (6 * weights + attention) * config.tokens_per_step / 1e12
+
+
+def peak_memory_mib(device):
+    """The highest memory in use since the last reset: the GPU's tensors, or on a CPU the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def gradient_share(model):
+    """(parameters with a gradient other than zero, all parameters), counted in weights."""
+    parameters = list(model.parameters())
+    received = sum(p.numel() for p in parameters if p.grad is not None and bool(p.grad.any()))
+    return received, sum(p.numel() for p in parameters)
+
+
+ATTACHED_PROFILERS = (
+    "ROCPROFILER_REGISTER",
+    "ROCP_TOOL_LIBRARIES",
+    "HSA_TOOLS_LIB",
+    "CUDA_INJECTION64_PATH",
+    "NVTX_INJECTION64_PATH",
+)
+
+
+def count_kernels(step, device):
+    """{"kernels": ..., "launches": ...} of one more step, or a reason why they were not counted."""
+    if device.type == "cpu":
+        return "there is no GPU"
+    attached = [name for name in ATTACHED_PROFILERS if os.environ.get(name)]
+    if attached:
+        return f"another profiler is attached ({attached[0]})"
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        step.run()
+        synchronize(device)
+    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    calls = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    is_launch = re.compile(r"(cuda|cu|hip)\w*(Launch)\w*(Kernel|ExC|Graph)?")
+    return {
+        "kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in names),
+        "launches": sum(bool(is_launch.match(name)) for name in calls),
+    }
+
+
+def write_profile(step, device, folder, steps=3):
+    """trace.json for Perfetto, and kernel_stats.csv with the columns of rocprofv3's, of a few more steps."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(steps):
+            with torch.profiler.record_function("step"):
+                for name, phase in step.phases.items():
+                    with torch.profiler.record_function(name):
+                        phase()
+        synchronize(device)
+    durations = {}
+    for event in profiler.events():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if device.type == "cuda" and on_device and not event.is_user_annotation:
+            durations.setdefault(event.name, []).append(event.device_time_total * 1e3)
+        elif device.type == "cpu" and event.name.startswith("aten::") and event.self_cpu_time_total > 0:
+            durations.setdefault(event.name, []).append(event.self_cpu_time_total * 1e3)
+    total = sum(map(sum, durations.values()))
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    with open(folder / "kernel_stats.csv", "w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
+        for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
+            percentage = round(100 * sum(ns) / total, 6)
+            spread = round(statistics.pstdev(ns), 6)
+            writer.writerow(
+                [
+                    name,
+                    len(ns),
+                    round(sum(ns)),
+                    round(statistics.mean(ns), 6),
+                    percentage,
+                    round(min(ns)),
+                    round(max(ns)),
+                    spread,
+                ]
+            )
+    print(
+        f"Profile of {steps} more steps: {folder / 'trace.json'} (open in https://ui.perfetto.dev) "
+        f"and {folder / 'kernel_stats.csv'}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def progress_line(config, index, record):
+    fields = [
+        f"step {index + 1:4d}/{config.num_steps}",
+        f"loss {record.loss:.4f}",
+        *([f"norm {record.grad_norm:.3f}"] if record.grad_norm is not None else []),
+        f"{record.batch_ms:.2f} ms",
+        f"{config.tokens_per_step / record.batch_ms * 1e3:,.0f} tok/s",
+    ]
+    print(" | ".join(fields), flush=True)
+
+
+def train_in_phases(step, data, config, device, records):
+    """Appends a StepRecord a step; the device is synchronized once a step."""
+    for index in range(config.num_steps):
+        step.load(*data.next_batch())
+        synchronize(device)
+        clock = StepClock(device, config.unsynced_timing)
+        clock.mark()
+        start = time.perf_counter()
+        # --------------- the training step begins: nothing but work and marks ---------------
+        for phase in step.phases.values():
+            phase()
+            clock.mark()
+        host_ms = (time.perf_counter() - start) * 1e3
+        synchronize(device)
+        # --------------- the training step ends: what follows is diagnostics ---------------
+        wall_ms = (time.perf_counter() - start) * 1e3
+        phase_ms = dict(zip(step.phases, clock.intervals(), strict=True))
+        batch_ms = wall_ms if config.unsynced_timing else sum(phase_ms.values())
+        records.append(StepRecord(step.loss.item(), batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
+        progress_line(config, index, records[-1])
+
+
+def train_in_one_window(step, data, config, device, records):
+    """Appends the StepRecords at the end; the device is synchronized there only."""
+    batches = [[t.to(step.tokens.device) for t in data.next_batch()] for _ in range(config.num_steps)]
+    losses, host_ms = [], []
+    clock = StepClock(device, config.unsynced_timing)
+    synchronize(device)
+    try:
+        clock.mark()
+        for batch in batches:
+            start = time.perf_counter()
+            step.load(*batch)
+            step.run()
+            losses.append(step.loss.detach().clone())
+            host_ms.append((time.perf_counter() - start) * 1e3)
+            clock.mark()
+    finally:  # Ctrl-C: the steps done so far count
+        synchronize(device)
+        done = zip(losses, host_ms, clock.intervals(), strict=False)
+        for index, (loss, host, batch_ms) in enumerate(done):
+            records.append(StepRecord(loss.item(), batch_ms, host, {}, None))
+            progress_line(config, index, records[-1])
+
+
+def warm_up(step, config, device):
+    """Runs the warm-up steps, goes back to the initial weights, captures if asked to. Returns the seconds it took."""
+    start = time.perf_counter()
+    context = contextlib.nullcontext()
+    if config.graph:  # what is captured must have been warmed up off the default stream
+        context = torch.cuda.stream(torch.cuda.Stream())
+    data = DATA[config.data](dataclasses.replace(config, seed=config.seed + 1))
+    with context:
+        for index in range(config.warmup_steps):
+            step.load(*data.next_batch())
+            step.run()
+            synchronize(device)
+            print(f"warm-up {index + 1}/{config.warmup_steps} | {time.perf_counter() - start:.1f} s", flush=True)
+    if config.warmup_steps:
+        step.restart()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if config.graph:
+        step.capture(one_graph=config.timing == "step")
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def train(step, data, config, device, records):
+    """Trains for num_steps steps and appends a StepRecord for each."""
+    (train_in_phases if config.timing == "phases" else train_in_one_window)(step, data, config, device, records)
+
+
+def summarize(step, data, config, device, records):
+    """The measured figures as a dict, printed by print_summary and written to the JSON."""
+    batch = [record.batch_ms for record in records]
+    mean_batch = statistics.fmean(batch)
+    p20, p50, p80 = np.percentile(batch, [20, 50, 80]).tolist()
+    received, total = gradient_share(step.model)
+    peak = peak_tflops(device, precision_name(config, device))
+    tflops_per_s = model_tflops(config) / (p50 / 1e3)
+    return {
+        "steps": len(records),
+        "final_loss": records[-1].loss,
+        "first_loss": records[0].loss,
+        "entropy": data.entropy,
+        "samples_per_second": config.batch_size / mean_batch * 1e3,
+        "tokens_per_second": config.tokens_per_step / mean_batch * 1e3,
+        "batch_ms": {"mean": mean_batch, "p20": p20, "p50": p50, "p80": p80},
+        "phase_ms": {name: statistics.fmean(r.phase_ms[name] for r in records) for name in records[0].phase_ms},
+        "host_ms": statistics.median(record.host_ms for record in records),
+        "peak_memory_mib": peak_memory_mib(device),
+        "parameters": total,
+        "parameters_with_gradient": received,
+        "tflops_per_second": tflops_per_s,
+        "mfu": tflops_per_s / peak if peak else None,
+    }
+
+
+def print_summary(summary, config, device):
+    batch, phases = summary["batch_ms"], summary["phase_ms"]
+    print()
+    floor = "the data's entropy" if config.data == "markov" else "ln(vocab): random tokens cannot be learnt"
+    print(
+        f"Final loss: {summary['final_loss']:.4f} "
+        f"(first {summary['first_loss']:.4f}; floor {summary['entropy']:.4f}, {floor})"
+    )
+    print(f"Average training speed: {summary['samples_per_second']:.1f} samples/sec")
+    print(f"Throughput: {summary['tokens_per_second']:,.0f} tokens/sec")
+    print(
+        f"Average batch time: {batch['mean']:.3f} ms "
+        f"(p20 {batch['p20']:.3f}, p50 {batch['p50']:.3f}, p80 {batch['p80']:.3f})"
+    )
+    for name in ("forward", "backward", "optimizer"):
+        print(
+            f"Average {name} time: " + (f"{phases[name]:.3f} ms" if name in phases else "not measured (--timing step)")
+        )
+    if phases:
+        together = sum(phases.values())
+        print(f"Phases together: {together:.3f} ms, {100 * together / batch['mean']:.0f} % of the batch time")
+    memory = summary["peak_memory_mib"]
+    print(
+        f"Peak memory usage: {memory:.1f} MiB" + (" (whole process)" if device.type == "cpu" else "")
+        if memory
+        else "Peak memory usage: unknown"
+    )
+    if device.type == "cuda":
+        kernels = summary["kernels"]
+        launch_bound = "launch-bound" if summary["host_ms"] > 0.8 * batch["p50"] else "not launch-bound"
+        print(f"Host time to issue a step: {summary['host_ms']:.3f} ms of {batch['p50']:.3f} ms ({launch_bound})")
+        print(
+            "Kernels a step: "
+            + (
+                f"not counted, {kernels}"
+                if isinstance(kernels, str)
+                else f"{kernels['kernels']} in {kernels['launches']} launches"
+            )
+        )
+    received, total = summary["parameters_with_gradient"], summary["parameters"]
+    print(f"Parameters with a gradient: {received:,} of {total:,} ({100 * received / total:.1f} %)")
+    mfu = f", {100 * summary['mfu']:.1f} % of the {precision_name(config, device)} peak" if summary["mfu"] else ""
+    print(f"Model arithmetic: {summary['tflops_per_second']:.2f} TFLOP/s{mfu}")
+    print(f"Compilation and warm-up: {summary['warmup_seconds']:.1f} s, not counted above")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def environment(device):
+    """What a result depends on besides the configuration."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None  # not a checkout, or no git
+    return {
+        "device": device.name,
+        "arch": device.arch,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "numpy": np.__version__,
+        "commit": commit,
+    }
+
+
+def print_configuration(config, device, step):
+    software = [f"PyTorch {torch.__version__}"]
+    software += [f"HIP {torch.version.hip}"] if torch.version.hip else []
+    software += [f"CUDA {torch.version.cuda}"] if torch.version.cuda else []
+    software += [f"Triton {triton.__version__}" if triton else "no Triton"]
+    parameters = sum(p.numel() for p in step.model.parameters())
+    print(f"Device: {device.name} ({device.arch}); {', '.join(software)}")
+    print(
+        f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
+        f"({config.num_kv_heads} for keys and values), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
+        f"{parameters:,} parameters"
+    )
+    print(
+        f"Training: batch {config.batch_size} x {config.seq_len} tokens, {config.num_steps} steps, "
+        f"{precision_name(config, device)}, {config.data} data, seed {config.seed}"
+    )
+    reason = triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
+    print(f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else ""))
+    for name, operation in used_operations(step.model).items():
+        print(f"    {name:13} {operation_name(operation)}")
+    print(f"    {'optimizer':13} {type(step.optimizer).__name__}")
+    for line in inert_flags(config, device, step.implementation):
+        print(f"Note: {line}")
+    if config.bugs:
+        print("Mistakes brought back: " + ", ".join(flag_of(name) for name in config.bugs))
+    print(flush=True)
+
+
+def used_operations(model):
+    """{name: operation} of what the model calls."""
+    return {name: operation for name, operation in model.operations._asdict().items() if operation}
+
+
+def operation_name(operation):
+    if isinstance(operation, functools.partial):
+        arguments = ", ".join(f"{key}={value}" for key, value in operation.keywords.items())
+        return f"{operation.func.__name__} with {arguments}"
+    return operation.__name__
+
+
+def inert_flags(config, device, implementation):
+    """A line for each flag that changes nothing here."""
+    if implementation != "triton":
+        for name in ("noncontiguous_kv", "triton_matmul_swiglu", "severed_autograd"):
+            if getattr(config, name):
+                yield f"{flag_of(name)} has no effect: it concerns the Triton kernels, not {implementation}"
+    if config.unsynced_timing and device.type == "cpu":
+        yield "--unsynced-timing has no effect on a CPU, where nothing runs behind the host's back"
+    if config.unsynced_timing and config.timing == "step":
+        yield "--unsynced-timing changes little with --timing step, which does not time phases"
+    if config.matmul_precision == "high" and not tf32_available(device):
+        yield f"--matmul-precision high has no effect: {device.arch} has no TF32"
+    if config.compile and implementation == "triton":
+        yield "--compile finds nothing to fuse: the operations are Triton kernels already"
+
+
+def reserve_json(folder, stem):
+    """The path of a new, still empty file stem.json in folder, or stem_1.json and so on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        path = folder / (f"{stem}.json" if number == 0 else f"{stem}_{number}.json")
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+
+
+def write_json(path, result):
+    """Replaces the file, whole or not at all. JSON has no NaN: it becomes null."""
+    result = json.loads(json.dumps(result), parse_constant=lambda name: None)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
+        json.dump(result, file, indent=1)
+        file.write("\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def writable_folder(flag, name):
+    """The folder as a Path, proved writable before anything is computed, but not created before there is a result."""
+    folder = Path(name)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return folder
+    except OSError as error:
+        raise UsageError(f"{flag} {name} cannot be written to ({error.strerror}): give another folder") from error
+
+
+def validate_on_device(config, device):
+    if config.graph and device.type == "cpu":
+        raise UsageError("--graph needs a GPU, and the device is a CPU: drop --graph (or --stage 8)")
+    if config.graph and config.warmup_steps == 0:
+        why = "--no-warmup" if config.no_warmup else "--warmup-steps 0"
+        raise UsageError(f"--graph captures a step that has run before, and {why} forbids that: drop one of the two")
+    if config.use_amp and device.arch == "sm_75":
+        raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
+
+
+def run(config):
+    device = select_device(config.device)
+    validate_on_device(config, device)
+    output_folder = writable_folder("--output-dir", config.output_dir)
+    profile_folder = writable_folder("--profile", config.profile) if config.profile else None
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
+    if config.check and not check_gradients(config, device):
+        return 1
+    gc.collect()  # the models of the check: their Functions and gradients refer to each other
+    step = TrainStep(config, device)
+    data = DATA[config.data](config)
+    print_configuration(config, device, step)
+    records, exit_code = [], 0
+    try:
+        warmup_seconds = warm_up(step, config, device)
+        train(step, data, config, device, records)
+    except KeyboardInterrupt:
+        exit_code = 130
+        print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
+        if not records:
+            return exit_code
+    summary = summarize(step, data, config, device, records)
+    summary["warmup_seconds"] = warmup_seconds
+    summary["kernels"] = count_kernels(step, device) if exit_code == 0 else "the run was interrupted"
+    print_summary(summary, config, device)
+    result = {
+        "implementation": step.implementation,
+        "operations": {name: operation_name(operation) for name, operation in used_operations(step.model).items()},
+        "config": dataclasses.asdict(config),
+        "environment": environment(device),
+        "summary": summary,
+        "steps": [dataclasses.asdict(record) for record in records],
+    }
+    path = reserve_json(output_folder, f"tiny_llama_v3_{step.implementation}_{datetime.now():%Y%m%d_%H%M%S}")
+    write_json(path, result)
+    print(f"Results: {path}")
+    if profile_folder and exit_code == 0:
+        write_profile(step, device, profile_folder)
+    return exit_code
+
+
+def main(argv=None, program=None):
+    program = program or sys.argv[0]
+    config = None
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv, program)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
+        return run(config)
+    except UsageError as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, MemoryError) as error:  # on a CPU, PyTorch has no exception of its own for it
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        message = (
+            f"out of memory with --batch-size {config.batch_size} and --seq-len {config.seq_len}: halve one of them, "
+            f"or give --num-layers less than {config.num_layers}"
+        )
+    print(f"{Path(program).name}: error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
