@@ -1,0 +1,61 @@
+"""What the benchmarks share: the training script as a module, results on disk, and the command line's habits."""
+
+import re
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+import tiny_llama_v3 as llama  # noqa: E402  (it lies in ROOT)
+
+
+class Unavailable(Exception):
+    """Something cannot run here; the message says why."""
+
+
+def describe(error):
+    """One line for a report."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def header(benchmark, device, argv):
+    """The fields that every result begins with."""
+    arguments = shlex.join(["python", f"benchmarks/{benchmark}.py", *argv])
+    return {
+        "benchmark": benchmark,
+        "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "environment": llama.environment(device),
+    }
+
+
+class ResultFile:
+    """<benchmark>_<device>_<date>_<time>.json, written whole or not at all as often as there is more to save."""
+
+    def __init__(self, folder, result):
+        device = re.sub(r"[^a-z0-9]+", "-", result["environment"]["device"].lower()).strip("-") or "cpu"
+        self.folder = folder
+        self.stem = f"{result['benchmark']}_{device}_{datetime.now():%Y%m%d_%H%M%S}"
+        self.path = None
+
+    def save(self, result):
+        self.path = self.path or llama.reserve_json(self.folder, self.stem)
+        llama.write_json(self.path, result)
+
+
+def exit_code_of(run, program):
+    """run(), with a request that cannot be met told in one line and exit code 2."""
+    try:
+        return run()
+    except llama.UsageError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,242 @@
+"""The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import common  # noqa: E402
+import compare  # noqa: E402
+import kernels  # noqa: E402
+import tables  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
+SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
+
+
+def run_compare(folder, *flags):
+    """(exit code, the result's only size)"""
+    code = compare.main([*SHORT, *flags, "--output-dir", str(folder)])
+    (path,) = folder.glob("compare_*.json")
+    return code, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    code, result = run_compare(folder, "--rows", *ROWS)
+    assert code == 0
+    return folder, result
+
+
+def test_every_row_has_a_time_or_a_reason(comparison):
+    _, result = comparison
+    size = result["sizes"]["tiny"]
+    assert list(size["rows"]) == [name for name in compare.ROWS if name in ROWS]
+    for name, row in size["rows"].items():
+        assert bool(row["error"]) == ("ms" not in row), name
+        assert bool(row["error"]) == (not size["gate"][row["implementation"]]["passed"])
+    for name in ("triton", "torch", "sdpa"):
+        assert size["rows"][name]["error"] is None
+    rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
+    assert result["command"] == f"python benchmarks/compare.py {' '.join(SHORT)} --rows {rows}"
+    assert result["environment"]["torch"] == torch.__version__
+
+
+def test_first_losses_agree(comparison):
+    losses = [row["first_loss"] for row in comparison[1]["sizes"]["tiny"]["rows"].values() if not row["error"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+
+
+def test_figures_follow_from_the_windows(comparison):
+    size = comparison[1]["sizes"]["tiny"]
+    rows = {name: row for name, row in size["rows"].items() if not row["error"]}
+    config = llama.Config(**size["config"])
+    for row in rows.values():
+        assert row["ms"]["median"] == pytest.approx(statistics.median(row["windows_ms"]))
+        assert row["ms"]["p20"] <= row["ms"]["median"] <= row["ms"]["p80"]
+        assert row["tokens_per_second"] == pytest.approx(config.tokens_per_step / row["ms"]["median"] * 1e3)
+        if "reference" in row:
+            pairs = zip(row["reference_windows_ms"], row["windows_ms"], strict=True)
+            assert row["ratio"]["median"] == pytest.approx(statistics.median(ours / theirs for ours, theirs in pairs))
+    taken_in_turns = sum((row["reference_windows_ms"] for row in rows.values() if row.get("reference") == "triton"), [])
+    assert rows["triton"]["windows_ms"] == taken_in_turns
+    peers = [name for name in rows if not name.startswith("triton")]
+    assert size["strongest_peer"] == min(peers, key=lambda name: rows[name]["ms"]["median"])
+    against_torch = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
+    assert against_torch["time_ratio"] == rows["torch"]["ratio"]["median"]
+
+
+def cut_swiglu(x, gate_up_weight, down_weight):
+    return llama.torch_swiglu(x, gate_up_weight.detach(), down_weight)
+
+
+def slanted_swiglu(x, gate_up_weight, down_weight):
+    return llama.torch_swiglu(x, gate_up_weight, down_weight) * 1.001
+
+
+@pytest.mark.parametrize("swiglu", [cut_swiglu, slanted_swiglu])
+def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
+    monkeypatch.setitem(llama.OPERATIONS, "sdpa", llama.OPERATIONS["sdpa"]._replace(swiglu=swiglu))
+    code, result = run_compare(tmp_path, "--rows", "torch", "sdpa")
+    size = result["sizes"]["tiny"]
+    assert code == 1
+    assert "wrong gradients" in size["rows"]["sdpa"]["error"] and "ms" not in size["rows"]["sdpa"]
+    assert size["strongest_peer"] == "torch"
+
+
+def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
+    original = compare.Contender
+
+    def contender(row, *args):
+        if row.name == "torch":
+            raise torch.OutOfMemoryError("no room\nfor this")
+        return original(row, *args)
+
+    monkeypatch.setattr(compare, "Contender", contender)
+    code, result = run_compare(tmp_path, "--rows", "torch", "sdpa")
+    rows = result["sizes"]["tiny"]["rows"]
+    assert code == 0
+    assert rows["torch"]["error"] == "OutOfMemoryError: no room"
+    assert rows["sdpa"]["error"] is None
+
+
+def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
+    _, result = run_compare(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
+    assert all("--time-limit" in row["error"] for row in result["sizes"]["tiny"]["rows"].values())
+
+
+def test_hugging_face_names_cover_the_model():
+    config = llama.Config(**compare.SIZES["tiny"])
+    names = [name for name, _ in llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).named_parameters()]
+    theirs = sum((compare.hf_names(name) for name in names), [])
+    assert len(set(theirs)) == len(theirs) == 2 + 9 * config.num_layers
+    assert "model.layers.1.self_attn.k_proj.weight" in theirs and "model.norm.weight" in theirs
+
+
+def test_results_are_whole_and_never_overwritten(tmp_path):
+    result = {"benchmark": "compare", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
+    files = [common.ResultFile(tmp_path, result) for _ in range(2)]
+    for file in files:
+        file.stem = "compare_some-gpu-80-gb_20260101_000000"
+        file.save(result)
+    files[1].save(result | {"number": 2})
+    with pytest.raises(TypeError):
+        files[1].save({"number": object()})
+    assert [json.loads(file.path.read_text())["number"] for file in files] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files[0].stem}.json", f"{files[0].stem}_1.json"]
+
+
+@pytest.mark.parametrize("script", [compare, kernels])
+def test_wrong_flags_end_in_one_line(capsys, script):
+    assert script.main(["--no-such-flag"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--rows", "fastest"], ["--windows", "0"], ["--steps", "-1"]])
+def test_wrong_values_end_in_one_line(capsys, flags):
+    assert compare.main(flags) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+def test_kernels_pass_their_checks(tmp_path):
+    assert kernels.main(["--output-dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("kernels_*.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert {case["group"] for case in cases} == set(kernels.CASES)
+    errors = [row["error"] for case in cases for row in case.get("contenders", {"": case}).values() if row.get("error")]
+    assert errors == []
+
+
+def test_kernels_need_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1 and "need a GPU" in process.stderr
+
+
+README = (
+    "# Title\n<!-- begin: compare -->\nold\n<!-- end: compare -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
+)
+TABLE_NUMBERS = {"compare": "20.0", "kernels": "125 us"}
+
+
+@pytest.fixture
+def synthetic(tmp_path):
+    """A README with markers, and a result of either kind."""
+    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
+    row = {"error": None, "peak_memory_mib": 2048.0, "mfu": 0.5, "tokens_per_second": 1e6}
+    times = {"triton graph": 10.0, "sdpa compile graph": 20.0}
+    rows = {name: row | {"ms": {"p20": ms, "median": ms, "p80": ms}} for name, ms in times.items()}
+    pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": 0.5, "memory_ratio": 1.0}
+    size = {
+        "config": {"batch_size": 8, "seq_len": 128, "hidden_dim": 512, "num_layers": 8, "num_heads": 8},
+        "precision": "bf16",
+        "rows": rows | {"hf": {"error": "transformers is not installed"}},
+        "strongest_peer": "sdpa compile graph",
+        "comparisons": [pair],
+    }
+    contenders = {
+        "triton": {"us": 100.0, "rate": 4.0, "error": None},
+        "torch": {"us": 125.0, "rate": 3.2, "error": None},
+    }
+    cases = [{"case": "rmsnorm forward", "unit": "TB/s", "contenders": contenders}]
+    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
+    results = {"compare": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
+    for name, result in results.items():
+        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    return readme, ["--readme", str(readme), "--results", str(tmp_path)]
+
+
+@pytest.mark.parametrize("name", TABLE_NUMBERS)
+def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
+    readme, flags = synthetic
+    assert tables.main(flags) == 0
+    text = readme.read_text()
+    assert "old" not in text and text.startswith("# Title\n") and "\ntext\n" in text
+    assert "takes 0.50 of the time of `sdpa compile graph`" in text and "transformers is not installed" in text
+    assert "Some GPU, PyTorch 2.11, Triton 3.6, 2026-01-02" in text
+    assert tables.main([*flags, "--check"]) == 0
+    number = TABLE_NUMBERS[name]
+    assert number in text
+    readme.write_text(text.replace(number, "1" + number, 1))
+    assert tables.main([*flags, "--check"]) == 1
+    assert "-| " in capsys.readouterr().out
+
+
+def test_tables_of_a_real_result(comparison, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    assert tables.main(["--readme", str(readme), "--results", str(comparison[0])]) == 0
+    assert "| triton |" in readme.read_text() and tables.NOT_MEASURED in readme.read_text()
+
+
+def test_tables_without_results(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    assert tables.main(["--readme", str(readme), "--results", str(tmp_path / "none")]) == 0
+    assert readme.read_text().count(tables.NOT_MEASURED) == 2
+
+
+def test_readme_shows_the_newest_results():
+    readme = ROOT / "README.md"
+    if not readme.exists() or "<!-- begin: compare -->" not in readme.read_text():
+        pytest.skip("README.md has no markers")
+    assert tables.main(["--check"]) == 0
