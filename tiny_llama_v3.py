@@ -2002,6 +2002,7 @@ class TrainStep:
         self.run_model = torch.compile(self.model) if config.compile else self.model
         self.loss = None
         self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer.step}
+        self.named_range = contextlib.nullcontext  # show_ranges() puts a real one here
 
     def load(self, tokens, targets):
         self.tokens.copy_(tokens)
@@ -2032,7 +2033,7 @@ class TrainStep:
     def capture(self, one_graph=False):
         """Replace the phases by replays of three captured graphs, or of one for the whole step, after a warm-up."""
         groups = (
-            {"step": list(self.phases.values())}
+            {"graph": list(self.phases.values())}
             if one_graph
             else {name: [phase] for name, phase in self.phases.items()}
         )
@@ -2046,10 +2047,56 @@ class TrainStep:
             pool = graphs[name].pool()
         self.phases = {name: graph.replay for name, graph in graphs.items()}
 
+    def show_ranges(self):
+        """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler."""
+        if self.named_range is named_range:
+            return
+        self.named_range = named_range
+        self.phases = {name: named_range(name)(phase) for name, phase in self.phases.items()}
+        if not self.config.compile:
+            show_layers(self.model.layers)
+
 
 def synchronize(device):
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def named_range(name):
+    """A range in the traces of torch.profiler and of what is attached from outside (NVTX, or roctx on ROCm)."""
+    on_gpu = torch.cuda.is_initialized()
+    with torch.profiler.record_function(name):
+        if on_gpu:
+            torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            if on_gpu:
+                torch.cuda.nvtx.range_pop()
+
+
+def show_layers(layers):
+    """A range for each layer, forward and backward: its backward lies between the gradients of its output and input."""
+    current = contextlib.ExitStack()
+
+    def enter(name):
+        current.close()
+        current.enter_context(named_range(name))
+
+    def before(index, layer, inputs):
+        enter(f"layers.{index} forward")
+        if index == 0 and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda grad: current.close())
+
+    def after(index, layer, inputs, outputs):
+        current.close()
+        if outputs[1].requires_grad:
+            outputs[1].register_hook(lambda grad: enter(f"layers.{index} backward"))
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(before, index))
+        layer.register_forward_hook(functools.partial(after, index))
 
 
 def gradient_norm(model):
@@ -2180,22 +2227,26 @@ def gradient_share(model):
     return received, sum(p.numel() for p in parameters)
 
 
-ATTACHED_PROFILERS = (
-    "ROCPROFILER_REGISTER",
-    "ROCP_TOOL_LIBRARIES",
-    "HSA_TOOLS_LIB",
-    "CUDA_INJECTION64_PATH",
-    "NVTX_INJECTION64_PATH",
-)
+def attached_profiler():
+    """The environment variable by which another profiler has entered this process, or None."""
+    names = (
+        "ROCP_TOOL_LIBRARIES",
+        "ROCPROFILER_REGISTER",
+        "HSA_TOOLS_LIB",
+        "CUDA_INJECTION64_PATH",
+        "NVTX_INJECTION64_PATH",
+    )
+    if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
+        return "LD_PRELOAD"
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def count_kernels(step, device):
     """{"kernels": ..., "launches": ...} of one more step, or a reason why they were not counted."""
     if device.type == "cpu":
         return "there is no GPU"
-    attached = [name for name in ATTACHED_PROFILERS if os.environ.get(name)]
-    if attached:
-        return f"another profiler is attached ({attached[0]})"
+    if attached_profiler():
+        return f"another profiler is attached ({attached_profiler()})"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step.run()
@@ -2214,13 +2265,12 @@ def write_profile(step, device, folder, steps=3):
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    step.show_ranges()
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
-            with torch.profiler.record_function("step"):
-                for name, phase in step.phases.items():
-                    with torch.profiler.record_function(name):
-                        phase()
-        synchronize(device)
+            with named_range("step"):
+                step.run()
+                synchronize(device)
     durations = {}
     for event in profiler.events():
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
@@ -2276,16 +2326,17 @@ def train_in_phases(step, data, config, device, records):
         step.load(*data.next_batch())
         synchronize(device)
         clock = StepClock(device, config.unsynced_timing)
-        clock.mark()
-        start = time.perf_counter()
-        # --------------- the training step begins: nothing but work and marks ---------------
-        for phase in step.phases.values():
-            phase()
+        with step.named_range("step"):
             clock.mark()
-        host_ms = (time.perf_counter() - start) * 1e3
-        synchronize(device)
-        # --------------- the training step ends: what follows is diagnostics ---------------
-        wall_ms = (time.perf_counter() - start) * 1e3
+            start = time.perf_counter()
+            # --------------- the training step begins: nothing but work and marks ---------------
+            for phase in step.phases.values():
+                phase()
+                clock.mark()
+            host_ms = (time.perf_counter() - start) * 1e3
+            synchronize(device)
+            # --------------- the training step ends: what follows is diagnostics ---------------
+            wall_ms = (time.perf_counter() - start) * 1e3
         phase_ms = dict(zip(step.phases, clock.intervals(), strict=True))
         batch_ms = wall_ms if config.unsynced_timing else sum(phase_ms.values())
         records.append(StepRecord(step.loss.item(), batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
@@ -2303,7 +2354,8 @@ def train_in_one_window(step, data, config, device, records):
         for batch in batches:
             start = time.perf_counter()
             step.load(*batch)
-            step.run()
+            with step.named_range("step"):
+                step.run()
             losses.append(step.loss.detach().clone())
             host_ms.append((time.perf_counter() - start) * 1e3)
             clock.mark()
@@ -2555,6 +2607,8 @@ def run(config):
     records, exit_code = [], 0
     try:
         warmup_seconds = warm_up(step, config, device)
+        if attached_profiler():
+            step.show_ranges()
         train(step, data, config, device, records)
     except KeyboardInterrupt:
         exit_code = 130

@@ -1,0 +1,101 @@
+"""The ranges that name the step, its phases and its layers in a trace: there for a profiler, absent in a normal run."""
+
+import json
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+
+TINY = (
+    "--hidden-dim 32 --num-layers 2 --num-heads 4 --ffn-dim 48 --vocab-size 37 --batch-size 2 --seq-len 16 "
+    "--num-steps 2 --warmup-steps 1"
+).split()
+ONE_STEP = (
+    "(step (forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward)) "
+    "(optimizer))"
+)
+OUTERMOST = "(step (forward) (backward) (optimizer))"
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def run(*flags):
+        assert llama.main([*TINY, "--output-dir", str(tmp_path), *flags], "tiny_llama_v3.py") == 0
+        capsys.readouterr()
+        path = max(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        return [step["loss"] for step in json.loads(path.read_text())["steps"]]
+
+    return run
+
+
+@pytest.fixture
+def markers(monkeypatch):
+    """What reaches NVTX, as nested parentheses."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"({name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(")"))
+    for name in ("LD_PRELOAD", "ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda: " ".join(calls).replace(" )", ")")
+
+
+def nested(events):
+    """Ranges of a Chrome trace in the notation of ONE_STEP; fails if two overlap without one holding the other."""
+    text, ends = "", []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+            text += ")"
+        end = event["ts"] + event["dur"]
+        assert not ends or end <= ends[-1], f"{event['name']} leaves the range around it"
+        text += f" ({event['name']}"
+        ends.append(end)
+    return (text + ")" * len(ends)).strip()
+
+
+@pytest.mark.parametrize("impl", ["torch", "sdpa"])
+def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
+    run("--device", "cpu", "--impl", impl, "--profile", str(tmp_path / "profile"))
+    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    wanted = ("step", "forward", "backward", "optimizer", "layers.")
+    ranges = [e for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith(wanted)]
+    assert nested(ranges) == " ".join([ONE_STEP] * 3)
+
+
+@pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "LD_PRELOAD"])
+@pytest.mark.parametrize("timing", ["phases", "step"])
+def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing):
+    quiet = run("--device", "cpu", "--impl", "torch", "--timing", timing)
+    assert markers() == ""
+    monkeypatch.setenv(variable, "/opt/rocm/lib/librocprofiler-sdk-tool.so")
+    assert run("--device", "cpu", "--impl", "torch", "--timing", timing) == quiet
+    assert markers() == " ".join([ONE_STEP] * 2)
+
+
+def test_another_preloaded_library_is_no_profiler(run, markers, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so")
+    run("--device", "cpu", "--impl", "torch")
+    assert markers() == ""
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("flags, expected", [([], ONE_STEP), (["--severed-autograd"], None)])
+def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, expected):
+    flags = [*flags, "--num-steps", "1"]
+    quiet = run(*flags)
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    assert run(*flags) == quiet
+    # Without autograd's history no layer has a backward pass.
+    assert markers() == (expected or ONE_STEP.replace(" (layers.1 backward) (layers.0 backward)", ""))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("timing, expected", [("phases", OUTERMOST), ("step", "(step (graph))")])
+def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timing, expected):
+    quiet = run("--graph", "--timing", timing)
+    assert markers() == ""
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    assert run("--graph", "--timing", timing) == quiet
+    assert markers() == " ".join([expected] * 2)
