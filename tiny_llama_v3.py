@@ -479,7 +479,7 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2)
     on is known here: scalars, constants, types and alignment of the tensors, the order of the kernel's parameters.
     """
     kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
-    key = (kernel, scalars, *kinds, *constants.values(), num_warps, num_stages)
+    key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages)  # Triton's own hash is slow
     compiled = COMPILED.get(key)
     if compiled is None:
         COMPILED[key] = kernel[grid](*tensors, *scalars, **constants, num_warps=num_warps, num_stages=num_stages)
@@ -629,11 +629,8 @@ def rmsnorm_forward(x, delta, weight, eps, block_size=None):
     """
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
-    y, rstd = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(n_rows, dtype=torch.float32, device=x.device),
-    )
-    residual = torch.empty_like(y) if delta is not None else x
+    y, rstd = x.new_empty(x.shape), x.new_empty(n_rows, dtype=torch.float32)
+    residual = x.new_empty(x.shape) if delta is not None else x
     has_delta = delta is not None
     launch(
         rmsnorm_kernel, (tile.programs,), (x, delta if has_delta else x, weight, residual, y, rstd),
@@ -647,10 +644,10 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     """Gradients of x (the normalised residual), residual_grad (or None) added in, and of weight, handed over."""
     n_rows, n_cols = x.shape
     weight_grad = gradient_buffer(weight)
-    weight_grad = torch.empty_like(weight) if weight_grad is None else weight_grad
+    weight_grad = weight.new_empty(weight.shape) if weight_grad is None else weight_grad
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
-    x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty(tile.programs, n_cols, dtype=torch.float32, device=x.device)
+    x_grad = x.new_empty(x.shape)
+    partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32)
     has_residual_grad = residual_grad is not None
     residual_grad = residual_grad if has_residual_grad else y_grad
     launch(
@@ -1087,8 +1084,8 @@ def flash_attention_forward(q, k, v):
     Returns o, shaped as q and contiguous, and lse (batch, heads, seq) in fp32.
     """
     batch, seq_len, num_heads, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, num_heads, seq_len, dtype=torch.float32, device=q.device)
+    o = q.new_empty(q.shape)
+    lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
     tile = attention_tile("forward", q.element_size(), block_d, q.device.type)
     launch(
@@ -1134,7 +1131,7 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
             (*strides, *q_grad.stride(), *k_grad.stride(), *v_grad.stride(), batch * num_kv_heads),
         )  # fmt: skip
         return
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(lse.shape)
     launch_tiled(
         flash_attention_backward_dq_kernel, "dq", lambda tile: (batch * num_heads, cdiv(seq_len, tile.m)),
         (*inputs, delta, q_grad, cos, sin), (*strides, *q_grad.stride()),
@@ -1182,7 +1179,7 @@ def attention_backward(y_grad, x, qkv_weight, o_weight, cos, sin, q, k, v, o, ls
     """Gradients of x, and of qkv_weight and o_weight, handed over."""
     o_weight_grad = weight_gradient(o_weight, y_grad, o.view(x.shape[0], -1))
     o_grad = (y_grad @ o_weight).view(o.shape)
-    qkv_grad = torch.empty(x.shape[0], qkv_weight.shape[0], dtype=x.dtype, device=x.device)
+    qkv_grad = x.new_empty(x.shape[0], qkv_weight.shape[0])
     packed = qkv_grad.view(*o.shape[:2], -1)
     flash_attention_backward(o_grad, q, k, v, o, lse, *split_heads(packed, q.shape[2], k.shape[2]), cos, sin)
     return qkv_grad @ qkv_weight, weight_gradient(qkv_weight, qkv_grad, x), o_weight_grad
@@ -1316,7 +1313,7 @@ SWIGLU_BLOCK = 1024
 def swiglu_activation(gate_up):
     """gate_up (rows, 2 n) -> silu(gate) * up (rows, n)"""
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
-    hidden = torch.empty(n_rows, n_cols, dtype=gate_up.dtype, device=gate_up.device)
+    hidden = gate_up.new_empty(n_rows, n_cols)
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
     return hidden
@@ -1331,8 +1328,8 @@ def swiglu_activation_backward_(hidden_grad, gate_up):
 
 def swiglu_naive_matmul(x, gate_up_weight):
     n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
-    gate_up = torch.empty(n_rows, 2 * n_cols, dtype=x.dtype, device=x.device)
-    hidden = torch.empty(n_rows, n_cols, dtype=x.dtype, device=x.device)
+    gate_up = x.new_empty(n_rows, 2 * n_cols)
+    hidden = x.new_empty(n_rows, n_cols)
     tensors = (x, gate_up_weight, gate_up, hidden)
     launch(swiglu_kernel, (n_rows * n_cols,), tensors, (x.shape[1], n_cols), dict(BLOCK_SIZE=128))
     return gate_up, hidden
@@ -1505,7 +1502,7 @@ def scale_kernel(x_ptr, factor_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 def cross_entropy_(logits, targets, gradient_scale):
     """Losses (rows,) in fp32 of logits (rows, n) with contiguous rows; the logits are overwritten by their gradient."""
     n_rows, n_cols = logits.shape
-    losses = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
+    losses = logits.new_empty(n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), 8192)
     warps = max(4, block_size // 512)
     warps = warps // 2 if get_device(logits.device.type).is_amd else warps

@@ -20,13 +20,13 @@ ALL_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fresh memory is full of NaN, so that an element which no kernel writes is seen."""
-    empty, empty_like = torch.empty, torch.empty_like
+    new_empty = torch.Tensor.new_empty
 
-    def poison(tensor):
+    def poisoned(*args, **kwargs):
+        tensor = new_empty(*args, **kwargs)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 @pytest.fixture
