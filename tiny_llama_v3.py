@@ -425,6 +425,16 @@ class AttentionTile(NamedTuple):
     n: int  # keys
     warps: int
     stages: int
+    options: dict = {}  # what else the compiler is told
+
+
+AMD_ATTENTION_TILES = {  # (bytes an element, dimensions of a head up to): (queries, keys)
+    (2, 32): {"forward": (128, 32), "dq": (64, 32), "dkdv": (32, 64), "short": (32, 64)},
+    (2, 64): {"forward": (128, 64), "dq": (64, 32), "dkdv": (32, 64), "short": (32, 64)},
+    (2, 128): {"forward": (128, 32), "dq": (64, 32), "dkdv": (32, 32), "short": (32, 32)},
+    (4, 64): {"forward": (64, 32), "dq": (64, 32), "dkdv": (16, 64), "short": (32, 32)},
+    (4, 128): {"forward": (64, 16), "dq": (64, 16), "dkdv": (16, 32), "short": (16, 16)},
+}
 
 
 @functools.cache
@@ -438,10 +448,12 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     fill = next_power_of_2(cdiv(n_rows, device.num_sms))
     rows = max(1, min((8192 if backward else 4096) // cols, fill))
     warps = 4 if cols <= 4096 else min(cols // 1024, 16)
-    if backward:
+    if backward:  # an AMD GPU keeps its warps here: with half of them a thread needs more than 256 registers
         warps = 4 if cols <= 8192 else min(cols // 2048, 16)
+    elif device.is_amd:
+        warps //= 2
     programs = min(cdiv(n_rows, rows), 2 * device.num_sms) if backward else cdiv(n_rows, rows)
-    return NormTile(rows, cols, max(1, warps // 2) if device.is_amd else warps, programs)
+    return NormTile(rows, cols, warps, programs)
 
 
 @functools.cache
@@ -450,11 +462,12 @@ def attention_tile(kernel, itemsize, block_d, device_type):
     device = get_device(device_type)
     if device.type == "cpu":
         return AttentionTile(32, 32, 4, 1)
+    if device.is_amd:
+        tile = AMD_ATTENTION_TILES[itemsize, max(block_d, 32 if itemsize == 2 else 64)][kernel]
+        # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
+        return AttentionTile(*tile, 4, 1, {"matrix_instr_nonkdim": 16})
     if itemsize == 4:
         return AttentionTile(32 if block_d > 64 else 64, 32, 4, 1)
-    if device.is_amd:
-        tiles = {"forward": (128, 64, 4, 1), "dq": (64, 32, 4, 1), "short": (64, 32, 4, 1)}
-        return AttentionTile(*tiles.get(kernel, (64 if block_d <= 64 else 32, 32, 4, 1)))
     if device.is_hopper:
         wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
         narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
@@ -472,17 +485,19 @@ def attention_tile(kernel, itemsize, block_d, device_type):
 COMPILED = {}  # what launch() has compiled
 
 
-def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2):
+def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
     """kernel[grid](*tensors, *scalars, **constants), at a fraction of the time on the host.
 
     Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
     on is known here: scalars, constants, types and alignment of the tensors, the order of the kernel's parameters.
     """
     kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
-    key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages)  # Triton's own hash is slow
+    # Triton's own hash of a kernel is slow.
+    key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
     compiled = COMPILED.get(key)
     if compiled is None:
-        COMPILED[key] = kernel[grid](*tensors, *scalars, **constants, num_warps=num_warps, num_stages=num_stages)
+        options |= dict(num_warps=num_warps, num_stages=num_stages)
+        COMPILED[key] = kernel[grid](*tensors, *scalars, **constants, **options)
         return
     driver = triton.runtime.driver.active
     compiled.run(
@@ -1095,7 +1110,7 @@ def flash_attention_forward(q, k, v):
             GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
             PRECISION=dot_precision(get_device(q.device.type)),
         ),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **tile.options,
     )  # fmt: skip
     return o, lse
 
@@ -1121,7 +1136,8 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
         if name != "dq":
             constants["EVEN"] = seq_len % tile.m == 0
         scalars = (*scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
-        launch(kernel, grid(tile), tensors, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
+        options = dict(num_warps=tile.warps, num_stages=tile.stages, **tile.options)
+        launch(kernel, grid(tile), tensors, scalars, constants, **options)
 
     if seq_len <= SHORT_SEQUENCE:
         launch_tiled(
