@@ -2299,7 +2299,7 @@ def write_profile(step, device, folder, steps=3):
         writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
         for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
             percentage = round(100 * sum(ns) / total, 6)
-            spread = round(statistics.pstdev(ns), 6)
+            spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
             writer.writerow(
                 [
                     name,

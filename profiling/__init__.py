@@ -1,0 +1,1 @@
+"""Readers and reports for what the profiling scripts record."""
