@@ -1464,8 +1464,8 @@ def cross_entropy_kernel(
 ):
     """loss = logsumexp(logits) - logits[target]; logits = (softmax(logits) - onehot(target)) * gradient_scale.
 
-    Grid: (rows,). A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, from
-    the cache. A target outside 0..N_COLS-1 gives a NaN loss.
+    Grid: (rows,). A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, its
+    end first, which is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LANES: tl.constexpr = 8  # neighbours that share a running maximum: one rescaling for 8 exponentials
@@ -1497,11 +1497,16 @@ def cross_entropy_kernel(
             maxima = new_maxima
         maximum = tl.max(maxima, axis=0)
         log_sum = maximum + tl.log2(tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)) / LOG2_E
+        LAST_START: tl.constexpr = (N_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
         for start in range(0, N_COLS, BLOCK_SIZE):
-            cols = start + tl.arange(0, BLOCK_SIZE)
-            logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
-            gradient = (tl.exp2((logits - log_sum) * LOG2_E) - tl.where(cols == target, 1.0, 0.0)) * scale
-            tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < N_COLS)
+            cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
+            mask = cols < N_COLS
+            # Nobody reads these again soon: they shall not push out what this loop has yet to read.
+            logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+            probabilities = tl.exp2((logits.to(tl.float32) - log_sum) * LOG2_E)
+            gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
+            gradient = gradient.to(logits_ptr.dtype.element_ty)
+            tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
     tl.store(loss_ptr + tl.program_id(0), log_sum - target_logit)
 
 
@@ -1519,7 +1524,7 @@ def cross_entropy_(logits, targets, gradient_scale):
     """Losses (rows,) in fp32 of logits (rows, n) with contiguous rows; the logits are overwritten by their gradient."""
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
-    block_size = min(next_power_of_2(n_cols), 8192)
+    block_size = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
     warps = max(4, block_size // 512)
     warps = warps // 2 if get_device(logits.device.type).is_amd else warps
     launch(
