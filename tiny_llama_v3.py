@@ -491,7 +491,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
     on is known here: scalars, constants, types and alignment of the tensors, the order of the kernel's parameters.
     """
-    kinds = [None if t is None else (t.dtype, t.data_ptr() & 15) for t in tensors]
+    pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
+    kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
     # Triton's own hash of a kernel is slow.
     key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
     compiled = COMPILED.get(key)
@@ -503,7 +504,7 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     compiled.run(
         *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
         compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
-        *tensors, *scalars, *constants.values(),
+        *pointers, *scalars, *constants.values(),
     )  # fmt: skip
 
 
