@@ -1,0 +1,377 @@
+#!/usr/bin/env python3
+"""Replay the stages of the workshop: run each, profile each, compare them all.
+
+    ./run_all_stages.sh                                stages 1 to 5 at 8 x 128 tokens, 20 steps each
+    ./run_all_stages.sh --beyond                       stages 6 to 8 too
+    ./run_all_stages.sh --stages 2,4 --no-profile
+    ./run_all_stages.sh --dry-run                      print the commands only
+    ./run_all_stages.sh --stages 5,8 -- --use-amp      what follows -- goes to tiny_llama_v3.py
+
+Each stage is a full run in a process of its own, then a short profiled one; plain PyTorch (--impl torch) runs first, as
+the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles; everywhere else the script's own --profile
+does, into a CSV with the same columns. The output folder then holds
+
+    report.html, summary.md, stages.png      the comparison, to read
+    summary.json                             the comparison, to compute with
+    stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
+    stageN_profile.csv, stageN_output.log    kernel times; what the two runs printed
+    roofs.json                               the bandwidth and the arithmetic that this device reaches
+    previous_DATE/                           what an earlier replay had left there
+
+Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130 interrupted (what was
+done is kept and compared).
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+import comparison  # noqa: E402
+import report  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+
+PROGRAM = "run_all_stages.sh"
+HISTORY = [1, 2, 3, 4, 5]
+SHORT_RUN = ["--num-steps", "1", "--warmup-steps", "1"]  # beside the steps that --profile adds
+LOG_TAIL = 8  # lines of a failed run's log that are shown
+WRITTEN = ("stage*", "baseline*", "roofs*", "summary.*", "report.html")  # by a replay into its output folder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What to run
+
+
+@dataclass
+class Part:
+    """One process of the replay: what it is asked to write, and where that goes."""
+
+    what: str  # "measured" or "profiled"
+    command: list
+    pattern: str  # the file that the process writes into the folder FOLDER of its command
+    target: str
+    environment: dict = field(default_factory=dict)
+
+
+FOLDER = "{temporary folder}"  # stands for it in a Part until it exists
+
+
+@dataclass
+class Run:
+    """The baseline, the roofs or one stage: its parts, and what became of it."""
+
+    name: str
+    title: str
+    parts: list
+    stage: int | None = None
+    obstacle: str | None = None  # why it cannot run here
+    error: str | None = None
+    done: bool = False
+
+
+def on_gpu(config):
+    """Asks for no GPU's properties: that would occupy a GPU which the stages may need to themselves."""
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def profiler_of(config):
+    with_rocprofv3 = on_gpu(config) and torch.version.hip is not None and shutil.which("rocprofv3")
+    return "rocprofv3" if with_rocprofv3 else "torch.profiler"
+
+
+def profile_command(command, config):
+    command = [*command, *SHORT_RUN]
+    if profiler_of(config) == "rocprofv3":
+        tracing = ["--kernel-trace", "--stats", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
+        return ["rocprofv3", *tracing, "--", *command]
+    return [*command, "--profile", FOLDER]
+
+
+def training_run(name, title, script, arguments, config, stage=None, with_profile=False):
+    command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
+    # Stage 7 shows compilation, which a filled cache would hide.
+    environment = {"TRITON_CACHE_DIR": f"{FOLDER}/triton"} if stage == 7 else {}
+    parts = [Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)]
+    if with_profile:
+        parts.append(Part("profiled", profile_command(command, config), "*kernel_stats.csv", f"{name}_profile.csv"))
+    return Run(name, title, parts, stage)
+
+
+def obstacle_of(config):
+    """Why a stage cannot run on this machine, or None."""
+    if on_gpu(config):
+        return None
+    try:
+        llama.validate_on_device(config, llama.get_device("cpu"))
+    except llama.UsageError as error:
+        return str(error)
+
+
+def plan(options):
+    """The Runs of a replay: the roofs, the baseline, the stages."""
+    sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len, "--num-steps", options.num_steps]
+    arguments = [*map(str, sizes), *options.script_options]
+    script = ROOT / "tiny_llama_v3.py"
+    config = llama.parse_config(arguments, script.name)
+    runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
+    with_profile = not options.no_profile
+    if with_profile:
+        command = [sys.executable, str(HERE / "roofline.py"), *arguments, "--output-dir", FOLDER]
+        runs.insert(0, Run("roofs", "what the device can do", [Part("measured", command, "roofs.json", "roofs.json")]))
+    for stage in options.stages:
+        (link,) = HERE.glob(f"v3_stage{stage}_*.py")
+        title = f"stage {stage}, {llama.STAGES[stage]}"
+        run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
+        run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
+        runs.append(run)
+    return config, runs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+@dataclass
+class Progress:
+    """How far the replay is, and how long the rest will take by what its parts took so far."""
+
+    parts: list  # "measured" or "profiled", in order
+    seconds: list = field(default_factory=list)
+
+    def remaining(self):
+        """Seconds, or None before there is anything to judge by."""
+        if not self.seconds:
+            return None
+        taken = {}
+        for what, seconds in zip(self.parts, self.seconds, strict=False):
+            taken.setdefault(what, []).append(seconds)
+        mean = {what: sum(seconds) / len(seconds) for what, seconds in taken.items()}
+        overall = sum(self.seconds) / len(self.seconds)
+        return sum(mean.get(what, overall) for what in self.parts[len(self.seconds) :])
+
+    @contextlib.contextmanager
+    def part(self, title):
+        left = self.remaining()
+        left = (
+            "" if left is None else f", about {left:.0f} s left" if left < 90 else f", about {left / 60:.0f} min left"
+        )
+        print(f"[{len(self.seconds) + 1}/{len(self.parts)}] {title}{left}", flush=True)
+        start = time.monotonic()
+        yield
+        self.seconds.append(time.monotonic() - start)
+
+
+def execute(command, environment, log):
+    """The exit status of a command. Its output goes to the log and, on a terminal, live to the last line."""
+    width = shutil.get_terminal_size().columns - 1
+    process = subprocess.Popen(
+        command, env=os.environ | environment, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            log.write(line)
+            if sys.stdout.isatty():
+                print(f"\r\033[K{line.rstrip()[:width]}", end="", flush=True)
+        return process.wait()
+    finally:
+        if process.poll() is None:  # interrupted
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if sys.stdout.isatty():
+            print("\r\033[K", end="", flush=True)
+
+
+def execute_part(part, log_path, output):
+    """Runs a part and moves what it wrote into output. A RuntimeError says what went wrong."""
+    with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
+        command = [argument.replace(FOLDER, work) for argument in part.command]
+        environment = {name: value.replace(FOLDER, work) for name, value in part.environment.items()}
+        log.write(f"$ {shlex.join(command)}\n")
+        log.flush()
+        status = execute(command, environment, log)
+        log.flush()
+        written = max(Path(work).rglob(part.pattern), key=lambda path: path.stat().st_size, default=None)
+        if status != 0 or written is None:
+            tail = "".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-LOG_TAIL:])
+            what = f"exit status {status}" if status else f"no {part.pattern} was written"
+            raise RuntimeError(f"{what}; {log_path.name} ends\n{tail}")
+        os.replace(written, output / part.target)
+
+
+def execute_run(run, output, progress):
+    """All parts of a run until one fails, which run.error then says."""
+    for part in run.parts:
+        with progress.part(f"{run.title}, {part.what}"):
+            if run.error:
+                continue  # a run that does not work cannot be profiled
+            try:
+                execute_part(part, output / f"{run.name}_output.log", output)
+            except (RuntimeError, OSError) as error:
+                run.error = f"{part.what} run: {error}".rstrip()
+                print(f"{PROGRAM}: {run.title} failed, {run.error}", file=sys.stderr, flush=True)
+    run.done = True
+
+
+def execute_all(runs, output):
+    """True if it came to its end, False if it was interrupted."""
+    able = [run for run in runs if not run.obstacle]
+    progress = Progress([part.what for run in able for part in run.parts])
+    for run in runs:
+        if run.obstacle:
+            print(f"{run.title}: left out, {run.obstacle}")
+    try:
+        for run in able:
+            execute_run(run, output, progress)
+        return True
+    except KeyboardInterrupt:
+        current = next(run for run in able if not run.done)
+        print(f"Interrupted in {current.title}.", flush=True)
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The output folder
+
+
+@contextlib.contextmanager
+def locked(output):
+    """The output folder for this replay alone."""
+    llama.writable_folder("--output", output).mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise llama.UsageError(f"--output {output} is in use by another replay: give another folder") from None
+        yield
+
+
+def put_aside(output):
+    """Moves what an earlier replay left into previous_<its date>/, so that no folder mixes two replays."""
+    old = [path for pattern in WRITTEN for path in output.glob(pattern)]
+    if old:
+        date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
+        folder = output / f"previous_{date:%Y%m%d_%H%M%S}"
+        folder.mkdir(exist_ok=True)
+        for path in old:
+            os.replace(path, folder / path.name)
+        print(f"The results of an earlier replay are now in {folder}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def stage_numbers(text):
+    try:
+        stages = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        raise llama.UsageError(f"--stages {text} is no list of numbers: give one such as 2,4") from None
+    for stage in stages:
+        if stage not in llama.STAGES:
+            raise llama.UsageError(f"--stages {text}: there is no stage {stage}: choose from 1 to {max(llama.STAGES)}")
+    return stages
+
+
+RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h")
+
+
+def parse(argv):
+    """The options; script_options are those after --."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    parser = llama.Parser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
+    parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: 8)")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default: 128)")
+    parser.add_argument("--num-steps", type=int, default=20, help="steps of a full run (default: 20)")
+    parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
+    parser.add_argument("--no-profile", action="store_true", help="leave the profiled runs out")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
+    options = parser.parse_args(argv[:end])
+    options.script_options = argv[end + 1 :]
+    if options.stages and options.beyond:
+        raise llama.UsageError("--stages and --beyond contradict each other: name all of the stages in --stages")
+    options.stages = options.stages or (list(llama.STAGES) if options.beyond else HISTORY)
+    for option in options.script_options:
+        if option.split("=")[0] in RESERVED:
+            raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
+    return options
+
+
+def print_commands(runs):
+    for run in runs:
+        print(f"# {run.title}" + (f": left out, {run.obstacle}" if run.obstacle else ""))
+        for part in run.parts if not run.obstacle else []:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in part.environment.items()]
+            print(" ".join([*variables, shlex.join(part.command)]))
+
+
+def single_command(run):
+    """The measured part of a run as one types it in this folder."""
+    _, script, *arguments = run.parts[0].command
+    return shlex.join(["python", os.path.relpath(script, HERE), *arguments[: arguments.index("--output-dir")]])
+
+
+def run(argv):
+    options = parse(argv)
+    config, runs = plan(options)
+    if options.dry_run:
+        print_commands(runs)
+        return 0
+    with locked(options.output):
+        put_aside(options.output)
+        header = {
+            "benchmark": "stages",
+            "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),
+            "date": datetime.now().isoformat(timespec="seconds"),
+            "commands": [single_command(run) for run in runs if run.name != "roofs"],
+            "profiler": None if options.no_profile else profiler_of(config),
+        }
+        completed = execute_all(runs, options.output)
+        stages = [run for run in runs if run.stage is not None]
+        summary = header | {"interrupted": not completed} | comparison.compare(options.output, stages)
+        report.write(summary, options.output)
+    if summary["environment"]:
+        print(f"\n{comparison.console(summary)}\n\nReport: {options.output / 'report.html'}")
+    if not completed:
+        return 130
+    return int(any(run.error for run in runs))
+
+
+def main(argv=None):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's time limit is an interruption too
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except llama.UsageError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+../../tiny_llama_v3.py
