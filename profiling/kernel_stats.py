@@ -77,6 +77,13 @@ def step_window(path):
     return ((steps["Start"].min(), steps["End"].max()), len(steps)) if len(steps) else (None, 0)
 
 
+def read_step_stats(path):
+    """(the table of the kernels of the measured steps, how many steps), or (that of the whole run, 0)."""
+    window, steps = step_window(path)
+    has_warm_up = bool(files_of(path, ("*kernel_trace.csv", "*.db")))  # torch.profiler recorded nothing but the steps
+    return read_kernel_stats(path, window if has_warm_up else None), steps
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -125,22 +132,22 @@ def csv_header(path):
         return list(pd.read_csv(path, nrows=0).columns)
 
 
-def csv_chunks(path, columns):
-    """Tables of the wanted columns under their new names, CHUNK_ROWS at a time, at least one."""
+def csv_chunks(path, columns, words=("Name",)):
+    """Tables of the wanted columns under new names, CHUNK_ROWS at a time, at least one; all but words are numbers."""
     header = csv_header(path)
     missing = [name for name in columns if name not in header]
     if missing:
         raise Unreadable(f"{path} has no column {missing[0]}: it is not what its name says")
     with reported(path), pd.read_csv(path, usecols=list(columns), chunksize=CHUNK_ROWS) as reader:
         for chunk in reader:
-            yield require_numbers(chunk.rename(columns=columns), path)
+            yield require_numbers(chunk.rename(columns=columns), path, words)
 
 
-def require_numbers(table, path):
+def require_numbers(table, path, words):
     """Refuses gaps, and words where numbers belong; SQL has no deviation of a single call."""
     if "StdDev" in table:
         table.loc[table["Calls"] == 1, "StdDev"] = 0.0
-    numbers = table.drop(columns="Name")
+    numbers = table.drop(columns=list(words))
     if len(table) and (
         numbers.isna().any(axis=None) or not all(pd.api.types.is_numeric_dtype(kind) for kind in numbers.dtypes)
     ):
@@ -163,7 +170,7 @@ def read_statistics(path):
 def dispatch_chunks(path):
     """Name, Start and End of the kernels of one trace, CHUNK_ROWS at a time."""
     if path.suffix == ".db":
-        yield from query(path, 'SELECT name AS Name, start AS Start, "end" AS "End" FROM kernels')
+        yield from map(frame, query(path, 'SELECT name, start, "end" FROM kernels'))
     elif path.suffix == ".csv":
         yield from csv_chunks(path, KERNEL_TRACE)
     else:
@@ -175,15 +182,15 @@ def dispatch_chunks(path):
 def ranges_of(path):
     """Name, Start and End of the ranges of one trace."""
     if path.suffix == ".db":
-        sql = """SELECT name AS Name, start AS Start, "end" AS "End" FROM regions WHERE category LIKE 'MARKER%'"""
-        return pd.concat(query(path, sql))
+        sql = """SELECT name, start, "end" FROM regions WHERE category LIKE 'MARKER%'"""
+        return pd.concat(map(frame, query(path, sql)))
     if path.suffix == ".csv":
         return pd.concat(csv_chunks(path, API_TRACE))
     return chrome_frame([e for e in chrome_events(path) if e.get("cat") == "user_annotation"])
 
 
-def query(path, sql):
-    """The rows of a rocpd database, CHUNK_ROWS at a time, at least one frame."""
+def query(path, sql, columns=("Name", "Start", "End")):
+    """The rows of a rocpd database, CHUNK_ROWS at a time, at least one table."""
     with (
         reported(path),
         contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection,
@@ -193,8 +200,8 @@ def query(path, sql):
             raise Unreadable(f"{path} is cut off: {path.stat().st_size} of {size} bytes; profile again")
         cursor = connection.execute(sql)
         while rows := cursor.fetchmany(CHUNK_ROWS):
-            yield frame(rows)
-        yield frame([])
+            yield pd.DataFrame(rows, columns=columns)
+        yield pd.DataFrame([], columns=columns)
 
 
 @functools.lru_cache(maxsize=1)

@@ -111,11 +111,10 @@ def test_summary_of_rocpd(tmp_path):
 
 def test_durations_agree_with_the_view_in_microseconds(tmp_path):
     records.write_rocpd(tmp_path / "a.db", RUN)
-    (top,) = pd.concat(
-        kernel_stats.query(tmp_path / "a.db", "SELECT name, total_duration, 0 FROM top_kernels LIMIT 1")
-    ).values
+    sql = "SELECT name, total_duration FROM top_kernels LIMIT 1"
+    top = pd.concat(kernel_stats.query(tmp_path / "a.db", sql, ["name", "us"])).iloc[0]
     row = read_kernel_stats(tmp_path / "a.db").iloc[0]
-    assert (row["Name"], row["TotalDurationNs"] // 1000) == (top[0], top[1])
+    assert row["Name"] == top["name"] and row["TotalDurationNs"] == pytest.approx(1000 * top["us"])
 
 
 def test_files_of_torch_profiler(tmp_path, capsys):

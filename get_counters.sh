@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Records every kernel of a training run, and with --pmc hardware counters, in counters/counter_<time>/.
+#
+# Usage: ./get_counters.sh [--pmc [NAME...]]... [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+#
+#   --pmc          also count a default choice: instructions, memory traffic, cache hits, occupancy
+#   --pmc A B      count these; each --pmc is a run of its own, as a GPU counts only a few things at a time
+set -euo pipefail
+TOOLS=(rocprofv3 ncu torch)
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=profiling/counters.sh
+source "$ROOT/profiling/counters.sh"
+
+PASSES=() COUNT=
+take_option() {
+    [[ $1 == --pmc ]] || return 0
+    local names=()
+    CONSUMED=1 COUNT=1
+    for name in "${@:2}"; do
+        [[ $name != -* ]] || break
+        CONSUMED=$((CONSUMED + 1))
+        names+=("${name//,/ }")
+    done
+    ((${#names[@]} == 0)) || PASSES+=("${names[*]}")
+}
+
+parse_arguments "$@"
+if [[ -z $COUNT ]]; then
+    [[ $TOOL != ncu ]] || die "--tool ncu only counts: add --pmc"
+    TOOLS=(rocprofv3 torch)
+elif [[ $TOOL == torch ]]; then
+    die "--pmc needs hardware counters, which torch.profiler does not read: --tool rocprofv3 (AMD) or ncu (NVIDIA)"
+fi
+choose_tool
+start_result counters/counter
+
+if [[ $TOOL == rocprofv3 ]]; then
+    format=csv
+    ((RELEASE < 700)) || format=rocpd
+    profile rocprofv3 --kernel-trace --marker-trace --output-format "$format" -d "$RESULT" -o kernels -- "${PROGRAM[@]}"
+    if [[ $format == csv ]]; then
+        require_file '*_kernel_trace.csv'
+    else
+        require_file '*_results.db'
+        summarize_database "$RESULT/kernels_results.db"
+    fi
+    [[ -z $COUNT ]] || count_with_rocprofv3
+else
+    profile "${PROGRAM[@]}" --profile "$RESULT"
+    require_file kernel_stats.csv
+    [[ $TOOL != ncu ]] || count_with_ncu
+    [[ -z $COUNT || $TOOL == ncu ]] || note "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
+fi
+report hotspots.py "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
+[[ -z $COUNT || $TOOL == torch ]] || report counters.py "$RESULT"
+
+finish_result "The table as a file: $FINAL/kernels_of_the_steps.csv" \
+    "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER"

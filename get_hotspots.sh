@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Ranks the kernels of a training run by the time that they take, in hotspots/hotspot_<time>/.
+#
+# Usage: ./get_hotspots.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+set -euo pipefail
+TOOLS=(rocprofv3 torch)
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+
+parse_arguments "$@"
+choose_tool
+start_result hotspots/hotspot
+
+if [[ $TOOL == rocprofv3 ]]; then
+    # CSV by name: with ROCm 7's default, a database, --stats writes nothing.
+    profile rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
+        -- "${PROGRAM[@]}"
+    require_file '*_kernel_stats.csv'
+else
+    profile "${PROGRAM[@]}" --profile "$RESULT"
+    require_file kernel_stats.csv
+fi
+report hotspots.py "$RESULT"
+
+finish_result "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER" \
+    "Draw it: $PYTHON $ROOT/profiling/plot.py $FINAL"

@@ -1,0 +1,313 @@
+# shellcheck shell=bash
+# Sourced by the profiling scripts: their options, the choice of the tool, the folder of a result, running and logging.
+# After parse_arguments, choose_tool and start_result a script finds TOOL, RESULT (a folder) and PROGRAM (an array).
+
+: "${TOOLS:?the script that sources this file names its tools}"
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+SCRIPT=$(basename "$0")
+: "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
+PATH=$PATH:$ROCM_PATH/bin
+
+note() { printf '%s\n' "$*"; }
+
+# die [status] message
+die() {
+    local status=2
+    if [[ $1 =~ ^[0-9]+$ ]]; then
+        status=$1
+        shift
+    fi
+    printf '%s: error: %s\n' "$SCRIPT" "$*" >&2
+    exit "$status"
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options
+
+# The comment at the top of a script is its help.
+print_help() {
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+    cat <<TXT
+
+  --output DIR   where the result goes; must be new or empty
+  --stage N      profile a stage of the workshop (tiny_llama_v3.py --list-stages)
+  --tool NAME    $(IFS='|' && echo "${TOOLS[*]}|auto"); auto, the default, takes the first that works here
+  --dry-run      print the command lines and do nothing
+  -- OPTIONS     options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps $STEPS
+
+PYTHON chooses the interpreter, ROCM_PATH the ROCm installation. Exit codes: 0 done, 1 nothing was recorded, 2 the
+request cannot be met, 130 interrupted; otherwise that of the program or the profiler.
+TXT
+}
+
+# parse_arguments "$@": a script names its TOOLS first, and handles options of its own in take_option (which shifts
+# nothing: it sets CONSUMED to the number of words that it took).
+parse_arguments() {
+    OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto ARGUMENTS=()
+    : "${STEPS:=10}"
+    while (($#)); do
+        case $1 in
+        --output | --stage | --tool)
+            (($# > 1)) && [[ $2 != --* ]] || die "$1 needs a value (--help lists the options)"
+            case $1 in
+            --output) OUTPUT=$2 ;;
+            --stage) STAGE=$2 ;;
+            --tool) TOOL=$2 ;;
+            esac
+            shift 2
+            ;;
+        --dry-run) DRY_RUN=1 && shift ;;
+        -h | --help) print_help && exit 0 ;;
+        --) shift && ARGUMENTS=("$@") && break ;;
+        *)
+            CONSUMED=0
+            if declare -F take_option >/dev/null; then take_option "$@"; fi
+            ((CONSUMED)) || die "unknown option $1: options of tiny_llama_v3.py go after -- (--help lists ours)"
+            shift "$CONSUMED"
+            ;;
+        esac
+    done
+    [[ -z $STAGE || $STAGE =~ ^[1-9][0-9]*$ ]] || die "--stage $STAGE is not a number: tiny_llama_v3.py --list-stages"
+    REQUESTED=$TOOL
+    [[ " ${TOOLS[*]} auto " == *" $TOOL "* ]] || die "--tool $TOOL: choose one of ${TOOLS[*]} auto"
+
+    local python=${PYTHON:-$ROOT/.venv/bin/python}
+    [[ -n ${PYTHON:-} || -x $python ]] || python=python3
+    # A path: rocprof-compute of ROCm 6 does not look a command up.
+    PYTHON=$(command -v "$python") || die "there is no Python at PYTHON=$python: run make, or give another"
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tool. What keeps it from working is the rest of a sentence about it, reason and remedy, or empty.
+
+rocm_obstacle() {
+    if ! command -v "$1" >/dev/null; then
+        echo "is not installed or not on PATH (module load rocm, or add the bin folder of ROCm 6.3 or newer)"
+    elif [[ ! -e $KFD_DEVICE ]]; then
+        echo "finds no AMD GPU: $KFD_DEVICE does not exist (a container needs --device=/dev/kfd --device=/dev/dri)"
+    elif [[ ! -r $KFD_DEVICE || ! -w $KFD_DEVICE ]]; then
+        echo "has no permission on $KFD_DEVICE: join its group with sudo usermod -aG $(stat -c %G "$KFD_DEVICE") \$USER" \
+            "and log in again (a container needs --group-add $(stat -c %g "$KFD_DEVICE"))"
+    fi
+}
+
+ncu_obstacle() {
+    if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
+        echo "finds no NVIDIA GPU: nvidia-smi lists none"
+    elif ! command -v ncu >/dev/null; then
+        echo "is not installed or not on PATH (install Nsight Compute, or add CUDA's bin folder)"
+    fi
+}
+
+obstacle_of() {
+    case $1 in
+    torch) ;;
+    ncu) ncu_obstacle ;;
+    rocprof-sys) rocm_obstacle rocprof-sys-sample ;;
+    *) rocm_obstacle "$1" ;;
+    esac
+}
+
+# 6.4, 7.0, ...: of the installation that the tool belongs to. A dry run without ROCm takes ROCM_VERSION.
+rocm_release() {
+    local tool=$1 path version=''
+    path=$(command -v "$tool") || { echo "${ROCM_VERSION:-7.0}" && return; }
+    path=$(dirname "$(dirname "$(readlink -f "$path")")")
+    for path in "$path" "$ROCM_PATH"; do
+        if [[ -r $path/.info/version ]]; then
+            read -r version <"$path/.info/version" || true
+            break
+        fi
+    done
+    if [[ ! $version =~ ^[0-9]+\.[0-9]+ ]]; then # only rocprofv3 of ROCm 7 knows --version and rocpd
+        version=6.4
+        if [[ $(rocprofv3 --help 2>/dev/null) == *rocpd* ]]; then version=7.0; fi
+    fi
+    [[ $version =~ ^[0-9]+\.[0-9]+ ]] && echo "${BASH_REMATCH[0]}"
+}
+
+# The ROCm that a PyTorch wheel brings along, without the seconds that importing torch takes.
+torch_hip() {
+    "$PYTHON" - 2>/dev/null <<'PY' || true
+import importlib.util, pathlib, runpy
+folder = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+print(".".join((runpy.run_path(str(folder / "version.py")).get("hip") or "").split(".")[:2]))
+PY
+}
+
+# Sets TOOL, and RELEASE (major * 100 + minor) for ROCm's, and says which is in use: the first line of every script.
+choose_tool() {
+    local candidate obstacle reason='' bundled release
+    if [[ $TOOL == auto ]]; then
+        for candidate in "${TOOLS[@]}"; do
+            obstacle=$(obstacle_of "$candidate")
+            [[ -n $obstacle ]] || break
+            reason+="${reason:+; }$candidate $obstacle"
+        done
+        TOOL=$candidate
+    else
+        obstacle=$(obstacle_of "$TOOL")
+        [[ -z $obstacle || -n $DRY_RUN ]] || die "--tool $TOOL cannot be used: it $obstacle"
+    fi
+    case $TOOL in
+    torch) note "Tool: torch.profiler, through tiny_llama_v3.py --profile${reason:+ ($reason)}" ;;
+    ncu) note "Tool: ncu, NVIDIA Nsight Compute${reason:+ ($reason)}" ;;
+    *)
+        release=$(rocm_release "${TOOL/rocprof-sys/rocprof-sys-sample}")
+        # shellcheck disable=SC2034  # for the scripts
+        RELEASE=$((${release%%.*} * 100 + ${release#*.}))
+        note "Tool: $TOOL of ROCm $release"
+        bundled=$(torch_hip)
+        if [[ -n $bundled && $bundled != "$release" ]]; then
+            note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $release: it may record nothing," \
+                "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
+        fi
+        ;;
+    esac
+}
+
+# fall_back_to_torch REASON STATUS: where auto leaves the choice; else the end.
+fall_back_to_torch() {
+    [[ $REQUESTED == auto ]] || fail "$2" "$1"
+    note "Tool: torch.profiler from here on ($1)"
+    TOOL=torch
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The result: a folder that is called DIR.incomplete while it grows, DIR when it is whole, DIR.failed if that fails.
+
+# start_result traces/trace: sets RESULT, and PROGRAM, the run to be profiled.
+start_result() {
+    FINAL=${OUTPUT:-$1_$(date +%Y%m%d_%H%M%S)}
+    FINAL=${FINAL%/}
+    local number=0 base=$FINAL
+    while [[ -z $OUTPUT && (-e $FINAL || -e $FINAL.incomplete || -e $FINAL.failed) ]]; do
+        number=$((number + 1)) FINAL=${base}_$number
+    done
+    [[ $FINAL == /* ]] || FINAL=$PWD/$FINAL
+    RESULT=$FINAL.incomplete
+    if [[ -e $FINAL && ! -d $FINAL || -n $(ls -A "$FINAL" 2>/dev/null) ]]; then
+        die "--output $OUTPUT exists and is not an empty folder: give a new one"
+    fi
+    PROGRAM=("$PYTHON" "$ROOT/tiny_llama_v3.py" --batch-size 8 --seq-len 128 --num-steps "$STEPS")
+    PROGRAM+=(${STAGE:+--stage "$STAGE"} --output-dir "$RESULT/run" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    [[ -z $DRY_RUN ]] || return 0
+    # Left over from a run that was killed.
+    rm -rf "$RESULT" "$FINAL.failed"
+    mkdir -p "$RESULT" 2>/dev/null || die "--output $FINAL cannot be written to: give another folder"
+    LOG=$RESULT/log.txt
+    CHILD=
+    trap 'stop INT 130' INT
+    trap 'stop TERM 143' TERM
+    trap 'stop HUP 129' HUP
+    trap 'set_aside' EXIT
+}
+
+# On an exit before finish_result.
+set_aside() {
+    [[ -d ${RESULT:-} ]] || return 0
+    mv "$RESULT" "$FINAL.failed"
+    note "What there is, with the log, is in $FINAL.failed" >&2
+}
+
+# Passes a signal on to what runs, waits for its last words, and ends; a second Ctrl-C waits no longer.
+stop() {
+    trap 'kill -KILL -- "-$CHILD" 2>/dev/null; exit 130' INT
+    trap '' TERM HUP
+    if [[ -n $CHILD ]]; then
+        kill -s "$1" -- "-$CHILD" 2>/dev/null || true
+        while kill -0 -- "-$CHILD" 2>/dev/null; do sleep 0.1; done
+    fi
+    printf '%s: interrupted\n' "$SCRIPT" >&2
+    exit "$2"
+}
+
+# Prints a command line, runs it in the folder IN if that is set, and logs both; returns its status.
+# A process group of its own lets stop reach all of it, and tee outlives the others' last words.
+run() {
+    local line status=0
+    printf -v line '%q ' "$@"
+    line="${IN:+cd $(printf %q "$IN") && }${line% }"
+    if [[ -n $DRY_RUN ]]; then
+        note "$line"
+        return
+    fi
+    note "+ $line" | tee -a "$LOG"
+    set -m
+    (
+        set +m -o pipefail
+        trap : INT TERM HUP
+        [[ -z ${IN:-} ]] || cd "$IN" || exit
+        "$@" 2>&1 </dev/null | (trap '' INT TERM HUP && exec tee -a "$LOG")
+    ) &
+    CHILD=$!
+    set +m
+    wait "$CHILD" || status=$?
+    CHILD=
+    return "$status"
+}
+
+# run, or the end of the script with the same status and, where it is known, the reason.
+profile() {
+    local status=0
+    run "$@" || status=$?
+    ((status == 0)) || fail "$status" "$(explain "$status")"
+}
+
+fail() {
+    die "$1" "$2; the log: $FINAL.failed/log.txt"
+}
+
+# What a known complaint in the log means.
+explain() {
+    local patterns=(
+        'Cannot find a supported arch|not supported.*gfx|Unsupported.*gfx'
+        "rocprof-compute does not support this GPU: it wants an MI200, MI300 or newer; get_counters.sh --pmc may do"
+        'Request exceeds the capabilities of the hardware'
+        "too many counters for one pass: name fewer, or several --pmc"
+        'No HIP GPUs are available'
+        "PyTorch sees no GPU. If it does without the profiler, two ROCm installations meet: load the one PyTorch was built for"
+        'Unable to open /dev/kfd|/dev/kfd.*Permission denied'
+        "no permission on /dev/kfd: join the groups render and video, and log in again"
+        'ERR_NVGPUCTRPERM'
+        "the driver lets only an administrator read GPU counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0"
+        'Failed to initialize the profiler|LibraryNotLoaded'
+        "ncu cannot reach the GPU's counters on this machine (a virtual machine or sandbox, often)"
+        "locale is available|unsupported locale"
+        "rocprof-compute wants a locale that is missing: LC_ALL=C.UTF-8, or generate en_US.UTF-8"
+        "package was not found|ModuleNotFoundError"
+        "a Python package is missing (see the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own"
+        'An instance of rocprof is already running'
+        "another rocprof is running: wait for it, or profile one process only"
+    ) i
+    for ((i = 0; i < ${#patterns[@]}; i += 2)); do
+        if grep -qE -- "${patterns[i]}" "$LOG"; then
+            echo "${patterns[i + 1]}" && return
+        fi
+    done
+    echo "$TOOL or the program ended with status $1"
+}
+
+# require_file PATTERN [SUBFOLDER [REMEDY]]: the profilers end with status 0 even if they recorded nothing.
+require_file() {
+    [[ -z $DRY_RUN ]] || return 0
+    local found remedy=${3:-"does the program use the GPU? Is a second ROCm in the way?"}
+    found=$(find "$RESULT${2:+/$2}" -name "$1" -size +0 2>/dev/null | sort | head -n 1)
+    [[ -n $found ]] || fail 1 "$TOOL recorded nothing, it left no $1: $remedy"
+    note "Recorded: ${found/"$RESULT"/"$FINAL"}"
+}
+
+# report SCRIPT.py ARGUMENTS: Python of ours, whose output goes into the log as well.
+report() {
+    profile "$PYTHON" "$ROOT/profiling/$1" "${@:2}"
+}
+
+# finish_result "what to open it with"
+finish_result() {
+    [[ -z $DRY_RUN ]] || exit 0
+    rmdir "$FINAL" 2>/dev/null || true
+    mv "$RESULT" "$FINAL"
+    note
+    note "Results: $FINAL"
+    printf '%s\n' "$@"
+}

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Print which kernels a training step spends its time in.
+
+    python profiling/hotspots.py hotspots/hotspot_20261121_120000
+
+Reads what any of the profiling scripts left, or a single file of rocprofv3 or torch.profiler. Where the trace names the
+steps (by the range "step"), only they count: compilation and warm-up are left out.
+
+Exit codes: 0 done, 1 no kernels were recorded, 2 the profile cannot be read.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
+
+
+def hotspots(table, steps):
+    """The table with the operation of each kernel and, if the number of steps is known, ms and calls a step."""
+    per = max(steps, 1)
+    return pd.DataFrame(
+        {
+            "share": table["Percentage"],
+            "ms": table["TotalDurationNs"] / 1e6 / per,
+            "calls": table["Calls"] / per,
+            "us each": table["AverageNs"] / 1e3,
+            "operation": table["Name"].map(operation_of),
+            "kernel": table["Name"].map(short_name),
+        }
+    )
+
+
+def by_operation(spots):
+    sums = spots.groupby("operation")[["share", "ms", "calls"]].sum()
+    return sums.sort_values("ms", ascending=False).reset_index()[["share", "ms", "calls", "operation"]]
+
+
+def show(table):
+    """The lines of a table: numbers to the right, words to the left."""
+    formats = {"share": "{:5.1f} %", "ms": "{:.3f}", "calls": "{:.6g}", "us each": "{:.1f}"}
+    columns = []
+    for name in table:
+        cells = [formats.get(name, "{}").format(value) for value in table[name]]
+        width = max(map(len, [name, *cells]))
+        is_word = name not in formats
+        columns.append([cell.ljust(width) if is_word else cell.rjust(width) for cell in (name, *cells)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        prog="hotspots.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("profile", type=Path, help="folder or file")
+    parser.add_argument("--top", type=int, default=15, help="kernels to print (default: 15)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all of them, with rocprofv3's columns")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    try:
+        table, steps = read_step_stats(options.profile)
+    except Unreadable as error:
+        print(f"hotspots.py: error: {error}", file=sys.stderr)
+        return 2
+    if table.empty:
+        print(f"hotspots.py: {options.profile} holds no kernels: did the program use the GPU?", file=sys.stderr)
+        return 1
+    if options.csv:
+        table.to_csv(options.csv, index=False)
+    spots = hotspots(table, steps)
+    scope = f"Kernels of {steps} steps, ms and calls a step" if steps else "Kernels of the whole run, warm-up included"
+    print(f"\n{scope}: {spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels\n")
+    print(show(spots.head(options.top)))
+    if len(spots) > options.top:
+        rest = spots[options.top :]
+        print(f"and {len(rest)} more kernels: {rest['share'].sum():.1f} %, {rest['ms'].sum():.3f} ms")
+    print(f"\nBy operation:\n\n{show(by_operation(spots))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""rocprofv3: the options of ROCm 6.4, 7.0 and 7.1 (an argument of the launcher, not of the program, decides all)."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import records
+from tool import RELEASE, complain, finish
+
+TRACES = {  # option: since release
+    "runtime-trace": (6, 2), "sys-trace": (6, 2), "hip-trace": (6, 2), "marker-trace": (6, 2), "kernel-trace": (6, 2),
+    "memory-copy-trace": (6, 2), "memory-allocation-trace": (6, 4), "scratch-memory-trace": (6, 2), "hsa-trace": (6, 2),
+    "rccl-trace": (6, 2), "kokkos-trace": (6, 3), "rocdecode-trace": (6, 4), "rocjpeg-trace": (7, 0),
+    "hip-runtime-trace": (6, 2), "hip-compiler-trace": (6, 2), "hsa-core-trace": (6, 2), "hsa-amd-trace": (6, 2),
+    "hsa-image-trace": (6, 2), "hsa-finalizer-trace": (6, 2),
+}  # fmt: skip
+SHORT = {"runtime-trace": "-r", "sys-trace": "-s", "summary": "-S", "summary-per-domain": "-D"}
+SHORT |= {"mangled-kernels": "-M", "truncate-kernels": "-T"}
+SWITCHES = {
+    "stats": (6, 2), "summary": (6, 3), "summary-per-domain": (6, 3), "mangled-kernels": (6, 2),
+    "truncate-kernels": (6, 2), "kernel-rename": (6, 3), "output-config": (7, 0), "selected-regions": (7, 0),
+    "group-by-queue": (7, 0), "disable-signal-handlers": (7, 0),
+}  # fmt: skip
+
+
+def truth(value):
+    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
+        return True
+    if value.lower() in ("n", "no", "f", "false", "off", "0"):
+        return False
+    raise ArithmeticError(value)  # argparse would turn a ValueError into status 2
+
+
+def make_parser():
+    has_rocpd = RELEASE >= (7, 0)
+    formats = ("csv", "json", "pftrace", "otf2", *(["rocpd"] if has_rocpd else []))
+    parser = argparse.ArgumentParser(prog="rocprofv3", allow_abbrev=not has_rocpd)
+
+    def add(*names, **kwargs):
+        parser.add_argument(*names, **kwargs)
+
+    for name, since in (TRACES | SWITCHES).items():
+        if RELEASE >= since:
+            short = [SHORT[name]] if name in SHORT else []
+            add(*short, f"--{name}", nargs="?", const=True, type=truth, metavar="BOOL")
+    if has_rocpd:
+        add("-v", "--version", action="store_true")
+        add("--minimum-output-data", type=int)
+        add("-A", "--agent-index", choices=("absolute", "relative", "type-relative"))
+        add("-p", "--pid", nargs="+")
+    add("-i", "--input")
+    add("-o", "--output-file")
+    add("-d", "--output-directory")
+    add(*(["-f"] if has_rocpd else []), "--output-format", nargs="+", choices=formats, type=str.lower)
+    levels = ("fatal", "error", "warning", "info", "trace", "env", *(["config"] if has_rocpd else []))
+    add("--log-level", choices=levels, type=str.lower)
+    add("-E", "--extra-counters")
+    add("--pmc", nargs="*")
+    add("--summary-groups", nargs="+")
+    add("--summary-output-file")
+    add("-u", "--summary-units", choices=("sec", "msec", "usec", "nsec"))
+    for name in ("--kernel-include-regex", "--kernel-exclude-regex"):
+        add(name)
+    add("--kernel-iteration-range", nargs="+")
+    add("-P" if has_rocpd else "-p", "--collection-period", nargs="+")
+    add("--collection-period-unit", nargs=1, choices=("hour", "min", "sec", "msec", "usec", "nsec"))
+    add("--perfetto-backend", nargs=1, choices=("inprocess", "system"))
+    for name in ("--perfetto-buffer-size", "--perfetto-shmem-size-hint"):
+        add(name, type=int)
+    add("--perfetto-buffer-fill-policy", choices=("discard", "ring_buffer"))
+    add("-L", "--list-avail", nargs="?", const=True, type=truth)
+    add("--preload", nargs="*")
+    return parser
+
+
+def write(options, traced, status):
+    """The files of one process; a domain without records has none."""
+    run = records.make_run(int(os.environ.get("STAND_IN_STEPS", 3)))
+    prefix = options.output_file or f"{socket.gethostname()}/{os.getpid()}"
+    prefix = str(Path(options.output_directory or ".") / prefix)
+    bundle = "runtime-trace" in traced or "sys-trace" in traced
+    kernels = bundle or "kernel-trace" in traced
+    markers = bundle or "marker-trace" in traced
+    counters = [name for words in options.pmc or [] for name in words.split(",")]
+    formats = options.output_format or (["rocpd"] if RELEASE >= (7, 0) else ["csv"])
+    seen = run._replace(
+        dispatches=run.dispatches if kernels or counters else [],
+        ranges=run.ranges if markers else [],
+        api_calls=run.api_calls if bundle or "hip-trace" in traced or "hip-runtime-trace" in traced else [],
+        copies=run.copies if bundle or "memory-copy-trace" in traced else [],
+    )
+    if not any(seen):
+        return
+    if "csv" in formats:
+        records.write_agent_info(Path(f"{prefix}_agent_info.csv"))
+        if counters:
+            records.write_counters(Path(f"{prefix}_counter_collection.csv"), RELEASE, seen.dispatches, counters)
+        if kernels:
+            records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), RELEASE, seen.dispatches)
+        if seen.api_calls:
+            records.write_api_trace(Path(f"{prefix}_hip_api_trace.csv"), "HIP_RUNTIME_API", seen.api_calls)
+        if seen.ranges:
+            records.write_api_trace(Path(f"{prefix}_marker_api_trace.csv"), "MARKER_CORE_API", seen.ranges)
+        if seen.copies:
+            records.write_copies(Path(f"{prefix}_memory_copy_trace.csv"), RELEASE, seen.copies)
+        if options.stats:
+            for name, part in zip(("kernel", "marker_api", "hip_api", "memory_copy"), seen, strict=True):
+                records.write_stats(Path(f"{prefix}_{name}_stats.csv"), part)
+    if "pftrace" in formats:
+        path = Path(f"{prefix}_results.pftrace")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"a trace for Perfetto")
+    if "rocpd" in formats:
+        records.write_rocpd(Path(f"{prefix}_results.db"), seen, counters)
+
+
+def main():
+    arguments, program = sys.argv[1:], []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, program = arguments[:cut], arguments[cut + 1 :]
+    try:
+        options = make_parser().parse_args(arguments)
+    except ArithmeticError as error:
+        sys.exit(f"ValueError: invalid truth value {error} (type=str)")
+    if getattr(options, "version", False):
+        print(f"version: 1.0.0\nrocm_version: {'.'.join(map(str, RELEASE))}.0")
+        return
+    if getattr(options, "pid", None):
+        sys.exit("Fatal error: The -p shorthand option for --collection-period is now an upper-case -P")
+    if not program:
+        sys.exit("Fatal error: No application provided")
+    traced = {name for name in TRACES if getattr(options, name.replace("-", "_"), None)}
+    if (options.stats or options.summary) and not traced and not (options.pmc and RELEASE >= (7, 0)):
+        sys.exit("Fatal error: No tracing options were provided")
+    complain()
+    environment = os.environ | {"ROCP_TOOL_LIBRARIES": "librocprofiler-sdk-tool.so"}
+    status = subprocess.run(program, env=environment).returncode
+    if not os.environ.get("STAND_IN_NOTHING"):
+        write(options, traced, status)
+    finish(status)
+
+
+main()
