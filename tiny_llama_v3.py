@@ -448,8 +448,10 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     fill = next_power_of_2(cdiv(n_rows, device.num_sms))
     rows = max(1, min((8192 if backward else 4096) // cols, fill))
     warps = 4 if cols <= 4096 else min(cols // 1024, 16)
-    if backward:  # an AMD GPU keeps its warps here: with half of them a thread needs more than 256 registers
+    if backward:
         warps = 4 if cols <= 8192 else min(cols // 2048, 16)
+        if not device.is_amd and not device.is_hopper:
+            warps = min(2 * warps, 16)  # as many threads as on an AMD GPU: with half of them registers spill
     elif device.is_amd:
         warps //= 2
     programs = min(cdiv(n_rows, rows), 2 * device.num_sms) if backward else cdiv(n_rows, rows)
@@ -467,12 +469,14 @@ def attention_tile(kernel, itemsize, block_d, device_type):
         # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
         return AttentionTile(*tile, 4, 1, {"matrix_instr_nonkdim": 16})
     if itemsize == 4:
-        return AttentionTile(32 if block_d > 64 else 64, 32, 4, 1)
+        return AttentionTile(32 if block_d > 64 else 64, 32, 4, 1) if device.is_hopper else AttentionTile(32, 32, 8, 1)
     if device.is_hopper:
         wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
         narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
         return AttentionTile(*(narrow if block_d <= 64 else wide)[kernel])
-    return AttentionTile(64, 64, 4, 1 if kernel == "short" else 2)
+    if kernel == "short":
+        return AttentionTile(32, 64, 4, 1) if block_d <= 64 else AttentionTile(64, 64, 8, 1)
+    return AttentionTile(64, 64, 8 if kernel == "dkdv" and block_d > 64 else 4, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
