@@ -78,6 +78,10 @@ def predecessor(stage):
     return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
 
 
+def short_title(stage):
+    return llama.STAGES[stage].split(" instead of ")[0]
+
+
 def read_json(path):
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -93,7 +97,7 @@ def compare(output, runs):
     baseline = run_figures(baseline_result) if baseline_result else None
     stages = []
     for run in runs:
-        stage = {"stage": run.stage, "title": llama.STAGES[run.stage], "obstacle": run.obstacle, "error": run.error}
+        stage = {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
         if results[run.stage]:
             stage |= run_figures(results[run.stage])
             stage["kernels"] = kernel_figures(output / f"stage{run.stage}_profile.csv")
@@ -397,8 +401,7 @@ MARKS = {True: "shows", False: "does not show", None: "not measured"}
 
 def observation_lines(summary):
     for seen in summary["observations"]:
-        title = llama.STAGES[seen["stage"]]
-        yield f"stage {seen['stage']}, {title}", MARKS[seen["shown"]], seen["text"]
+        yield f"stage {seen['stage']}, {short_title(seen['stage'])}", MARKS[seen["shown"]], seen["text"]
 
 
 def setting(summary):

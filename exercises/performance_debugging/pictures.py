@@ -26,7 +26,7 @@ def measured(summary):
 
 
 def label(stage):
-    return f"{stage['stage']} {stage['title'].split(' instead of')[0]}"
+    return f"{stage['stage']} {stage['title']}"
 
 
 def draw_loss(axes, summary):
@@ -85,7 +85,7 @@ def draw_kernels(axes, summary):
     axes.invert_yaxis()
     of_what = "the device's" if comparison.device_of(summary).type == "cuda" else "the operators'"
     axes.set(xlabel=f"share of {of_what} time, %", title="Longest kernels of each stage")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
 
 
 def kernel_points(summary):
@@ -125,7 +125,7 @@ def draw_roofline(axes, summary):
     if not points:
         axes.text(0.5, 0.4, "None of our kernels ran on a device here", transform=axes.transAxes, ha="center")
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s", title="Roofline")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
 
 
 def pictures(summary):

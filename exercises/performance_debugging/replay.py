@@ -137,7 +137,7 @@ def plan(options):
         runs.insert(0, Run("roofs", "what the device can do", [Part("measured", command, "roofs.json", "roofs.json")]))
     for stage in options.stages:
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-        title = f"stage {stage}, {llama.STAGES[stage]}"
+        title = f"stage {stage}, {comparison.short_title(stage)}"
         run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
         run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
         runs.append(run)

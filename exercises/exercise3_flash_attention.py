@@ -1,0 +1,66 @@
+"""Exercise 3: attention without the matrix of scores.
+
+Check with: python exercises/check.py exercise3
+"""
+# ruff: noqa: F401, F841 (the blanks will use what nothing uses yet)
+
+import torch
+import triton
+import triton.language as tl
+
+
+def fold(m, l, acc, scores, values):
+    """Folds one more tile of keys into the running softmax of one block of queries, and returns m, l and acc.
+
+    m (rows,) is the largest score so far, -inf before the first tile; l (rows,) is the sum of exp(score - m), and
+    acc (rows, d) that of exp(score - m) * value. scores (rows, keys), values (keys, d). The output is acc / l at last.
+    """
+    raise NotImplementedError("FILL ME IN (4 lines)")
+
+
+def key_blocks(block, block_m, block_n, seq_len):
+    """(full, masked): how many blocks of block_n keys the block-th block of block_m queries sees.
+
+    full ones are seen by every query of the block, masked ones by some only. Those that no query sees are not visited.
+    """
+    raise NotImplementedError("FILL ME IN (4 lines)")
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr,
+    stride_qs, stride_qh, stride_ks, stride_kh,
+    seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """o = softmax(q k^T * scale) v under the causal mask.  Grid: (heads, blocks of queries).
+
+    q and o (seq, heads, HEAD_DIM) share their strides, k and v (seq, heads / GROUP_SIZE, HEAD_DIM) theirs; the last
+    dimension is contiguous.
+    """
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    kv_head = 0  # FILL ME IN: the head of k and v that this head of q shares with GROUP_SIZE - 1 others
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    q_offsets = head * stride_qh + rows[:, None] * stride_qs + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=(rows < seq_len)[:, None], other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start in range(0, (block + 1) * BLOCK_M, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k_offsets = kv_head * stride_kh + keys[:, None] * stride_ks + dims[None, :]
+        k = tl.load(k_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
+        v = tl.load(v_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        # FILL ME IN (7 lines): the causal mask, then what fold does, with m, l, acc, scores and v.
+    tl.store(o_ptr + q_offsets, acc / l[:, None], mask=(rows < seq_len)[:, None])
+
+
+def attention_gradients(q, k, v, o, lse, o_grad, scale):
+    """(q_grad, k_grad, v_grad) of one head, all (seq, d), without having kept the probabilities.
+
+    lse (seq,) is what forward kept instead: the log of the sum of exp(score), natural, of each row.
+    """
+    raise NotImplementedError("FILL ME IN (5 lines)")

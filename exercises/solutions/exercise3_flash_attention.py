@@ -1,0 +1,78 @@
+"""Exercise 3: attention without the matrix of scores."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def fold(m, l, acc, scores, values):
+    """Folds one more tile of keys into the running softmax of one block of queries, and returns m, l and acc.
+
+    m (rows,) is the largest score so far, -inf before the first tile; l (rows,) is the sum of exp(score - m), and
+    acc (rows, d) that of exp(score - m) * value. scores (rows, keys), values (keys, d). The output is acc / l at last.
+    """
+    m_new = torch.maximum(m, scores.max(dim=1).values)
+    p = torch.exp(scores - m_new[:, None])
+    rescale = torch.exp(m - m_new)
+    return m_new, l * rescale + p.sum(dim=1), acc * rescale[:, None] + p @ values
+
+
+def key_blocks(block, block_m, block_n, seq_len):
+    """(full, masked): how many blocks of block_n keys the block-th block of block_m queries sees.
+
+    full ones are seen by every query of the block, masked ones by some only. Those that no query sees are not visited.
+    """
+    first, last = block * block_m, min((block + 1) * block_m, seq_len) - 1
+    full = (first + 1) // block_n
+    visited = last // block_n + 1
+    return full, visited - full
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr,
+    stride_qs, stride_qh, stride_ks, stride_kh,
+    seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """o = softmax(q k^T * scale) v under the causal mask.  Grid: (heads, blocks of queries).
+
+    q and o (seq, heads, HEAD_DIM) share their strides, k and v (seq, heads / GROUP_SIZE, HEAD_DIM) theirs; the last
+    dimension is contiguous.
+    """
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    kv_head = head // GROUP_SIZE
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    q_offsets = head * stride_qh + rows[:, None] * stride_qs + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=(rows < seq_len)[:, None], other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start in range(0, (block + 1) * BLOCK_M, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k_offsets = kv_head * stride_kh + keys[:, None] * stride_ks + dims[None, :]
+        k = tl.load(k_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
+        v = tl.load(v_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        p = tl.exp(scores - m_new[:, None])
+        rescale = tl.exp(m - m_new)
+        l = l * rescale + tl.sum(p, axis=1)
+        acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m = m_new
+    tl.store(o_ptr + q_offsets, acc / l[:, None], mask=(rows < seq_len)[:, None])
+
+
+def attention_gradients(q, k, v, o, lse, o_grad, scale):
+    """(q_grad, k_grad, v_grad) of one head, all (seq, d), without having kept the probabilities.
+
+    lse (seq,) is what forward kept instead: the log of the sum of exp(score), natural, of each row.
+    """
+    future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    p = torch.exp(q @ k.T * scale - lse[:, None]).masked_fill(future, 0.0)
+    delta = (o * o_grad).sum(dim=1)
+    score_grad = p * (o_grad @ v.T - delta[:, None])
+    return score_grad @ k * scale, score_grad.T @ q * scale, p.T @ o_grad
