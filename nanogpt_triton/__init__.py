@@ -1,0 +1,1 @@
+"""A nanoGPT-style trainer whose LayerNorm is a Triton kernel."""

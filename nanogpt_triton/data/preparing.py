@@ -1,0 +1,89 @@
+"""What the prepare.py scripts share: their command line, downloads, and text to tokens."""
+
+import argparse
+import os
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+
+from nanogpt_triton.configurator import UsageError
+from nanogpt_triton.dataset import Characters, Writer
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+def run(script, description, prepare, argv=None, inputs=True):
+    """Runs prepare(options) with the folder of the script as default output. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="prepare.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if inputs:
+        parser.add_argument(
+            "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
+        )
+    folder = Path(script).resolve().parent
+    parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: where this script lies")
+    options = parser.parse_args(argv)
+    try:
+        prepare(options)
+        return 0
+    except UsageError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename or options.output}: {error.strerror or error}"
+    except KeyboardInterrupt:
+        return 130
+    print(f"prepare.py: error: {message}", file=sys.stderr)
+    return 2
+
+
+def read_text(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--input {path} cannot be read ({error.strerror}): give a text file") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--input {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def download(url, path, timeout=30):
+    """Fetches url into path, whole or not at all."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:
+            shutil.copyfileobj(response, file)
+            expected = response.headers.get("Content-Length")
+        if expected and partial.stat().st_size != int(expected):
+            raise OSError(f"{partial.stat().st_size} of {expected} bytes arrived")
+        os.replace(partial, path)
+    except OSError as error:  # URLError and time-outs are
+        partial.unlink(missing_ok=True)
+        reason = getattr(error, "reason", None) or error
+        raise UsageError(f"cannot download {url} ({reason}): fetch it elsewhere and give --input FILE") from error
+
+
+def shakespeare(options):
+    """The text given with --input, or Shakespeare's from the network."""
+    if options.input:
+        return "".join(read_text(path) for path in options.input)
+    path = options.output / "input.txt"
+    if not path.exists():
+        download(SHAKESPEARE_URL, path)
+    return read_text(path)
+
+
+def split_text(text):
+    """The first nine tenths for training, the rest for validation."""
+    cut = len(text) * 9 // 10
+    return {"train": text[:cut], "val": text[cut:]}
+
+
+def write_characters(folder, texts, **about):
+    """{split: text} as a dataset of characters."""
+    tokenizer = Characters("".join(sorted(set().union(*texts.values()))))
+    with Writer(folder) as writer:
+        for split, text in texts.items():
+            writer.add(split, tokenizer.encode(text))
+        writer.finish(tokenizer, **about)

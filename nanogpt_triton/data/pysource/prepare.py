@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""The source of Python's standard library on this machine, a token a character. Needs no network.
+
+Every tenth file is for validation. Files with characters beyond ASCII and the library's own tests are left out.
+"""
+
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from nanogpt_triton.configurator import UsageError  # noqa: E402
+from nanogpt_triton.data.preparing import run, write_characters  # noqa: E402
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def source_files(library):
+    for path in sorted(library.rglob("*.py")):
+        if not LEFT_OUT.intersection(path.relative_to(library).parts):
+            try:
+                yield path.read_text(encoding="ascii")
+            except (UnicodeDecodeError, PermissionError):
+                continue
+
+
+def prepare(options):
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = [text for text in source_files(library) if text]
+    if len(texts) < 10:
+        raise UsageError(f"{library} holds no source of the standard library: use a Python that brings it along")
+    held_out = texts[::10]
+    del texts[::10]
+    about = {"source": f"Python {platform.python_version()}"}
+    write_characters(options.output, {"train": "\n".join(texts), "val": "\n".join(held_out)}, **about)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__file__, __doc__, prepare, inputs=False))

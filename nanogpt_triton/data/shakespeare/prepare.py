@@ -1,0 +1,22 @@
+#!/usr/bin/env python3
+"""Shakespeare's works, or a text of your own, as GPT-2's byte pairs (needs tiktoken)."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from nanogpt_triton.data.preparing import run, shakespeare, split_text  # noqa: E402  (the repository is on the path)
+from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402
+
+
+def prepare(options):
+    tokenizer = BytePairs()
+    with Writer(options.output) as writer:
+        for split, text in split_text(shakespeare(options)).items():
+            writer.add(split, tokenizer.encode(text))
+        writer.finish(tokenizer)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__file__, __doc__, prepare))

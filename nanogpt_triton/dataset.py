@@ -1,0 +1,181 @@
+"""Prepared data: train.bin and val.bin, tokens as little-endian uint16, and meta.json, which says what they are.
+
+nanoGPT's .bin files without a meta.json are taken for GPT-2's byte pairs. Its meta.pkl is not read: a pickle can run
+code.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from nanogpt_triton.configurator import UsageError
+
+SPLITS = ("train", "val")
+TOKEN = np.dtype("<u2")
+GPT2_VOCAB = 50257
+DATA = Path(__file__).resolve().parent / "data"
+
+
+class Characters:
+    """One token a character."""
+
+    name = "characters"
+
+    def __init__(self, characters):
+        self.characters = characters
+        self.vocab_size = len(characters)
+        self.numbers = {character: number for number, character in enumerate(characters)}
+
+    def encode(self, text):
+        unknown = sorted(set(text) - set(self.characters))
+        if unknown:
+            raise UsageError(f"the data has no character {unknown[0]!r}: write the text with {self.characters!r}")
+        return [self.numbers[character] for character in text]
+
+    def decode(self, tokens):
+        return "".join(self.characters[token] for token in tokens)
+
+
+class BytePairs:
+    """GPT-2's byte-pair encoding, by tiktoken."""
+
+    name = "gpt2"
+    vocab_size = GPT2_VOCAB
+    end_of_text = GPT2_VOCAB - 1
+
+    def __init__(self):
+        try:
+            import tiktoken
+        except ImportError:
+            raise UsageError("GPT-2's tokens need tiktoken: pip install tiktoken") from None
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever its download raises
+            raise UsageError(
+                f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}): run this once with a network, or "
+                "point TIKTOKEN_CACHE_DIR to a cache that has it"
+            ) from error
+
+    def encode(self, text):
+        return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
+
+    def encode_documents(self, texts):
+        """Tokens of each text, end_of_text after it."""
+        for tokens in self.encoding.encode_ordinary_batch(texts):
+            yield [*tokens, self.end_of_text]
+
+    def decode(self, tokens):
+        return self.encoding.decode([min(token, self.end_of_text) for token in tokens])
+
+
+def read_meta(folder):
+    """meta.json's content, or what it would say of nanoGPT's own files."""
+    path = folder / "meta.json"
+    if not path.exists():
+        if (folder / "meta.pkl").exists():
+            raise UsageError(f"{folder / 'meta.pkl'} is not read, a pickle can run code: {remedy(folder)}")
+        return {"tokenizer": BytePairs.name, "vocab_size": GPT2_VOCAB, "tokens": {}}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        if meta["vocab_size"] < 1 or (meta["tokenizer"] == Characters.name) != ("characters" in meta):
+            raise ValueError("inconsistent")
+        return meta
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged ({error}): {remedy(folder)}") from error
+
+
+def make_tokenizer(meta):
+    return Characters(meta["characters"]) if meta["tokenizer"] == Characters.name else BytePairs()
+
+
+def remedy(folder):
+    script = folder / "prepare.py" if folder.parent != DATA else Path("data") / folder.name / "prepare.py"
+    return f"run python {script}"
+
+
+def dataset_folder(dataset, data_dir):
+    folder = (Path(data_dir) if data_dir else DATA) / dataset
+    if not folder.is_dir():
+        known = sorted(path.parent.name for path in DATA.glob("*/prepare.py"))
+        raise UsageError(f"dataset={dataset}: there is no folder {folder}; prepared by us: {', '.join(known)}")
+    return folder
+
+
+def open_tokens(folder, split, meta, block_size):
+    """The tokens of a split, mapped into memory."""
+    path = folder / f"{split}.bin"
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: {remedy(folder)}")
+    size, expected = path.stat().st_size, meta["tokens"].get(split)
+    if size % TOKEN.itemsize or expected is not None and size != expected * TOKEN.itemsize:
+        promised = f", and meta.json promises {expected * TOKEN.itemsize}" if expected is not None else ""
+        raise UsageError(f"{path} is truncated or from elsewhere: {size} bytes{promised}: {remedy(folder)}")
+    if size // TOKEN.itemsize <= block_size:
+        raise UsageError(
+            f"{path} holds {size // TOKEN.itemsize} tokens, too few for block_size={block_size}: give a smaller one"
+        )
+    return np.memmap(path, TOKEN, "r")
+
+
+class Batches:
+    """Batches of a split: number n is the same in every run, whoever asks for it and when."""
+
+    def __init__(self, folder, split, meta, batch_size, block_size, seed):
+        self.path = folder / f"{split}.bin"
+        self.tokens = open_tokens(folder, split, meta, block_size)
+        self.vocab_size = meta["vocab_size"]
+        self.shape = batch_size, block_size
+        self.seed = [seed, SPLITS.index(split)]
+
+    def __getitem__(self, number):
+        """Inputs and targets, (batch_size, block_size) int64."""
+        batch_size, block_size = self.shape
+        offsets = np.random.default_rng([*self.seed, number]).integers(len(self.tokens) - block_size, size=batch_size)
+        windows = np.stack([self.tokens[offset : offset + block_size + 1] for offset in offsets]).astype(np.int64)
+        if windows.max() >= self.vocab_size:
+            row, column = np.argwhere(windows >= self.vocab_size)[0]
+            raise UsageError(
+                f"{self.path}: token {windows[row, column]} at position {offsets[row] + column} is beyond the "
+                f"vocabulary of {self.vocab_size}: {remedy(self.path.parent)}"
+            )
+        return windows[:, :-1], windows[:, 1:]
+
+
+class Writer:
+    """Writes a dataset's files; they appear at the end, together, and not at all if something fails before."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = {split: open(folder / f".{split}.bin.tmp", "wb") for split in SPLITS}  # noqa: SIM115
+        self.tokens = dict.fromkeys(SPLITS, 0)
+
+    def __enter__(self):
+        return self
+
+    def add(self, split, tokens):
+        np.asarray(tokens, TOKEN).tofile(self.files[split])
+        self.tokens[split] += len(tokens)
+
+    def finish(self, tokenizer, **about):
+        """Gives the files their names. about: further facts for meta.json."""
+        for split, number in self.tokens.items():
+            if not number:
+                raise UsageError(f"nothing would be left for {split}.bin: give more text")
+        meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "tokens": self.tokens, **about}
+        if tokenizer.name == Characters.name:
+            meta["characters"] = tokenizer.characters
+        (self.folder / ".meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        for split, file in self.files.items():
+            file.close()
+            os.replace(file.name, self.folder / f"{split}.bin")
+        os.replace(self.folder / ".meta.json.tmp", self.folder / "meta.json")
+        for split, number in self.tokens.items():
+            print(f"{self.folder / split}.bin: {number:,} tokens of {tokenizer.vocab_size}")
+
+    def __exit__(self, *exception):
+        for file in self.files.values():
+            file.close()
+            Path(file.name).unlink(missing_ok=True)

@@ -1,0 +1,228 @@
+"""GPT-2's architecture with LayerNorm on Triton kernels. Weights have the names of nanoGPT's checkpoints.
+
+Shapes: B sequences of T tokens, C = n_embd, V = vocab_size.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanogpt_triton.configurator import UsageError
+from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm
+from tiny_llama_v3 import INTERPRETED
+
+IGNORED = -1  # as a target: no loss
+GPT2_SIZES = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50257, up to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in Linear and LayerNorm, as in GPT-2
+
+
+def torch_add_layer_norm(x, delta, weight, bias):
+    """(x + delta, LayerNorm of it); delta may be None."""
+    x = x if delta is None else x + delta
+    return x, F.layer_norm(x, weight.shape, weight, bias)
+
+
+ADD_LAYER_NORM = {"triton": triton_add_layer_norm, "torch": torch_add_layer_norm}
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, width, bias, add_layer_norm):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.add_layer_norm = add_layer_norm
+
+    def forward(self, x, delta=None):
+        """(x + delta, normalised): the residual stream, and what the next layer reads."""
+        return self.add_layer_norm(x, delta, self.weight, self.bias)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config, add_layer_norm):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
+        self.mlp = MLP(config)
+
+    def forward(self, x, delta):
+        """x and what the block before adds to it -> the same of this block: the next norm does the addition."""
+        x, normalized = self.ln_1(x, delta)
+        x, normalized = self.ln_2(x, self.attn(normalized))
+        return x, self.mlp(normalized)
+
+
+class GPT(nn.Module):
+    """Made on the device given. layer_norm: "triton", "torch", or "auto" for the first where it can run."""
+
+    def __init__(self, config, layer_norm="auto", device="cpu"):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise UsageError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}: change one of them")
+        self.config = config
+        self.layer_norm = choose_layer_norm(layer_norm, torch.device(device))
+        add_layer_norm = ADD_LAYER_NORM[self.layer_norm]
+        with torch.device(device):
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(config.vocab_size, config.n_embd),
+                    wpe=nn.Embedding(config.block_size, config.n_embd),
+                    drop=nn.Dropout(config.dropout),
+                    h=nn.ModuleList(Block(config, add_layer_norm) for _ in range(config.n_layer)),
+                    ln_f=LayerNorm(config.n_embd, config.bias, add_layer_norm),
+                )
+            )
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.init_weights()
+        if os.environ.get("RANK", "0") == "0":
+            print("using " + {"triton": "Triton-accelerated", "torch": "PyTorch's"}[self.layer_norm] + " LayerNorm")
+            print(f"number of parameters: {self.num_parameters() / 1e6:.2f}M")
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal, 0.02 wide; what adds to the residual stream less, by the square root of the number of additions."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def num_parameters(self):
+        """Without the position embeddings, as is the custom."""
+        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+
+    def forward(self, tokens, targets=None):
+        """tokens, targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
+        T = tokens.shape[1]
+        if T > self.config.block_size:
+            raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
+        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe.weight[:T])
+        delta = None
+        for block in self.transformer.h:
+            x, delta = block(x, delta)
+        _, normalized = self.transformer.ln_f(x, delta)
+        if targets is None:
+            return self.lm_head(normalized[:, -1:]), None
+        logits = self.lm_head(normalized)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def crop_block_size(self, block_size):
+        """Forgets the positions beyond block_size."""
+        self.config = dataclasses.replace(self.config, block_size=block_size)
+        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
+
+    @classmethod
+    def from_pretrained(cls, name, layer_norm="auto", device="cpu", dropout=0.0):
+        """OpenAI's weights of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", by transformers."""
+        try:
+            from transformers import GPT2LMHeadModel
+        except ImportError:
+            raise UsageError(f"init_from={name} needs a library: pip install transformers") from None
+        try:
+            theirs = GPT2LMHeadModel.from_pretrained(name).state_dict()
+        except OSError as error:
+            raise UsageError(
+                f"init_from={name}: the weights cannot be fetched ({str(error).splitlines()[0]})"
+            ) from error
+        config = GPTConfig(block_size=1024, vocab_size=50257, dropout=dropout, bias=True, **GPT2_SIZES[name])
+        model = cls(config, layer_norm, device)
+        model.load_state_dict(from_hugging_face(theirs))
+        return model
+
+    def make_optimizer(self, weight_decay, learning_rate, betas):
+        """AdamW that decays matrices and embeddings, and neither biases nor norms."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        fused = parameters[0].device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+
+    def flops_per_token(self):
+        """Of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B)."""
+        config = self.config
+        return 6 * self.num_parameters() + 12 * config.n_layer * config.n_embd * config.block_size
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, forward=None):
+        """tokens (B, T) -> (B, T + max_new_tokens), drawn from the model. forward: a compiled one, say."""
+        forward = forward or self
+        for _ in range(max_new_tokens):
+            logits, _ = forward(tokens[:, -self.config.block_size :])
+            logits = logits[:, -1].float() / temperature
+            if top_k:
+                kept, _ = logits.topk(min(top_k, logits.shape[-1]))
+                logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(dim=-1), 1)], dim=1)
+        return tokens
+
+
+def choose_layer_norm(requested, device):
+    possible = TRITON_AVAILABLE and (device.type == "cuda" or INTERPRETED)
+    if requested == "triton" and not possible:
+        why = "Triton is not available" if device.type == "cuda" else f"the device is {device}"
+        raise UsageError(f"layer_norm=triton: {why}: use layer_norm=auto")
+    if requested == "auto":
+        return "triton" if possible and device.type == "cuda" else "torch"
+    return requested
+
+
+def from_hugging_face(state):
+    """Weights under our names; transformers keeps those of its Conv1D transposed, and the mask as a buffer."""
+    transposed = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+    return {
+        name: weight.t().contiguous() if transposed.search(name) else weight
+        for name, weight in state.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }

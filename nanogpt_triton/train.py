@@ -1,0 +1,546 @@
+#!/usr/bin/env python3
+"""Train a GPT, as nanoGPT does, with LayerNorm on Triton kernels.
+
+    python data/pysource/prepare.py                              data that needs no network
+    python train.py config/train_pysource.py                     on a GPU, or on a CPU
+    python train.py config/train_shakespeare_char.py --compile=False --max_iters=100
+    torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
+
+Exit codes: 0 done, 1 the loss is no number or target_loss was not reached, 2 the request cannot be met (one line says
+why), 130 interrupted by Ctrl-C or SIGTERM (the state is saved: --init_from=resume goes on from there).
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
+from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
+from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, read_meta  # noqa: E402
+from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
+from tiny_llama_v3 import get_device, peak_tflops  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    # output
+    out_dir: str = setting("out", "folder of the checkpoints")
+    eval_interval: int = setting(2000, "iterations between evaluations; a checkpoint may follow each", at_least=1)
+    log_interval: int = setting(1, "iterations between lines of the log", at_least=1)
+    eval_iters: int = setting(200, "batches of each split that an evaluation takes", at_least=1)
+    eval_only: bool = setting(False, "evaluate once, and end")
+    always_save_checkpoint: bool = setting(
+        True, "after every evaluation, not only when the validation loss is the best"
+    )
+    init_from: str = setting("scratch", "where the weights come from", choices=("scratch", "resume", *GPT2_SIZES))
+    target_loss: float = setting(0.0, "end at a validation loss this low, and fail if it is not reached; 0: no target")
+    wandb_log: bool = setting(False, "report to Weights & Biases")
+    wandb_project: str = setting("owt", "its project")
+    wandb_run_name: str = setting("gpt2", "its name for the run")
+    # data
+    dataset: str = setting("pysource", "a folder of data/, prepared by its prepare.py")
+    data_dir: str = setting("", "where the folders of datasets lie; default: data/ beside train.py")
+    gradient_accumulation_steps: int = setting(40, "batches an iteration, those of all processes together", at_least=1)
+    batch_size: int = setting(12, "sequences a batch", at_least=1)
+    block_size: int = setting(1024, "tokens a sequence", at_least=1)
+    # model
+    n_layer: int = setting(12, "transformer blocks", at_least=1)
+    n_head: int = setting(12, "attention heads", at_least=1)
+    n_embd: int = setting(768, "width", at_least=1)
+    dropout: float = setting(0.0, "share of activations dropped", at_least=0.0, at_most=0.99)
+    bias: bool = setting(False, "biases in linear layers and norms")
+    layer_norm: str = setting(
+        "auto", "whose LayerNorm; auto: Triton's where it runs", choices=("auto", "triton", "torch")
+    )
+    # optimizer
+    learning_rate: float = setting(6e-4, "of AdamW, at its highest", at_least=0.0)
+    max_iters: int = setting(600000, "iterations in all", at_least=0)
+    weight_decay: float = setting(1e-1, "of matrices and embeddings", at_least=0.0)
+    beta1: float = setting(0.9, "of AdamW", at_least=0.0, at_most=0.9999)
+    beta2: float = setting(0.95, "of AdamW", at_least=0.0, at_most=0.9999)
+    grad_clip: float = setting(1.0, "largest norm of the gradient; 0: any", at_least=0.0)
+    decay_lr: bool = setting(True, "warm up and decay the learning rate along a cosine")
+    warmup_iters: int = setting(2000, "iterations of warm-up", at_least=0)
+    lr_decay_iters: int = setting(600000, "iteration at which min_lr is reached", at_least=0)
+    min_lr: float = setting(6e-5, "learning rate at the end", at_least=0.0)
+    # system
+    backend: str = setting("auto", "of torch.distributed; auto: nccl on GPUs", choices=("auto", "nccl", "gloo"))
+    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
+    compile: bool = setting(True, "torch.compile the model")
+    deterministic: bool = setting(False, "the same bits in every run on a GPU too, at some cost")
+    seed: int = setting(1337, "of weights, batches and dropout", at_least=0, at_most=2**32 - 1)
+
+
+class Diverged(Exception):
+    """The loss is no number any more."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The processes that train together, and the device of this one
+
+
+class World:
+    """One process, or those that torchrun started. Collectives that decide what to do go over the host (gloo)."""
+
+    def __init__(self, settings):
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.is_master = self.rank == 0
+        self.device = select_device(settings.device, int(os.environ.get("LOCAL_RANK", 0)), self.size)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.control = None
+        if self.size > 1:
+            backend = settings.backend
+            if backend == "auto":
+                backend = "nccl" if self.device.type == "cuda" else "gloo"
+            if backend == "nccl" and self.device.type == "cpu":
+                raise UsageError("backend=nccl needs GPUs, and the device is a CPU: use backend=gloo")
+            dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
+            self.control = dist.new_group(backend="gloo")
+
+    def mean(self, tensor):
+        """The mean over the processes, on the host, in float64."""
+        tensor = tensor.detach().double().cpu()
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.control)
+        return tensor / self.size
+
+    def any(self, flag):
+        return bool(self.mean(torch.tensor(float(flag))) > 0) if self.size > 1 else flag
+
+    def gather(self, value):
+        """Every process's value, on the master; elsewhere None."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size if self.is_master else None
+        dist.gather_object(value, values, group=self.control)
+        return values
+
+    def close(self):
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def select_device(requested, local_rank, world_size):
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, index = requested.partition(":")
+    if requested == "auto":
+        kind = "cuda" if available else "cpu"
+    if kind == "cpu" and not index:
+        return torch.device("cpu")
+    if kind != "cuda" or index and not index.isdecimal():
+        raise UsageError(f"device={requested} is unknown: use auto, cpu, cuda or cuda:N")
+    number = local_rank if world_size > 1 else int(index or 0)
+    if number >= available:
+        raise UsageError(
+            f"device={requested}: PyTorch {torch.__version__} sees {available} GPUs here, and {number + 1} are needed"
+        )
+    return torch.device("cuda", number)
+
+
+def select_dtype(requested, device):
+    if requested != "auto":
+        return requested
+    if device.type == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+
+
+def preferred_attention(device, deterministic):
+    """On Hopper and later, cuDNN's attention before PyTorch's own: faster, though not the same bits in every run."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0) or deterministic:
+        return contextlib.nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One iteration
+
+
+def optimizer_step(model, optimizer, scaler, batches, count, autocast, grad_clip):
+    """Forward and backward of `count` batches (inputs, targets), and the update. Returns their mean loss, not synced.
+
+    The next batch is fetched while the device works on the one before.
+    """
+    total = 0.0
+    for index, (inputs, targets) in enumerate(batches):
+        is_last = index == count - 1
+        # Gradients are exchanged once an iteration.
+        with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+            with autocast():
+                _, loss = model(inputs, targets)
+            loss = loss / count
+            scaler.scale(loss).backward()
+        total = total + loss.detach()
+    if grad_clip:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def learning_rate(settings, iteration):
+    """Linear warm-up, then half a cosine down to min_lr."""
+    if not settings.decay_lr:
+        return settings.learning_rate
+    if iteration < settings.warmup_iters:
+        return settings.learning_rate * (iteration + 1) / (settings.warmup_iters + 1)
+    progress = (iteration - settings.warmup_iters) / max(1, settings.lr_decay_iters - settings.warmup_iters)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
+
+
+def wrap_for_processes(model, world):
+    """Gradients are averaged in large buckets: torch.compile cuts its graphs at their borders, so that the exchange
+    overlaps the backward pass."""
+    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, bucket_cap_mb=100)
+
+
+class Trainer:
+    """Model, optimizer and data, and what a checkpoint holds of them."""
+
+    def __init__(self, settings, world):
+        self.settings, self.world, self.device = settings, world, world.device
+        if settings.gradient_accumulation_steps % world.size:
+            raise UsageError(
+                f"gradient_accumulation_steps={settings.gradient_accumulation_steps} is not divisible by "
+                f"{world.size} processes: give a multiple"
+            )
+        self.count = settings.gradient_accumulation_steps // world.size
+        self.dtype = select_dtype(settings.dtype, self.device)
+        self.iteration = self.position = 0  # position: batches drawn, by all processes
+        self.best_val_loss = math.inf
+        torch.manual_seed(settings.seed)
+
+        folder = dataset_folder(settings.dataset, settings.data_dir)
+        meta = read_meta(folder)
+        state = None
+        if settings.init_from == "resume":
+            state = checkpoint.load(checkpoint.find(settings.out_dir, newest=True))
+        self.raw_model = self.make_model(meta, state)
+        config = self.raw_model.config
+        if meta["vocab_size"] > config.vocab_size or config.vocab_size - meta["vocab_size"] > 64:
+            raise UsageError(
+                f"dataset={settings.dataset} has {meta['vocab_size']} tokens, and the weights are for "
+                f"{config.vocab_size}: give the dataset that they were made with"
+            )
+        shape = settings.batch_size, config.block_size
+        self.train_batches = Batches(folder, "train", meta, *shape, settings.seed)
+        self.eval_batches = {split: Batches(folder, split, meta, *shape, settings.seed + 1) for split in SPLITS}
+
+        betas = settings.beta1, settings.beta2
+        self.optimizer = self.raw_model.make_optimizer(settings.weight_decay, settings.learning_rate, betas)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
+        torch.manual_seed(settings.seed + world.rank)  # dropout differs between processes
+        if state:
+            self.restore(state)
+        self.model = self.raw_model
+        if world.size > 1:
+            self.model = wrap_for_processes(self.raw_model, world)
+        if settings.compile:
+            self.model = torch.compile(self.model)
+
+    def make_model(self, meta, state):
+        settings = self.settings
+        where = dict(layer_norm=settings.layer_norm, device=self.device)
+        if settings.init_from in GPT2_SIZES:
+            if meta["tokenizer"] != BytePairs.name:
+                raise UsageError(f"init_from={settings.init_from} needs GPT-2's tokens, such as dataset=shakespeare")
+            model = GPT.from_pretrained(settings.init_from, dropout=settings.dropout, **where)
+            if settings.block_size < model.config.block_size:
+                model.crop_block_size(settings.block_size)
+            return model
+        names = ("block_size", "n_layer", "n_head", "n_embd", "bias")
+        if state is None:
+            vocab_size = GPTConfig.vocab_size if meta["tokenizer"] == BytePairs.name else meta["vocab_size"]
+            chosen = {name: getattr(settings, name) for name in names}
+            return GPT(GPTConfig(vocab_size=vocab_size, dropout=settings.dropout, **chosen), **where)
+        arguments = state["model_args"] | {"dropout": settings.dropout}
+        changed = [f"{n}={arguments[n]}" for n in names if arguments[n] != getattr(settings, n)]
+        if changed and self.world.is_master:
+            print(f"the checkpoint decides: {', '.join(changed)}")
+        return GPT(GPTConfig(**arguments), **where)
+
+    def restore(self, state):
+        try:
+            self.raw_model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"the checkpoint does not fit ({str(error).splitlines()[0]})") from error
+        self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
+        if "rng" not in state:
+            self.position = self.iteration * self.settings.gradient_accumulation_steps
+            print("the checkpoint is of another trainer: random state and data position start anew")
+            return
+        self.scaler.load_state_dict(state["scaler"])
+        self.position = state["position"]
+        if len(state["rng"]) != self.world.size:
+            print(f"the checkpoint is of {len(state['rng'])} processes: random states start anew")
+            return
+        rng = state["rng"][self.world.rank]
+        torch.set_rng_state(rng["cpu"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"], self.device)
+
+    def save(self, name):
+        """All processes call it; the master writes."""
+        on_gpu = self.device.type == "cuda"
+        own = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
+        rng = self.world.gather(own)
+        if not self.world.is_master:
+            return
+        folder = Path(self.settings.out_dir)
+        state = {
+            "model": self.raw_model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "model_args": dataclasses.asdict(self.raw_model.config),
+            "iter_num": self.iteration,
+            "best_val_loss": self.best_val_loss,
+            "position": self.position,
+            "rng": rng,
+            "config": dataclasses.asdict(self.settings),
+        }
+        checkpoint.save(folder / name, state)
+        if name == checkpoint.NAME:
+            (folder / checkpoint.INTERRUPTED).unlink(missing_ok=True)
+        print(f"saved {folder / name}", flush=True)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, DTYPES[self.dtype], enabled=self.dtype != "float32")
+
+    def fetch(self, batches, number):
+        inputs, targets = (torch.from_numpy(array).contiguous() for array in batches[number])
+        if self.device.type == "cpu":
+            return inputs, targets
+        return [t.pin_memory().to(self.device, non_blocking=True) for t in (inputs, targets)]
+
+    def step(self):
+        """One iteration. Returns the loss of this process's batches, not synced."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, self.iteration)
+        numbers = range(self.position + self.world.rank, self.position + self.count * self.world.size, self.world.size)
+        batches = (self.fetch(self.train_batches, number) for number in numbers)
+        grad_clip = self.settings.grad_clip
+        loss = optimizer_step(self.model, self.optimizer, self.scaler, batches, self.count, self.autocast, grad_clip)
+        self.iteration += 1
+        self.position += self.count * self.world.size
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self):
+        """{split: mean loss} over the same batches every time, shared among the processes."""
+        self.model.eval()
+        losses = {}
+        for split, batches in self.eval_batches.items():
+            total = torch.zeros((), device=self.device)
+            for number in range(self.world.rank, self.settings.eval_iters, self.world.size):
+                inputs, targets = self.fetch(batches, number)
+                with self.autocast():
+                    _, loss = self.model(inputs, targets)
+                total += loss
+            losses[split] = float(self.world.mean(total)) * self.world.size / self.settings.eval_iters
+        self.model.train()
+        return losses
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+class StopRequest:
+    """While it is open, Ctrl-C and SIGTERM end the run after the iteration. Ctrl-C again ends it at once, unless it
+    comes within two seconds: torchrun repeats the first one."""
+
+    SIGNALS = signal.SIGINT, signal.SIGTERM
+
+    def __enter__(self):
+        self.time = None
+        self.before = [signal.signal(number, self.note) for number in self.SIGNALS]
+        return self
+
+    def note(self, number, frame):
+        if number == signal.SIGINT and self.time and time.monotonic() - self.time > 2:
+            raise KeyboardInterrupt
+        self.time = self.time or time.monotonic()
+
+    def __exit__(self, *exception):
+        for number, handler in zip(self.SIGNALS, self.before, strict=True):
+            signal.signal(number, handler)
+
+
+class Log:
+    """The losses since the last line, read from the device only when a line is due."""
+
+    def __init__(self, trainer, start):
+        self.trainer, self.losses, self.start = trainer, [], time.perf_counter()
+        self.saved_at = trainer.iteration if start == "resume" else None
+        trained = "bf16" if trainer.dtype != "float32" else "tf32"
+        self.peak = peak_tflops(get_device("cuda"), trained) if trainer.device.type == "cuda" else None
+
+    def settle(self):
+        """The last loss, the mean over the processes; raises Diverged if one of them all was no number."""
+        if not self.losses:
+            return None
+        losses = self.trainer.world.mean(torch.stack(self.losses))
+        for offset, loss in enumerate(losses.tolist()):
+            if not math.isfinite(loss):
+                number = self.trainer.iteration - len(losses) + offset
+                saved = f"iteration {self.saved_at} is saved" if self.saved_at is not None else "none was saved"
+                raise Diverged(f"the loss of iteration {number} is {loss}: of the checkpoints, {saved}")
+        self.losses.clear()
+        return losses[-1].item()
+
+    def line(self):
+        number = len(self.losses)
+        loss = self.settle()
+        trainer = self.trainer
+        seconds = (time.perf_counter() - self.start) / number
+        tokens = trainer.settings.batch_size * trainer.raw_model.config.block_size * trainer.count / seconds
+        mfu = tokens * trainer.raw_model.flops_per_token() / self.peak / 1e12 if self.peak else None
+        if trainer.world.is_master:
+            print(
+                f"iter {trainer.iteration - 1}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, "
+                f"{tokens * trainer.world.size:,.0f} tokens/s" + (f", mfu {100 * mfu:.2f}%" if mfu else ""),
+                flush=True,
+            )
+        self.start = time.perf_counter()
+        return loss
+
+
+def start_wandb(settings):
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("wandb_log=True needs a library: pip install wandb") from None
+    wandb.init(project=settings.wandb_project, name=settings.wandb_run_name, config=dataclasses.asdict(settings))
+    return wandb.log
+
+
+def train(settings):
+    """Returns the exit code."""
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
+    torch.set_float32_matmul_precision("high")
+    world = World(settings)
+    if world.is_master:
+        tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
+        print(f"tokens per iteration will be: {tokens:,}")
+        try:
+            Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"out_dir={settings.out_dir} cannot be made ({error.strerror})") from error
+    report = start_wandb(settings) if settings.wandb_log and world.is_master else None
+    trainer = Trainer(settings, world)
+    with preferred_attention(world.device, settings.deterministic), StopRequest() as stop:
+        code = run(trainer, stop, report)
+    world.close()
+    return code
+
+
+def run(trainer, stop, report):
+    settings, world = trainer.settings, trainer.world
+    log = Log(trainer, settings.init_from)
+    first = trainer.iteration
+    while True:
+        if trainer.iteration % settings.eval_interval == 0 or trainer.iteration >= settings.max_iters:
+            log.settle()
+            losses = trainer.evaluate()
+            if world.is_master:
+                print(
+                    f"step {trainer.iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
+                    flush=True,
+                )
+                if report:
+                    rate = learning_rate(settings, trainer.iteration)
+                    report(
+                        {f"{split}/loss": loss for split, loss in losses.items()}
+                        | {"iter": trainer.iteration, "lr": rate}
+                    )
+            if not all(map(math.isfinite, losses.values())):
+                log.losses = [torch.tensor(losses["train"] + losses["val"])]
+                log.settle()
+            improved = losses["val"] < trainer.best_val_loss
+            trainer.best_val_loss = min(losses["val"], trainer.best_val_loss)
+            if trainer.iteration > first and (improved or settings.always_save_checkpoint):
+                trainer.save(checkpoint.NAME)
+                log.saved_at = trainer.iteration
+            if settings.target_loss and losses["val"] <= settings.target_loss:
+                break
+            log.start = time.perf_counter()
+        if settings.eval_only or trainer.iteration >= settings.max_iters:
+            break
+        log.losses.append(trainer.step())
+        if (trainer.iteration - 1) % settings.log_interval == 0:
+            log.line()
+        if world.any(stop.time is not None):
+            log.settle()
+            trainer.save(checkpoint.NAME if settings.always_save_checkpoint else checkpoint.INTERRUPTED)
+            if world.is_master:
+                print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here")
+            return 130
+    if world.is_master:
+        print(f"best validation loss {trainer.best_val_loss:.4f} in {trainer.iteration} iterations")
+    if settings.target_loss and trainer.best_val_loss > settings.target_loss:
+        if world.is_master:
+            print(f"target_loss={settings.target_loss} was not reached", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(argv=None):
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    name = "train.py" if size == 1 else f"train.py (rank {rank})"
+    code = 2
+    try:
+        settings, given = configure(Settings, sys.argv[1:] if argv is None else argv, __doc__)
+        if rank == 0 and given:
+            print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
+        return train(settings)
+    except UsageError as error:
+        message = str(error)
+    except Diverged as error:
+        message, code = str(error), 1
+    except KeyboardInterrupt:
+        return 130
+    except torch.OutOfMemoryError:
+        message = (
+            f"out of memory with batch_size={settings.batch_size}, block_size={settings.block_size}: halve batch_size "
+            "and double gradient_accumulation_steps"
+        )
+    except RuntimeError as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        message = f"torch.compile failed ({str(error).strip().splitlines()[0]}): --compile=False does without"
+    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    if exit_code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        os._exit(exit_code)  # the others wait for this process: no tear-down that waits for them
+    sys.exit(exit_code)
