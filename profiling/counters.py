@@ -50,7 +50,7 @@ def read_counter_file(path):
     if path.name.startswith("ncu"):
         return read_ncu(path)
     if path.suffix == ".db":
-        chunks = query(path, COUNTERS_SQL, ["Name", "Counter", "Value"])
+        chunks = (chunk.astype({"Value": float}) for chunk in query(path, COUNTERS_SQL, ["Name", "Counter", "Value"]))
     else:
         chunks = csv_chunks(path, COUNTER_COLLECTION, words=("Name", "Counter"))
     sums = pd.concat(chunk.groupby(["Name", "Counter"])["Value"].agg(["sum", "count"]) for chunk in chunks)

@@ -41,12 +41,13 @@ def by_operation(spots):
 
 def show(table):
     """The lines of a table: numbers to the right, words to the left."""
-    formats = {"share": "{:5.1f} %", "ms": "{:.3f}", "calls": "{:.6g}", "us each": "{:.1f}"}
+    formats = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
     columns = []
     for name in table:
-        cells = [formats.get(name, "{}").format(value) for value in table[name]]
+        is_word = not pd.api.types.is_numeric_dtype(table[name])
+        form = "{}" if is_word else formats.get(name, "{:.3f}")
+        cells = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
         width = max(map(len, [name, *cells]))
-        is_word = name not in formats
         columns.append([cell.ljust(width) if is_word else cell.rjust(width) for cell in (name, *cells)])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 

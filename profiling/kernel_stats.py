@@ -21,7 +21,11 @@ CHUNK_ROWS = 200_000  # of a trace that are in memory at a time
 # The files of a folder that count, the first pattern that matches anything: a table before the trace it was made from.
 STATISTICS = ("*kernel_stats.csv", "*kernels_summary.csv")
 TRACES = ("*kernel_trace.csv", "*.db", "trace.json", "trace.json.gz")
-MARKERS = ("*marker_api_trace.csv", "*.db", "trace.json", "trace.json.gz")
+# Of ranges on the host: CSV files, the category in a database, the categories in torch.profiler's trace.
+HOST_RANGES = {
+    "markers": ("*marker_api_trace.csv", "MARKER%", ("user_annotation",)),
+    "calls": ("*hip_api_trace.csv", "HIP%", ("cuda_runtime", "cuda_driver")),
+}
 
 ROCPD_SUMMARY = {
     "DURATION (nsec)": "TotalDurationNs",
@@ -64,9 +68,12 @@ def read_dispatches(path, window=None):
     return dispatches.sort_values("Start", ignore_index=True, kind="stable")
 
 
-def read_ranges(path):
-    """The ranges that the program named (roctx, NVTX, record_function): Name, Start and End (ns), in order of Start."""
-    parts = [ranges_of(file) for file in files_of(path, MARKERS)]
+def read_ranges(path, kind="markers"):
+    """Ranges on the host: Name, Start and End (ns), in the order of Start; empty if none were recorded.
+
+    Kind "markers" are those that the program named (roctx, NVTX, record_function), "calls" the HIP or CUDA API's.
+    """
+    parts = [ranges_of(file, kind) for file in files_of(path, (HOST_RANGES[kind][0], *TRACES[1:]))]
     return pd.concat([frame([]), *parts], ignore_index=True).sort_values("Start", ignore_index=True, kind="stable")
 
 
@@ -179,14 +186,15 @@ def dispatch_chunks(path):
         yield chrome_frame(on_device or outermost([e for e in events if e["name"].startswith("aten::")]))
 
 
-def ranges_of(path):
+def ranges_of(path, kind):
     """Name, Start and End of the ranges of one trace."""
+    _, category, chrome_categories = HOST_RANGES[kind]
     if path.suffix == ".db":
-        sql = """SELECT name, start, "end" FROM regions WHERE category LIKE 'MARKER%'"""
+        sql = f"""SELECT name, start, "end" FROM regions WHERE category LIKE '{category}'"""
         return pd.concat(map(frame, query(path, sql)))
     if path.suffix == ".csv":
         return pd.concat(csv_chunks(path, API_TRACE))
-    return chrome_frame([e for e in chrome_events(path) if e.get("cat") == "user_annotation"])
+    return chrome_frame([e for e in chrome_events(path) if e.get("cat") in chrome_categories])
 
 
 def query(path, sql, columns=("Name", "Start", "End")):

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Draw a profile: the top kernels, the timeline of one step, and the roofline.
+
+    python profiling/plot.py hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder
+    python profiling/plot.py profile.json --output pictures        roofline.png, from run_triton_profiling.py --json
+
+Exit codes: 0 done, 1 there is nothing to draw, 2 the profile cannot be read.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.hotspots import hotspots  # noqa: E402
+from profiling.kernel_stats import (  # noqa: E402
+    Unreadable,
+    operation_of,
+    read_dispatches,
+    read_ranges,
+    read_step_stats,
+    reported,
+    within,
+)
+from profiling.timeline import typical_step  # noqa: E402
+
+TOP = 12
+PHASES = ("step", "forward", "backward", "optimizer")
+
+
+def colors_of(operations):
+    """{operation: color}, in the order given."""
+    palette = plt.get_cmap("tab20").colors
+    return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(operations))}
+
+
+def draw_kernels(table, steps, title):
+    """Bars of the kernels that take the most time, coloured by operation."""
+    spots = hotspots(table, steps).head(TOP)[::-1]
+    colors = colors_of(spots["operation"][::-1])
+    figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4), layout="constrained")
+    bars = axes.barh(spots["kernel"], spots["ms"], color=spots["operation"].map(colors))
+    labels = [f"{share:.1f} %  {name}" for share, name in zip(spots["share"], spots["operation"], strict=True)]
+    axes.bar_label(bars, labels, padding=3, fontsize=8)
+    axes.set_xlabel("ms a step" if steps else "ms of the whole run")
+    axes.set_xlim(right=1.35 * spots["ms"].max())
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_title(title)
+    return figure
+
+
+def draw_timeline(dispatches, ranges, title):
+    """One step: the phases, the layers, and the device's kernels below them, coloured by operation."""
+    start, end = typical_step(ranges)
+    inside = ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)]
+    kernels = within(dispatches, (start, end))
+    operations = kernels["Name"].astype(str).map(operation_of)
+    totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
+    colors = colors_of(totals.index)
+    figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
+
+    def bars(rows, level, **style):
+        spans = [((a - start) / 1e6, (b - a) / 1e6) for a, b in zip(rows["Start"], rows["End"], strict=True)]
+        axes.broken_barh(spans, (level, 0.8), **style)
+        return spans
+
+    for level, rows in ((3, inside[inside["Name"] == "step"]), (2, inside[inside["Name"].isin(PHASES[1:])])):
+        for (left, width), name in zip(bars(rows, level, color="0.85", edgecolor="0.4"), rows["Name"], strict=True):
+            if width > 0.04 * (end - start) / 1e6:
+                axes.text(left + width / 2, level + 0.4, name, ha="center", va="center", fontsize=8)
+    layers = inside[inside["Name"].str.match(r"layers\.\d+ ")]
+    for parity in (0, 1):
+        numbers = layers["Name"].str.extract(r"(\d+)")[0].astype(float)
+        bars(layers[numbers % 2 == parity], 1, color=("0.75", "0.6")[parity])
+    for name, color in colors.items():
+        bars(kernels[operations == name], 0, color=color, label=name)
+    axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
+    axes.set_xlabel("ms since the step began")
+    axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    axes.set_title(title)
+    return figure
+
+
+def draw_roofline(result):
+    """Kernels between the measured ceilings of bandwidth and arithmetic, as arithmetic intensity against speed."""
+    bandwidth, arithmetic = result["ceilings"]["GB/s"] / 1e3, result["ceilings"]["TFLOP/s"]
+    points = [k for k in result["kernels"] if k.get("flop") and k.get("bytes") and k["triton"]["ms"]]
+    if not points:
+        raise Unreadable("no kernel has both its bytes and its arithmetic recorded: there is no roofline to draw")
+    intensity = np.array([k["flop"] / k["bytes"] for k in points])
+    speed = np.array([k["flop"] / k["triton"]["ms"] / 1e9 for k in points])
+    ridge = arithmetic / bandwidth
+    roof_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
+    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+    axes.loglog(roof_x, np.minimum(arithmetic, roof_x * bandwidth), color="black")
+    axes.text(
+        roof_x[0], roof_x[0] * bandwidth * 1.15, f" {bandwidth * 1e3:.4g} GB/s", rotation=0, va="bottom", fontsize=8
+    )
+    axes.text(roof_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
+    colors = colors_of(k["name"] for k in points)
+    for x, y, kernel in zip(intensity, speed, points, strict=True):
+        axes.plot(x, y, "o", color=colors[kernel["name"]], label=kernel["name"])
+    axes.set_xlabel("FLOP for each byte that must be moved")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set_title(f"Roofline, ceilings measured: {result['environment']['device']}")
+    return figure
+
+
+def read_result(path):
+    """The JSON of run_triton_profiling.py."""
+    with reported(path):
+        result = json.loads(path.read_text())
+    if not isinstance(result, dict) or not {"ceilings", "kernels", "environment"} <= result.keys():
+        raise Unreadable(f"{path} is no result of run_triton_profiling.py --json")
+    return result
+
+
+def pictures_of(path, title):
+    """{file name: figure} of what can be drawn of a folder, a trace or a JSON."""
+    if path.suffix == ".json" and path.name != "trace.json":
+        return {"roofline.png": draw_roofline(read_result(path))}
+    table, steps = read_step_stats(path)
+    pictures = {}
+    if len(table):
+        pictures["kernels.png"] = draw_kernels(table, steps, f"{title}: the kernels that take the most time")
+    if steps:
+        pictures["timeline.png"] = draw_timeline(read_dispatches(path), read_ranges(path), f"{title}: one step")
+    return pictures
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("profiles", type=Path, nargs="+", metavar="profile", help="folder or file")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where the pictures go (default: beside the profile)"
+    )
+    parser.add_argument("--title", help="default: the name of the profile")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    for path in options.profiles:
+        try:
+            pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
+        except Unreadable as error:
+            print(f"plot.py: error: {error}", file=sys.stderr)
+            return 2
+        if not pictures:
+            print(f"plot.py: {path} holds no kernels: did the program use the GPU?", file=sys.stderr)
+            return 1
+        folder = options.output or (path if path.is_dir() else path.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in pictures.items():
+            figure.savefig(folder / name, dpi=120)
+            plt.close(figure)
+            print(f"Picture: {folder / name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

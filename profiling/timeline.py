@@ -1,0 +1,61 @@
+"""One step in time: which step is typical, how busy the device is, what a launch costs the host."""
+
+import pandas as pd
+
+from profiling.kernel_stats import read_dispatches, read_ranges
+
+LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
+
+
+def steps_of(ranges):
+    """Start and End of the measured steps."""
+    return ranges[ranges["Name"] == "step"].reset_index(drop=True)
+
+
+def typical_step(ranges):
+    """(start, end) in ns of the step whose duration is the median's, or None."""
+    steps = steps_of(ranges)
+    if steps.empty:
+        return None
+    order = (steps["End"] - steps["Start"]).sort_values().index
+    return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
+
+
+def busy_ns(dispatches):
+    """The time in which at least one kernel ran; Name, Start and End in the order of Start."""
+    reached = dispatches["End"].cummax().shift(fill_value=0)  # by all kernels before
+    begin = dispatches["Start"].where(dispatches["Start"] > reached, reached)
+    return int((dispatches["End"] - begin).clip(lower=0).sum())
+
+
+def step_figures(path):
+    """What the steps of a trace show, as means of a step; None if the trace does not name them.
+
+    steps, step_us, kernels, kernel_us (their sum), busy (share of the step in which a kernel ran), launches, launch_us
+    (host time in launch calls, all of them together), mean_launch_us and gap_us (mean pause between two kernels).
+    """
+    steps = steps_of(read_ranges(path))
+    if steps.empty:
+        return None
+    dispatches, calls = read_dispatches(path), read_ranges(path, "calls")
+    launches = calls[calls["Name"].str.match(LAUNCH)] if len(calls) else calls
+    rows = []
+    for start, end in zip(steps["Start"], steps["End"], strict=True):
+        kernels = dispatches[dispatches["Start"].between(start, end)]
+        issued = launches[launches["Start"].between(start, end)]
+        busy = busy_ns(kernels)
+        span = kernels["End"].max() - kernels["Start"].min() if len(kernels) else 0
+        rows.append(
+            {
+                "step_us": (end - start) / 1e3,
+                "kernels": len(kernels),
+                "kernel_us": (kernels["End"] - kernels["Start"]).sum() / 1e3,
+                "busy": busy / (end - start),
+                "gap_us": (span - busy) / 1e3 / max(len(kernels) - 1, 1),
+                "launches": len(issued),
+                "launch_us": (issued["End"] - issued["Start"]).sum() / 1e3,
+            }
+        )
+    figures = pd.DataFrame(rows).mean().to_dict()
+    figures["mean_launch_us"] = figures["launch_us"] / figures["launches"] if figures["launches"] else None
+    return {"steps": len(steps)} | figures

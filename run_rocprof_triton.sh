@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The profiling session of Exercise 1: a timeline, memory traffic, counters and what a roofline needs. It ends with
+# rocprof_results/triton_analysis_summary.md: launch overhead, bandwidth and utilisation, computed from what was recorded.
+#
+# Usage: ./run_rocprof_triton.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+#
+# Without --output the recordings go into rocprof_results/session_<time>/, and older sessions are kept.
+set -euo pipefail
+TOOLS=(rocprofv3 ncu torch)
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=profiling/counters.sh
+source "$ROOT/profiling/counters.sh"
+
+parse_arguments "$@"
+choose_tool
+start_result rocprof_results/session
+
+note "--- 1. Basic: each kernel alone, then the timeline of a training run"
+profile "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
+if [[ $TOOL == rocprofv3 ]]; then
+    profile rocprofv3 --runtime-trace --stats --output-format csv -d "$RESULT" -o basic -- "${PROGRAM[@]}"
+    require_file '*_kernel_trace.csv'
+    note "--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters"
+    default_passes
+    [[ " ${PASSES[*]} " != *Mfma* ]] || PASSES+=("MfmaFlops")
+    count_with_rocprofv3
+else
+    profile "${PROGRAM[@]}" --profile "$RESULT"
+    require_file trace.json
+    if [[ $TOOL == ncu ]]; then
+        note "--- 2. to 4. Memory traffic, counters, roofline inputs: the kernels of one step"
+        count_with_ncu
+    else
+        note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
+    fi
+fi
+report plot.py "$RESULT" "$RESULT/kernels_alone.json"
+report summary.py "$RESULT" --tool "$TOOL"
+
+summary=$(dirname "$FINAL")/triton_analysis_summary.md
+[[ -z $OUTPUT ]] || summary=$FINAL/triton_analysis_summary.md
+finish_result "The summary: $summary"
+[[ -n $OUTPUT ]] || cp "$FINAL/triton_analysis_summary.md" "$summary"
