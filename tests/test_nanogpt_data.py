@@ -1,6 +1,8 @@
 """nanogpt_triton's settings and data: what is read, what is refused, and in which words."""
 
 import json
+import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanogpt_triton import dataset, train
+from nanogpt_triton import dataset, sample, train
 from nanogpt_triton.configurator import UsageError, configure
 from nanogpt_triton.data import preparing
 
@@ -322,3 +324,31 @@ def test_unknown_dataset_lists_ours():
 def test_meta_says_what_the_files_hold(folder):
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["tokens"] == {s: (folder / f"{s}.bin").stat().st_size // 2 for s in dataset.SPLITS}
+
+
+# --- documentation
+
+
+def documented_commands():
+    pages = [FOLDER / "README.md", FOLDER / "train.py", FOLDER / "sample.py", *(FOLDER / "config").glob("*.py")]
+    for page in pages:
+        for line in page.read_text().splitlines():
+            if match := re.match(r"\s*((?:python|torchrun) .*?\.py.*?)(?:  .*)?$", line):
+                yield page.name, match[1]
+
+
+@pytest.mark.parametrize("page, command", list(documented_commands()))
+def test_documented_commands_are_understood(page, command):
+    words = shlex.split(command)
+    script = next(word for word in words if word.endswith(".py"))
+    assert (FOLDER / script).exists()
+    arguments = [str(FOLDER / word) if word.endswith(".py") else word for word in words[words.index(script) + 1 :]]
+    if script in ("train.py", "sample.py"):
+        configure({"train.py": train, "sample.py": sample}[script].Settings, arguments, "")
+
+
+def test_keys_named_in_the_readme_exist():
+    text = (FOLDER / "README.md").read_text()
+    rows = re.search(r"\| key \| meaning \|\n(.*?)\n\n", text, flags=re.S)[1]
+    named = set(re.findall(r"^\| `(\w+)` \|", rows, flags=re.M))
+    assert len(named) > 3 and named <= set(train.Settings.__dataclass_fields__)
