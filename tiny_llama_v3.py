@@ -474,9 +474,10 @@ def attention_tile(kernel, itemsize, block_d, device_type):
         wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
         narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
         return AttentionTile(*(narrow if block_d <= 64 else wide)[kernel])
-    if kernel == "short":
-        return AttentionTile(32, 64, 4, 1) if block_d <= 64 else AttentionTile(64, 64, 8, 1)
-    return AttentionTile(64, 64, 8 if kernel == "dkdv" and block_d > 64 else 4, 2)
+    stages = 1 if kernel == "short" else 2
+    if kernel in ("forward", "dq"):
+        return AttentionTile(64, 64, 4, stages)
+    return AttentionTile(32, 64, 4, stages) if block_d <= 64 else AttentionTile(64, 64, 8, stages)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
