@@ -6,10 +6,10 @@ PYTHON ?= python3
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test lint clean force
+.PHONY: help run test lint kernel-report clean force
 
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 	$(VENV_PYTHON) tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
@@ -21,6 +21,9 @@ lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	find . -name .venv -prune -o \( -name '*.sh' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
+
+kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into profiling/KERNELS.md
+	$(VENV_PYTHON) profiling/kernel_report.py
 
 clean: ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, loaded without running code from them."""
 
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -49,6 +50,6 @@ def load(path):
         }
         state["model_args"], state["iter_num"]
         return state
-    except Exception as error:  # a damaged file leads anywhere
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} is not a checkpoint that can be loaded ({reason})") from error

@@ -1,0 +1,802 @@
+#!/usr/bin/env python3
+"""Compile every Triton kernel for AMD and NVIDIA GPUs that need not be there, check the outcome, and report it.
+
+    python profiling/kernel_report.py                   write profiling/kernels.json and profiling/KERNELS.md
+    python profiling/kernel_report.py --check           only check, in more configurations than the report shows
+    python profiling/kernel_report.py --check --architectures gfx942 --cases medium --precisions bf16
+
+Launches are recorded, not listed: the training step runs on tensors without memory, once for each architecture, and
+every kernel is compiled with the configuration and the argument attributes that its launch would have had. A check
+fails on what makes a kernel slow or impossible to launch: spilled registers, too much shared memory, too many threads,
+matrix products without matrix instructions, narrow loads. Nothing is run: bounds are those of the datasheets.
+
+Exit codes: 0 done, 1 a check failed, 2 the request cannot be met, 130 interrupted.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+from common import exit_code_of  # noqa: E402  (these three lie in benchmarks/)
+from compare import SIZES  # noqa: E402
+from tables import markdown_table  # noqa: E402
+
+import nanogpt_triton.kernels  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402
+
+PAGE, RESULT = ROOT / "profiling" / "KERNELS.md", ROOT / "profiling" / "kernels.json"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The GPUs: one of each architecture, as PyTorch shows it (a die of an MI250X). Matrix peaks are in tiny_llama_v3.py.
+
+
+class Chip(NamedTuple):
+    name: str
+    units: int  # compute units or multiprocessors
+    terabytes_per_second: float
+    shared_limit: int  # bytes of shared memory (LDS) that one program may have
+    shared_total: int  # bytes of it in one unit
+
+
+CHIPS = {
+    "gfx90a": Chip("AMD Instinct MI250X", 110, 1.64, 64 * 1024, 64 * 1024),
+    "gfx942": Chip("AMD Instinct MI300X", 304, 5.3, 64 * 1024, 64 * 1024),
+    "gfx950": Chip("AMD Instinct MI355X", 256, 8.0, 160 * 1024, 160 * 1024),
+    "sm_80": Chip("NVIDIA A100", 108, 2.04, 163 * 1024, 164 * 1024),
+    "sm_90": Chip("NVIDIA H200", 132, 4.8, 227 * 1024, 228 * 1024),
+}
+MAX_THREADS = 1024  # of a program, on all of them
+
+
+def is_amd(arch):
+    return arch.startswith("gfx")
+
+
+def wave_size(arch):
+    return 64 if is_amd(arch) else 32
+
+
+def device_of(arch):
+    """The Device that tiny_llama_v3.py would find, but of type "meta": tensors on it have shapes and no memory."""
+    chip = CHIPS[arch]
+    return llama.Device("meta", chip.name, arch, chip.units, wave_size(arch))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels: those of the training script and of nanogpt_triton/, found, not listed
+
+
+def kernel_modules():
+    names = (module.name for module in pkgutil.iter_modules(nanogpt_triton.kernels.__path__))
+    return [llama, *(importlib.import_module(f"nanogpt_triton.kernels.{name}") for name in names)]
+
+
+def find_kernels(modules):
+    """{name: kernel} of the functions that Triton compiles and no other of them calls."""
+    functions = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value).__name__ in ("JITFunction", "InterpretedFunction") and value.fn.__module__ == module.__name__
+    }
+    sources = {name: inspect.getsource(function.fn) for name, function in functions.items()}
+    called = {
+        name
+        for name in functions
+        for other, source in sources.items()
+        if other != name and re.search(rf"\b{name}\(", source)
+    }
+    return {name: function for name, function in functions.items() if name not in called}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launches, recorded from the real launchers
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A kernel's argument, as far as the compiler looks at it."""
+
+    dtype: torch.dtype
+    shape: tuple
+    address: int  # modulo 16
+    storage_bytes: int
+
+    @property
+    def numel(self):
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.numel * self.dtype.itemsize
+
+    def data_ptr(self):
+        return self.address
+
+    def ptr_range(self):
+        return self.storage_bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    grid: tuple
+    tensors: tuple
+    scalars: tuple
+    constants: tuple  # of (name, value)
+    options: tuple  # of (name, value)
+
+    @property
+    def warps(self):
+        return dict(self.options)["num_warps"]
+
+    @property
+    def compiled_as(self):
+        """What the compiled kernel depends on: launches with the same key share it."""
+        tensors = (t and (t.dtype, t.address, t.storage_bytes < 2**31) for t in self.tensors)
+        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.scalars)
+        return self.kernel, tuple(tensors), tuple(scalars), self.constants, self.options
+
+    def arguments(self, kernel):
+        """Parameter names, without _ptr, and their values; the constants among them."""
+        names = (name.removesuffix("_ptr") for name in kernel.arg_names)
+        values = [*self.tensors, *self.scalars]
+        return SimpleNamespace(**dict(zip(names, values, strict=False)), **dict(self.constants), grid=self.grid)
+
+
+@contextlib.contextmanager
+def recording(arch):
+    """Yields a list that launch() appends to, the device being one of arch."""
+    launches = []
+
+    def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
+        described = (
+            None
+            if t is None
+            else Tensor(t.dtype, tuple(t.shape), t.storage_offset() * t.element_size() % 16, t.untyped_storage().size())
+            for t in tensors
+        )
+        options = dict(num_warps=num_warps, num_stages=num_stages, **options)
+        items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
+        launches.append(Launch(kernel.fn.__name__, *items))
+
+    modules = kernel_modules()
+    tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.multiple(module, launch=record, get_device=lambda type: device_of(arch)))
+        for tile in tiles:
+            stack.callback(tile.cache_clear)
+            tile.cache_clear()
+        yield launches
+
+
+def record_step(config, arch):
+    """The launches of a forward and a backward pass and an optimizer step."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    with recording(arch) as launches:
+        _, operations = llama.select_operations(config, device_of(arch))
+        with torch.device("meta"):
+            model = llama.TinyLlamaTriton(config, operations)
+            tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+        optimizer = llama.FlatAdamW(model, config.learning_rate, config.use_amp)
+        model(tokens, tokens).backward()
+        optimizer.step()
+    torch.set_float32_matmul_precision(before)
+    return launches
+
+
+def record_split_rows(config, arch):
+    """RMSNorm with blocks shorter than a row, as the exercises sweep them."""
+    with recording(arch) as launches:
+        dtype = torch.bfloat16 if config.use_amp else torch.float32
+        x = torch.empty(config.tokens_per_step, config.hidden_dim, dtype=dtype, device="meta")
+        for block_size in (64, 256):
+            llama.rmsnorm_forward(x, x, x[0], 1e-5, block_size)
+    return launches
+
+
+def record_layer_norm(config, arch):
+    """The LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
+    dtype = torch.bfloat16 if config.use_amp else torch.float32
+    norm = nanogpt_triton.kernels.TritonLayerNorm.apply
+    with recording(arch) as launches, torch.device("meta"):
+        for width in (384, 768, 1600):
+            weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
+            x = torch.empty(config.tokens_per_step, width, requires_grad=True)
+            delta = torch.empty_like(x, dtype=dtype, requires_grad=True)
+            outputs = norm(x, weight, bias, 1e-5, dtype), *norm(x, weight, bias, 1e-5, dtype, delta)
+            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+    return launches
+
+
+PRECISIONS = {"bf16": dict(use_amp=True), "fp32": {}, "tf32": dict(matmul_precision="high")}
+
+
+class Case(NamedTuple):
+    sizes: dict  # of Config
+    record: Callable = record_step
+    reported: tuple = ()  # the precisions that the report has; the check has all
+    wide_loads: bool = True
+    precisions: dict = dict.fromkeys(CHIPS, tuple(PRECISIONS))  # on each architecture
+
+
+SHORT, LONG = SIZES["small"] | dict(num_layers=1), SIZES["medium"] | dict(num_layers=1)
+# Tiles depend on the vendor, on NVIDIA also on the architecture. Without tensor cores ptxas takes up to half a minute.
+HEADS = dict(precisions={"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)})
+CASES = {
+    "small": Case(SIZES["small"], reported=("bf16",)),
+    "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS)),
+    "large": Case(SIZES["large"], reported=("bf16",)),
+    "heads-16": Case(LONG | dict(num_heads=64), **HEADS),
+    "heads-32": Case(LONG | dict(num_heads=32), **HEADS),
+    "heads-80": Case(LONG | dict(hidden_dim=1280), **HEADS),
+    "heads-128": Case(LONG | dict(num_heads=8), **HEADS),
+    "short-heads-32": Case(SHORT | dict(num_heads=16), **HEADS),
+    "short-heads-128": Case(SHORT | dict(num_heads=4), **HEADS),
+    "vocabulary-32000": Case(SHORT | dict(vocab_size=32000)),
+    "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
+    # What is slow on purpose must still compile.
+    "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False),
+    "mistakes": Case(SHORT | dict(noncontiguous_kv=True, triton_matmul_swiglu=True), wide_loads=False),
+}
+
+
+class Job(NamedTuple):
+    arch: str
+    case: str
+    precision: str
+    launch: Launch
+    calls: int  # in a step
+
+
+def jobs_for(architectures, selection):
+    """A Job for each distinct launch of selection, {case: precisions}, as far as an architecture has them."""
+    for arch in architectures:
+        for name, precisions in selection.items():
+            case = CASES[name]
+            for precision in precisions:
+                if precision == "tf32" and not llama.tf32_available(device_of(arch)):
+                    continue
+                if precision in case.precisions.get(arch, ()):
+                    config = llama.Config(**case.sizes, **PRECISIONS[precision])
+                    for launch, calls in collections.Counter(case.record(config, arch)).items():
+                        yield Job(arch, name, precision, launch, calls)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiling, in worker processes, and reading what came out
+
+
+class Driver:
+    """Stands where Triton keeps the driver of the GPU at hand, and names another GPU."""
+
+    def __init__(self, arch):
+        from triton.backends.compiler import GPUTarget
+
+        target = ("hip", arch, 64) if is_amd(arch) else ("cuda", int(arch.removeprefix("sm_")), 32)
+        self.arch, self.target = arch, GPUTarget(*target)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_launch(arch, launch):
+    """What the compiler made of a launch, a dict, or {"error": one line}."""
+    import triton
+
+    kernel = find_kernels(kernel_modules())[launch.kernel]
+    warnings.simplefilter("ignore")  # Triton's own, about its defaults
+    triton.runtime.driver.set_active(Driver(arch))
+    try:
+        compiled = kernel.warmup(
+            *launch.tensors, *launch.scalars, **dict(launch.constants), **dict(launch.options), grid=launch.grid
+        )
+    except Exception as error:  # of this launch alone
+        return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"}
+    read = read_amdgcn if is_amd(arch) else read_cubin
+    return {
+        **read(compiled.asm),
+        "shared_bytes": compiled.metadata.shared,
+        "has_dot": bool(re.search(r"\btt\.dot\b", compiled.asm["ttir"])),
+    }
+
+
+AMD_WIDTHS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}
+AMD_WIDTHS["dwordx4"] = 16
+
+
+def read_amdgcn(asm):
+    text = asm["amdgcn"]
+
+    def field(name):
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+
+    loads, instructions = collections.Counter(), collections.Counter()
+    for name in re.findall(r"^\s+([a-z]\w+)", text, flags=re.M):
+        moved = re.fullmatch(
+            r"(?:global|buffer|flat)_(load|store)_([us]?byte|[us]?short|dword(?:x\d)?)(?:_d16.*)?", name
+        )
+        if moved:
+            instructions[f"{moved[1]} {8 * AMD_WIDTHS[moved[2]]}"] += 1
+            if moved[1] == "load":
+                loads[AMD_WIDTHS[moved[2]]] += 1
+        elif name.startswith("v_mfma"):
+            instructions[name] += 1
+    return {
+        "registers": field("vgpr_count"),  # of a thread; the accumulation registers are among them
+        "scalar_registers": field("sgpr_count"),
+        "vector_spills": field("vgpr_spill_count"),
+        "scalar_spills": field("sgpr_spill_count"),
+        "scratch_bytes": field("private_segment_fixed_size"),
+        "wide_share": wide_share(loads),
+        "matrix_instructions": sum(count for name, count in instructions.items() if name.startswith("v_mfma")),
+        "instructions": dict(instructions),
+        "compiler_occupancy": int(re.search(r"; Occupancy: (\d+)", text)[1]),
+    }
+
+
+def read_cubin(asm):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        tool = Path(importlib.import_module("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    loads, instructions = collections.Counter(), collections.Counter()
+    for line in asm["ptx"].splitlines():
+        words = line.split()
+        name = next((word for word in words if not word.startswith(("@", "{"))), "")
+        moved = re.fullmatch(r"(ld|st)\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[a-z](\d+)", name)
+        if moved:
+            width = int(moved[2] or 1) * int(moved[3])
+            instructions[f"{'load' if moved[1] == 'ld' else 'store'} {width}"] += 1
+            if moved[1] == "ld":
+                loads[width // 8] += 1
+        elif name.startswith("cp.async.c") and ".shared.global" in name:
+            width = int(re.search(r"\], (0x\w+|\d+)", line)[1], 0)
+            instructions[f"async load {8 * width}"] += 1
+            loads[width] += 1
+        elif name.startswith(("wgmma.mma_async", "mma.sync")):
+            instructions[re.sub(r"\.(sync|aligned|row|col)\b", "", name).replace("mma_async.", "")] += 1
+    return {
+        "registers": registers,
+        "scalar_registers": None,
+        "vector_spills": None,  # ptxas puts them into the scratch bytes
+        "scalar_spills": None,
+        "scratch_bytes": stack + local,
+        "wide_share": wide_share(loads),
+        "matrix_instructions": sum(count for name, count in instructions.items() if "mma" in name),
+        "instructions": dict(instructions),
+        "compiler_occupancy": None,
+    }
+
+
+def wide_share(loads):
+    """The share of what {bytes a thread: instructions} load that comes in 8 bytes or more; None without loads."""
+    total = sum(width * count for width, count in loads.items())
+    return sum(width * count for width, count in loads.items() if width >= 8) / total if total else None
+
+
+def compile_order(job):
+    """The longest first: matrix products that have no matrix instructions."""
+    return is_amd(job.arch), job.precision != "fp32", "attention" not in job.launch.kernel
+
+
+def compile_jobs(jobs, processes):
+    """What the compiler made of each distinct launch: {(arch, what it is compiled as): dict}."""
+    distinct = {(job.arch, job.launch.compiled_as): job for job in jobs}
+    distinct = dict(sorted(distinct.items(), key=lambda item: compile_order(item[1])))
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = {key: pool.submit(compile_launch, job.arch, job.launch) for key, job in distinct.items()}
+        return {key: future.result() for key, future in futures.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Work of a launch: each kernel's bytes that must move at least, and its operations
+
+
+def moved(a, *names):
+    return sum(getattr(a, name).nbytes for name in names)
+
+
+def norm_forward_work(statistics, bias):
+    def work(a):
+        names = ["x", "weight", "y", *statistics, *(["delta", "residual"] if a.HAS_DELTA else [])]
+        names += ["bias"] if bias and a.HAS_BIAS else []
+        return moved(a, *names), a.x.numel * (4 + 2 * bias + a.HAS_DELTA)
+
+    return work
+
+
+def norm_backward_work(statistics, second):
+    def work(a):
+        names = ["y_grad", "x", "weight", "x_grad", "partial", *statistics]
+        names += ["residual_grad"] if a.HAS_RESIDUAL_GRAD else []
+        names += ["delta_grad"] if second and a.HAS_DELTA_GRAD else []
+        return moved(a, *names), a.x.numel * (8 + 2 * second + a.HAS_RESIDUAL_GRAD)
+
+    return work
+
+
+def attention_work(products, *names):
+    def work(a):
+        batch, seq_len, num_heads, head_dim = a.q.shape
+        tables = ["cos", "sin"] if getattr(a, "ROTARY", False) else []
+        # Half of each product of (seq, seq) is masked.
+        return moved(a, *names, *tables), products * batch * num_heads * seq_len**2 * head_dim
+
+    return work
+
+
+def rope_work(a):
+    rotated = a.n_tokens * a.grid[1] * a.HEAD_DIM
+    return 2 * rotated * a.x.dtype.itemsize + moved(a, "cos", "sin"), 3 * rotated
+
+
+BACKWARD_INPUTS = "q", "k", "v", "o", "o_grad", "lse"
+WORK = {  # kernel: its arguments -> (bytes, operations)
+    "rmsnorm_kernel": norm_forward_work(["rstd"], bias=False),
+    "rmsnorm_backward_kernel": norm_backward_work(["rstd"], second=False),
+    "column_sum_kernel": lambda a: (moved(a, "partial", "sum"), a.partial.numel),
+    "flash_attention_kernel": attention_work(2, "q", "k", "v", "o", "lse"),
+    "flash_attention_backward_dq_kernel": attention_work(3, *BACKWARD_INPUTS, "delta", "q_grad"),
+    "flash_attention_backward_dkdv_kernel": attention_work(4, *BACKWARD_INPUTS, "delta", "k_grad", "v_grad"),
+    "flash_attention_backward_kernel": attention_work(7, *BACKWARD_INPUTS, "q_grad", "k_grad", "v_grad"),
+    "rope_kernel": rope_work,
+    "swiglu_activation_kernel": lambda a: (moved(a, "gate_up", "hidden"), 5 * a.hidden.numel),
+    "swiglu_activation_backward_kernel": lambda a: (
+        moved(a, "hidden_grad", "gate_up", "gate_up"),
+        10 * a.hidden_grad.numel,
+    ),
+    "swiglu_kernel": lambda a: (
+        moved(a, "x", "weight", "gate_up", "hidden"),
+        4 * a.hidden.numel * a.n_inner,
+    ),
+    "cross_entropy_kernel": lambda a: (moved(a, "logits", "logits", "targets", "loss"), 8 * a.logits.numel),
+    "scale_kernel": lambda a: (moved(a, "factor"), 0),  # the usual factor of 1 leaves x alone
+    "embedding_backward_kernel": lambda a: (
+        moved(a, "tokens", "out_grad", "weight_grad", "weight_grad"),
+        a.out_grad.numel,
+    ),
+    "adamw_kernel": lambda a: (
+        2 * moved(a, "param", "exp_avg", "exp_avg_sq", *(["remainder"] if a.SPLIT else [])) + a.grad.nbytes,
+        15 * a.n_elements,
+    ),
+    "layer_norm_kernel": norm_forward_work(["mean", "rstd"], bias=True),
+    "layer_norm_backward_kernel": norm_backward_work(["mean", "rstd"], second=True),
+}
+
+
+def bound(arch, precision, has_dot, nbytes, operations):
+    """(microseconds, "memory" or "compute"): no launch can be faster on a GPU that keeps its datasheet's promises."""
+    peak = llama.peak_tflops(device_of(arch), precision if has_dot else "fp32")
+    memory_us = nbytes / CHIPS[arch].terabytes_per_second / 1e6
+    compute_us = operations / peak / 1e6
+    return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"
+
+
+def round_up(value, step):
+    return -(-value // step) * step
+
+
+def occupancy(arch, registers, shared_bytes, warps):
+    """{"warps" that fit in one unit, "share" of the most it takes, "limit": what keeps it from more}.
+
+    A unit has four schedulers. AMD: 512 registers a lane, in steps of 8, and 8 waves each. NVIDIA: 16384 registers, in
+    steps of 8 a thread, and 16 warps each; 1 KiB of shared memory a program belongs to the system.
+    """
+    most = 32 if is_amd(arch) else 64
+    if is_amd(arch):
+        by_registers = 4 * min(8, 512 // round_up(max(registers, 1), 8))
+        most_programs = 16 if warps > 1 else 32
+    else:
+        by_registers = 4 * min(16, 16384 // (32 * round_up(max(registers, 1), 8)))
+        shared_bytes += 1024
+        most_programs = 32
+    programs = {
+        "registers": by_registers // warps,
+        "shared memory": CHIPS[arch].shared_total // shared_bytes if shared_bytes else math.inf,
+        "programs": min(most_programs, most // warps),
+    }
+    limit = min(reversed(programs), key=programs.get)
+    resident = programs[limit] * warps
+    return {"warps": resident, "share": resident / most, "limit": None if resident == most else limit}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The check
+
+# Scratch bytes a thread that may stay. Hopper's tiles were chosen by time on an H200, not by what they spill; without
+# TF32 an fp32 product has no matrix instruction there and unrolls into many. It may shrink, not grow.
+SCRATCH = {
+    ("sm_80", "rmsnorm_backward_kernel", "fp32"): 16,
+    ("sm_80", "rmsnorm_backward_kernel", "tf32"): 16,
+    ("sm_80", "flash_attention_backward_kernel", "bf16"): 8,
+    ("sm_80", "flash_attention_backward_dkdv_kernel", "bf16"): 8,
+    ("sm_90", "rmsnorm_backward_kernel", "bf16"): 40,
+    ("sm_90", "rmsnorm_backward_kernel", "fp32"): 96,
+    ("sm_90", "rmsnorm_backward_kernel", "tf32"): 96,
+    ("sm_90", "flash_attention_kernel", "fp32"): 448,
+    ("sm_90", "flash_attention_backward_kernel", "bf16"): 264,
+    ("sm_90", "flash_attention_backward_kernel", "fp32"): 1944,
+    ("sm_90", "flash_attention_backward_dq_kernel", "fp32"): 352,
+    ("sm_90", "flash_attention_backward_dkdv_kernel", "bf16"): 248,
+    ("sm_90", "flash_attention_backward_dkdv_kernel", "fp32"): 976,
+}
+SCALAR_SPILLS = 8  # AMD's scalar registers spill into lanes of a vector register, not into memory
+WIDE_SHARE = 0.5
+
+
+def violations(row):
+    """What is wrong with a row, each a line that names the figure and its limit."""
+    arch, launch = row["arch"], f"{row['kernel']} for {row['arch']} ({row['case']}, {row['precision']}, {row['tile']})"
+    if row.get("error"):
+        return [f"{launch}: does not compile: {row['error']}"]
+    chip, threads = CHIPS[arch], row["warps"] * wave_size(arch)
+    scratch = SCRATCH.get((arch, row["kernel"], row["precision"]), 0)
+    # NVIDIA's matrix instructions take fp32 only as TF32.
+    needs_matrix = row["has_dot"] and (is_amd(arch) or row["precision"] != "fp32")
+    limits = [
+        (
+            threads > MAX_THREADS,
+            f"{row['warps']} warps are {threads} threads, limit {MAX_THREADS}",
+        ),
+        (
+            row["shared_bytes"] > chip.shared_limit,
+            f"{row['shared_bytes']} bytes of shared memory, limit {chip.shared_limit}",
+        ),
+        ((row["vector_spills"] or 0) > 0, f"{row['vector_spills']} vector registers spilled, limit 0"),
+        (
+            (row["scalar_spills"] or 0) > SCALAR_SPILLS,
+            f"{row['scalar_spills']} scalar registers spilled, limit {SCALAR_SPILLS}",
+        ),
+        (row["scratch_bytes"] > scratch, f"{row['scratch_bytes']} bytes of scratch a thread, limit {scratch}"),
+        (
+            is_amd(arch) and not row["has_dot"] and row["registers"] > 256,
+            f"{row['registers']} registers, limit 256: the rest are accumulation registers, reached by copies",
+        ),
+        (needs_matrix and not row["matrix_instructions"], "no matrix instruction for its products, at least 1 needed"),
+        (
+            row["wide_loads_expected"] and row["wide_share"] is not None and row["wide_share"] < WIDE_SHARE,
+            f"{row['wide_share'] or 0:.0%} of its bytes in loads of 8 bytes or more, at least {WIDE_SHARE:.0%} needed",
+        ),
+    ]
+    return [f"{launch}: {message}" for broken, message in limits if broken]
+
+
+def missing_kernels(kernels, launches):
+    """Kernels that nothing here launches, or whose work is not known."""
+    launched = {launch.kernel for launch in launches}
+    for name in kernels:
+        if name not in launched:
+            yield f"{name}: no case launches it; add one to CASES in profiling/kernel_report.py"
+        if name not in WORK:
+            yield f"{name}: its bytes and operations are not known; add them to WORK in profiling/kernel_report.py"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+def tile_of(launch):
+    """The constants that are sizes of tiles, and what the compiler is told, in a few words."""
+    constants, options = dict(launch.constants), dict(launch.options)
+    sizes = {"BLOCK_M": "m", "BLOCK_N": "n", "BLOCK_ROWS": "rows", "BLOCK_TOKENS": "tokens", "BLOCK_COLS": "cols"}
+    words = [f"{constants[name]} {word}" for name, word in sizes.items() if name in constants]
+    words += [f"{constants['BLOCK_SIZE']} elements"] if "BLOCK_SIZE" in constants else []
+    words += [f"head {constants['HEAD_DIM']}"] if "HEAD_DIM" in constants else []
+    return ", ".join([*words, f"{options['num_warps']} warps"])
+
+
+def variant_of(launch):
+    """Which of a kernel's variants: its boolean constants that are true."""
+    return " ".join(name.removeprefix("HAS_").lower() for name, value in launch.constants if value is True)
+
+
+def make_row(job, compiled, kernels):
+    launch = job.launch
+    aligned = all(s % 16 == 0 for s in launch.scalars if isinstance(s, int) and s > 256)  # the compiler knows no better
+    row = {
+        "kernel": launch.kernel,
+        "variant": variant_of(launch),
+        "arch": job.arch,
+        "case": job.case,
+        "precision": job.precision,
+        "calls": job.calls,
+        "tile": tile_of(launch),
+        "warps": launch.warps,
+        "options": {name: value for name, value in launch.options if name != "num_warps"},
+        "wide_loads_expected": CASES[job.case].wide_loads and aligned,
+        **compiled,
+    }
+    if launch.kernel in WORK and not row.get("error"):
+        row["bytes"], row["operations"] = WORK[launch.kernel](launch.arguments(kernels[launch.kernel]))
+        row["bound_us"], row["bound_by"] = bound(
+            job.arch, job.precision, row["has_dot"], row["bytes"], row["operations"]
+        )
+        row["occupancy"] = occupancy(job.arch, row["registers"], row["shared_bytes"], row["warps"])
+    return row
+
+
+def analyse(jobs, processes):
+    """(rows, lines that say what is wrong with them)"""
+    kernels = find_kernels(kernel_modules())
+    compiled = compile_jobs(jobs, processes)
+    rows = [make_row(job, compiled[job.arch, job.launch.compiled_as], kernels) for job in jobs]
+    return rows, [line for row in rows for line in violations(row)]
+
+
+HEADER = """# What the compiler makes of each kernel
+
+<!-- Generated by `make kernel-report`; do not edit. -->
+
+Every Triton kernel, compiled for five GPU architectures in the configurations that
+[tiny_llama_v3.py](../tiny_llama_v3.py) chooses there. **Nothing on this page was run**: registers, shared memory and
+instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet; times
+measured on an NVIDIA H200 are in [README.md](../README.md).
+
+- *registers* of a thread. AMD has 512 of them, accumulation registers included, NVIDIA 255.
+- *shared*: KiB of shared memory (AMD: LDS) of a program.
+- *occupancy*: the warps (AMD: waves) that fit in one multiprocessor (AMD: compute unit) at a time, as a share of the
+  most that it takes, and what keeps it from more.
+- *main instructions*: those of matrix products, and loads and stores of global memory by the bits that a thread moves.
+- *calls* in a training step.
+- *MB*, *MFLOP* of one launch: what must move at least, each tensor once, and the operations of its formula.
+- *bound*: the longer of bytes / bandwidth and operations / peak. A launch costs some microseconds on top.
+"""
+
+
+def number(value):
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def instruction_cell(row):
+    """Matrix instructions first."""
+    names = sorted(row["instructions"], key=lambda name: ("load" in name or "store" in name, name))
+    return ", ".join(f"{row['instructions'][name]} {name}" for name in names)
+
+
+def report_line(row):
+    spilled = row["scratch_bytes"] or row["vector_spills"] or 0
+    held_by = row["occupancy"]["limit"]
+    return [
+        f"`{row['kernel'].removesuffix('_kernel')}`" + (f" {row['variant']}" if row["variant"] else ""),
+        row["tile"],
+        f"{row['registers']}" + (f", spills {spilled} bytes" if spilled else ""),
+        number(row["shared_bytes"] / 1024),
+        f"{row['occupancy']['share']:.0%}" + (f", {held_by}" if held_by else ""),
+        instruction_cell(row),
+        f"{row['calls']}",
+        number(row["bytes"] / 1e6),
+        number(row["operations"] / 1e6),
+        f"{number(row['bound_us'])} us, {row['bound_by']}",
+    ]
+
+
+COLUMNS = ["kernel", "tile", "registers", "shared", "occupancy", "main instructions", "calls", "MB", "MFLOP", "bound"]
+
+
+def case_title(case):
+    sizes = CASES[case].sizes
+    return f"{case}: {sizes['batch_size']} x {sizes['seq_len']} tokens, hidden {sizes['hidden_dim']}"
+
+
+def page(result):
+    """The Markdown of a result; it shows bf16."""
+    parts = [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ([kernels.json](kernels.json))"]
+    rows = [row for row in result["rows"] if row["precision"] == "bf16"]
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        chip = CHIPS[arch]
+        peak = llama.peak_tflops(device_of(arch), "bf16")
+        parts.append(
+            f"## {arch}\n\n{chip.name}: {chip.units} {'compute units' if is_amd(arch) else 'multiprocessors'}, "
+            f"{peak:,.0f} TFLOP/s in bf16, {chip.terabytes_per_second} TB/s, "
+            f"at most {chip.shared_limit // 1024} KiB of shared memory a program."
+        )
+        for case in dict.fromkeys(row["case"] for row in rows):
+            lines = [report_line(row) for row in rows if (row["arch"], row["case"]) == (arch, case)]
+            total = sum(row["calls"] * row["bound_us"] for row in rows if (row["arch"], row["case"]) == (arch, case))
+            if lines:
+                title = f"**{case_title(case)}** (together at least {number(total / 1e3)} ms a step)"
+                parts.append(f"{title}\n\n{markdown_table(COLUMNS, lines)}")
+    return "\n\n".join(parts) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse(argv):
+    parser = llama.Parser(
+        prog="kernel_report.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--check", action="store_true", help="compile every case, check, and write nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --check: write what was compiled there")
+    parser.add_argument("--architectures", nargs="+", choices=list(CHIPS), default=list(CHIPS), help="(default: all)")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="(default: those of the report, or all)")
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count(), 8), help="(default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def run(argv):
+    options = parse(argv)
+    if llama.triton is None:
+        raise llama.UsageError("Triton is not installed: pip install triton, on Linux")
+    if options.processes < 1:
+        raise llama.UsageError(f"--processes {options.processes} compiles nothing: give 1 or more")
+    chosen = {name: CASES[name] for name in options.cases or CASES}
+    if options.check:
+        selection = dict.fromkeys(chosen, options.precisions)
+    else:
+        selection = {name: [p for p in options.precisions if p in case.reported] for name, case in chosen.items()}
+    jobs = list(jobs_for(options.architectures, selection))
+    rows, wrong = analyse(jobs, options.processes)
+    if options.check and not options.cases:
+        wrong += missing_kernels(find_kernels(kernel_modules()), (job.launch for job in jobs))
+    summary = f"{len(rows)} launches for {', '.join(options.architectures)}: {len(wrong)} violations"
+    print("\n".join([*wrong, summary]))
+    command = shlex.join(["python", "profiling/kernel_report.py", *argv])
+    result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
+    if not options.check:
+        write_result(RESULT, result)
+        PAGE.write_text(page(result))
+        print(f"Written: {PAGE.relative_to(ROOT)}, {RESULT.relative_to(ROOT)}")
+    elif options.json:
+        write_result(options.json, result)
+    return 1 if wrong else 0
+
+
+def write_result(path, result):
+    """A row a line, so that a difference between two results can be read."""
+    rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    head = json.dumps(result | {"rows": []}, indent=1)
+    path.write_text(head.replace("[]", f"[\n{rows}\n]") + "\n")
+
+
+def main(argv=None):
+    # Triton's interpreter would be in the compiler's place.
+    os.environ.pop("TRITON_INTERPRET", None)
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(argv), "kernel_report.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
