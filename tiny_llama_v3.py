@@ -2257,6 +2257,8 @@ def attached_profiler():
         "ROCP_TOOL_LIBRARIES",
         "ROCPROFILER_REGISTER",
         "HSA_TOOLS_LIB",
+        "NV_NSIGHT_INJECTION_PORT_BASE",  # ncu
+        "NSYS_PROFILING_SESSION_ID",
         "CUDA_INJECTION64_PATH",
         "NVTX_INJECTION64_PATH",
     )

@@ -273,6 +273,8 @@ explain() {
         "the driver lets only an administrator read GPU counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0"
         'Failed to initialize the profiler|LibraryNotLoaded'
         "ncu cannot reach the GPU's counters on this machine (a virtual machine or sandbox, often)"
+        'No kernels were profiled'
+        "ncu saw no kernel within a range named step: did the program use the GPU?"
         "locale is available|unsupported locale"
         "rocprof-compute wants a locale that is missing: LC_ALL=C.UTF-8, or generate en_US.UTF-8"
         "package was not found|ModuleNotFoundError"

@@ -47,7 +47,7 @@ count_with_rocprofv3() {
 run_ncu() {
     run ncu --nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled "$@" \
         -f -o "$RESULT/ncu" "${PROGRAM[@]}" --num-steps 1 --warmup-steps 1 || return
-    require_file ncu.ncu-rep
+    [[ -n $DRY_RUN || -s $RESULT/ncu.ncu-rep ]] || return 1
     if [[ -n $DRY_RUN ]]; then
         note "ncu --import $(printf %q "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
     else

@@ -8,7 +8,7 @@ import torch
 import tiny_llama_v3 as llama
 
 TINY = (
-    "--hidden-dim 32 --num-layers 2 --num-heads 4 --ffn-dim 48 --vocab-size 37 --batch-size 2 --seq-len 16 "
+    "--hidden-dim 32 --num-layers 2 --num-heads 2 --ffn-dim 32 --vocab-size 37 --batch-size 1 --seq-len 16 "
     "--num-steps 2 --warmup-steps 1"
 ).split()
 ONE_STEP = (
@@ -64,7 +64,7 @@ def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
     assert nested(ranges) == " ".join([ONE_STEP] * 3)
 
 
-@pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "LD_PRELOAD"])
+@pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NV_NSIGHT_INJECTION_PORT_BASE", "LD_PRELOAD"])
 @pytest.mark.parametrize("timing", ["phases", "step"])
 def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing):
     quiet = run("--device", "cpu", "--impl", "torch", "--timing", timing)

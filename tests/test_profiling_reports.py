@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import tiny_llama_v3 as llama
-from profiling import compare, counters, hotspots, kernel_stats, plot, summary, timeline
+from profiling import compare, counters, hotspots, kernel_stats, overhead, plot, summary, timeline
 from profiling.kernel_stats import Unreadable, read_kernel_stats
 
 sys.path.insert(0, str(Path(__file__).parent / "rocm_stand_ins"))
@@ -252,6 +252,25 @@ def test_summary_says_what_was_not_counted(session):
     assert "Bytes in the training run were not counted" in text and "not counted (they need rocprofv3 or ncu)" in text
     (session / "kernels_alone.json").unlink()
     assert summary.main([str(session), "--tool", "torch"]) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With the real program
+
+
+def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys):
+    """On a CPU or a GPU: a plain run, then get_hotspots.sh through torch.profiler."""
+    monkeypatch.chdir(tmp_path)
+    sizes = "--hidden-dim 32 --num-layers 1 --num-heads 2 --vocab-size 64 --batch-size 2 --seq-len 16 --num-steps 2"
+    arguments = ["--scripts", "get_hotspots.sh", "--json", "overhead.json", "--", *sizes.split(), "--impl", "torch"]
+    assert overhead.main(arguments) == 0
+    result = json.loads(Path("overhead.json").read_text())
+    row = result["scripts"]["get_hotspots.sh"]
+    assert row["tool"].startswith("torch.profiler") and row["ms"] > 0 and result["plain"]["ms"] > 0
+    assert row["ratio"] == pytest.approx(row["ms"] / result["plain"]["ms"])
+    assert f"get_hotspots.sh: {row['ms']:.3f} ms a step" in capsys.readouterr().out
+    with pytest.raises(overhead.Failed, match="ended with 3: so it goes"):
+        overhead.run([sys.executable, "-c", "import sys; print('so it goes'); sys.exit(3)"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

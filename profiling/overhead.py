@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Measure what profiling adds to a training step.
+
+    python profiling/overhead.py                                     get_trace.sh and get_hotspots.sh
+    python profiling/overhead.py --scripts get_trace.sh -- --use-amp
+    python profiling/overhead.py --json overhead.json
+
+Each script runs tiny_llama_v3.py once, after a run without any profiler; the median step of the one is compared with
+the median step that was recorded in the other. Exit codes: 0 done, 2 a run failed or its result cannot be read.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.kernel_stats import Unreadable, read_ranges  # noqa: E402
+from profiling.timeline import steps_of  # noqa: E402
+
+PROGRAM = ["--batch-size", "8", "--seq-len", "128", "--num-steps", "20"]
+
+
+class Failed(Exception):
+    """A run that did not succeed; the message holds the end of what it printed."""
+
+
+def run(command):
+    """(standard output, seconds) of a command."""
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
+    if done.returncode:
+        raise Failed(
+            f"{Path(command[0]).name} ended with {done.returncode}: {(done.stderr or done.stdout)[-500:].strip()}"
+        )
+    return done.stdout, time.perf_counter() - start
+
+
+def result_of(folder):
+    """The JSON that tiny_llama_v3.py wrote into a folder."""
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise Unreadable(f"{folder} holds no JSON of tiny_llama_v3.py")
+    return json.loads(paths[-1].read_text())
+
+
+def measured_step_ms(folder):
+    """The median step that the program itself measured."""
+    return result_of(folder)["summary"]["batch_ms"]["p50"]
+
+
+def recorded_step_ms(folder):
+    """The median step while the profiler was recording: torch.profiler records steps after the measured ones."""
+    if (folder / "trace.json").exists():
+        steps = steps_of(read_ranges(folder / "trace.json"))
+        return statistics.median((steps["End"] - steps["Start"]) / 1e6)
+    return measured_step_ms(folder / "run")
+
+
+def measure(scripts, arguments):
+    """{"date", "environment", "plain": {"ms", "seconds"}, "scripts": {name: {"tool", "ms", "ratio", "seconds"}}}"""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plain = [
+            sys.executable,
+            str(ROOT / "tiny_llama_v3.py"),
+            *PROGRAM,
+            "--output-dir",
+            str(folder / "plain"),
+            *arguments,
+        ]
+        _, seconds = run(plain)
+        result = {
+            "date": datetime.now().isoformat(timespec="seconds"),
+            "environment": result_of(folder / "plain")["environment"],
+            "plain": {"ms": measured_step_ms(folder / "plain"), "seconds": seconds},
+            "scripts": {},
+        }
+        for script in scripts:
+            output = folder / script
+            text, seconds = run([str(ROOT / script), "--output", str(output), "--", *PROGRAM, *arguments])
+            ms = recorded_step_ms(output)
+            result["scripts"][script] = {
+                "tool": text.splitlines()[0].removeprefix("Tool: ").split(" (")[0],
+                "ms": ms,
+                "ratio": ms / result["plain"]["ms"],
+                "seconds": seconds,
+            }
+    return result
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        prog="overhead.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scripts", nargs="+", default=["get_trace.sh", "get_hotspots.sh"], metavar="SCRIPT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("arguments", nargs="*", metavar="-- OPTIONS", help="of tiny_llama_v3.py")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    try:
+        result = measure(options.scripts, options.arguments)
+    except (Failed, Unreadable, OSError) as error:
+        print(f"overhead.py: error: {error}", file=sys.stderr)
+        return 2
+    plain = result["plain"]
+    print(f"without a profiler: {plain['ms']:.3f} ms a step, the run {plain['seconds']:.1f} s")
+    for script, row in result["scripts"].items():
+        figures = f"{row['ms']:.3f} ms a step, {row['ratio']:.2f} times; the run {row['seconds']:.1f} s"
+        print(f"{script}: {figures}; {row['tool']}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
