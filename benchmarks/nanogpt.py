@@ -295,7 +295,6 @@ def run(argv):
     tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     described = llama.get_device(device.type)
-    benchmark = "nanogpt" if world.size == 1 else "nanogpt_scaling"
     result = header("nanogpt", described, argv) | {
         "size": size,
         "batch_size": batch_size,
@@ -304,8 +303,8 @@ def run(argv):
         "processes": world.size,
         "rows": {},
     }
-    result["benchmark"] = benchmark
     if world.size > 1:
+        result["benchmark"] = "scaling"
         result["command"] = (
             f"torchrun --standalone --nproc_per_node={world.size} {result['command'].removeprefix('python ')}"
         )

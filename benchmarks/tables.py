@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write the measured tables into README.md, from the newest results.
+"""Write the measured tables into README.md and nanogpt_triton/README.md, from the newest results.
 
     python benchmarks/tables.py            rewrite what stands between the markers
     python benchmarks/tables.py --check    print what would change, and exit with 1 if anything would
 
-The markers are <!-- begin: compare -->, <!-- end: compare -->, and the same with kernels. Of a comparison, each size
-comes from the newest result that has it. Exit codes: 0 done, 1 README.md is out of date, 2 the request cannot be met.
+The markers are <!-- begin: compare -->, <!-- end: compare -->, and the same with kernels, layer_norm, nanogpt and
+scaling. Of a comparison, each size comes from the newest result that has it. Exit codes: 0 done, 1 a README.md is out
+of date, 2 the request cannot be met.
 """
 
 import argparse
@@ -121,38 +122,131 @@ def kernels_section(folder):
     return f"{table}\n\n{provenance(name, result)}"
 
 
-SECTIONS = {"compare": compare_section, "kernels": kernels_section}
+def ratio_to(ours, theirs):
+    return f"{theirs['us'] / ours['us']:.2f}" if theirs and not theirs["error"] else ""
 
 
-def rewrite(text, folder):
-    """The text with every section between markers replaced."""
+def layer_norm_section(folder):
+    results = newest_first(folder, "layer_norm")
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    copy_rate = result["copy_rate"]
+    rows = []
+    for case in result["cases"]:
+        label = f"{case['dtype']}, {case['case']}"
+        if case["error"] or any(measured["triton"]["error"] for measured in case["passes"].values()):
+            rows.append([label, case["error"] or "failed", *[""] * 6])
+            continue
+        row = [f"{case['dtype']}, {' x '.join(f'{n:,}' for n in case['shape'])}"]
+        for pass_name in ("forward", "backward", "forward + backward"):
+            measured = case["passes"][pass_name]
+            ours = measured["triton"]
+            if pass_name != "forward + backward":
+                share = f", {100 * ours['rate'] / copy_rate:.0f} %" if copy_rate else ""
+                row.append(f"{significant(ours['us'])} us{share}")
+            else:
+                row.append(f"{significant(ours['us'])} us")
+            if pass_name != "backward":
+                row += [ratio_to(ours, measured.get(peer)) for peer in ("torch", "compile")]
+        rows.append(row)
+    header = ["", "forward", "x torch", "x compile", "backward", "forward + backward", "x torch", "x compile"]
+    ceiling = f"Percentages are of {significant(copy_rate)} TB/s, reading and writing.\n\n" if copy_rate else ""
+    return f"{markdown_table(header, rows)}\n\n{ceiling}{provenance(name, result)}"
+
+
+def nanogpt_section(folder):
+    results = [item for item in newest_first(folder, "nanogpt") if item[1]["size"] != "tiny"]
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    rows = []
+    for row_name, row in result["rows"].items():
+        if row["error"] or "ms" not in row:
+            rows.append([row_name, (row["error"] or "not measured").replace("|", "/"), *[""] * 5])
+            continue
+        ms, speedup = row["ms"], row.get("speedup")
+        rows.append(
+            [
+                row_name,
+                significant(ms["median"]),
+                f"{significant(ms['p20'])} – {significant(ms['p80'])}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{100 * row['mfu']:.1f} %" if row["mfu"] else "",
+                f"{row['peak_memory_mib']:,.0f}" if row["peak_memory_mib"] else "",
+                f"{speedup['median']:.3f} x `{speedup['peer']}`" if speedup else "",
+            ]
+        )
+    header = ["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB", "speed"]
+    return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
+
+
+def scaling_section(folder):
+    results = [item for item in newest_first(folder, "scaling") if item[1]["size"] != "tiny"]
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    rows = []
+    for row_name, row in result["rows"].items():
+        if row["error"]:
+            rows.append([row_name, row["error"].replace("|", "/"), "", "", ""])
+            continue
+        ms = row["ms"]
+        figures = [f"{significant(ms[mode])} ms" for mode in ("alone", "exchanging")]
+        rows.append([row_name, *figures, f"{row['tokens_per_second']:,.0f}", f"{100 * row['efficiency']:.1f} %"])
+    number = result["processes"]
+    header = ["", "1 GPU", f"{number} GPUs", "tokens/s", f"of {number} times one"]
+    return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
+
+
+SECTIONS = {
+    "compare": compare_section,
+    "kernels": kernels_section,
+    "layer_norm": layer_norm_section,
+    "nanogpt": nanogpt_section,
+    "scaling": scaling_section,
+}
+
+
+def rewrite(text, folder, to_root=""):
+    """The text with every section between markers replaced. to_root: the way from its file to the project's root."""
     for name, section in SECTIONS.items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        content = f"{begin}\n\n{section(folder)}\n\n{end}"
-        text = pattern.sub(lambda _, content=content: content, text)
+        if pattern.search(text):
+            content = section(folder).replace("](benchmarks/", f"]({to_root}benchmarks/")
+            text = pattern.sub(lambda _, content=f"{begin}\n\n{content}\n\n{end}": content, text)
     return text
+
+
+def update(readme, options):
+    """Rewrites a file, or with --check says whether it would change."""
+    text = readme.read_text()
+    depth = len(readme.resolve().relative_to(ROOT).parts) - 1 if readme.resolve().is_relative_to(ROOT) else 0
+    wanted = rewrite(text, options.results, "../" * depth)
+    if options.check:
+        names = (str(readme), "what the results say")
+        sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
+    elif wanted != text:
+        readme.write_text(wanted)
+    return options.check and wanted != text
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file to rewrite")
+    readmes = [ROOT / "README.md", ROOT / "nanogpt_triton" / "README.md"]
+    parser.add_argument("--readme", type=Path, nargs="+", default=readmes, help="the files to rewrite")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the results lie")
     options = parser.parse_args(argv)
-    try:
-        text = options.readme.read_text()
-    except OSError as error:
-        print(f"tables.py: error: --readme {options.readme} cannot be read ({error.strerror})", file=sys.stderr)
-        return 2
-    wanted = rewrite(text, options.results)
-    if not options.check:
-        if wanted != text:
-            options.readme.write_text(wanted)
-        return 0
-    names = (str(options.readme), "what the results say")
-    sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
-    return int(wanted != text)
+    out_of_date = False
+    for readme in options.readme:
+        try:
+            out_of_date |= update(readme, options)
+        except OSError as error:
+            print(f"tables.py: error: --readme {readme} cannot be read ({error.strerror})", file=sys.stderr)
+            return 2
+    return int(out_of_date)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ log_interval = 20
 always_save_checkpoint = False
 
 gradient_accumulation_steps = 1
-batch_size = 12
-block_size = 128
+batch_size = 16
+block_size = 64
 
 n_layer = 4
 n_head = 4
 n_embd = 128
 
-learning_rate = 2e-3
-min_lr = 2e-4
-max_iters = 1000
-lr_decay_iters = 1000
+learning_rate = 4e-3
+min_lr = 4e-4
+max_iters = 2000
+lr_decay_iters = 2000
 warmup_iters = 50
 beta2 = 0.99
 

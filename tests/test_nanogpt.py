@@ -1,0 +1,510 @@
+"""nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from nanogpt_triton import checkpoint, sample, train
+from nanogpt_triton.configurator import UsageError
+from nanogpt_triton.dataset import Characters, Writer
+from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
+
+FOLDER = Path(train.__file__).parent
+TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16)
+CONFIG = GPTConfig(vocab_size=27, bias=True, **TINY)
+SETTINGS = TINY | dict(
+    dataset="letters", batch_size=4, gradient_accumulation_steps=2, eval_iters=2, eval_interval=4, max_iters=12,
+    warmup_iters=2, lr_decay_iters=12, learning_rate=1e-2, log_interval=1, compile=False, device="cpu",
+)  # fmt: skip
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A dataset of letters that come in alphabetical order, mostly."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.where(torch.rand(20000, generator=generator) < 0.9, 1, 5)
+    letters = (steps.cumsum(0) % 27).tolist()
+    with Writer(folder / "letters") as writer:
+        writer.add("train", letters[:18000])
+        writer.add("val", letters[18000:])
+        writer.finish(Characters("abcdefghijklmnopqrstuvwxyz "))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in the same order here and in other processes; and no trace of a run's precision in other tests."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+
+
+def arguments(data_dir, out_dir, **settings):
+    settings = SETTINGS | {"data_dir": data_dir, "out_dir": out_dir} | settings
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def run(data_dir, out_dir, **settings):
+    return train.main(arguments(data_dir, out_dir, **settings))
+
+
+def start(data_dir, out_dir, processes=1, script="train.py", **settings):
+    program = [sys.executable, "-u"]
+    if processes > 1:
+        program += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*program, str(FOLDER / script), *arguments(data_dir, out_dir, **settings)]
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def weights(out_dir, name=checkpoint.NAME):
+    return checkpoint.load(Path(out_dir) / name)["model"]
+
+
+def assert_same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+# --- model
+
+
+def make_model(layer_norm="torch", config=CONFIG):
+    torch.manual_seed(0)
+    return GPT(config, layer_norm, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tokens_for(model, rows=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(27, (rows, 16), generator=generator).to(model.lm_head.weight.device)
+
+
+def test_initial_loss_is_that_of_guessing(capsys):
+    model = make_model()
+    tokens = tokens_for(model, rows=16)
+    logits, loss = model(tokens, tokens.roll(1))
+    assert logits.shape == (16, 16, 27)
+    assert loss.item() == pytest.approx(math.log(27), abs=0.05)
+    assert "using PyTorch's LayerNorm" in capsys.readouterr().out
+
+
+def test_a_token_sees_only_what_came_before():
+    model = make_model().eval()
+    tokens = tokens_for(model)
+    changed = tokens.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 27
+    before, after = (model(t, t)[0] for t in (tokens, changed))
+    assert torch.allclose(before[:, :8], after[:, :8], atol=1e-5)
+    assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
+
+
+def test_last_logits_alone_are_those_of_all():
+    model = make_model().eval()
+    tokens = tokens_for(model)
+    last, loss = model(tokens)
+    assert loss is None and last.shape == (2, 1, 27)
+    torch.testing.assert_close(last[:, 0], model(tokens, tokens)[0][:, -1])
+
+
+def test_ignored_targets_count_nothing():
+    model = make_model()
+    tokens = tokens_for(model)
+    targets = tokens.clone()
+    targets[1] = -1
+    torch.testing.assert_close(model(tokens, targets)[1], model(tokens[:1], tokens[:1])[1])
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_changes_neither_loss_nor_gradients(capsys, bias):
+    config = GPTConfig(vocab_size=27, bias=bias, **TINY)
+    results = []
+    for layer_norm in ("torch", "triton"):
+        model = make_model(layer_norm, config)
+        tokens = tokens_for(model)
+        loss = model(tokens, tokens.roll(1, dims=1))[1]
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert "using Triton-accelerated LayerNorm" in capsys.readouterr().out
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+def test_model_compiles_without_a_graph_break():
+    model = make_model("triton")
+    tokens = tokens_for(model)
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_every_weight_gets_a_gradient_and_matrices_decay():
+    model = make_model()
+    model(*[tokens_for(model)] * 2)[1].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    decayed, others = model.make_optimizer(0.1, 1e-3, (0.9, 0.95)).param_groups
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_gpt2_has_124_million_weights():
+    model = GPT(GPTConfig(vocab_size=50257), "torch", "meta")
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_heads_that_do_not_divide_the_width():
+    with pytest.raises(UsageError, match="n_embd=32 is not divisible by n_head=5"):
+        GPT(GPTConfig(n_embd=32, n_head=5))
+
+
+def test_cropped_positions_leave_the_rest_alone():
+    model = make_model().eval()
+    tokens = tokens_for(model)[:, :8]
+    before = model(tokens, tokens)[0]
+    model.crop_block_size(8)
+    torch.testing.assert_close(model(tokens, tokens)[0], before)
+    with pytest.raises(ValueError, match="9 tokens"):
+        model(torch.zeros(1, 9, dtype=torch.long, device=tokens.device))
+
+
+def test_weights_of_hugging_face():
+    """The same logits as GPT2LMHeadModel's."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=27, n_positions=16, n_embd=32, n_layer=2, n_head=2, activation_function="gelu"
+    )
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    ours = GPT(CONFIG, "torch").eval()
+    ours.load_state_dict(from_hugging_face(theirs.state_dict()))
+    tokens = tokens_for(ours)
+    torch.testing.assert_close(ours(tokens, tokens)[0], theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_pretrained_weights_without_their_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="pip install transformers"):
+        GPT.from_pretrained("gpt2")
+
+
+def test_generation_draws_likely_tokens_only():
+    model = make_model().eval()
+    tokens = tokens_for(model, rows=1)
+    torch.manual_seed(0)
+    greedy = model.generate(tokens, 20, top_k=1)
+    assert greedy.shape == (1, 36) and torch.equal(greedy[:, :16], tokens)
+    for end in range(16, 36):
+        assert greedy[0, end] == model(greedy[:, max(0, end - 16) : end])[0][0, -1].argmax()
+    assert torch.equal(model.generate(tokens, 5, temperature=1e-3), greedy[:, :21])
+
+
+# --- training
+
+
+def test_learning_rate_rises_and_falls():
+    settings = train.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
+    rates = [train.learning_rate(settings, i) for i in range(200)]
+    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 == max(rates)
+    assert rates[60] == pytest.approx(0.55) and rates[110] == rates[199] == pytest.approx(0.1)
+    assert train.learning_rate(train.Settings(decay_lr=False, learning_rate=0.3), 0) == 0.3
+
+
+def test_accumulated_batches_are_one_large_batch():
+    batches = [(tokens_for(make_model()), tokens_for(make_model()).roll(i + 1)) for i in range(2)]
+    whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    gradients = []
+    for given in (batches, [whole]):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler = torch.amp.GradScaler(enabled=False)
+        train.optimizer_step(
+            model, optimizer, scaler, given, len(given), lambda: torch.autocast("cpu", enabled=False), 0.0
+        )
+        gradients.append([b - p for b, p in zip(before, model.parameters(), strict=True)])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_clipped_at_their_norm():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    batch = [(tokens_for(model), tokens_for(model))]
+    scaler = torch.amp.GradScaler(enabled=False)
+    train.optimizer_step(model, optimizer, scaler, batch, 1, lambda: torch.autocast("cpu", enabled=False), 0.01)
+    moved = torch.stack([(b - p).norm() for b, p in zip(before, model.parameters(), strict=True)]).norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_run_learns_and_its_model_writes(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, max_iters=60, lr_decay_iters=60, eval_interval=20) == 0
+    out = capsys.readouterr().out
+    val = [float(v) for v in re.findall(r"^step \d+: train loss .*, val loss ([\d.]+)$", out, flags=re.M)]
+    assert len(val) == 4 and val[0] == pytest.approx(math.log(27), abs=0.1) and val[-1] < 1.0
+    assert len(re.findall(r"^iter \d+: loss [\d.]+, time [\d.]+ms, [\d,]+ tokens/s$", out, flags=re.M)) == 60
+    assert "using PyTorch's LayerNorm" in out and "tokens per iteration will be: 128" in out
+    flags = [f"--out_dir={tmp_path}", "--start=abc", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
+    assert sample.main([*flags, "--top_k=1"]) == 0
+    texts = capsys.readouterr().out.split("---------------\n")
+    assert texts[0].endswith("abcdefghijklmnopqrstuvwxyz abcdef\n") and len(texts) == 3
+    assert sample.main([*flags, "--start=A"]) == 2
+    assert "no character 'A'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_resumed_runs_have_the_same_bits(data_dir, tmp_path, dtype):
+    settings = dict(dropout=0.2, dtype=dtype, always_save_checkpoint=True)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    assert run(data_dir, tmp_path / "parts", **settings, max_iters=8) == 0
+    assert run(data_dir, tmp_path / "parts", **settings, init_from="resume") == 0
+    whole, parts = (checkpoint.load(tmp_path / name / checkpoint.NAME) for name in ("whole", "parts"))
+    assert_same_bits(whole["model"], parts["model"])
+    assert whole["position"] == parts["position"] == 24 and whole["best_val_loss"] == parts["best_val_loss"]
+    assert whole["scaler"] == parts["scaler"] and bool(whole["scaler"]) == (dtype == "float16")
+    for key, state in whole["optimizer"]["state"].items():
+        assert_same_bits(state, parts["optimizer"]["state"][key])
+
+
+def test_sigterm_saves_and_a_resumed_run_goes_on(data_dir, tmp_path):
+    settings = dict(dropout=0.2, max_iters=300, eval_interval=300, lr_decay_iters=300, eval_iters=1)
+    process = start(data_dir, tmp_path / "cut", **settings)
+    for line in process.stdout:
+        if line.startswith("iter 5:"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, rest
+    assert "--init_from=resume" in rest
+    iteration = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)["iter_num"]
+    assert 5 < iteration < 300
+    last = iteration + 5
+    assert run(data_dir, tmp_path / "whole", **settings | {"max_iters": last}) == 0
+    assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": last}, init_from="resume") == 0
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_an_interruption_keeps_the_best_checkpoint(data_dir, tmp_path, monkeypatch):
+    """Ctrl-C where only the best is kept: the state goes beside it, and a resumed run takes it from there."""
+    step = train.Trainer.step
+
+    def interrupted(self):
+        if self.iteration == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(train.Trainer, "step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(data_dir, tmp_path, always_save_checkpoint=False) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert checkpoint.find(tmp_path, newest=True).name == checkpoint.INTERRUPTED
+    assert checkpoint.load(tmp_path / checkpoint.INTERRUPTED)["iter_num"] == 7
+    monkeypatch.undo()
+    assert run(data_dir, tmp_path, always_save_checkpoint=False, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 12
+    assert not (tmp_path / checkpoint.INTERRUPTED).exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(data_dir, tmp_path, capsys, monkeypatch):
+    evaluated = train.Trainer.step
+
+    def poisoned(self):
+        if self.iteration == 9:
+            with torch.no_grad():
+                self.raw_model.lm_head.weight.fill_(math.nan)
+        return evaluated(self)
+
+    monkeypatch.setattr(train.Trainer, "step", poisoned)
+    assert run(data_dir, tmp_path, log_interval=7) == 1
+    error = capsys.readouterr().err
+    assert "loss of iteration 9 is nan" in error and "iteration 8 is saved" in error and error.count("\n") == 1
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 8
+
+
+def test_target_loss(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, target_loss=3.2, max_iters=1000) == 0
+    assert int(re.search(r"in (\d+) iterations", capsys.readouterr().out)[1]) < 100
+    assert run(data_dir, tmp_path, target_loss=0.1, max_iters=4) == 1
+    assert "target_loss=0.1 was not reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(init_from="resume"), "no ckpt.pt"),
+        (dict(dataset="nothing"), "dataset=nothing"),
+        (dict(device="cuda:99"), "device=cuda:99"),
+        (dict(device="tpu"), "device=tpu is unknown"),
+        (dict(n_head=5), "not divisible by n_head=5"),
+        (dict(init_from="gpt2"), "needs GPT-2's tokens"),
+        (dict(wandb_log=True), "pip install wandb"),
+        (dict(block_size=100000), "too few for block_size=100000"),
+    ],
+)
+def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, capsys, monkeypatch, settings, words):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(data_dir, tmp_path, **settings) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train.Trainer, "step", full)
+    assert run(data_dir, tmp_path) == 2
+    assert "halve batch_size" in capsys.readouterr().err
+
+
+# --- checkpoints
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, {"model": {}, "model_args": {}, "iter_num": 1})
+
+    def full_disk(state, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(UsageError, match="No space left on device"):
+        checkpoint.save(path, {})
+    monkeypatch.undo()
+    assert checkpoint.load(path)["iter_num"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    program = (
+        "import os, sys, torch; from nanogpt_triton import checkpoint; from pathlib import Path\n"
+        "state = {'model': {}, 'model_args': {}, 'iter_num': 1}; path = Path(sys.argv[1])\n"
+        "checkpoint.save(path, state)\n"
+        "torch.save = lambda state, file: (file.write(b'half'), file.flush(), os.kill(os.getpid(), 9))\n"
+        "checkpoint.save(path, state | {'iter_num': 2})\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program, str(path)], cwd=FOLDER.parent, env=ENVIRONMENT)
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoint.load(path)["iter_num"] == 1
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("content", ["evil", b"", b"text", {"model": {}}])
+def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / checkpoint.NAME
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save({"model": {}, "x": Evil()} if content == "evil" else content, path)
+    with pytest.raises(UsageError, match="not a checkpoint"):
+        checkpoint.load(path)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_checkpoints_of_nanogpt(data_dir, tmp_path, capsys):
+    """Compiled models' prefix, the mask as a buffer, and nothing of ours: random state, scaler, data position."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    path = tmp_path / checkpoint.NAME
+    state = torch.load(path, weights_only=True)
+    model = {f"_orig_mod.{name}": tensor for name, tensor in state["model"].items()}
+    model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    kept = {name: state[name] for name in ("optimizer", "model_args", "iter_num", "best_val_loss", "config")}
+    torch.save(kept | {"model": model}, path)
+    capsys.readouterr()
+    assert run(data_dir, tmp_path, init_from="resume", n_layer=3) == 0
+    out = capsys.readouterr().out
+    assert "start anew" in out and "the checkpoint decides: n_layer=2" in out
+    assert checkpoint.load(path)["iter_num"] == 12
+
+
+# --- several processes
+
+
+def losses_of(text):
+    return {int(n): float(loss) for n, loss in re.findall(r"^iter (\d+): loss ([\d.]+)", text, flags=re.M)}
+
+
+def test_two_processes_compute_what_one_does(data_dir, tmp_path, capsys):
+    process = start(data_dir, tmp_path / "two", processes=2)
+    assert run(data_dir, tmp_path / "one") == 0
+    ours = capsys.readouterr().out
+    theirs = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, theirs
+    assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=2e-4) and len(losses_of(ours)) == 12
+    assert theirs.count("using PyTorch's LayerNorm") == 1
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    assert len(checkpoint.load(tmp_path / "two" / checkpoint.NAME)["rng"]) == 2
+
+
+def test_one_process_s_failure_ends_all(data_dir, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(FOLDER.parent)!r})\n"
+        "from nanogpt_triton import train\n"
+        "step = train.Trainer.step\n"
+        "def failing(self):\n"
+        "    if self.world.rank == 1 and self.iteration == 3: raise train.UsageError('rank 1 fails')\n"
+        "    return step(self)\n"
+        "train.Trainer.step = failing\n"
+        "code = train.main()\n"
+        "os._exit(code)\n"
+    )
+    process = start(data_dir, tmp_path, processes=2, script=script, max_iters=100000, eval_interval=100000)
+    out = process.communicate(timeout=90)[0]
+    assert process.returncode != 0
+    assert "rank 1 fails" in out and "iter 2:" in out and "iter 50:" not in out
+
+
+def test_accumulation_must_divide_among_processes(data_dir, tmp_path):
+    settings = train.Settings(**SETTINGS | {"gradient_accumulation_steps": 3, "data_dir": str(data_dir)})
+    world = train.World(settings)
+    world.size = 2
+    with pytest.raises(UsageError, match="gradient_accumulation_steps=3 is not divisible by 2"):
+        train.Trainer(settings, world)
+
+
+@pytest.mark.gpu
+def test_deterministic_runs_on_a_gpu_have_the_same_bits(data_dir, tmp_path):
+    settings = dict(device="cuda", dropout=0.2, deterministic=True)
+    for name, changes in (("whole", {}), ("parts", {"max_iters": 8}), ("parts", {"init_from": "resume"})):
+        process = start(
+            data_dir, tmp_path / name, **settings | changes
+        )  # the libraries' settings are read at their start
+        out = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, out
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_gpu_learns_with_our_layer_norm_compiled(data_dir, tmp_path, capsys, dtype):
+    settings = dict(device="cuda", compile=True, dtype=dtype, max_iters=60, lr_decay_iters=60, eval_interval=60)
+    assert run(data_dir, tmp_path, **settings) == 0
+    out = capsys.readouterr().out
+    assert "using Triton-accelerated LayerNorm" in out
+    assert float(re.findall(r"val loss ([\d.]+)", out)[-1]) < 1.0
