@@ -131,7 +131,10 @@ def gradients(config, row, batch, device, autocast):
 def check(config, batch, device):
     """The worst {name, error, allowed}; ArithmeticError if a gradient of "triton" is beyond what is allowed."""
     batch = [t[:2] for t in batch]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     exact = gradients(config, ROWS["torch"], batch, device, autocast=False)
+    torch.set_float32_matmul_precision(precision)
     plain, ours = (gradients(config, ROWS[name], batch, device, autocast=True) for name in ("torch", "triton"))
     worst = None
     for name, reference in exact.items():

@@ -159,7 +159,7 @@ def select_dtype(requested, device):
         return requested
     if device.type == "cpu":
         return "float32"
-    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
 def preferred_attention(device, deterministic):
