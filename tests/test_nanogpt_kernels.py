@@ -28,7 +28,7 @@ def normalized(function):
 
 @pytest.mark.parametrize("dtype", test_kernels.ALL_DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(64,), (1, 64), (3, 5, 96), (2, 7, 123), (37, 768), (9, 41), (3, 1, 2048), (2, 5000), (2, 1)]
+    "shape", [(64,), (1, 64), (3, 5, 96), (2, 7, 123), (37, 768), (9, 41), (3, 1, 2048), (2, 5000), (2, 3)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("with_delta", [True, False])
@@ -40,6 +40,16 @@ def test_layer_norm(randn, shape, dtype, with_bias, with_delta):
     if not with_delta:  # the residual is the input itself
         ours, theirs, upstream = normalized(ours), normalized(theirs), upstream[1:]
     test_kernels.assert_as_accurate_as_torch(ours, theirs, inputs, upstream, dtype)
+
+
+def test_width_of_one(randn):
+    inputs = [randn(4, 1).requires_grad_(), randn(1).requires_grad_(), randn(1).requires_grad_()]
+    y = triton_layer_norm(*inputs)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(y, inputs[2].expand(4, 1))
+    expected = [torch.zeros(4, 1), torch.zeros(1), torch.full((1,), 4.0)]  # times rstd, which is 316 here
+    for x, exact in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad.cpu(), exact, rtol=0, atol=1e-4)
 
 
 def test_wide_rows(randn):

@@ -68,15 +68,17 @@ def layer_norm_backward_kernel(
     y_grad_ptr, residual_grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, x_grad_ptr, delta_grad_ptr, partial_ptr,
     stride_y_grad_row, stride_residual_grad_row, stride_x_row, n_rows,
     N_COLS: tl.constexpr, HAS_RESIDUAL_GRAD: tl.constexpr, HAS_DELTA_GRAD: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, READ_TWICE: tl.constexpr,
 ):  # fmt: skip
     """With n = (x - mean) * rstd and g = y_grad * weight:
 
         x_grad = (g - mean(g) - n * mean(n * g)) * rstd + residual_grad
 
     and delta_grad is the same in another type. Each program walks over row tiles, num_programs apart, and leaves its
-    sums of y_grad * n and of y_grad in its row of partial.
+    sums of y_grad * n and of y_grad in its row of partial. Rows too wide to wait in registers for the means are
+    READ_TWICE, the second time from the cache; so is the weight, unless the rows leave it room.
     """
+    KEEP_WEIGHT: tl.constexpr = not READ_TWICE or x_ptr.dtype.element_ty != tl.float32
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
     weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
@@ -86,18 +88,29 @@ def layer_norm_backward_kernel(
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_ptrs = x_ptr + rows[:, None] * stride_x_row + cols[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
         y_grad_ptrs = y_grad_ptr + rows[:, None] * stride_y_grad_row + cols[None, :]
         y_grad = tl.load(y_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        if not KEEP_WEIGHT:
+            weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
         normalized = (x - mean[:, None]) * rstd[:, None]
-        weight_grad += tl.sum(y_grad * normalized, axis=0)  # within a thread: a row takes all of them
-        if HAS_BIAS:
-            bias_grad += tl.sum(y_grad, axis=0)
         scaled_grad = y_grad * weight[None, :]
         mean_grad = tl.sum(scaled_grad, axis=1) / N_COLS
         mean_product = tl.sum(normalized * scaled_grad, axis=1) / N_COLS
+        if READ_TWICE:  # another eviction policy, or the compiler would keep what it has read
+            x = tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            y_grad = tl.load(y_grad_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if not KEEP_WEIGHT:
+                weight_ptrs = weight_ptr + cols
+                weight = tl.load(weight_ptrs, mask=col_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            normalized = (x - mean[:, None]) * rstd[:, None]
+            scaled_grad = y_grad * weight[None, :]
+        weight_grad += tl.sum(y_grad * normalized, axis=0)  # within a thread: a row takes all of them
+        if HAS_BIAS:
+            bias_grad += tl.sum(y_grad, axis=0)
         x_grad = (scaled_grad - mean_grad[:, None] - normalized * mean_product[:, None]) * rstd[:, None]
         if HAS_RESIDUAL_GRAD:
             residual_grad_ptrs = residual_grad_ptr + rows[:, None] * stride_residual_grad_row + cols[None, :]
@@ -118,20 +131,24 @@ class BackwardTile(NamedTuple):
     warps: int
     stages: int
     programs: int
+    read_twice: bool
 
 
 @functools.cache
-def backward_tile(n_rows, n_cols, device_type):
+def backward_tile(n_rows, n_cols, itemsize, device_type):
     """A row takes all threads of a program, 8 columns each where possible: sums over rows stay within a thread.
 
     The narrower the rows, the more programs a multiprocessor has.
     """
     device = get_device(device_type)
     cols = next_power_of_2(n_cols)
-    threads = min(max(cols // 8, device.warp_size), 1024 if cols > 8192 else 512)
-    rows = 4 if cols <= 4096 else 1
-    programs = min(cdiv(n_rows, rows), device.num_sms * max(1, min(512 // threads, 8)))
-    return BackwardTile(rows, cols, threads // device.warp_size, 1, programs)
+    rows, stages, threads = 4 if cols <= 4096 else 1, 1, min(max(cols // 8, device.warp_size), 512)
+    if cols == 8192 and itemsize == 2 and device.is_hopper:  # two rows in flight hide the memory's latency
+        rows, stages, threads = 2, 2, 256
+    elif cols > 8192:  # few threads, many registers each: the sums alone need 2 a column
+        threads = min(cols // 64, 1024)
+    programs = min(cdiv(n_rows, rows), device.num_sms * max(1, min(512 // threads, 8 if cols <= 8192 else 1)))
+    return BackwardTile(rows, cols, threads // device.warp_size, stages, programs, cols > 8192)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -184,7 +201,7 @@ def layer_norm_backward(
     x_grad = torch.empty(x.shape, dtype=x_dtype, device=x.device)
     delta_grad = torch.empty(x.shape if delta_dtype else 0, dtype=delta_dtype or x_dtype, device=x.device)
     parameter_grads = torch.empty(1 + has_bias, n_cols, dtype=weight.dtype, device=x.device)
-    tile = backward_tile(known_size(n_rows), n_cols, x.device.type)
+    tile = backward_tile(known_size(n_rows), n_cols, x.element_size(), x.device.type)
     partial = torch.empty(tile.programs, 1 + has_bias, n_cols, dtype=torch.float32, device=x.device)
     run(
         (tile.programs,), (y_grad_rows, residual_grad_rows, x_rows, weight, mean, rstd, x_grad, delta_grad, partial),
@@ -192,6 +209,7 @@ def layer_norm_backward(
         dict(
             N_COLS=n_cols, HAS_RESIDUAL_GRAD=residual_grad is not None, HAS_DELTA_GRAD=delta_dtype is not None,
             HAS_BIAS=has_bias, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols, STAGES=tile.stages,
+            READ_TWICE=tile.read_twice,
         ),
         num_warps=tile.warps,
     )  # fmt: skip
