@@ -33,7 +33,10 @@ def run(tmp_path, capsys):
 def markers(monkeypatch):
     """What reaches NVTX, as nested parentheses."""
     calls = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"({name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(")"))
     for name in ("LD_PRELOAD", "ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH"):
