@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "exercises"
 sys.path.insert(0, str(FOLDER))
 
 import check  # noqa: E402
-import sweep  # noqa: E402
+import sweep_swiglu  # noqa: E402
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 NAMES = list(check.EXERCISES)
@@ -108,13 +108,14 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     assert done.returncode == 0 and "4 of 4" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("argv", [["swiglu"], ["attention", "--seq-len", "33"]])
-def test_a_sweep_checks_every_configuration(argv, capsys):
-    assert sweep.main(argv) == 0
-    assert capsys.readouterr().out.count("right" if not sweep.ON_GPU else " us ") >= 1
+def test_the_sweep_checks_every_block_size(capsys):
+    assert sweep_swiglu.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(sweep_swiglu.NAIVE_BLOCKS) + 1 + len(sweep_swiglu.ACTIVATION_BLOCKS)
+    assert all((" us " if sweep_swiglu.ON_GPU else "right") in line for line in lines)
 
 
-def test_a_sweep_refuses_a_wrong_result(monkeypatch, capsys):
-    monkeypatch.setattr(sweep.F, "silu", lambda x: x)
-    assert sweep.main(["swiglu"]) == 1
+def test_the_sweep_refuses_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(sweep_swiglu.F, "silu", lambda x: x)
+    assert sweep_swiglu.main([]) == 1
     assert "WRONG" in capsys.readouterr().out

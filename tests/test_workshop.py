@@ -235,8 +235,9 @@ def step_of(ms):
 
 def stage_figures(number, **changes):
     figures = {
-        "stage": number, "title": comparison.short_title(number), "obstacle": None, "error": None, "implementation": "triton",
-        "first_loss": 7.0, "final_loss": 6.9, "losses": [7.0, 6.9], "step_ms": [5.0, 5.0], "samples_per_second": 1600.0,
+        "stage": number, "title": comparison.short_title(number), "obstacle": None, "error": None,
+        "implementation": "triton", "first_loss": 7.0, "final_loss": 6.9, "losses": [7.0, 6.9],
+        "step_ms": [5.0, 5.0], "samples_per_second": 1600.0,
         "tokens_per_second": 2e5, "batch_ms": step_of(5.0), "mean_over_median": 1.0,
         "phase_ms": {"forward": 1.5, "backward": 3.0, "optimizer": 0.5}, "phases_share": 1.0, "host_ms": 2.0,
         "gradient_share": 1.0, "peak_memory_mib": 600.0, "mfu": 0.1, "speed_over_previous": 1.0,

@@ -58,14 +58,14 @@ def measure_roofs(config, device):
     """{"bytes_per_second", "flop_per_second"} of a copying kernel and of the library's matmul in this precision."""
     on_gpu = device.type == "cuda"
     torch.set_float32_matmul_precision(config.matmul_precision)
-    x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)
+    x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)  # more than any cache holds
     dtype = torch.bfloat16 if config.use_amp else torch.float32
     side = 8192 if on_gpu else 1024
     a = torch.randn(side, side, device=device.type).to(dtype)
 
     def seconds(statement, **names):
         timer = Timer(statement, globals={"torch": torch} | names, num_threads=torch.get_num_threads())
-        return timer.blocked_autorange(min_run_time=0.5).median
+        return timer.blocked_autorange(min_run_time=0.2).median
 
     return {
         "bytes_per_second": 2 * x.nbytes / seconds("torch.neg(x, out=y)", x=x, y=torch.empty_like(x)),

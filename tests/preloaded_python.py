@@ -1,0 +1,104 @@
+"""A Python that starts at once: every call is a fork of a server that has imported torch and its like already.
+
+The documentation has dozens of commands, and importing torch takes longer than what they do. Server.start(folder) makes
+folder/python; what it runs has its own process, arguments, environment, folder and streams, as usual.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+CLIENT = """#!{python} -SE
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = dict(argv=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ), executable=sys.argv[0])
+socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+sys.exit(int(server.recv(16) or 1))
+"""
+
+
+class Server:
+    def __init__(self, folder):
+        self.address = str(folder / "socket")
+        self.executable = folder / "python"
+        self.executable.write_text(CLIENT.format(python=sys.executable, address=self.address))
+        self.executable.chmod(0o755)
+        # The interpreter's decorators count at triton's import; programs that do not ask for it never launch a kernel.
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        self.process = subprocess.Popen([sys.executable, __file__, self.address], env=environment)
+
+    def wait_until_ready(self):
+        while not os.path.exists(self.address):
+            assert self.process.poll() is None, "the server ended"
+            time.sleep(0.05)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def execute(request):
+    """Does what the command line asks for, in this process. Returns the exit code."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.executable = request["executable"]  # subprocesses start fast as well
+    sys.argv = request["argv"]
+    try:
+        if sys.argv[0] == "-c":
+            code = sys.argv.pop(1)
+            sys.path[0] = ""
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return int(end.code) if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def serve(address):
+    for name in ("matplotlib.pyplot", "numpy", "pandas", "torch", "torch.profiler", "torch.utils.benchmark", "triton"):
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address + ".new")
+    listener.listen(16)
+    os.rename(address + ".new", address)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    while True:
+        connection, _ = listener.accept()
+        message, streams, _, _ = socket.recv_fds(connection, 2**20, 3)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            code = execute(json.loads(message))
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send(str(code).encode())
+            os._exit(0)
+        for stream in streams:
+            os.close(stream)
+        connection.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
