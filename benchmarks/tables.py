@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Write the measured tables into README.md and nanogpt_triton/README.md, from the newest results.
+"""Write the measured tables into README.md, README_WORKSHOP.md and nanogpt_triton/README.md, from the newest results.
 
     python benchmarks/tables.py            rewrite what stands between the markers
     python benchmarks/tables.py --check    print what would change, and exit with 1 if anything would
 
-The markers are <!-- begin: compare -->, <!-- end: compare -->, and the same with kernels, layer_norm, nanogpt and
-scaling. Of a comparison, each size comes from the newest result that has it. Exit codes: 0 done, 1 a README.md is out
-of date, 2 the request cannot be met.
+The markers are <!-- begin: compare -->, <!-- end: compare -->, and the same with kernels, stages, layer_norm, nanogpt
+and scaling. Of a comparison each size comes from the newest result that has it, of the stages each precision and length
+of sequence; a result of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
+Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
 
 import argparse
@@ -17,6 +18,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "exercises" / "performance_debugging"))
+
+import comparison  # noqa: E402
+
 NOT_MEASURED = "_Not measured yet._"
 
 
@@ -122,6 +127,25 @@ def kernels_section(folder):
     return f"{table}\n\n{provenance(name, result)}"
 
 
+def stages_section(folder):
+    newest = {}
+    for name, result in newest_first(folder, "stages"):
+        newest.setdefault((result["config"]["seq_len"], comparison.precision_of(result)), (name, result))
+    parts = []
+    for (seq_len, precision), (name, result) in sorted(
+        newest.items(), key=lambda item: (item[0][0], item[0][1] != "fp32")
+    ):
+        config = result["config"]
+        lines = [f"- {title} ({mark}): {text}" for title, mark, text in comparison.observation_lines(result)]
+        parts += [
+            f"**{config['batch_size']} x {seq_len} tokens, {precision}**, {config['num_steps']} steps",
+            comparison.markdown_table(result),
+            "\n".join(lines),
+            provenance(name, result),
+        ]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in comparison.NOTES)]) if parts else NOT_MEASURED
+
+
 def ratio_to(ours, theirs):
     return f"{theirs['us'] / ours['us']:.2f}" if theirs and not theirs["error"] else ""
 
@@ -202,6 +226,7 @@ def scaling_section(folder):
 SECTIONS = {
     "compare": compare_section,
     "kernels": kernels_section,
+    "stages": stages_section,
     "layer_norm": layer_norm_section,
     "nanogpt": nanogpt_section,
     "scaling": scaling_section,
@@ -235,7 +260,7 @@ def update(readme, options):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
-    readmes = [ROOT / "README.md", ROOT / "nanogpt_triton" / "README.md"]
+    readmes = [ROOT / "README.md", ROOT / "README_WORKSHOP.md", ROOT / "nanogpt_triton" / "README.md"]
     parser.add_argument("--readme", type=Path, nargs="+", default=readmes, help="the files to rewrite")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the results lie")
     options = parser.parse_args(argv)

@@ -18,13 +18,14 @@ import tiny_llama_v3 as llama
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "exercises" / "performance_debugging"
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
 
 import comparison  # noqa: E402
 import pictures  # noqa: E402
 import replay  # noqa: E402
 import report  # noqa: E402
 import roofline  # noqa: E402
+import tables  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 16 --warmup-steps 1"
@@ -376,6 +377,22 @@ def test_points_of_the_roofline_lie_where_time_and_work_put_them():
     work = roofline.kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
     assert points["flash_attention_kernel", 5] == pytest.approx((work.flop / work.bytes, work.flop / 5e-6))
     assert ("nvjet_gemm", 5) not in points
+
+
+def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_path):
+    replays = {"old": ("2026-01-01", 7.0, 128, False), "new": ("2026-01-02", 470.0, 128, False),
+               "amp": ("2026-01-01", 7.0, 128, True), "long": ("2026-01-01", 7.0, 2048, False)}  # fmt: skip
+    for name, (date, first_loss, seq_len, use_amp) in replays.items():
+        summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
+        summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
+        (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
+    section = tables.stages_section(tmp_path)
+    titles = re.findall(r"^\*\*(.*?)\*\*", section, flags=re.M)
+    assert titles == ["8 x 128 tokens, fp32", "8 x 128 tokens, bf16", "8 x 2048 tokens, fp32"]
+    assert "| first loss | 7.00 | 470 |" in section
+    assert "stages_new.json" in section and "stages_old.json" not in section
+    assert "- stage 1, broken loss (shows): The first loss is 470" in section
+    assert tables.stages_section(tmp_path / "none") == tables.NOT_MEASURED
 
 
 # --- report.html
