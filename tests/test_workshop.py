@@ -105,6 +105,18 @@ def test_bad_requests_get_one_line_and_exit_code_2(capsys, argv, named):
     assert named in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.parametrize(
+    "body, told", [(None, "there is no Python at PYTHON="), ("exit 1", "lacks one of torch pandas")]
+)
+def test_the_script_names_the_python_that_does_not_serve(body, told, tmp_path):
+    if body:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([FOLDER / "run_all_stages.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+
+
 # --- running
 
 
@@ -414,7 +426,11 @@ def test_the_report_of_an_interrupted_replay_says_so():
     ]
     summary["observations"] = comparison.observations(summary)
     page = report.render(summary)
-    assert "was interrupted" in page and "The replay was interrupted before it" in page and 'id="roofline"' not in page
+    assert (
+        "was interrupted" in page
+        and "The replay was interrupted before it was done" in page
+        and 'id="roofline"' not in page
+    )
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -160,7 +160,11 @@ def without_figures(stage):
     """Why a stage was not measured."""
     if stage["obstacle"]:
         return f"It cannot run here: {stage['obstacle']}"
-    return f"It failed: {stage['error'].splitlines()[0]}" if stage["error"] else "The replay was interrupted before it"
+    return (
+        f"It failed: {stage['error'].splitlines()[0]}"
+        if stage["error"]
+        else "The replay was interrupted before it was done"
+    )
 
 
 class View:

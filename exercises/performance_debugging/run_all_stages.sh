@@ -3,12 +3,16 @@
 # Usage: [PYTHON=python3] ./run_all_stages.sh [--stages 2,4 | --beyond] [--dry-run] [-- options of tiny_llama_v3.py]
 set -euo pipefail
 
-here=$(dirname "${BASH_SOURCE[0]}")
-python=${PYTHON:-$here/../../.venv/bin/python}
-command -v "$python" >/dev/null || python=python3
-needed=(torch pandas matplotlib jinja2)
-"$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${needed[@]}" || {
-    echo "run_all_stages.sh: error: $python lacks one of ${needed[*]}: run make at the top, or set PYTHON" >&2
+die() {
+    echo "run_all_stages.sh: error: $*" >&2
     exit 2
 }
+
+here=$(dirname "${BASH_SOURCE[0]}")
+python=${PYTHON:-$here/../../.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+command -v "$python" >/dev/null || die "there is no Python at PYTHON=$python: run make run at the top, or give another"
+needed=(torch pandas matplotlib jinja2)
+"$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${needed[@]}" ||
+    die "$python lacks one of ${needed[*]}: run make run at the top, or set PYTHON"
 exec "$python" "$here/replay.py" "$@"
