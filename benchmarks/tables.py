@@ -143,6 +143,9 @@ def stages_section(folder):
             "\n".join(lines),
             provenance(name, result),
         ]
+        picture = Path(name).with_suffix(".png")
+        if (folder / picture).exists():
+            parts.append(f"![Loss, speed, phases and kernels of the stages](benchmarks/results/{picture})")
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in comparison.NOTES)]) if parts else NOT_MEASURED
 
 

@@ -2,8 +2,8 @@
 
 The `sh` and `python` blocks of the pages at the top and in exercises/ are executed in a copy of the project, where
 `python` and `make` are shims: the same programs at small sizes. A block that begins with "# needs a GPU:" or "# needs
-ROCm:" and a reason shows nothing without one; it runs all the same, with a stand-in for rocprofv3. A `bash` block is for
-another machine (a container, a job script): its syntax and the files that it names are checked.
+ROCm:" and a reason shows nothing without one; it runs all the same, with a stand-in for rocprofv3. A `bash` block is
+for another machine (a container, a job script): its syntax and the files that it names are checked.
 """
 
 import functools

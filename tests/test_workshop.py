@@ -398,11 +398,13 @@ def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_p
         summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
         summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
         (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
+    (tmp_path / "stages_long.png").touch()
     section = tables.stages_section(tmp_path)
     titles = re.findall(r"^\*\*(.*?)\*\*", section, flags=re.M)
     assert titles == ["8 x 128 tokens, fp32", "8 x 128 tokens, bf16", "8 x 2048 tokens, fp32"]
     assert "| first loss | 7.00 | 470 |" in section
     assert "stages_new.json" in section and "stages_old.json" not in section
+    assert re.findall(r"!\[.*\]\((.*)\)", section) == ["benchmarks/results/stages_long.png"]
     assert "- stage 1, broken loss (shows): The first loss is 470" in section
     assert tables.stages_section(tmp_path / "none") == tables.NOT_MEASURED
 
