@@ -308,7 +308,8 @@ def sweep_tiles(bench, config):
     q = bench.randn(config.batch_size, config.seq_len, config.num_heads, config.head_dim)
     k, v = (bench.randn(config.batch_size, config.seq_len, config.num_kv_heads, config.head_dim) for _ in range(2))
     flop = 2 * config.seq_len * q.numel()
-    usual = llama.attention_tile("forward", q.element_size(), llama.next_power_of_2(config.head_dim), bench.device.type)
+    block_d, precision = llama.next_power_of_2(config.head_dim), llama.dot_precision(bench.device)
+    usual = llama.attention_tile("forward", q.element_size(), block_d, precision, bench.device.type)
     results = []
     for m in (32, 64, 128) if bench.on_gpu else (16, 32):
         for n in (32, 64, 128) if bench.on_gpu else (16, 32):

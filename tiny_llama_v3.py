@@ -459,8 +459,11 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
 
 
 @functools.cache
-def attention_tile(kernel, itemsize, block_d, device_type):
-    """Tile of kernel "forward", "dq", "dkdv" or "short" for elements of itemsize bytes, heads of block_d dimensions."""
+def attention_tile(kernel, itemsize, block_d, precision, device_type):
+    """Tile of kernel "forward", "dq", "dkdv" or "short" for elements of itemsize bytes, heads of block_d dimensions.
+
+    precision is tl.dot's input_precision for fp32.
+    """
     device = get_device(device_type)
     if device.type == "cpu":
         return AttentionTile(32, 32, 4, 1)
@@ -468,8 +471,11 @@ def attention_tile(kernel, itemsize, block_d, device_type):
         tile = AMD_ATTENTION_TILES[itemsize, max(block_d, 32 if itemsize == 2 else 64)][kernel]
         # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
         return AttentionTile(*tile, 4, 1, {"matrix_instr_nonkdim": 16})
+    if itemsize == 4 and device.is_hopper:
+        many_rows = block_d <= 64 and (precision == "tf32" or kernel == "dkdv")
+        return AttentionTile(64 if many_rows else 32, 32, 4, 1)
     if itemsize == 4:
-        return AttentionTile(32 if block_d > 64 else 64, 32, 4, 1) if device.is_hopper else AttentionTile(32, 32, 8, 1)
+        return AttentionTile(32, 32, 8, 1)
     if device.is_hopper:
         wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
         narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
@@ -1108,13 +1114,14 @@ def flash_attention_forward(q, k, v):
     o = q.new_empty(q.shape)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
-    tile = attention_tile("forward", q.element_size(), block_d, q.device.type)
+    precision = dot_precision(get_device(q.device.type))
+    tile = attention_tile("forward", q.element_size(), block_d, precision, q.device.type)
     launch(
         flash_attention_kernel, (batch * num_heads, cdiv(seq_len, tile.m)), (q, k, v, o, lse),
         (*q.stride(), *k.stride(), *v.stride(), *o.stride(), num_heads, seq_len, head_dim**-0.5 * LOG2_E),
         dict(
             GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
-            PRECISION=dot_precision(get_device(q.device.type)),
+            PRECISION=precision,
         ),
         num_warps=tile.warps, num_stages=tile.stages, **tile.options,
     )  # fmt: skip
@@ -1132,12 +1139,13 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
     scale = head_dim**-0.5
     strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
     inputs = (q, k, v, o, o_grad, lse)
+    precision = dot_precision(get_device(q.device.type))
 
     def launch_tiled(kernel, name, grid, tensors, scalars):
-        tile = attention_tile(name, q.element_size(), block_d, q.device.type)
+        tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
         constants = dict(
             GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=dot_precision(get_device(q.device.type)),
+            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=precision,
         )  # fmt: skip
         if name != "dq":
             constants["EVEN"] = seq_len % tile.m == 0

@@ -550,10 +550,9 @@ SCRATCH = {
     ("sm_90", "rmsnorm_backward_kernel", "bf16"): 40,
     ("sm_90", "rmsnorm_backward_kernel", "fp32"): 96,
     ("sm_90", "rmsnorm_backward_kernel", "tf32"): 96,
-    ("sm_90", "flash_attention_kernel", "fp32"): 240,
     ("sm_90", "flash_attention_backward_kernel", "bf16"): 264,
-    ("sm_90", "flash_attention_backward_kernel", "fp32"): 1712,
-    ("sm_90", "flash_attention_backward_dq_kernel", "fp32"): 352,
+    ("sm_90", "flash_attention_backward_kernel", "fp32"): 424,
+    ("sm_90", "flash_attention_backward_dq_kernel", "fp32"): 272,
     ("sm_90", "flash_attention_backward_dkdv_kernel", "bf16"): 232,
     ("sm_90", "flash_attention_backward_dkdv_kernel", "fp32"): 976,
 }
