@@ -29,6 +29,7 @@ from profiling.kernel_stats import (  # noqa: E402
 COUNTER_COLLECTION = {"Kernel_Name": "Name", "Counter_Name": "Counter", "Counter_Value": "Value"}
 COUNTERS_SQL = "SELECT kernel_name, counter_name, value FROM counters_collection"
 KIB = 1024  # of FETCH_SIZE and WRITE_SIZE
+MOST_COLUMNS = 20  # that are printed; ncu counts hundreds
 
 
 def read_counters(path):
@@ -135,9 +136,12 @@ def main(argv=None):
     shown["kernel"] = [short_name(name, 44) for name in order]
     print(f"\nA run of each kernel, by hardware counters ({len(derived)} kernels; occupancy to memory in %):\n")
     print(shown.to_string(index=False, float_format=lambda value: f"{value:,.1f}", na_rep="-"))
-    print("\nAll that was counted, means of a run:\n")
-    raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
-    print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
+    if len(counters.columns) > MOST_COLUMNS:
+        print(f"\n{len(counters.columns)} counters in all: they are in {options.profile}.")
+    else:
+        print("\nAll that was counted, means of a run:\n")
+        raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
+        print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
     return 0
 
 
