@@ -326,9 +326,12 @@ def operation_of(kernel_name):
 
 
 def short_name(kernel_name, width=60):
-    """A kernel's name without C++'s decoration, cut in its middle to the width."""
+    """A kernel's name without the decoration of C++ and cuBLAS, cut in its middle to the width."""
     name = re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bat::", "", kernel_name)
     name = re.sub(r"\((?!anonymous)[^()]*\)( \[clone[^]]*\])?$", "", name)
+    name = re.sub(r"^cutlass::Kernel2<(\w+)>$", r"\1", name)
+    name = re.sub(r"(b?f\d+)(_?\1)+(?=_)", r"\1", name)  # cuBLAS names the type of each operand
+    name = re.sub(r"(tilesize\w+?)_stage\d\w+_execute((_split_k)?)_kernel__5x_cublas$", r"\1\2", name)
     if len(name) <= width:
         return name
     head = (width - 1) * 2 // 3

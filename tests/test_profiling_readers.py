@@ -332,5 +332,12 @@ def test_operation_of(name, operation):
 def test_short_name():
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, 1>(int, float)"
     assert short_name(name) == "vectorized_elementwise_kernel<4, FillFunctor<float>, 1>"
+    # Two of cuBLAS's that differ in their layouts and tiles, far from either end.
+    ends = "sm80_xmma_gemm_f32f32_f32f32_f32_", "_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas"
+    for own in ("tn_n_tilesize64x256x8", "nt_n_tilesize128x64x8"):
+        assert short_name(own.join(ends), 44) == f"sm80_xmma_gemm_f32_{own}"
+    assert short_name(own.join(ends).replace("_kernel", "_split_k_kernel")) == f"sm80_xmma_gemm_f32_{own}_split_k"
+    simt = "cutlass_80_simt_sgemm_256x128_8x4_nn_align1"
+    assert short_name(f"void cutlass::Kernel2<{simt}>({simt}::Params)") == simt
     assert short_name("rmsnorm_kernel") == "rmsnorm_kernel"
     assert len(short_name("k" * 200, 30)) == 30

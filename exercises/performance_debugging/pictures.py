@@ -79,12 +79,12 @@ def draw_kernels(axes, summary):
     left = [0.0] * len(stages)
     for index, name in enumerate(names):
         widths = [100 * sum(k["share"] for k in stage["kernels"] if k["name"] == name) for stage in stages]
-        axes.barh(rows, widths, left=left, label=short_name(name, 40), color=plt.get_cmap("tab20")(index))
+        axes.barh(rows, widths, left=left, label=short_name(name, 44), color=plt.get_cmap("tab20")(index))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.barh(rows, [100 - start for start in left], left=left, color="0.85", label="all others")
     axes.invert_yaxis()
     of_what = "the device's" if comparison.device_of(summary).type == "cuda" else "the operators'"
-    axes.set(xlabel=f"share of {of_what} time, %", title="Longest kernels of each stage")
+    axes.set(xlim=(0, 100), xlabel=f"share of {of_what} time, %", title="Longest kernels of each stage")
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
 
 
