@@ -294,13 +294,13 @@ SHOWN = {
 }  # fmt: skip
 HIDDEN = {
     1: ({}, "512 is too narrow"),
-    2: ({}, "try --seq-len 512"),
+    2: ({}, r"1.0 times .* in fp32\. .*try --seq-len 2048 -- --use-amp"),
     3: ({3: {"host_ms": 4.5}}, "busy for 90 % of the step"),
     4: ({}, "weighs more than the naive swiglu_kernel"),
     5: ({5: {"gradient_share": 0.99}}, "99 % of the weights"),
     6: ({}, "100 % of the weights"),
     7: ({}, "1.0 times the median"),
-    8: ({}, "the host needs 40 % of stage 5's step"),
+    8: ({}, "the host needs only 40 % of stage 5's step.* try -- --use-amp"),
 }
 
 
@@ -337,8 +337,22 @@ def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch):
 
 
 def test_a_launch_bound_stage_says_so():
-    assert "What is left is the host" in observed(5, {5: {"host_ms": 4.8}})[1]
+    assert "What is left is the host: it needs 96 % of the step" in observed(5, {5: {"host_ms": 4.8}})[1]
     assert "What is left is the host" not in observed(5, {})[1]
+
+
+def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
+    def said(attention_us, **config):
+        summary = gpu_summary({2: {"attention_us": attention_us}})
+        summary["config"] |= config
+        return comparison.observations(summary)[1]
+
+    small = said(8.0, seq_len=2048)
+    assert small["shown"] and "2048 tokens a sequence in fp32" in small["text"]
+    assert small["text"].endswith("try -- --use-amp.")
+    assert said(8.0, use_amp=True)["text"].endswith("try --seq-len 2048.")
+    for plain in (said(8.0, seq_len=2048, use_amp=True), said(80.0)):
+        assert plain["shown"] and "try" not in plain["text"]
 
 
 # --- tables and pictures
@@ -397,6 +411,7 @@ def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_p
     for name, (date, first_loss, seq_len, use_amp) in replays.items():
         summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
         summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
+        summary["observations"][0]["text"] = "in the words of that day"
         (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
     (tmp_path / "stages_long.png").touch()
     section = tables.stages_section(tmp_path)

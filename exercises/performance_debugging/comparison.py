@@ -228,11 +228,13 @@ def see_slow_attention(view):
         return False, f"The profile has no {ATTENTION_KERNEL}: the interpreter's kernels are not kernels of a device."
     text = (
         f"{ATTENTION_KERNEL} takes {slow:,.1f} us, {times(slow / sound)} the {sound:,.1f} us of stage 3, for the same "
-        f"result at {view.config.seq_len} tokens a sequence."
+        f"result at {view.config.seq_len} tokens a sequence in {precision_of(view.summary)}."
     )
-    if slow / sound >= 1.5:
-        return True, text
-    return False, f"{text} The cost of the layout grows with the sequence: try --seq-len {4 * view.config.seq_len}."
+    longer = [] if view.config.seq_len >= 2048 else ["--seq-len 2048"]
+    plainer = longer + ([] if view.config.use_amp else ["-- --use-amp"])
+    if slow / sound < 5 and plainer:
+        text += f" The slower loads weigh more in long sequences and beside short arithmetic: try {' '.join(plainer)}."
+    return slow / sound >= 1.5, text
 
 
 def see_fake_timing(view):
@@ -275,7 +277,8 @@ def see_optimized(view):
         obstacle = view.triton_obstacle()
         text += f": noise, as both are plain PyTorch ({obstacle})." if obstacle else ", measured in the same replay."
     if view.device.type == "cuda" and stage["host_ms"] > 0.8 * stage["batch_ms"]["p50"]:
-        text += " What is left is the host: it needs as long to launch the kernels as the device to run them."
+        busy = percent(stage["host_ms"] / stage["batch_ms"]["p50"])
+        text += f" What is left is the host: it needs {busy} of the step to launch the kernels."
     return share == 1.0, text
 
 
@@ -306,7 +309,8 @@ def see_graph(view):
     if faster >= 1.2:
         return True, text
     host = percent(eager["host_ms"] / eager["batch_ms"]["p50"])
-    return False, f"{text} There is little to win: the host needs {host} of stage {OPTIMIZED}'s step to issue it."
+    text += f" There is little to win: the host needs only {host} of stage {OPTIMIZED}'s step to issue it."
+    return False, text if view.config.use_amp else f"{text} Shorter kernels leave more: try -- --use-amp."
 
 
 SEE = {
@@ -404,7 +408,7 @@ MARKS = {True: "shows", False: "does not show", None: "not measured"}
 
 
 def observation_lines(summary):
-    for seen in summary["observations"]:
+    for seen in observations(summary):  # anew, so that an older replay is told in today's words
         yield f"stage {seen['stage']}, {short_title(seen['stage'])}", MARKS[seen["shown"]], seen["text"]
 
 
