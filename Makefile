@@ -15,7 +15,7 @@ run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 	$(VENV_PYTHON) tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
 
 test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
-	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
