@@ -39,6 +39,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would be in the compiler's place
 
 import torch  # noqa: E402
 from common import exit_code_of  # noqa: E402  (these three lie in benchmarks/)
@@ -793,8 +795,6 @@ def write_result(path, result):
 
 
 def main(argv=None):
-    # Triton's interpreter would be in the compiler's place.
-    os.environ.pop("TRITON_INTERPRET", None)
     argv = sys.argv[1:] if argv is None else argv
     return exit_code_of(lambda: run(argv), "kernel_report.py")
 
