@@ -519,21 +519,63 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
-def gradient_buffer(parameter):
-    """The place that the optimizer set aside for the gradient of this parameter, or None."""
-    return getattr(parameter, "grad_buffer", None)
+def gradient_target(parameter):
+    """(where a kernel puts the gradient of this parameter, whether it adds to what is there).
+
+    The place is the optimizer's buffer: after zero_grad() the first backward pass overwrites it, further ones add to
+    it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds to .grad.
+    """
+    buffer = getattr(parameter, "grad_buffer", None)
+    if buffer is None:
+        return parameter.new_empty(parameter.shape), False
+    if parameter.grad is None or parameter.grad is buffer:
+        return buffer, parameter.grad is buffer
+    return parameter.new_empty(parameter.shape), False
 
 
 def hand_over(parameter, gradient):
     """What a backward() returns for a parameter: the gradient, or None if it lies in the optimizer's buffer already."""
-    if gradient is not gradient_buffer(parameter):
+    if gradient is not getattr(parameter, "grad_buffer", None):
         return gradient
     parameter.grad = gradient
     return None
 
 
 def weight_gradient(weight, out_grad, x):
-    return hand_over(weight, torch.mm(out_grad.t(), x, out=gradient_buffer(weight)))
+    """out_grad (rows, N)^T @ x (rows, K), the gradient of weight (N, K), handed over."""
+    gradient, accumulate = gradient_target(weight)
+    if accumulate:
+        gradient.addmm_(out_grad.t(), x)
+    else:
+        torch.mm(out_grad.t(), x, out=gradient)
+    return hand_over(weight, gradient)
+
+
+def begin_backward(ctx, overwrites=False):
+    """Refuses what our backward() would get wrong: a second derivative, a second run where it overwrites its inputs."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{ctx.name()} has no second derivative: call backward() without create_graph=True")
+    if overwrites and getattr(ctx, "is_spent", False):
+        raise RuntimeError(f"{ctx.name()} overwrites what forward saved: it can run only once")
+    ctx.is_spent = True
+
+
+# Kernels take the strides of activations, but read parameters and tables as they lie in memory.
+
+
+def require_contiguous(name, tensor):
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
+            f"contiguous: give {name}.contiguous()"
+        )
+
+
+def require_shape(name, tensor, shape):
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 # --- linear: the library's matmul; the Function exists to put the weight's gradient where the optimizer reads it
@@ -547,6 +589,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
+        begin_backward(ctx)
         x, weight = ctx.saved_tensors
         y_grad = y_grad.reshape(-1, weight.shape[0])
         x_grad = (y_grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -638,22 +681,28 @@ def rmsnorm_backward_kernel(
 
 
 @jit
-def column_sum_kernel(partial_ptr, sum_ptr, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """sum[c] = partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing."""
+def column_sum_kernel(
+    partial_ptr, sum_ptr, n_rows, n_cols, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """sum[c] (+)= partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing."""
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for start in range(0, n_rows, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
         total += tl.load(partial_ptr + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + cols, tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty), mask=cols < n_cols)
+    sums = tl.sum(total, axis=0)
+    if ACCUMULATE:
+        sums += tl.load(sum_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + cols, sums.to(sum_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 def rmsnorm_forward(x, delta, weight, eps, block_size=None):
-    """x, delta (rows, cols) with contiguous rows -> residual, y (rows, cols) and rstd (rows,) in fp32.
+    """x, delta (rows, cols) with contiguous rows, weight (cols,) -> residual, y (rows, cols) and rstd (rows,) in fp32.
 
     Without delta the residual is x itself.
     """
+    require_contiguous("weight", weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
     y, rstd = x.new_empty(x.shape), x.new_empty(n_rows, dtype=torch.float32)
@@ -670,8 +719,7 @@ def rmsnorm_forward(x, delta, weight, eps, block_size=None):
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     """Gradients of x (the normalised residual), residual_grad (or None) added in, and of weight, handed over."""
     n_rows, n_cols = x.shape
-    weight_grad = gradient_buffer(weight)
-    weight_grad = weight.new_empty(weight.shape) if weight_grad is None else weight_grad
+    weight_grad, accumulate = gradient_target(weight)
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
     x_grad = x.new_empty(x.shape)
     partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32)
@@ -685,7 +733,7 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     )  # fmt: skip
     launch(
         column_sum_kernel, (cdiv(n_cols, 16),), (partial, weight_grad), (tile.programs, n_cols),
-        dict(BLOCK_ROWS=128, BLOCK_COLS=16), num_warps=8,
+        dict(ACCUMULATE=accumulate, BLOCK_ROWS=128, BLOCK_COLS=16), num_warps=8,
     )  # fmt: skip
     return x_grad, hand_over(weight, weight_grad)
 
@@ -703,11 +751,14 @@ class RMSNormFunction(torch.autograd.Function):
         residual, y, rstd = rmsnorm_forward(with_contiguous_rows(x), delta_rows, weight, eps)
         ctx.save_for_backward(residual, weight, rstd)
         ctx.has_delta = delta is not None
-        ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
+        ctx.set_materialize_grads(False)  # an output that is not used, as the last norm's residual: None, not zeros
         return y.view(x.shape), residual.view(x.shape) if ctx.has_delta else x
 
     @staticmethod
     def backward(ctx, y_grad, residual_grad):
+        begin_backward(ctx)
+        if y_grad is None:  # only the residual was used
+            return residual_grad, residual_grad if ctx.has_delta else None, None, None
         residual_rows = None if residual_grad is None else with_contiguous_rows(residual_grad)
         x_grad, weight_grad = rmsnorm_backward(with_contiguous_rows(y_grad), residual_rows, *ctx.saved_tensors)
         x_grad = x_grad.view(y_grad.shape)
@@ -716,7 +767,14 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def triton_rmsnorm(x, delta, weight, eps):
-    """(y, residual) with residual = x + delta (or x, if delta is None) and y its RMSNorm, both shaped (..., cols)."""
+    """(y, residual) with residual = x + delta (or x, if delta is None) and y its RMSNorm, both shaped (..., cols).
+
+    x and delta (..., cols), weight (cols,) contiguous, in fp32, bf16 or fp16; anything else raises an error.
+    """
+    require_shape("x", x, x.shape)
+    require_shape("weight", weight, x.shape[-1:])
+    if delta is not None:
+        require_shape("delta", delta, x.shape)
     return RMSNormFunction.apply(x, delta, weight, eps)
 
 
@@ -744,12 +802,21 @@ def head_columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
+def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
+    """tl.program_id, in 64 bits if offsets within a head need them: then so is every position derived from it."""
+    index = tl.program_id(AXIS)
+    if INT64:
+        index = index.to(tl.int64)
+    return index
+
+
+@jit
 def load_tile(
     ptr, rows, stride_row, stride_col, n_rows, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Tile (rows, BLOCK_D); rows beyond n_rows (looked for only if CHECK) and padding columns are zero."""
     cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
-    ptrs = ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    ptrs = ptr + rows[:, None] * stride_row + cols.to(rows.dtype)[None, :] * stride_col
     if CHECK:
         tile = tl.load(ptrs, mask=(rows < n_rows)[:, None] & col_mask[None, :], other=0.0)
     elif HEAD_DIM != BLOCK_D:
@@ -762,7 +829,7 @@ def load_tile(
 @jit
 def store_tile(ptr, tile, rows, stride_row, stride_col, n_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
-    ptrs = ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    ptrs = ptr + rows[:, None] * stride_row + cols.to(rows.dtype)[None, :] * stride_col
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & col_mask[None, :])
 
 
@@ -789,7 +856,7 @@ def attend(
 ):  # fmt: skip
     """Online softmax over the keys begin..end: a new maximum rescales what was summed before."""
     for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
+        keys = (start + tl.arange(0, BLOCK_N)).to(rows.dtype)
         k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if ON_DIAGONAL:
@@ -811,12 +878,12 @@ def flash_attention_kernel(
     stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
     num_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k^T * scale) v under the causal mask.  Grid: (batch * num_heads, blocks of queries)."""
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = tl.program_id(0) % num_heads
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries have the most keys: they start first
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    block = tl.num_programs(1) - 1 - program_index(1, INT64)  # the last queries have the most keys: they start first
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
     v_ptr += batch * stride_vb + head // GROUP_SIZE * stride_vh
@@ -856,7 +923,7 @@ def attend_backward_keys(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
+        keys = (start + tl.arange(0, BLOCK_N)).to(rows.dtype)
         k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
         v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
@@ -880,7 +947,7 @@ def query_gradient(
 ):  # fmt: skip
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch = (batch_head // num_heads).to(tl.int64)
-    head = batch_head % num_heads
+    head = (batch_head % num_heads).to(tl.int64)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
     q_ptr += batch * stride_qb + head * stride_qh
@@ -921,7 +988,7 @@ def attend_backward_queries(
 ):  # fmt: skip
     """The tiles are transposed, (keys, queries): p^T and s_grad^T go into the next product straight from registers."""
     for start in range(begin, end, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
+        rows = (start + tl.arange(0, BLOCK_M)).to(keys.dtype)
         q = load_tile(q_ptr, rows, stride_qs, stride_qd, seq_len, CHECK, HEAD_DIM, BLOCK_D)
         o_grad = load_tile(o_grad_ptr, rows, stride_dos, stride_dod, seq_len, CHECK, HEAD_DIM, BLOCK_D)
         if CHECK:
@@ -958,7 +1025,7 @@ def key_value_gradient(
 ):  # fmt: skip
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it."""
     batch = (batch_head // num_kv_heads).to(tl.int64)
-    head_kv = batch_head % num_kv_heads
+    head_kv = (batch_head % num_kv_heads).to(tl.int64)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k_ptr += batch * stride_kb + head_kv * stride_kh
     v_ptr += batch * stride_vb + head_kv * stride_vh
@@ -971,6 +1038,7 @@ def key_value_gradient(
         tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len
     )  # queries after it see them all
     for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
+        head = tl.cast(head, tl.int64)
         q_head_ptr = q_ptr + batch * stride_qb + head * stride_qh
         o_head_ptr = o_ptr + batch * stride_ob + head * stride_oh
         o_grad_head_ptr = o_grad_ptr + batch * stride_dob + head * stride_doh
@@ -1004,7 +1072,7 @@ def flash_attention_backward_dq_kernel(
     stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
     num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q_grad, and delta for the kernel below.  Grid: (batch * num_heads, blocks of queries), the longest rows first."""
     query_gradient(
@@ -1012,7 +1080,7 @@ def flash_attention_backward_dq_kernel(
         stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
         stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
         stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
-        tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), num_kv_heads * GROUP_SIZE,
+        tl.program_id(0), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
         seq_len, scale, qk_scale,
         True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
@@ -1027,7 +1095,7 @@ def flash_attention_backward_dkdv_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
     num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """k_grad and v_grad.  Grid: (batch * num_kv_heads, blocks of keys); the first keys have the most queries."""
     key_value_gradient(
@@ -1036,7 +1104,7 @@ def flash_attention_backward_dkdv_kernel(
         stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
         stride_dob, stride_dos, stride_doh, stride_dod,
         stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-        tl.program_id(0), tl.program_id(1), num_kv_heads, seq_len, scale, qk_scale,
+        tl.program_id(0), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
         not EVEN, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
@@ -1050,13 +1118,13 @@ def flash_attention_backward_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
     batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
 
     Grid: batch * num_kv_heads * (blocks of keys + GROUP_SIZE * blocks of queries).
     """
-    pid = tl.program_id(0)
+    pid = program_index(0, INT64)
     key_programs = batch_kv_heads * tl.cdiv(seq_len, BLOCK_N)
     if pid < key_programs:
         key_value_gradient(
@@ -1105,6 +1173,11 @@ def rope_kernel(
 SHORT_SEQUENCE = 128  # up to this length the backward pass is one kernel: a second launch costs more than it saves
 
 
+def exceeds_int32(strides, seq_len, head_dim):
+    """Whether offsets within a head need 64 bits; strides: of (batch, seq, heads, head_dim) tensors, joined."""
+    return max(strides[1::4]) * seq_len + max(strides[3::4]) * head_dim >= 2**31
+
+
 def flash_attention_forward(q, k, v):
     """Causal attention of q (batch, seq, heads, head_dim) on k, v (batch, seq, kv_heads, head_dim), of any strides.
 
@@ -1116,12 +1189,13 @@ def flash_attention_forward(q, k, v):
     block_d = max(16, next_power_of_2(head_dim))
     precision = dot_precision(get_device(q.device.type))
     tile = attention_tile("forward", q.element_size(), block_d, precision, q.device.type)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride())
     launch(
         flash_attention_kernel, (batch * num_heads, cdiv(seq_len, tile.m)), (q, k, v, o, lse),
-        (*q.stride(), *k.stride(), *v.stride(), *o.stride(), num_heads, seq_len, head_dim**-0.5 * LOG2_E),
+        (*strides, num_heads, seq_len, head_dim**-0.5 * LOG2_E),
         dict(
             GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
-            PRECISION=precision,
+            INT64=exceeds_int32(strides, seq_len, head_dim), PRECISION=precision,
         ),
         num_warps=tile.warps, num_stages=tile.stages, **tile.options,
     )  # fmt: skip
@@ -1137,44 +1211,49 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
     num_kv_heads = k.shape[2]
     block_d = max(16, next_power_of_2(head_dim))
     scale = head_dim**-0.5
+    if cos is not None:
+        require_contiguous("cos", cos)
+        require_contiguous("sin", sin)
     strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
     inputs = (q, k, v, o, o_grad, lse)
     precision = dot_precision(get_device(q.device.type))
 
-    def launch_tiled(kernel, name, grid, tensors, scalars):
+    def launch_tiled(kernel, name, grid, tensors, outputs, scalars=()):
+        all_strides = sum((output.stride() for output in outputs), strides)
         tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
         constants = dict(
             GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, PRECISION=precision,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(all_strides, seq_len, head_dim), PRECISION=precision,
         )  # fmt: skip
         if name != "dq":
             constants["EVEN"] = seq_len % tile.m == 0
-        scalars = (*scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
+        scalars = (*all_strides, *scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
         options = dict(num_warps=tile.warps, num_stages=tile.stages, **tile.options)
-        launch(kernel, grid(tile), tensors, scalars, constants, **options)
+        launch(kernel, grid(tile), (*inputs, *tensors, *outputs, cos, sin), scalars, constants, **options)
 
     if seq_len <= SHORT_SEQUENCE:
         launch_tiled(
             flash_attention_backward_kernel, "short",
             lambda tile: (batch * (num_kv_heads * cdiv(seq_len, tile.n) + num_heads * cdiv(seq_len, tile.m)),),
-            (*inputs, q_grad, k_grad, v_grad, cos, sin),
-            (*strides, *q_grad.stride(), *k_grad.stride(), *v_grad.stride(), batch * num_kv_heads),
+            (), (q_grad, k_grad, v_grad), (batch * num_kv_heads,),
         )  # fmt: skip
         return
     delta = lse.new_empty(lse.shape)
     launch_tiled(
         flash_attention_backward_dq_kernel, "dq", lambda tile: (batch * num_heads, cdiv(seq_len, tile.m)),
-        (*inputs, delta, q_grad, cos, sin), (*strides, *q_grad.stride()),
+        (delta,), (q_grad,),
     )  # fmt: skip
     launch_tiled(
         flash_attention_backward_dkdv_kernel, "dkdv", lambda tile: (batch * num_kv_heads, cdiv(seq_len, tile.n)),
-        (*inputs, delta, k_grad, v_grad, cos, sin), (*strides, *k_grad.stride(), *v_grad.stride()),
+        (delta,), (k_grad, v_grad),
     )  # fmt: skip
 
 
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
     """Rotates the first heads of the contiguous qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2)."""
     batch, seq_len, width = qkv.shape
+    for name, tensor in (("qkv", qkv), ("cos", cos), ("sin", sin)):
+        require_contiguous(name, tensor)
     block_d = next_power_of_2(head_dim)
     block_tokens = max(1, 2048 // block_d)
     launch(
@@ -1225,6 +1304,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
+        begin_backward(ctx)
         x_grad, *weight_grads = attention_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
         return (
             x_grad.view(*y_grad.shape[:-1], -1),
@@ -1243,8 +1323,13 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     x (batch, seq, hidden), qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim),
     cos and sin (seq, head_dim / 2) -> (batch, seq, hidden)
     """
-    if x.shape[1] != cos.shape[0]:
-        raise ValueError(f"x has {x.shape[1]} positions, the rotary tables have {cos.shape[0]}: slice the tables")
+    batch, seq_len, hidden = x.shape
+    if seq_len != cos.shape[0]:
+        raise ValueError(f"x has {seq_len} positions, the rotary tables have {cos.shape[0]}: slice the tables")
+    require_shape("x", x, x.shape)
+    require_shape("sin", sin, cos.shape)
+    require_shape("qkv_weight", qkv_weight, ((num_heads + 2 * num_kv_heads) * 2 * cos.shape[1], hidden))
+    require_shape("o_weight", o_weight, (o_weight.shape[0], num_heads * 2 * cos.shape[1]))
     return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv)
 
 
@@ -1323,7 +1408,7 @@ def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, n_inner, n_cols, B
     x (rows, n_inner), weight (2 n_cols, n_inner) = [w_gate | w_up].  Grid: (rows * n_cols,).
     """
     row = (tl.program_id(0) // n_cols).to(tl.int64)
-    col = tl.program_id(0) % n_cols
+    col = (tl.program_id(0) % n_cols).to(tl.int64)
     gate = 0.0
     up = 0.0
     for start in range(0, n_inner, BLOCK_SIZE):
@@ -1342,6 +1427,7 @@ SWIGLU_BLOCK = 1024
 
 def swiglu_activation(gate_up):
     """gate_up (rows, 2 n) -> silu(gate) * up (rows, n)"""
+    require_contiguous("gate_up", gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty(n_rows, n_cols)
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
@@ -1350,13 +1436,17 @@ def swiglu_activation(gate_up):
 
 
 def swiglu_activation_backward_(hidden_grad, gate_up):
-    """Overwrites gate_up (rows, 2 n) by its gradient."""
+    """Overwrites gate_up (rows, 2 n) by its gradient; hidden_grad (rows, n)."""
+    require_contiguous("hidden_grad", hidden_grad)
+    require_contiguous("gate_up", gate_up)
     n_rows, n_cols = hidden_grad.shape
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
 
 
 def swiglu_naive_matmul(x, gate_up_weight):
+    require_contiguous("x", x)
+    require_contiguous("gate_up_weight", gate_up_weight)
     n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
     gate_up = x.new_empty(n_rows, 2 * n_cols)
     hidden = x.new_empty(n_rows, n_cols)
@@ -1382,12 +1472,6 @@ def swiglu_backward(y_grad, x, gate_up_weight, down_weight, gate_up, hidden):
     return gate_up @ gate_up_weight, weight_gradient(gate_up_weight, gate_up, x), down_weight_grad
 
 
-def forbid_second_backward(ctx):
-    if getattr(ctx, "is_spent", False):
-        raise RuntimeError("the backward pass of SwiGLU overwrites what forward saved: it can run only once")
-    ctx.is_spent = True
-
-
 class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_up_weight, down_weight, naive_matmul):
@@ -1398,13 +1482,16 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
-        forbid_second_backward(ctx)
+        begin_backward(ctx, overwrites=True)
         x_grad, *weight_grads = swiglu_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
         return x_grad.view(y_grad.shape), *weight_grads, None
 
 
 def triton_swiglu(x, gate_up_weight, down_weight, naive_matmul=False):
     """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)"""
+    require_shape("x", x, x.shape)
+    require_shape("gate_up_weight", gate_up_weight, (2 * down_weight.shape[1], x.shape[-1]))
+    require_shape("down_weight", down_weight, (x.shape[-1], down_weight.shape[1]))
     return SwiGLUFunction.apply(x, gate_up_weight, down_weight, naive_matmul)
 
 
@@ -1449,8 +1536,9 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
-        forbid_second_backward(ctx)
-        norm1, attention, norm2, swiglu = (ctx.saved_tensors[i:j] for i, j in ((0, 3), (3, 13), (13, 16), (16, 21)))
+        begin_backward(ctx, overwrites=True)
+        saved = ctx.saved_tensors  # read once: each time would recompute them under torch.utils.checkpoint
+        norm1, attention, norm2, swiglu = (saved[i:j] for i, j in ((0, 3), (3, 13), (13, 16), (16, 21)))
         residual_rows = with_contiguous_rows(residual_grad)
         x2_grad, gate_up_grad, down_grad = swiglu_backward(with_contiguous_rows(y_grad), *swiglu)
         residual_rows, norm2_grad = rmsnorm_backward(x2_grad, residual_rows, *norm2)
@@ -1465,6 +1553,7 @@ def triton_block(
     residual, delta, weights, cos, sin, eps, num_heads, num_kv_heads, noncontiguous_kv=False, triton_matmul_swiglu=False
 ):
     """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down."""
+    require_shape("residual", residual, residual.shape)
     options = eps, num_heads, num_kv_heads, noncontiguous_kv, triton_matmul_swiglu
     return BlockFunction.apply(residual, delta, *weights, cos, sin, options)
 
@@ -1479,7 +1568,7 @@ def cross_entropy_kernel(
     """loss = logsumexp(logits) - logits[target]; logits = (softmax(logits) - onehot(target)) * gradient_scale.
 
     Grid: (rows,). A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, its
-    end first, which is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss.
+    end first, which is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss and a NaN gradient.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LANES: tl.constexpr = 8  # neighbours that share a running maximum: one rescaling for 8 exponentials
@@ -1487,6 +1576,7 @@ def cross_entropy_kernel(
     scale = tl.cast(gradient_scale, tl.float32)
     target = tl.load(targets_ptr + tl.program_id(0))
     in_range = (target >= 0) & (target < N_COLS)
+    scale = tl.where(in_range, scale, float("nan"))
     target_logit = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
     if BLOCK_SIZE >= N_COLS:
         cols = tl.arange(0, BLOCK_SIZE)
@@ -1496,7 +1586,6 @@ def cross_entropy_kernel(
         total = tl.sum(exponentials, axis=0)
         gradient = (exponentials / total - tl.where(cols == target, 1.0, 0.0)) * scale  # in fp32: p - 1 cancels in bf16
         tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < N_COLS)
-        log_sum = maximum + tl.log2(total) / LOG2_E
     else:
         maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
         totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
@@ -1510,32 +1599,43 @@ def cross_entropy_kernel(
             totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
             maxima = new_maxima
         maximum = tl.max(maxima, axis=0)
-        log_sum = maximum + tl.log2(tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)) / LOG2_E
+        total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
+        inverse_total = 1.0 / total
         LAST_START: tl.constexpr = (N_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
         for start in range(0, N_COLS, BLOCK_SIZE):
             cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
             mask = cols < N_COLS
             # Nobody reads these again soon: they shall not push out what this loop has yet to read.
             logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-            probabilities = tl.exp2((logits.to(tl.float32) - log_sum) * LOG2_E)
+            # exp(logits - log_sum) would be shorter, and take over the rounding of a large log_sum.
+            probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
             gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
             gradient = gradient.to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
-    tl.store(loss_ptr + tl.program_id(0), log_sum - target_logit)
+    tl.store(loss_ptr + tl.program_id(0), maximum - target_logit + tl.log2(total) / LOG2_E)
 
 
 @jit
-def scale_kernel(x_ptr, factor_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    """x *= factor, decided on the device: the usual factor 1 costs no traffic, and the host need not know it."""
+def scale_kernel(x_ptr, factor_ptr, stride_row, n_cols, BLOCK_SIZE: tl.constexpr):
+    """x *= factor, decided on the device: the usual factor 1 costs no traffic, and the host need not know it.
+
+    Grid: (rows * blocks of columns,).
+    """
     factor = tl.load(factor_ptr)
     if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        x = tl.load(x_ptr + offsets, mask=offsets < n_elements, other=0.0).to(tl.float32)
-        tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=offsets < n_elements)
+        blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+        cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * stride_row + cols
+        x = tl.load(ptrs, mask=cols < n_cols, other=0.0).to(tl.float32)
+        tl.store(ptrs, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 def cross_entropy_(logits, targets, gradient_scale):
-    """Losses (rows,) in fp32 of logits (rows, n) with contiguous rows; the logits are overwritten by their gradient."""
+    """Losses (rows,) in fp32 of logits (rows, n), contiguous rows apart from each other, and targets (rows,).
+
+    The logits are overwritten by their gradient.
+    """
+    require_contiguous("targets", targets)
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
@@ -1552,27 +1652,39 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets):
         rows = with_contiguous_rows(logits)
-        losses = cross_entropy_(rows, targets.reshape(-1), 1.0 / rows.shape[0])
-        ctx.save_for_backward(rows)
+        if rows.stride(0) < rows.shape[1]:  # expanded rows lie on each other: one's gradient would be another's logits
+            rows = rows.contiguous()
+        losses = cross_entropy_(rows, targets.reshape(-1).contiguous(), 1.0 / max(1, rows.shape[0]))
+        if not rows.is_inference():
+            torch.autograd.graph.increment_version(rows)  # whoever saved the logits for a backward pass is told
+        ctx.save_for_backward(rows.detach())
         ctx.shape = logits.shape
         return losses.mean()
 
     @staticmethod
     def backward(ctx, loss_grad):
+        begin_backward(ctx, overwrites=True)
         (logits_grad,) = ctx.saved_tensors
-        n_elements = logits_grad.numel()
+        n_rows, n_cols = logits_grad.shape
+        block_size = min(next_power_of_2(n_cols), 4096)
         launch(
-            scale_kernel,
-            (cdiv(n_elements, 4096),),
-            (logits_grad, loss_grad),
-            (n_elements,),
-            dict(BLOCK_SIZE=4096),
-        )
+            scale_kernel, (n_rows * cdiv(n_cols, block_size),), (logits_grad, loss_grad),
+            (logits_grad.stride(0), n_cols), dict(BLOCK_SIZE=block_size),
+        )  # fmt: skip
         return logits_grad.view(ctx.shape), None  # targets are integers
 
 
 def triton_cross_entropy(logits, targets):
-    """Mean cross-entropy of logits (..., n) and targets (...). The logits are overwritten by their gradient."""
+    """Mean cross-entropy, in fp32, of logits (..., n) and integer targets (...).
+
+    The logits, in fp32, bf16 or fp16, are overwritten by their gradient, so they may not be a leaf that requires one.
+    A target outside 0..n-1 gives a NaN.
+    """
+    require_shape("logits", logits, (*targets.shape, logits.shape[-1]))
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise TypeError(f"targets are {targets.dtype}: give the numbers of tokens as integers")
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError("logits is a leaf that requires a gradient, and would be overwritten: give logits.clone()")
     return CrossEntropyFunction.apply(logits, targets)
 
 
@@ -1612,12 +1724,11 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, out_grad):
+        begin_backward(ctx)
         tokens, weight = ctx.saved_tensors
         n_cols = weight.shape[1]
-        weight_grad = gradient_buffer(weight)
-        if weight_grad is None:
-            weight_grad = torch.zeros_like(weight)
-        elif weight.grad is None:  # otherwise the tied head's gradient is there already: add to it
+        weight_grad, accumulate = gradient_target(weight)  # the tied head's gradient may be there already
+        if not accumulate:
             weight_grad.zero_()
         block_size = min(next_power_of_2(n_cols), 1024)
         launch(
@@ -1629,6 +1740,8 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 def triton_embedding(tokens, weight):
+    """weight (vocab, cols) at tokens (...) of any integers in 0..vocab-1 -> (..., cols)"""
+    require_shape("weight", weight, weight.shape)
     return EmbeddingFunction.apply(tokens.contiguous(), weight)
 
 
@@ -1663,6 +1776,7 @@ def adamw_kernel(
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
     if SPLIT:
         bits = weights.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # any NaN: rounded up, some would be zeros
         rounded = (bits + 0x8000) >> 16
         tl.store(param_ptr + offsets, rounded.to(tl.int16), mask=mask)
         tl.store(remainder_ptr + offsets, (bits - (rounded << 16)).to(tl.int16), mask=mask)
@@ -1674,9 +1788,10 @@ def split_fp32(weights):
     """fp32 weights -> (bf16, int16): the weights rounded to bf16, and the 16 bits that lost. join_fp32 is exact.
 
     bf16 is the upper half of an fp32 number. The model computes with it, the optimizer adds the lower half: a master
-    weight and its copy in low precision take 4 bytes together instead of 6.
+    weight and its copy in low precision take 4 bytes together instead of 6. Halfway cases are rounded away from zero,
+    else the lower half would not fit 16 bits. A NaN is one in both, though not with the same payload.
     """
-    bits = weights.view(torch.int32)
+    bits = weights.view(torch.int32).masked_fill(weights.isnan(), 0x7FC00000)
     rounded = (bits + 0x8000) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16), (bits - (rounded << 16)).to(torch.int16)
 
@@ -1689,8 +1804,9 @@ class FlatAdamW:
     """AdamW whose parameters, gradients and moments are each one flat buffer.
 
     The parameters of the model become views of the flat buffer, in bf16 if low_precision (the fp32 weights are then
-    split between param and remainder). So do their gradients: our kernels write into grad_buffer, what autograd leaves
-    in .grad is copied there by step(). Learning rate and step count live on the device, for captured steps.
+    split between param and remainder). So do their gradients: our kernels write into grad_buffer, and add to it in
+    further backward passes before zero_grad(); what autograd leaves in .grad is copied there by step(). Learning rate
+    and step count live on the device, for captured steps.
     """
 
     ALIGNMENT = 64  # elements; matmuls want their operands on 16-byte boundaries

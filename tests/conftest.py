@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; more threads would wait for each other
+
+import torch  # noqa: E402  (after the variable)
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"

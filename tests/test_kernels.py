@@ -3,8 +3,12 @@
 The rule: our error against float64 is at most twice that of plain PyTorch in the same precision, plus a small atol.
 """
 
+import copy
+
+import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import tiny_llama_v3 as llama
 
@@ -67,6 +71,127 @@ def strided_like(x):
     return view.copy_(x)
 
 
+def in_memory_order(x, order, padding):
+    """The same values, the dimensions lying in memory in this order, the innermost rows padded."""
+    shape = [x.shape[dim] for dim in order]
+    holder = torch.full((*shape[:-1], shape[-1] + padding), float("nan"), dtype=x.dtype, device=x.device)
+    inverse = [order.index(dim) for dim in range(x.dim())]
+    return holder[..., : shape[-1]].permute(inverse).copy_(x)
+
+
+# --- gradients: into the optimizer's buffer, added up over backward passes
+
+
+class Parts(torch.nn.Module):
+    """Every operation that hands over a gradient, by itself; the embedding is tied to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Parameter(torch.randn(11, 32))
+        self.norm = torch.nn.Parameter(torch.rand(32) + 0.5)
+        self.qkv, self.o = torch.nn.Parameter(torch.randn(64, 32) / 6), torch.nn.Parameter(torch.randn(32, 32) / 6)
+        self.gate_up, self.down = (
+            torch.nn.Parameter(torch.randn(96, 32) / 6),
+            torch.nn.Parameter(torch.randn(32, 48) / 7),
+        )
+
+    def forward(self, tokens, operations):
+        tables = llama.rope_tables(tokens.shape[1], 16, tokens.device)
+        x = operations.embedding(tokens, self.embedding)
+        y, residual = operations.rmsnorm(x, None, self.norm, 1e-5)
+        y, residual = operations.rmsnorm(
+            residual, operations.attention(y, self.qkv, self.o, *tables, 2, 1), self.norm, 1e-5
+        )
+        return operations.linear(residual + operations.swiglu(y, self.gate_up, self.down), self.embedding)
+
+
+@pytest.fixture
+def parts(device):
+    torch.manual_seed(0)
+    return Parts().to(device)
+
+
+def batch_of(parts, seed):
+    return torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(seed)).to(parts.norm.device)
+
+
+def test_backward_passes_before_a_step_add_up(parts):
+    exact = copy.deepcopy(parts).double()
+    optimizer = llama.FlatAdamW(parts, lr=1e-3)
+    for round_ in range(2):  # the second starts from nothing again
+        optimizer.zero_grad()
+        exact.zero_grad()
+        for seed in (1, 2, 3):
+            logits = parts(batch_of(parts, seed), llama.OPERATIONS["triton"])
+            (logits**2).sum().backward()
+            (exact(batch_of(parts, seed), llama.OPERATIONS["torch"]) ** 2).sum().backward()
+        for (name, p), q in zip(parts.named_parameters(), exact.parameters(), strict=True):
+            assert p.grad is p.grad_buffer, name
+            assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), f"{name}, round {round_}"
+
+
+def test_a_gradient_that_came_by_another_way_is_added_to(parts):
+    optimizer = llama.FlatAdamW(parts, lr=1e-3)
+    expected = copy.deepcopy(parts)
+
+    def penalty(model):  # autograd's gradients, of parameters that the kernels have one for too
+        return 3.0 * sum((p**2).sum() for p in model.parameters())
+
+    expected_loss = (expected(batch_of(parts, 1), llama.OPERATIONS["torch"]) ** 2).sum() + 2 * penalty(expected)
+    expected_loss.backward()
+    optimizer.zero_grad()
+    penalty(parts).backward()
+    (parts(batch_of(parts, 1), llama.OPERATIONS["triton"]) ** 2).sum().backward()
+    penalty(parts).backward()
+    for (name, p), q in zip(parts.named_parameters(), expected.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
+
+
+def test_a_second_derivative_is_refused(randn):
+    weight = randn(16, 16).requires_grad_()
+    outputs = [
+        llama.triton_rmsnorm(weight, None, weight[0], 1e-5)[0],
+        llama.triton_linear(weight, weight),
+        llama.triton_swiglu(weight, weight, weight[:, :8].contiguous()),
+        llama.triton_embedding(torch.arange(3, device=weight.device), weight),
+        llama.triton_cross_entropy(weight * 1, torch.arange(16, device=weight.device)),
+    ]
+    for output in outputs:
+        with pytest.raises(RuntimeError, match="FunctionBackward has no second derivative"):
+            torch.autograd.grad(output.sum(), weight, create_graph=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_operations(parts, use_reentrant):
+    """Recomputed in the backward pass, by either way of torch.utils.checkpoint, the gradients are the same."""
+    tokens = batch_of(parts, 1)
+
+    def checkpointed(function):
+        return lambda *inputs: torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=use_reentrant)
+
+    plain = llama.OPERATIONS["triton"]
+    again = llama.Operations(*(operation and checkpointed(operation) for operation in plain))
+    gradients = []
+    for operations in (plain, again):
+        parts.zero_grad()
+        (parts(tokens, operations._replace(embedding=plain.embedding)) ** 2).sum().backward()
+        gradients.append([p.grad for p in parts.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+# --- column sums
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_column_sums(randn, rows, accumulate):
+    partial, sums = randn(rows, 37), randn(37)
+    expected = partial.double().sum(0) + (sums.double() if accumulate else 0)
+    constants = dict(ACCUMULATE=accumulate, BLOCK_ROWS=128, BLOCK_COLS=16)
+    llama.launch(llama.column_sum_kernel, (3,), (partial, sums), (rows, 37), constants)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=1e-5)
+
+
 # --- RMSNorm
 
 
@@ -114,6 +239,37 @@ def test_rmsnorm_block_smaller_than_the_row(randn, block_size):
     expected, expected_residual = llama.torch_rmsnorm(x.double(), delta.double(), weight.double(), 1e-5)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(residual.double(), expected_residual, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_rmsnorm_of_which_only_the_residual_is_used(randn, with_delta):
+    x, delta, weight = (t.requires_grad_() for t in (randn(3, 8), randn(3, 8), randn(8)))
+    upstream = randn(3, 8)
+    _, residual = llama.triton_rmsnorm(x * 1, delta if with_delta else None, weight, 1e-5)
+    residual.backward(upstream)
+    assert torch.equal(x.grad, upstream) and weight.grad is None
+    assert torch.equal(delta.grad, upstream) if with_delta else delta.grad is None
+
+
+def test_rmsnorm_adds_eps_to_the_mean_square(device):
+    x = torch.full((1, 8), 1e-3, device=device)  # a mean square of 1e-6, beside which eps counts
+    for norm in (llama.TritonRMSNorm(8), llama.TritonRMSNorm(8, operations=llama.OPERATIONS["torch"])):
+        y = norm.to(device)(x)
+        torch.testing.assert_close(y, torch.full_like(y, 1e-3 / (1e-6 + 1e-5) ** 0.5))
+    y = llama.triton_rmsnorm(x, None, torch.ones(8, device=device), 1e-2)[0]
+    torch.testing.assert_close(y, torch.full_like(y, 1e-3 / (1e-6 + 1e-2) ** 0.5))
+
+
+def test_rmsnorm_refuses_what_it_would_read_wrongly(randn):
+    x, weight = randn(3, 8), randn(8)
+    with pytest.raises(ValueError, match=r"weight of shape \(8,\) has the strides \(2,\)"):
+        llama.triton_rmsnorm(x, None, strided_like(weight), 1e-5)
+    with pytest.raises(ValueError, match=r"weight has the shape \(7,\), and \(8,\) is needed"):
+        llama.triton_rmsnorm(x, None, weight[:7], 1e-5)
+    with pytest.raises(ValueError, match=r"delta has the shape \(1, 8\), and \(3, 8\) is needed"):
+        llama.triton_rmsnorm(x, x[:1], weight, 1e-5)
+    with pytest.raises(TypeError, match="x is torch.float64, and the kernels compute in fp32"):
+        llama.triton_rmsnorm(x.double(), None, weight, 1e-5)
 
 
 # --- attention
@@ -198,6 +354,95 @@ def test_attention_with_every_argument_strided(randn, seq_len):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+LAYOUTS = {  # the order of (batch, seq, head, head_dim) in memory and the padding: no two tensors have the same strides
+    "q": ([0, 1, 2, 3], 1), "k": ([3, 0, 2, 1], 2), "v": ([2, 0, 1, 3], 3), "o": ([1, 2, 0, 3], 5),
+    "o_grad": ([0, 3, 1, 2], 1), "q_grad": ([1, 0, 3, 2], 4), "k_grad": ([2, 1, 0, 3], 7), "v_grad": ([0, 2, 3, 1], 6),
+}  # fmt: skip
+
+
+def exact_attention(q, k, v, o_grad):
+    """o and the gradients of q, k, v in float64."""
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    heads = [t.transpose(1, 2) for t in exact]
+    repeated = [heads[0], *(t.repeat_interleave(group, dim=1) for t in heads[1:])]
+    o = torch.nn.functional.scaled_dot_product_attention(*repeated, is_causal=True).transpose(1, 2)
+    return [o.detach(), *torch.autograd.grad(o, exact, o_grad.double())]
+
+
+def assert_attention_is_exact(q, k, v, o_grad, place=lambda name, tensor: tensor):
+    """Forward and backward, every tensor where place() puts it."""
+    q, k, v, o_grad = (place(name, t) for name, t in (("q", q), ("k", k), ("v", v), ("o_grad", o_grad)))
+    o, lse = llama.flash_attention_forward(q, k, v)
+    grads = [place(f"{name}_grad", torch.full_like(t, float("nan"))) for name, t in (("q", q), ("k", k), ("v", v))]
+    llama.flash_attention_backward(o_grad, q, k, v, place("o", o), lse, *grads)
+    for actual, expected in zip((o, *grads), exact_attention(q, k, v, o_grad), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seq_len", [20, 150])
+def test_attention_with_a_different_layout_for_each_argument(randn, seq_len):
+    inputs = [randn(2, seq_len, heads, 16) for heads in (6, 3, 3, 6)]
+    assert_attention_is_exact(*inputs, place=lambda name, t: in_memory_order(t, *LAYOUTS[name]))
+
+
+@pytest.mark.parametrize("m, n", [(16, 32), (32, 16), (16, 64), (64, 16)])
+@pytest.mark.parametrize("seq_len", [40, 100, 150])
+def test_attention_with_tiles_that_are_not_square(randn, monkeypatch, m, n, seq_len):
+    monkeypatch.setattr(llama, "attention_tile", lambda *key: llama.AttentionTile(m, n, 4, 1))
+    assert_attention_is_exact(*(randn(1, seq_len, heads, 16) for heads in (2, 1, 1, 2)))
+
+
+@pytest.mark.parametrize("seq_len", [40, 150])
+@pytest.mark.parametrize("far", ["q", "k", "v", "o", "o_grad", "q_grad", "k_grad", "v_grad"])
+@pytest.mark.parametrize("dimension", ["seq", "head", "head_dim"])
+def test_attention_beyond_two_to_the_31_elements(randn, device, seq_len, far, dimension):
+    """Only the pages that the tensor lies on are touched of the 5 GB between its first and last element."""
+    if not ON_GPU and (dimension, seq_len) == ("head", 150):
+        pytest.skip("the interpreter is slow: head strides at one length")
+    q, k, v, o_grad = (randn(1, seq_len, heads, 16) for heads in (4, 2, 2, 4))
+
+    def place(name, t):
+        if name != far:
+            return t
+        dim = {"seq": 1, "head": 2, "head_dim": 3}[dimension]
+        order = [d for d in range(4) if d != dim]
+        stride, strides = 2**31 // (t.shape[dim] - 1) + 64, [0] * 4
+        strides[dim], inner = stride, 1
+        for d in reversed(order):
+            strides[d], inner = inner, inner * t.shape[d]
+        assert inner <= stride
+        holder = torch.empty((t.shape[dim] - 1) * stride + inner, dtype=t.dtype, device=device)
+        return holder.as_strided(t.shape, strides).copy_(t)
+
+    assert_attention_is_exact(q, k, v, o_grad, place)
+
+
+def test_attention_refuses_tables_it_would_read_wrongly(randn):
+    qkv, upstream, (*weights, cos, sin, heads, kv_heads) = attention_inputs(randn, 1, 8, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"cos of shape \(8, 8\) has the strides \(1, 8\)"):
+        llama.triton_attention(qkv, *weights, cos.t().contiguous().t(), sin, heads, kv_heads)
+    with pytest.raises(ValueError, match=r"sin of shape \(8, 8\) has the strides \(32, 2\)"):
+        llama.triton_attention(qkv, *weights, cos, strided_like(sin), heads, kv_heads)
+    with pytest.raises(ValueError, match="qkv_weight has the shape"):
+        llama.triton_attention(qkv, weights[0][:48], weights[1], cos, sin, heads, kv_heads)
+    with pytest.raises(ValueError, match="8 positions, the rotary tables have 7"):
+        llama.triton_attention(qkv, *weights, cos[:7], sin[:7], heads, kv_heads)
+    q, k, v = llama.split_heads(qkv, heads, kv_heads)
+    o, lse = llama.flash_attention_forward(q, k, v)
+    with pytest.raises(ValueError, match="cos of shape"):
+        llama.flash_attention_backward(upstream.view(o.shape), q, k, v, o, lse, q, k, v, strided_like(cos), sin)
+    with pytest.raises(ValueError, match="qkv of shape"):
+        llama.rope_(strided_like(qkv), 3, 16, cos, sin)
+
+
+def test_rotary_angles(device):
+    cos, sin = llama.rope_tables(200, 4, device)
+    angles = torch.tensor([[p * 1.0, p * 0.01] for p in range(200)], dtype=torch.float64, device=device)
+    torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=1e-6)
+
+
 def test_rotation_preserves_norms_and_depends_on_distance_only(device):
     cos, sin = llama.rope_tables(64, 32, device)
     x = torch.randn(1, 1, 1, 32, device=device)
@@ -224,6 +469,32 @@ def test_swiglu_naive_matmul(randn):
     assert_as_accurate_as_torch(ours, llama.torch_swiglu, inputs, [randn(2, 3, 150)], torch.float32)
 
 
+def test_swiglu_refuses_what_it_would_read_wrongly(randn):
+    x, gate_up, down = randn(3, 8), randn(12, 8), randn(8, 6)
+    with pytest.raises(ValueError, match="gate_up_weight of shape"):
+        llama.triton_swiglu(x, strided_like(gate_up), down, naive_matmul=True)
+    with pytest.raises(ValueError, match="gate_up_weight has the shape"):
+        llama.triton_swiglu(x, gate_up[:11], down)
+    with pytest.raises(ValueError, match="gate_up of shape"):
+        llama.swiglu_activation(strided_like(gate_up))
+    with pytest.raises(ValueError, match="hidden_grad of shape"):
+        llama.swiglu_activation_backward_(strided_like(randn(12, 4)), gate_up)
+    with pytest.raises(ValueError, match="gate_up of shape"):
+        llama.swiglu_activation_backward_(randn(12, 4), strided_like(gate_up))
+
+
+@pytest.mark.gpu
+def test_naive_swiglu_with_a_weight_of_more_than_two_to_the_31_elements(device):
+    inner, ffn = 2**20, 1030
+    weight = torch.empty(2 * ffn, inner, dtype=torch.bfloat16, device=device).normal_(std=inner**-0.5)
+    x = torch.randn(1, inner, device=device, dtype=torch.bfloat16)
+    gate_up, hidden = llama.swiglu_naive_matmul(x, weight)
+    expected = torch.nn.functional.linear(x, weight).float()
+    torch.testing.assert_close(gate_up.float(), expected, rtol=2e-2, atol=2e-2)
+    gate, up = expected.chunk(2, dim=1)
+    torch.testing.assert_close(hidden.float(), torch.nn.functional.silu(gate) * up, rtol=5e-2, atol=5e-2)
+
+
 def test_swiglu_activation_at_extreme_gates(device):
     gate = torch.tensor([[-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4]], device=device)
     gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)
@@ -236,7 +507,7 @@ def test_swiglu_backward_refuses_to_run_twice(randn):
     x = randn(3, 16).requires_grad_()
     y = llama.triton_swiglu(x, randn(16, 16), randn(16, 8))
     y.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="only once"):
+    with pytest.raises(RuntimeError, match="SwiGLUFunctionBackward overwrites .* only once"):
         y.sum().backward()
 
 
@@ -244,7 +515,7 @@ def test_swiglu_backward_refuses_to_run_twice(randn):
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("rows, vocab", [(1, 2), (5, 1000), (3, 97), (2, 33000), (1, 70001)])
+@pytest.mark.parametrize("rows, vocab", [(1, 2), (5, 1000), (3, 97), (2, 16384), (2, 33000), (1, 70001), (1, 81920)])
 def test_cross_entropy(randn, rows, vocab, dtype):
     logits = randn(rows, vocab) * 4
     targets = torch.arange(rows, device=logits.device) * 7919 % vocab
@@ -267,9 +538,113 @@ def test_cross_entropy_of_large_logits_is_finite(device):
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("target", [-1, 5])
-def test_cross_entropy_target_out_of_range_gives_nan(device, target):
-    assert llama.triton_cross_entropy(torch.zeros(1, 5, device=device), torch.tensor([target], device=device)).isnan()
+@pytest.mark.parametrize("vocab", [5, 8192, 8200, 16384])
+@pytest.mark.parametrize("beyond", [False, True])
+def test_cross_entropy_target_out_of_range_gives_nan(device, vocab, beyond):
+    logits = torch.zeros(2, vocab, device=device, requires_grad=True)
+    targets = torch.tensor([1, vocab if beyond else -1], device=device)
+    loss = llama.triton_cross_entropy(logits * 1, targets)
+    loss.backward()
+    assert loss.isnan() and logits.grad[1].isnan().all() and logits.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [1000, 8193, 20000])
+def test_cross_entropy_of_peaked_logits(randn, vocab):
+    """As accurate as PyTorch's where the log-sum is large: its rounding must not reach the probabilities."""
+    logits, targets = randn(2, vocab) * 60, torch.tensor([3, vocab - 1], device=randn(1).device)
+    one = [torch.tensor(1.0, device=logits.device)]
+    exact, plain = (
+        run(lambda x: llama.torch_cross_entropy(x, targets), [logits], one, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    actual = run(lambda x: llama.triton_cross_entropy(x * 1, targets), [logits], one, torch.float32)
+    for a, p, e in zip(actual, plain, exact, strict=True):
+        assert (a - e).norm() <= 2 * (p - e).norm() + 1e-7 * e.norm()
+
+
+def cross_entropy_and_gradient(logits, targets, factor=1.0):
+    """In float64, the loss and the gradient of factor * loss."""
+    exact = logits.detach().double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(exact.flatten(0, -2), targets.flatten())
+    return loss.detach(), torch.autograd.grad(loss * factor, exact)[0]
+
+
+def test_cross_entropy_of_strided_and_expanded_targets(randn, device):
+    logits, numbers = randn(6, 11), torch.arange(12, device=device) % 11
+    for targets in (numbers[::2], numbers[3].expand(6), numbers.view(6, 2)[:, 1:], numbers[:6].int()):
+        shaped = logits.view(*targets.shape, 11)
+        loss = llama.triton_cross_entropy(shaped.clone(), targets)
+        torch.testing.assert_close(loss.double(), cross_entropy_and_gradient(shaped, targets.long())[0])
+
+
+@pytest.mark.parametrize("data", ["random", "markov"])
+def test_cross_entropy_of_batches_of_one_token(randn, device, data):
+    config = llama.Config(vocab_size=11, seq_len=1, batch_size=5, data=data)
+    targets = llama.DATA[data](config).next_batch()[1].to(device)
+    logits = randn(5, 1, 11)
+    expected = cross_entropy_and_gradient(logits, targets)[0]
+    torch.testing.assert_close(llama.triton_cross_entropy(logits.clone(), targets).double(), expected)
+
+
+@pytest.mark.parametrize("vocab", [11, 5000])
+def test_cross_entropy_of_padded_rows(randn, device, vocab):
+    padded = torch.full((4, vocab + 5), 7.0, device=device)
+    logits = padded[:, :vocab].copy_(randn(4, vocab))
+    targets = torch.arange(4, device=device)
+    loss, gradient = cross_entropy_and_gradient(logits, targets, -2.5)
+    source = logits.clone().requires_grad_()
+    view = torch.empty_like(padded).fill_(7.0)[:, :vocab]
+    actual = llama.triton_cross_entropy(CopyInto.apply(source, view), targets)
+    (actual * -2.5).backward()
+    torch.testing.assert_close(actual.double(), loss)
+    torch.testing.assert_close(source.grad.double(), gradient, rtol=1e-5, atol=1e-7)
+    assert (view._base[:, vocab:] == 7.0).all()
+
+
+class CopyInto(torch.autograd.Function):
+    """source, laid into the memory of place."""
+
+    @staticmethod
+    def forward(ctx, source, place):
+        return place.copy_(source)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_cross_entropy_of_expanded_logits(randn, device):
+    row, targets = randn(11).requires_grad_(), torch.arange(4, device=device)
+    loss, gradient = cross_entropy_and_gradient(row.expand(4, 11), targets)
+    actual = llama.triton_cross_entropy(row.expand(4, 11), targets)
+    actual.backward()
+    torch.testing.assert_close(actual.double(), loss)
+    torch.testing.assert_close(row.grad.double(), gradient.sum(0), rtol=1e-5, atol=1e-7)
+
+
+def test_cross_entropy_tells_who_kept_the_logits(randn, device):
+    x, targets = randn(4, 11).requires_grad_(), torch.arange(4, device=device)
+    logits = x * 1
+    kept = logits.square()  # whose gradient needs the logits that are overwritten
+    loss = llama.triton_cross_entropy(logits, targets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + kept.sum()).backward()
+
+
+def test_cross_entropy_refuses_what_would_be_wrong(randn, device):
+    logits, targets = randn(4, 11), torch.arange(4, device=device)
+    with pytest.raises(ValueError, match="leaf"):
+        llama.triton_cross_entropy(logits.clone().requires_grad_(), targets)
+    with pytest.raises(ValueError, match="logits has the shape"):
+        llama.triton_cross_entropy(logits, targets[:3])
+    with pytest.raises(TypeError, match="targets are torch.float32"):
+        llama.triton_cross_entropy(logits, targets.float())
+    with pytest.raises(TypeError, match="logits is torch.float64"):
+        llama.triton_cross_entropy(logits.double(), targets)
+    loss = llama.triton_cross_entropy(logits.requires_grad_() * 1, targets)
+    loss.backward(torch.tensor(2.0, device=device), retain_graph=True)
+    with pytest.raises(RuntimeError, match="CrossEntropyFunctionBackward overwrites .* only once"):
+        loss.backward(torch.tensor(2.0, device=device))
 
 
 # --- embedding
@@ -283,6 +658,14 @@ def test_embedding(randn, device, vocab, dim, shape, dtype):
     ours = lambda weight: llama.triton_embedding(tokens, weight)  # noqa: E731
     reference = lambda weight: torch.nn.functional.embedding(tokens, weight)  # noqa: E731
     assert_as_accurate_as_torch(ours, reference, [randn(vocab, dim)], [randn(*shape, dim)], dtype)
+
+
+def test_embedding_of_a_transposed_weight(randn, device):
+    tokens, upstream = torch.tensor([1, 4, 1], device=device), randn(3, 8)
+    weight = randn(8, 5).t().requires_grad_()
+    llama.triton_embedding(tokens, weight).backward(upstream)
+    expected = torch.zeros(5, 8, device=device).index_add_(0, tokens, upstream)
+    torch.testing.assert_close(weight.grad, expected)
 
 
 # --- reproducibility
@@ -333,6 +716,43 @@ def test_split_weights_join_exactly(device):
     rounded, remainder = llama.split_fp32(weights)
     assert torch.equal(llama.join_fp32(rounded, remainder), weights)
     torch.testing.assert_close(rounded.float(), weights, rtol=2**-8, atol=0)
+
+
+UNUSUAL = (  # bit patterns: the NaN of a GPU, quiet and signalling ones, infinities, the largest and smallest numbers
+    0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0xFFC00000, 0xFF800001, 0x7F800000, 0xFF800000,
+    0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0xFF7F7FFF, 0x00000001, 0x80000001, 0x007FFFFF, 0x3F807FFF,
+)  # fmt: skip
+
+
+def floats(patterns, device):
+    return torch.from_numpy(np.array(patterns, np.uint32).view(np.float32)).to(device)
+
+
+def test_split_keeps_what_is_no_number(device):
+    weights = floats(UNUSUAL, device)
+    rounded, remainder = llama.split_fp32(weights)
+    assert torch.equal(rounded.isnan(), weights.isnan())
+    torch.testing.assert_close(rounded, weights.bfloat16(), rtol=0, atol=0, equal_nan=True)  # as IEEE 754 rounds
+    joined = llama.join_fp32(rounded, remainder)
+    torch.testing.assert_close(joined, weights, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_adamw_keeps_what_is_no_number(device, low_precision):
+    model = torch.nn.Linear(len(UNUSUAL), 1, bias=False).to(device)
+    optimizer = llama.FlatAdamW(model, lr=1e-3, low_precision=low_precision, weight_decay=0.0)
+    optimizer.reset([floats(UNUSUAL, device)[None]])
+    expected = optimizer.weights()[0].clone()
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()  # without a gradient nothing moves, whatever the weight
+    in_use = expected.bfloat16() if low_precision else expected
+    for actual, wanted in ((optimizer.weights()[0], expected), (model.weight.detach(), in_use)):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    for not_a_number in (float("nan"), float("inf")):
+        model.weight.grad = torch.full_like(model.weight, not_a_number)
+        optimizer.step()
+        assert model.weight.isnan().all() and optimizer.weights()[0].isnan().all()
+        optimizer.reset([torch.ones(1, len(UNUSUAL), device=device)])
 
 
 def test_adamw_treats_a_missing_gradient_as_zero(device):

@@ -21,6 +21,7 @@ from tiny_llama_v3 import (
     launch,
     next_power_of_2,
     norm_tile,
+    require_contiguous,
     tl,
     triton,
     with_contiguous_rows,
@@ -167,6 +168,9 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, delta, weight, bias, eps, dtype):
     """x, delta (..., cols) -> residual (empty without delta), y in dtype, mean and rstd (rows,) in fp32."""
+    require_contiguous("weight", weight)
+    if bias is not None:
+        require_contiguous("bias", bias)
     x_rows = with_contiguous_rows(x)
     delta_rows = x_rows if delta is None else with_contiguous_rows(delta)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
@@ -215,7 +219,8 @@ def layer_norm_backward(
     )  # fmt: skip
     run_column_sum(
         (cdiv(parameter_grads.numel(), 16),), (partial, parameter_grads), (tile.programs, parameter_grads.numel()),
-        dict(BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=16), num_warps=8,
+        dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=16),
+        num_warps=8,
     )  # fmt: skip
     return x_grad, delta_grad, parameter_grads
 
@@ -341,7 +346,7 @@ def triton_layer_norm(x, weight, bias=None, eps=1e-5):
 def triton_add_layer_norm(x, delta, weight, bias=None, eps=1e-5):
     """(x + delta, LayerNorm of it) in one pass, as triton_layer_norm() otherwise. delta may be None."""
     check_shapes(x, delta, weight, bias)
-    reason = obstacle(x, delta, weight)
+    reason = obstacle(x, delta, weight, bias)
     if reason:
         if not torch.compiler.is_compiling():
             say_once(f"LayerNorm runs on PyTorch instead of Triton: {reason}")
@@ -371,7 +376,7 @@ def check_shapes(x, delta, weight, bias):
         raise ValueError(f"x and delta must have one shape: {tuple(x.shape)}, {tuple(delta.shape)}")
 
 
-def obstacle(x, delta, weight):
+def obstacle(x, delta, weight, bias):
     """Why the kernels cannot take these tensors, in words, or None if they can."""
     if triton is None:
         return "Triton is not installed"
@@ -381,6 +386,8 @@ def obstacle(x, delta, weight):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return f"the shape is {tuple(x.shape)}"
+    if not weight.is_contiguous() or bias is not None and not bias.is_contiguous():
+        return "weight or bias is not contiguous"
     return None
 
 

@@ -1,0 +1,328 @@
+"""Every public function on shapes, memory layouts and types that hypothesis draws: as accurate as PyTorch, or refused.
+
+The rule is that of test_kernels.py: errors against float64 at most twice those of plain PyTorch in the same precision,
+plus a small atol. A layout is an order of the dimensions in memory, with gaps between rows and elements.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import tiny_llama_v3 as llama
+from nanogpt_triton.kernels import triton_add_layer_norm, triton_layer_norm
+
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+ATOL = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TYPES = st.sampled_from(list(ATOL))
+# Triton's interpreter multiplies the bit patterns of bf16 matrices: kernels with a tl.dot need a GPU for it.
+DOT_TYPES = TYPES if ON_GPU else st.sampled_from([torch.float32, torch.float16])
+SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 64, 65]))
+
+fast = settings(
+    max_examples=15, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+slow = settings(fast, max_examples=6)  # the interpreter takes seconds for a pass of attention
+
+
+@st.composite
+def laid_out(draw, shape, dtype, scale=1.0):
+    """Random values of this shape, somehow in memory; whatever lies around them is NaN."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    values = (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
+    order = draw(st.permutations(range(len(shape))))
+    gaps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in shape]
+    padding = draw(st.sampled_from([0, 0, 1, 16]))
+    holder_shape = [shape[dim] * gap for dim, gap in zip(order, gaps, strict=True)]
+    holder_shape[-1] += padding
+    holder = torch.full(holder_shape, float("nan"), dtype=dtype, device=DEVICE)
+    view = holder[tuple(slice(0, shape[dim] * gap, gap) for dim, gap in zip(order, gaps, strict=True))]
+    return view.permute([order.index(dim) for dim in range(len(shape))]).copy_(values)
+
+
+@st.composite
+def expanded(draw, shape, dtype):
+    """The same, or one value for some of the dimensions, which then have the stride 0."""
+    kept = [draw(st.booleans()) for _ in shape]
+    source = draw(laid_out([n if keep else 1 for n, keep in zip(shape, kept, strict=True)], dtype))
+    return source.expand(shape)
+
+
+def outputs_and_gradients(function, inputs, upstream, dtype):
+    """In float64, of inputs in dtype that keep their layout."""
+    leaves = [x.detach() if x.dtype == dtype else x.detach().to(dtype) for x in inputs]
+    leaves = [x.requires_grad_() for x in leaves]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = upstream[: len(outputs)]
+    upstream = [u if u.dtype == o.dtype else u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, leaves, upstream)
+    return [t.detach().double() for t in (*outputs, *gradients)]
+
+
+def assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype):
+    exact = outputs_and_gradients(reference, inputs, upstream, torch.float64)
+    plain = outputs_and_gradients(reference, inputs, upstream, dtype)
+    actual = outputs_and_gradients(ours, inputs, upstream, dtype)
+    for index, (a, p, e) in enumerate(zip(actual, plain, exact, strict=True)):
+        assert a.shape == e.shape
+        error, allowed = (a - e).abs().max(), 2 * (p - e).abs().max() + ATOL[dtype] * e.abs().max()
+        assert error <= allowed, f"tensor {index}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def draw_shape(data, cols=SIZES):
+    """Up to three dimensions."""
+    return [*data.draw(st.lists(st.integers(1, 5), max_size=2)), data.draw(cols)]
+
+
+# --- tiny_llama_v3
+
+
+@fast
+@given(st.data(), TYPES, st.booleans())
+def test_rmsnorm(data, dtype, with_delta):
+    shape = draw_shape(data, st.integers(1, 300))
+    inputs = [data.draw(laid_out(shape, dtype)), data.draw(laid_out(shape[-1:], dtype)).contiguous()]
+    if with_delta:
+        inputs.append(data.draw(expanded(shape, dtype)))
+    upstream = [data.draw(expanded(shape, dtype)) for _ in range(2)]
+    outputs = slice(None) if with_delta else slice(0, 1)  # without delta the residual is the input itself
+
+    def with_norm(norm):
+        return lambda x, weight, delta=None: norm(x, delta, weight, 1e-5)[outputs]
+
+    assert_as_accurate_as_torch(
+        with_norm(llama.triton_rmsnorm), with_norm(llama.torch_rmsnorm), inputs, upstream, dtype
+    )
+
+
+@fast
+@given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_linear(data, dtype):
+    *rows, inner = draw_shape(data)
+    outer = data.draw(SIZES)
+    inputs = [data.draw(expanded([*rows, inner], dtype)), data.draw(laid_out([outer, inner], dtype))]
+    upstream = [data.draw(expanded([*rows, outer], dtype))]
+    assert_as_accurate_as_torch(llama.triton_linear, F.linear, inputs, upstream, dtype)
+
+
+@slow
+@given(st.data(), DOT_TYPES)
+def test_attention(data, dtype):
+    batch, seq_len = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 2, 15, 33, 64, 129]))
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    head_dim = 2 * data.draw(st.sampled_from([1, 3, 8, 10, 16, 33, 64]))
+    heads, hidden = kv_heads * group, data.draw(st.integers(1, 20))
+    naive = data.draw(st.booleans())
+    inputs = [
+        data.draw(laid_out([batch, seq_len, hidden], dtype)),
+        data.draw(laid_out([(heads + 2 * kv_heads) * head_dim, hidden], dtype, hidden**-0.5)),
+        data.draw(laid_out([hidden, heads * head_dim], dtype, (heads * head_dim) ** -0.5)),
+    ]
+    upstream = [data.draw(expanded([batch, seq_len, hidden], dtype))]
+    tables = llama.rope_tables(seq_len, head_dim, DEVICE)
+    assert_as_accurate_as_torch(
+        lambda *tensors: llama.triton_attention(*tensors, *tables, heads, kv_heads, noncontiguous_kv=naive),
+        lambda *tensors: llama.torch_attention(*tensors, *tables, heads, kv_heads), inputs, upstream, dtype,
+    )  # fmt: skip
+
+
+@slow
+@given(st.data(), DOT_TYPES)
+def test_flash_attention(data, dtype):
+    """The kernels by themselves: every tensor, gradients included, in a layout of its own."""
+    batch, seq_len = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 17, 32, 50, 129]))
+    kv_heads, group, head_dim = (data.draw(st.integers(*bounds)) for bounds in ((1, 2), (1, 3), (1, 20)))
+    head_dim *= 2
+    q_shape, k_shape = [batch, seq_len, kv_heads * group, head_dim], [batch, seq_len, kv_heads, head_dim]
+    inputs = [data.draw(laid_out(shape, dtype)) for shape in (q_shape, k_shape, k_shape)]
+    upstream = data.draw(laid_out(q_shape, dtype))
+    places = [data.draw(laid_out(shape, dtype)) for shape in (q_shape, q_shape, k_shape, k_shape)]
+
+    def reference(q, k, v):
+        k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.transpose(-2, -1) * head_dim**-0.5
+        future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=DEVICE).triu(1)
+        return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    exact = outputs_and_gradients(reference, inputs, [upstream], torch.float64)
+    plain = outputs_and_gradients(reference, inputs, [upstream], dtype)
+    o, lse = llama.flash_attention_forward(*inputs)
+    actual = [o, *places[1:]]
+    llama.flash_attention_backward(upstream, *inputs, places[0].copy_(o), lse, *actual[1:])
+    for a, p, e in zip(actual, plain, exact, strict=True):
+        assert (a - e).abs().max() <= 2 * (p - e).abs().max() + ATOL[dtype] * e.abs().max()
+
+
+@fast
+@given(st.data(), TYPES, st.booleans())
+def test_swiglu(data, dtype, naive_matmul):
+    *rows, hidden = draw_shape(data)
+    ffn = data.draw(st.integers(1, 40))
+    weights = [
+        data.draw(laid_out([2 * ffn, hidden], dtype, hidden**-0.5)),
+        data.draw(laid_out([hidden, ffn], dtype, ffn**-0.5)),
+    ]
+    if naive_matmul:
+        weights[0] = weights[0].contiguous()
+    inputs = [data.draw(laid_out([*rows, hidden], dtype)), *weights]
+    upstream = [data.draw(expanded([*rows, hidden], dtype))]
+    assert_as_accurate_as_torch(
+        lambda *tensors: llama.triton_swiglu(*tensors, naive_matmul), llama.torch_swiglu, inputs, upstream, dtype
+    )
+
+
+@slow
+@given(st.data(), DOT_TYPES, st.booleans())
+def test_block(data, dtype, with_delta):
+    batch, seq_len, heads, head_dim, ffn = 2, data.draw(st.integers(1, 20)), 4, 8, data.draw(st.integers(1, 40))
+    hidden = heads * head_dim
+    shapes = [(hidden,), (2 * hidden, hidden), (hidden, hidden), (hidden,), (2 * ffn, hidden), (hidden, ffn)]
+    weights = [data.draw(laid_out(shape, dtype, shape[-1] ** -0.5)) for shape in shapes]
+    weights[0], weights[3] = weights[0].contiguous(), weights[3].contiguous()
+    streams = [data.draw(laid_out([batch, seq_len, hidden], dtype)) for _ in range(1 + with_delta)]
+    upstream = [data.draw(expanded([batch, seq_len, hidden], dtype)) for _ in range(2)]
+    tables = llama.rope_tables(seq_len, head_dim, DEVICE)
+
+    def ours(*tensors):
+        residual, delta = tensors[:2] if with_delta else (tensors[0], None)
+        return llama.triton_block(residual, delta, tensors[-6:], *tables, 1e-5, heads, 2)
+
+    def reference(*tensors):
+        residual, delta = tensors[:2] if with_delta else (tensors[0], None)
+        norm1, qkv, o, norm2, gate_up, down = tensors[-6:]
+        y, residual = llama.torch_rmsnorm(residual, delta, norm1, 1e-5)
+        y, residual = llama.torch_rmsnorm(residual, llama.torch_attention(y, qkv, o, *tables, heads, 2), norm2, 1e-5)
+        return residual, llama.torch_swiglu(y, gate_up, down)
+
+    assert_as_accurate_as_torch(ours, reference, [*streams, *weights], upstream, dtype)
+
+
+@fast
+@given(st.data(), TYPES, st.sampled_from([torch.int32, torch.int64]))
+def test_cross_entropy(data, dtype, integers):
+    shape = draw_shape(data, st.one_of(st.integers(1, 70), st.sampled_from([1000, 8192, 8193, 16384])))
+    shape = shape if len(shape) > 1 else [1, *shape]
+    logits = data.draw(st.one_of(laid_out(shape, dtype, 4.0), expanded(shape, dtype)))
+    numbers = torch.arange(200, device=DEVICE) * 7919 % shape[-1]
+    targets = numbers[: torch.Size(shape[:-1]).numel()].view(shape[:-1])
+    layout = data.draw(st.sampled_from(["contiguous", "strided", "expanded"]))
+    if layout == "strided":
+        targets = torch.stack([targets, torch.full_like(targets, 10**6)], dim=-1)[..., 0]
+    if layout == "expanded":
+        targets = targets.flatten()[0].expand(shape[:-1])
+    upstream = [torch.tensor(data.draw(st.sampled_from([1.0, -2.5, 0.0])), device=DEVICE)]
+
+    def reference(x):  # the loss in fp32 or better, as autocast has it
+        return llama.torch_cross_entropy(x if x.dtype == torch.float64 else x.float(), targets)
+
+    def ours(x):
+        return llama.triton_cross_entropy(
+            x.view_as(x) * 1 if x.is_contiguous() else Identity.apply(x), targets.to(integers)
+        )
+
+    assert_as_accurate_as_torch(ours, reference, [logits], upstream, dtype)
+
+
+class Identity(torch.autograd.Function):
+    """A copy in the same layout, which no longer is a leaf; what lies between its elements is checked to survive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        storage = torch.full((x.untyped_storage().nbytes() // x.element_size(),), 3.0, dtype=x.dtype, device=x.device)
+        return (
+            storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x) if 0 not in x.stride() else x.clone()
+        )
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@fast
+@given(st.data(), TYPES, st.sampled_from([torch.int32, torch.int64]))
+def test_embedding(data, dtype, integers):
+    vocab, dim = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 70))
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    tokens = data.draw(expanded(shape, torch.float32)).nan_to_num().mul(1e3).long().remainder(vocab)
+    tokens = tokens.to(integers).flip(0)
+    weight, upstream = data.draw(laid_out([vocab, dim], dtype)), data.draw(expanded([*shape, dim], dtype))
+    assert_as_accurate_as_torch(
+        lambda weight: llama.triton_embedding(tokens, weight),
+        lambda weight: F.embedding(tokens, weight),
+        [weight],
+        [upstream],
+        dtype,
+    )
+
+
+@settings(fast, max_examples=300)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+@example([0x7FFFFFFF, 0x7F7FFFFF, 0xFFFFFFFF, 0x00008000])
+def test_split(patterns):
+    """Any bits: the upper half is the nearest bf16 number (halves away from zero), and both together the number."""
+    bits = torch.tensor(patterns, dtype=torch.int64, device=DEVICE).to(torch.int32)
+    weights = bits.view(torch.float32)
+    rounded, remainder = llama.split_fp32(weights)
+    assert torch.equal(rounded.isnan(), weights.isnan())
+    known = ~weights.isnan()
+    assert torch.equal(llama.join_fp32(rounded, remainder).view(torch.int32)[known], bits[known])
+    assert llama.join_fp32(rounded, remainder).isnan()[~known].all()
+    not_a_tie = known & (bits & 0xFFFF != 0x8000)
+    assert torch.equal(rounded[not_a_tie], weights.bfloat16()[not_a_tie])
+
+
+@fast
+@given(st.data(), st.booleans())
+def test_adamw(data, low_precision):
+    """As torch.optim.AdamW in float64, whatever the shapes and the scale of the gradients."""
+    shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=3))
+    values = [data.draw(laid_out(shape, torch.float32)).contiguous() for shape in shapes]
+    ours, theirs = (torch.nn.ParameterList(v.to(dtype) for v in values) for dtype in (torch.float32, torch.float64))
+    optimizer = llama.FlatAdamW(ours, lr=1e-2, low_precision=low_precision)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.01)
+    for _ in range(data.draw(st.integers(1, 3))):
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = data.draw(laid_out(p.shape, p.dtype, data.draw(st.sampled_from([1e-6, 1.0, 1e4]))))
+            q.grad = p.grad.double()
+        optimizer.step()
+        reference.step()
+    for weight, q in zip(optimizer.weights(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(weight.double(), q.detach(), rtol=1e-5, atol=2e-6)
+
+
+# --- nanogpt_triton.kernels
+
+
+@fast
+@given(st.data(), TYPES, st.booleans(), st.booleans())
+@pytest.mark.filterwarnings("ignore:LayerNorm runs on PyTorch")
+def test_layer_norm(data, dtype, with_bias, with_delta):
+    shape = draw_shape(data, st.integers(1, 300))
+    inputs = [data.draw(expanded(shape, dtype))]
+    inputs += [data.draw(laid_out(shape, dtype))] if with_delta else []
+    inputs += [data.draw(laid_out(shape[-1:], dtype)) for _ in range(1 + with_bias)]
+    upstream = [data.draw(expanded(shape, dtype)) for _ in range(1 + with_delta)]
+
+    def with_norm(add_layer_norm, layer_norm):
+        def function(x, *rest):
+            if with_delta:
+                return add_layer_norm(x, *rest)
+            return layer_norm(x, *rest)
+
+        return function
+
+    def torch_layer_norm(x, weight, bias=None):
+        return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+
+    def torch_add_layer_norm(x, delta, weight, bias=None):
+        return x + delta, torch_layer_norm(x + delta, weight, bias)
+
+    ours = with_norm(triton_add_layer_norm, triton_layer_norm)
+    assert_as_accurate_as_torch(ours, with_norm(torch_add_layer_norm, torch_layer_norm), inputs, upstream, dtype)
