@@ -7,7 +7,7 @@ plus a small atol. A layout is an order of the dimensions in memory, with gaps b
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import tiny_llama_v3 as llama
@@ -26,6 +26,7 @@ SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 64, 65]))
 fast = settings(
     max_examples=15, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    phases=[Phase.explicit, Phase.generate],  # to shrink a failure takes many minutes of the interpreter's time
 )  # fmt: skip
 slow = settings(fast, max_examples=6)  # the interpreter takes seconds for a pass of attention
 
@@ -65,14 +66,18 @@ def outputs_and_gradients(function, inputs, upstream, dtype):
     return [t.detach().double() for t in (*outputs, *gradients)]
 
 
+def assert_as_accurate(actual, plain, exact, dtype):
+    for index, (a, p, e) in enumerate(zip(actual, plain, exact, strict=True)):
+        assert a.shape == e.shape
+        # Where terms of about 1 cancel to nothing, as in attention to a single key, their rounding remains.
+        error, allowed = (a - e).abs().max(), 2 * (p - e).abs().max() + ATOL[dtype] * (e.abs().max() + 0.1)
+        assert error <= allowed, f"tensor {index}: error {error:.2e}, allowed {allowed:.2e}"
+
+
 def assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype):
     exact = outputs_and_gradients(reference, inputs, upstream, torch.float64)
     plain = outputs_and_gradients(reference, inputs, upstream, dtype)
-    actual = outputs_and_gradients(ours, inputs, upstream, dtype)
-    for index, (a, p, e) in enumerate(zip(actual, plain, exact, strict=True)):
-        assert a.shape == e.shape
-        error, allowed = (a - e).abs().max(), 2 * (p - e).abs().max() + ATOL[dtype] * e.abs().max()
-        assert error <= allowed, f"tensor {index}: error {error:.2e}, allowed {allowed:.2e}"
+    assert_as_accurate(outputs_and_gradients(ours, inputs, upstream, dtype), plain, exact, dtype)
 
 
 def draw_shape(data, cols=SIZES):
@@ -156,8 +161,7 @@ def test_flash_attention(data, dtype):
     o, lse = llama.flash_attention_forward(*inputs)
     actual = [o, *places[1:]]
     llama.flash_attention_backward(upstream, *inputs, places[0].copy_(o), lse, *actual[1:])
-    for a, p, e in zip(actual, plain, exact, strict=True):
-        assert (a - e).abs().max() <= 2 * (p - e).abs().max() + ATOL[dtype] * e.abs().max()
+    assert_as_accurate(actual, plain, exact, dtype)
 
 
 @fast
