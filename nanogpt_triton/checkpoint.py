@@ -1,31 +1,79 @@
-"""Checkpoints: written whole or not at all, loaded without running code from them."""
+"""Checkpoints: written whole or not at all, checked before they are used, loaded without running code from them."""
 
+import contextlib
+import dataclasses
 import os
+import secrets
+import zipfile
 from pathlib import Path
 
 import torch
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 from nanogpt_triton.configurator import UsageError
+from nanogpt_triton.dataset import Characters, check_description, describe, description, fits
+from nanogpt_triton.model import GPTConfig
 
 NAME = "ckpt.pt"
 INTERRUPTED = "ckpt_interrupted.pt"  # the state at a signal, where ckpt.pt is kept for the best validation loss
+LOCK = ".lock"
+
+# What nanoGPT's checkpoints hold too, and what only ours do.
+REQUIRED = {"model": dict, "model_args": dict, "iter_num": int}
+OPTIONAL = {"optimizer": dict, "config": dict, "meta": dict, "scaler": dict, "position": int, "rng": list}
+
+
+@contextlib.contextmanager
+def claimed(folder):
+    """Makes the folder and keeps other runs from training into it. Reading needs no claim.
+
+    The kernel gives the lock back however the process ends; the file that carries it stays.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "a")  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(f"out_dir={folder} cannot be made or written to ({error.strerror})") from error
+    with file:
+        if lock(file, folder):
+            for leftover in folder.glob(".ckpt*.tmp"):  # of a writer that was killed
+                leftover.unlink(missing_ok=True)
+        yield
+
+
+def lock(file, folder):
+    """False where the system or the file system has no locks: then nobody looks after two runs in one folder."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"out_dir={folder}: another run trains into it: wait for its end, or give another") from None
+    except OSError:
+        return False
+    return True
 
 
 def save(path, state):
     """Replaces path at the last moment: whenever the process dies, there is a good file under that name."""
-    partial = path.with_name(f".{path.name}.tmp")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    torch.serialization.set_crc32_options(True)  # what check_sums compares
     try:
         with open(partial, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save on a full disk
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UsageError(f"{path} cannot be written ({reason}); an older one is untouched") from error
+    finally:
         partial.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written ({error.strerror or error}); an older one is untouched") from error
-    except RuntimeError as error:  # torch.save on a full disk
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written ({error}); an older one is untouched") from error
 
 
 def find(folder, newest):
@@ -40,15 +88,66 @@ def find(folder, newest):
 def load(path):
     """The state, with its tensors on the CPU."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:  # opened once: what is checked is what is loaded, also if a run replaces it
+            check_sums(file)
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        check_types(state, REQUIRED | {name: kind for name, kind in OPTIONAL.items() if name in state})
+        state["model_args"] = model_args(state["model_args"])
+        if "meta" in state:
+            check_description(state["meta"])
         # nanoGPT's: what torch.compile wrapped has a prefix, and an old version kept the causal mask as a buffer.
         state["model"] = {
             name.removeprefix("_orig_mod."): tensor
             for name, tensor in state["model"].items()
             if not name.endswith(".attn.bias")
         }
-        state["model_args"], state["iter_num"]
         return state
     except Exception as error:  # a damaged file leads anywhere
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = describe(error).splitlines()[0]
         raise UsageError(f"{path} is not a checkpoint that can be loaded ({reason})") from error
+
+
+def check_sums(file):
+    """torch.save writes a zip file with a checksum of each part, which torch.load does not compare."""
+    with zipfile.ZipFile(file) as parts:
+        if not any(part.CRC for part in parts.infolist()):
+            raise ValueError("it was saved without checksums, after torch.serialization.set_crc32_options(False)")
+        damaged = parts.testzip()
+    if damaged:
+        raise ValueError(f"its part {damaged} is damaged: the checksum differs")
+
+
+def check_types(state, types):
+    for name, kind in types.items():
+        if name not in state:
+            raise ValueError(f"it has no {name}")
+        if not isinstance(state[name], kind):
+            raise ValueError(f"its {name} is a {type(state[name]).__name__}, not a {kind.__name__}")
+        if kind is int and state[name] < 0:
+            raise ValueError(f"its {name} is {state[name]}")
+
+
+def model_args(given):
+    """The fields of GPTConfig, in which all but dropout decide what the weights mean."""
+    fields = {field.name: field.type for field in dataclasses.fields(GPTConfig) if field.name != "dropout"}
+    check_types(given, fields)
+    if not all(given[name] for name, kind in fields.items() if kind is int):
+        raise ValueError(f"its model_args {given} hold a zero")
+    return {name: given[name] for name in fields}
+
+
+def check_data(state, dataset, meta):
+    """UsageError if the weights are of other tokens than the data."""
+    vocab_size, remedy = state["model_args"]["vocab_size"], "give the dataset that they were made with"
+    if not fits(meta, vocab_size):
+        raise UsageError(
+            f"dataset={dataset} has {meta['vocab_size']} tokens, and the weights are for {vocab_size}: {remedy}"
+        )
+    if "meta" in state:
+        if state["meta"] != description(meta):
+            raise UsageError(f"dataset={dataset} has other characters than the weights were made with: {remedy}")
+    elif meta["tokenizer"] == Characters.name and dataset != (theirs := state.get("config", {}).get("dataset")):
+        raise UsageError(
+            f"dataset={dataset}: the weights are of dataset={theirs}, and do not say which characters: {remedy}"
+        )

@@ -8,8 +8,13 @@ A config file consists of `key = literal` lines. It is parsed, never executed.
 import ast
 import dataclasses
 import difflib
+import math
+import sys
 import textwrap
 from pathlib import Path
+
+NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what ast.literal_eval may raise
+LARGEST = 2**31 - 1
 
 
 class UsageError(Exception):
@@ -18,6 +23,8 @@ class UsageError(Exception):
 
 def setting(default, help, at_least=None, at_most=None, choices=None):
     """A dataclass field with what --help says about it and which values it takes."""
+    if type(default) is int and at_most is None:
+        at_most = LARGEST
     metadata = {"help": help, "at_least": at_least, "at_most": at_most, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -51,7 +58,7 @@ def read_argument(argument, fields):
     else:
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except NOT_LITERAL:
             value = text
     return {key: checked(value, field, argument)}
 
@@ -62,7 +69,7 @@ def read_file(name, fields):
         body = ast.parse(path.read_text(encoding="utf-8"), name).body
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"config file {name} cannot be read ({error}): options are written --key=value") from error
-    except (SyntaxError, ValueError) as error:
+    except NOT_LITERAL as error:
         line = getattr(error, "lineno", "?")
         raise UsageError(f"{name}:{line}: not Python: {getattr(error, 'msg', error)}") from error
     given = {}
@@ -75,7 +82,7 @@ def read_file(name, fields):
                 field = known_field(key, fields, place)
                 try:
                     value = ast.literal_eval(expression)
-                except ValueError:
+                except NOT_LITERAL:
                     source = ast.unparse(expression)
                     raise UsageError(f"{place}: {key} = {source} is not a literal: write the value itself") from None
                 given[key] = checked(value, field, f"{place}: {key}")
@@ -95,17 +102,18 @@ def known_field(key, fields, place):
 def checked(value, field, place):
     """value, if its type and range suit the field."""
     if field.type is float and type(value) is int:
-        value = float(value)
-    if type(value) is not field.type:
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
+    if type(value) is not field.type or value in (math.inf, -math.inf):
         wanted = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}[field.type]
         raise UsageError(f"{place}: {value!r} is not {wanted}, such as {field.default!r}")
     choices, at_least, at_most = (field.metadata[name] for name in ("choices", "at_least", "at_most"))
     if choices and value not in choices:
-        nearest = difflib.get_close_matches(str(value), choices, n=1)
-        raise UsageError(f"{place}: {value!r} is none of {', '.join(choices)}" + f" ({nearest[0]}?)" * bool(nearest))
-    if at_least is not None and not value >= at_least:  # also a NaN
+        nearest = difflib.get_close_matches(value, choices, n=1)
+        guess = f" ({nearest[0]}?)" if nearest else ""
+        raise UsageError(f"{place}: {value!r} is none of {', '.join(choices)}{guess}")
+    if at_least is not None and value < at_least:
         raise UsageError(f"{place}: {value} is below {at_least}, the least possible")
-    if at_most is not None and not value <= at_most:
+    if at_most is not None and value > at_most:
         raise UsageError(f"{place}: {value} is above {at_most}, the most possible")
     return value
 

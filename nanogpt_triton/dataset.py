@@ -1,11 +1,12 @@
 """Prepared data: train.bin and val.bin, tokens as little-endian uint16, and meta.json, which says what they are.
 
-nanoGPT's .bin files without a meta.json are taken for GPT-2's byte pairs. Its meta.pkl is not read: a pickle can run
-code.
+nanoGPT's own files are read as they are: characters with a meta.pkl, which cannot run code here, and byte pairs without
+either.
 """
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -70,20 +71,71 @@ class BytePairs:
         return self.encoding.decode([min(token, self.end_of_text) for token in tokens])
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """Strings, numbers and containers only: a pickle can run code by the functions that it names."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it names {f'{module}.{name}'!r}, and could run code")
+
+
 def read_meta(folder):
-    """meta.json's content, or what it would say of nanoGPT's own files."""
-    path = folder / "meta.json"
-    if not path.exists():
-        if (folder / "meta.pkl").exists():
-            raise UsageError(f"{folder / 'meta.pkl'} is not read, a pickle can run code: {remedy(folder)}")
-        return {"tokenizer": BytePairs.name, "vocab_size": GPT2_VOCAB, "tokens": {}}
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta["vocab_size"] < 1 or (meta["tokenizer"] == Characters.name) != ("characters" in meta):
-            raise ValueError("inconsistent")
-        return meta
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged ({error}): {remedy(folder)}") from error
+    """What the .bin files of a folder hold: meta.json's content, or what it would say of nanoGPT's own files."""
+    for name, read in {"meta.json": read_json, "meta.pkl": read_pickle}.items():
+        path = folder / name
+        if path.exists():
+            try:
+                return read(path)
+            except Exception as error:  # a damaged pickle leads anywhere
+                raise UsageError(f"{path} is damaged ({describe(error)}): {remedy(folder)}") from error
+    return {"tokenizer": BytePairs.name, "vocab_size": GPT2_VOCAB, "tokens": {}}
+
+
+def read_json(path):
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    check_description(meta)
+    if any(type(meta["tokens"][split]) is not int for split in SPLITS):
+        raise ValueError("its tokens are no numbers")
+    return meta
+
+
+def read_pickle(path):
+    """nanoGPT's {vocab_size, itos, stoi}."""
+    with open(path, "rb") as file:
+        theirs = PlainUnpickler(file).load()
+    characters = [theirs["itos"][number] for number in range(theirs["vocab_size"])]
+    if any(len(character) != 1 for character in characters):
+        raise ValueError("its tokens are not single characters")
+    meta = {"tokenizer": Characters.name, "vocab_size": len(characters), "characters": "".join(characters)}
+    check_description(meta)
+    return meta | {"tokens": {}}
+
+
+def describe(error):
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+
+
+def description(meta):
+    """What a checkpoint keeps of meta: which tokens there are."""
+    return {name: meta[name] for name in ("tokenizer", "vocab_size", "characters") if name in meta}
+
+
+def check_description(meta):
+    """ValueError if the fields are of wrong types or contradict each other."""
+    tokenizer, vocab_size = meta["tokenizer"], meta["vocab_size"]
+    characters = meta.get("characters")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ValueError(f"its vocab_size is {vocab_size!r}")
+    if tokenizer == Characters.name:
+        if type(characters) is not str or not len(characters) == len(set(characters)) == vocab_size:
+            raise ValueError(f"its characters are not {vocab_size} different ones")
+    elif (tokenizer, vocab_size, characters) != (BytePairs.name, GPT2_VOCAB, None):
+        raise ValueError(f"its tokenizer {tokenizer!r} is unknown, or has another vocabulary")
+
+
+def fits(meta, vocab_size):
+    """Whether weights for vocab_size tokens can be of this data: byte pairs are padded to a multiple of 64."""
+    padding = vocab_size - meta["vocab_size"]
+    return 0 <= padding < 64 if meta["tokenizer"] == BytePairs.name else padding == 0
 
 
 def make_tokenizer(meta):

@@ -198,6 +198,8 @@ class GPT(nn.Module):
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, forward=None):
         """tokens (B, T) -> (B, T + max_new_tokens), drawn from the model. forward: a compiled one, say."""
         forward = forward or self
+        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+            raise ValueError(f"a token is beyond the vocabulary of {self.config.vocab_size}")
         for _ in range(max_new_tokens):
             logits, _ = forward(tokens[:, -self.config.block_size :])
             logits = logits[:, -1].float() / temperature

@@ -18,15 +18,24 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
-from nanogpt_triton.dataset import BytePairs, dataset_folder, make_tokenizer, read_meta  # noqa: E402
+from nanogpt_triton.dataset import DATA, BytePairs, dataset_folder, fits, make_tokenizer, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
-from nanogpt_triton.train import DTYPES, preferred_attention, select_device, select_dtype  # noqa: E402
+from nanogpt_triton.train import (  # noqa: E402
+    DTYPES,
+    is_out_of_memory,
+    preferred_attention,
+    select_device,
+    select_dtype,
+)
 
 
 @dataclass(frozen=True)
 class Settings:
     init_from: str = setting("resume", "a checkpoint of ours, or OpenAI's weights", choices=("resume", *GPT2_SIZES))
     out_dir: str = setting("out", "folder of the checkpoint")
+    data_dir: str = setting(
+        "", "where the folder of its dataset lies, for a checkpoint that does not keep its characters"
+    )
     start: str = setting("\n", "the text to go on from, or FILE:name for that of a file")
     num_samples: int = setting(10, "texts", at_least=1)
     max_new_tokens: int = setting(500, "tokens of each", at_least=1)
@@ -48,14 +57,30 @@ def load_model(settings, device):
         return GPT.from_pretrained(settings.init_from, **where), BytePairs()
     path = checkpoint.find(settings.out_dir, newest=False)
     state = checkpoint.load(path)
-    config = state.get("config", {})
-    tokenizer = make_tokenizer(read_meta(dataset_folder(config.get("dataset", ""), config.get("data_dir", ""))))
-    model = GPT(GPTConfig(**state["model_args"] | {"dropout": 0.0}), **where)
+    tokenizer = make_tokenizer(meta_of(state, settings.data_dir, path))
+    model = GPT(GPTConfig(**state["model_args"]), **where)
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise UsageError(f"{path} does not fit ({str(error).splitlines()[0]})") from error
     return model, tokenizer
+
+
+def meta_of(state, data_dir, path):
+    """What the tokens are: the checkpoint says so, or its dataset, or they are GPT-2's."""
+    if "meta" in state and not data_dir:
+        return state["meta"]
+    config = {"dataset": "", "data_dir": ""} | state.get("config", {})
+    dataset = str(config["dataset"])
+    folder = dataset_folder(dataset, data_dir) if data_dir else Path(str(config["data_dir"]) or DATA) / dataset
+    meta, vocab_size = read_meta(folder), state["model_args"]["vocab_size"]
+    if not fits(meta, vocab_size):
+        raise UsageError(
+            f"{path} is for {vocab_size} tokens, and {folder} for {meta['vocab_size']}: give --data_dir, where the "
+            f"folder {dataset} with its meta.json or meta.pkl lies"
+        )
+    checkpoint.check_data(state, dataset, meta)
+    return meta
 
 
 def prompt(start):
@@ -94,10 +119,15 @@ def main(argv=None):
         sample(settings)
         return 0
     except UsageError as error:
-        print(f"sample.py: error: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
     except KeyboardInterrupt:
         return 130
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"out of memory on device={settings.device}: give another device, or a smaller model"
+    print(f"sample.py: error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

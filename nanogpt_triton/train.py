@@ -7,7 +7,7 @@
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
 Exit codes: 0 done, 1 the loss is no number or target_loss was not reached, 2 the request cannot be met (one line says
-why), 130 interrupted by Ctrl-C or SIGTERM (the state is saved: --init_from=resume goes on from there).
+why), 130 interrupted by Ctrl-C or SIGTERM (the last whole iteration is saved: --init_from=resume goes on from there).
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
-from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, read_meta  # noqa: E402
+from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama_v3 import get_device, peak_tflops  # noqa: E402
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it tells its processes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,13 +97,35 @@ class Diverged(Exception):
 # The processes that train together, and the device of this one
 
 
+def launched():
+    """(rank, rank on this host, number of processes), as torchrun tells them."""
+    remedy = "start the processes with torchrun, or unset it for a single one"
+    numbers = []
+    for name, default in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
+            raise UsageError(f"{name}={text} in the environment is no number: {remedy}")
+        numbers.append(int(text))
+    rank, _, size = numbers
+    if rank >= size:
+        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {remedy}")
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if size > 1 and missing:
+        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {remedy}")
+    return numbers
+
+
+def script_name(rank, size):
+    return "train.py" if size == 1 else f"train.py (rank {rank})"
+
+
 class World:
     """One process, or those that torchrun started. Collectives that decide what to do go over the host (gloo)."""
 
     def __init__(self, settings):
-        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.rank, local_rank, self.size = launched()
         self.is_master = self.rank == 0
-        self.device = select_device(settings.device, int(os.environ.get("LOCAL_RANK", 0)), self.size)
+        self.device = select_device(settings.device, local_rank, self.size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.control = None
@@ -111,8 +135,14 @@ class World:
                 backend = "nccl" if self.device.type == "cuda" else "gloo"
             if backend == "nccl" and self.device.type == "cpu":
                 raise UsageError("backend=nccl needs GPUs, and the device is a CPU: use backend=gloo")
-            dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
-            self.control = dist.new_group(backend="gloo")
+            try:
+                dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
+                self.control = dist.new_group(backend="gloo")
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise UsageError(
+                    f"the {self.size} processes do not find each other ({reason}): use torchrun"
+                ) from error
 
     def mean(self, tensor):
         """The mean over the processes, on the host, in float64."""
@@ -174,13 +204,17 @@ def preferred_attention(device, deterministic):
 # One iteration
 
 
-def optimizer_step(model, optimizer, scaler, batches, count, autocast, grad_clip):
-    """Forward and backward of `count` batches (inputs, targets), and the update. Returns their mean loss, not synced.
+def optimizer_step(model, optimizer, scaler, batches, count, autocast, grad_clip, stopped=lambda: False):
+    """Forward and backward of `count` batches (inputs, targets), and the update. Returns their mean loss, not synced,
+    or None without an update if stopped() says so between two batches.
 
     The next batch is fetched while the device works on the one before.
     """
     total = 0.0
     for index, (inputs, targets) in enumerate(batches):
+        if index and stopped():
+            optimizer.zero_grad(set_to_none=True)
+            return None
         is_last = index == count - 1
         # Gradients are exchanged once an iteration.
         with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
@@ -237,14 +271,10 @@ class Trainer:
         state = None
         if settings.init_from == "resume":
             state = checkpoint.load(checkpoint.find(settings.out_dir, newest=True))
+            checkpoint.check_data(state, settings.dataset, meta)
         self.raw_model = self.make_model(meta, state)
-        config = self.raw_model.config
-        if meta["vocab_size"] > config.vocab_size or config.vocab_size - meta["vocab_size"] > 64:
-            raise UsageError(
-                f"dataset={settings.dataset} has {meta['vocab_size']} tokens, and the weights are for "
-                f"{config.vocab_size}: give the dataset that they were made with"
-            )
-        shape = settings.batch_size, config.block_size
+        self.description = description(meta)
+        shape = settings.batch_size, self.raw_model.config.block_size
         self.train_batches = Batches(folder, "train", meta, *shape, settings.seed)
         self.eval_batches = {split: Batches(folder, split, meta, *shape, settings.seed + 1) for split in SPLITS}
 
@@ -285,28 +315,45 @@ class Trainer:
         try:
             self.raw_model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UsageError(f"the checkpoint does not fit ({str(error).splitlines()[0]})") from error
-        self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
-        if "rng" not in state:
-            self.position = self.iteration * self.settings.gradient_accumulation_steps
-            print("the checkpoint is of another trainer: random state and data position start anew")
-            return
-        self.scaler.load_state_dict(state["scaler"])
-        self.position = state["position"]
-        if len(state["rng"]) != self.world.size:
-            print(f"the checkpoint is of {len(state['rng'])} processes: random states start anew")
-            return
-        rng = state["rng"][self.world.rank]
-        torch.set_rng_state(rng["cpu"])
-        if self.device.type == "cuda" and rng["cuda"] is not None:
-            torch.cuda.set_rng_state(rng["cuda"], self.device)
+            self.check_optimizer()
+            self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
+            if "rng" not in state:
+                self.position = self.iteration * self.settings.gradient_accumulation_steps
+                print("the checkpoint is of another trainer: random state and data position start anew")
+                return
+            self.position = state["position"]
+            if state["scaler"]:  # it is empty except of a run in float16
+                self.scaler.load_state_dict(state["scaler"])
+            if len(state["rng"]) == self.world.size:
+                self.set_rng(state["rng"][self.world.rank])
+            else:
+                print(f"the checkpoint is of {len(state['rng'])} processes: random states start anew")
+        except Exception as error:  # fields of wrong types lead anywhere
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(f"the checkpoint does not fit ({describe(error).splitlines()[0]})") from error
+
+    def check_optimizer(self):
+        """load_state_dict compares no shapes, and takes a missing state for a new one. There is none at all while
+        float16 skips its first updates."""
+        for name, parameter in self.raw_model.named_parameters() if self.optimizer.state else ():
+            state = self.optimizer.state.get(parameter, {})
+            for key in ("exp_avg", "exp_avg_sq"):
+                if state[key].shape != parameter.shape:
+                    raise ValueError(f"the optimizer's {key} of {name} is of shape {tuple(state[key].shape)}")
+
+    def rng(self):
+        on_gpu = self.device.type == "cuda"
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
+
+    def set_rng(self, state):
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def save(self, name):
         """All processes call it; the master writes."""
-        on_gpu = self.device.type == "cuda"
-        own = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
-        rng = self.world.gather(own)
+        rng = self.world.gather(self.rng())
         if not self.world.is_master:
             return
         folder = Path(self.settings.out_dir)
@@ -315,6 +362,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "model_args": dataclasses.asdict(self.raw_model.config),
+            "meta": self.description,
             "iter_num": self.iteration,
             "best_val_loss": self.best_val_loss,
             "position": self.position,
@@ -335,33 +383,43 @@ class Trainer:
             return inputs, targets
         return [t.pin_memory().to(self.device, non_blocking=True) for t in (inputs, targets)]
 
-    def step(self):
-        """One iteration. Returns the loss of this process's batches, not synced."""
+    def step(self, stopped=lambda: False):
+        """One iteration. Returns the loss of this process's batches, not synced; None if it was stopped, and the state
+        is that of before."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.iteration)
         numbers = range(self.position + self.world.rank, self.position + self.count * self.world.size, self.world.size)
         batches = (self.fetch(self.train_batches, number) for number in numbers)
-        grad_clip = self.settings.grad_clip
-        loss = optimizer_step(self.model, self.optimizer, self.scaler, batches, self.count, self.autocast, grad_clip)
+        trained = self.model, self.optimizer, self.scaler
+        rng = self.rng()
+        loss = optimizer_step(*trained, batches, self.count, self.autocast, self.settings.grad_clip, stopped)
+        if loss is None:
+            self.set_rng(rng)
+            return None
         self.iteration += 1
         self.position += self.count * self.world.size
         return loss
 
     @torch.no_grad()
-    def evaluate(self):
-        """{split: mean loss} over the same batches every time, shared among the processes."""
+    def evaluate(self, stopped=lambda: False):
+        """{split: mean loss} over the same batches every time, shared among the processes; None if it was stopped."""
         self.model.eval()
-        losses = {}
-        for split, batches in self.eval_batches.items():
-            total = torch.zeros((), device=self.device)
-            for number in range(self.world.rank, self.settings.eval_iters, self.world.size):
-                inputs, targets = self.fetch(batches, number)
+        losses = {split: self.mean_loss(batches, stopped) for split, batches in self.eval_batches.items()}
+        self.model.train()
+        return None if None in losses.values() else losses
+
+    def mean_loss(self, batches, stopped):
+        total = torch.zeros((), device=self.device)
+        count, world = self.settings.eval_iters, self.world
+        for first in range(0, count, world.size):  # all processes ask stopped() as often as each other
+            if stopped():
+                return None
+            if first + world.rank < count:
+                inputs, targets = self.fetch(batches, first + world.rank)
                 with self.autocast():
                     _, loss = self.model(inputs, targets)
                 total += loss
-            losses[split] = float(self.world.mean(total)) * self.world.size / self.settings.eval_iters
-        self.model.train()
-        return losses
+        return float(world.mean(total)) * world.size / count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,14 +427,21 @@ class Trainer:
 
 
 class StopRequest:
-    """While it is open, Ctrl-C and SIGTERM end the run after the iteration. Ctrl-C again ends it at once, unless it
+    """While it is open, Ctrl-C and SIGTERM end the run after the batch in work. Ctrl-C again ends it at once, unless it
     comes within two seconds: torchrun repeats the first one."""
 
     SIGNALS = signal.SIGINT, signal.SIGTERM
 
+    def __init__(self, world):
+        self.world, self.time = world, None
+
     def __enter__(self):
-        self.time = None
-        self.before = [signal.signal(number, self.note) for number in self.SIGNALS]
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.handlers = [signal.signal(number, self.note) for number in self.SIGNALS]
+        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.thread = threading.Thread(target=self.acknowledge, daemon=True)
+        self.thread.start()
         return self
 
     def note(self, number, frame):
@@ -384,9 +449,27 @@ class StopRequest:
             raise KeyboardInterrupt
         self.time = self.time or time.monotonic()
 
+    def acknowledge(self):
+        """Says at once that a signal came, where note() waits for the end of a backward pass, say."""
+        while number := os.read(self.reader, 1):
+            if number[0] in self.SIGNALS:
+                name = script_name(self.world.rank, self.world.size)
+                text = f"{name}: {signal.Signals(number[0]).name} noted: the run ends after this batch\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, text.encode())
+                return
+
+    def agreed(self):
+        """Whether a process was asked to stop: all of them ask at the same places, and get the same answer."""
+        return self.world.any(self.time is not None)
+
     def __exit__(self, *exception):
-        for number, handler in zip(self.SIGNALS, self.before, strict=True):
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in zip(self.SIGNALS, self.handlers, strict=True):
             signal.signal(number, handler)
+        os.close(self.writer)
+        self.thread.join()
+        os.close(self.reader)
 
 
 class Log:
@@ -394,7 +477,7 @@ class Log:
 
     def __init__(self, trainer, start):
         self.trainer, self.losses, self.start = trainer, [], time.perf_counter()
-        self.saved_at = trainer.iteration if start == "resume" else None
+        self.saved_at = trainer.iteration if start == "resume" else None  # the iteration of the newest checkpoint
         trained = "bf16" if trainer.dtype != "float32" else "tf32"
         self.peak = peak_tflops(get_device("cuda"), trained) if trainer.device.type == "cuda" else None
 
@@ -445,17 +528,16 @@ def train(settings):
         torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
     torch.set_float32_matmul_precision("high")
     world = World(settings)
-    if world.is_master:
-        tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-        print(f"tokens per iteration will be: {tokens:,}")
-        try:
-            Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"out_dir={settings.out_dir} cannot be made ({error.strerror})") from error
-    report = start_wandb(settings) if settings.wandb_log and world.is_master else None
-    trainer = Trainer(settings, world)
-    with preferred_attention(world.device, settings.deterministic), StopRequest() as stop:
-        code = run(trainer, stop, report)
+    with contextlib.ExitStack() as stack:
+        if world.is_master:
+            tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
+            print(f"tokens per iteration will be: {tokens:,}")
+            if not settings.eval_only:
+                stack.enter_context(checkpoint.claimed(settings.out_dir))
+        report = start_wandb(settings) if settings.wandb_log and world.is_master else None
+        trainer = Trainer(settings, world)
+        stack.enter_context(preferred_attention(world.device, settings.deterministic))
+        code = run(trainer, stack.enter_context(StopRequest(world)), report)
     world.close()
     return code
 
@@ -463,11 +545,12 @@ def train(settings):
 def run(trainer, stop, report):
     settings, world = trainer.settings, trainer.world
     log = Log(trainer, settings.init_from)
-    first = trainer.iteration
     while True:
         if trainer.iteration % settings.eval_interval == 0 or trainer.iteration >= settings.max_iters:
             log.settle()
-            losses = trainer.evaluate()
+            losses = trainer.evaluate(stop.agreed)
+            if losses is None:
+                return interrupted(trainer, log)
             if world.is_master:
                 print(
                     f"step {trainer.iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
@@ -484,7 +567,9 @@ def run(trainer, stop, report):
                 log.settle()
             improved = losses["val"] < trainer.best_val_loss
             trainer.best_val_loss = min(losses["val"], trainer.best_val_loss)
-            if trainer.iteration > first and (improved or settings.always_save_checkpoint):
+            # A run that was interrupted in its evaluation makes up for it when it is resumed.
+            due = improved or settings.always_save_checkpoint and log.saved_at != trainer.iteration
+            if due and trainer.iteration > 0 and not settings.eval_only:
                 trainer.save(checkpoint.NAME)
                 log.saved_at = trainer.iteration
             if settings.target_loss and losses["val"] <= settings.target_loss:
@@ -492,15 +577,13 @@ def run(trainer, stop, report):
             log.start = time.perf_counter()
         if settings.eval_only or trainer.iteration >= settings.max_iters:
             break
-        log.losses.append(trainer.step())
-        if (trainer.iteration - 1) % settings.log_interval == 0:
-            log.line()
-        if world.any(stop.time is not None):
-            log.settle()
-            trainer.save(checkpoint.NAME if settings.always_save_checkpoint else checkpoint.INTERRUPTED)
-            if world.is_master:
-                print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here")
-            return 130
+        loss = trainer.step(stop.agreed)
+        if loss is not None:
+            log.losses.append(loss)
+            if (trainer.iteration - 1) % settings.log_interval == 0:
+                log.line()
+        if loss is None or stop.agreed():
+            return interrupted(trainer, log)
     if world.is_master:
         print(f"best validation loss {trainer.best_val_loss:.4f} in {trainer.iteration} iterations")
     if settings.target_loss and trainer.best_val_loss > settings.target_loss:
@@ -510,11 +593,32 @@ def run(trainer, stop, report):
     return 0
 
 
+def interrupted(trainer, log):
+    """Saves what is new since the last checkpoint. Returns the exit code."""
+    log.settle()
+    if trainer.iteration > (log.saved_at or 0):
+        trainer.save(checkpoint.NAME if trainer.settings.always_save_checkpoint else checkpoint.INTERRUPTED)
+        log.saved_at = trainer.iteration
+    if trainer.world.is_master:
+        if log.saved_at is None:
+            print("interrupted before the first iteration was done: nothing was saved")
+        else:
+            print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here")
+    trainer.world.any(False)  # torchrun ends all when one ends: the master must have written
+    return 130
+
+
+def is_out_of_memory(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "DefaultCPUAllocator" in str(error) or "Storage size calculation overflowed" in str(error)
+
+
 def main(argv=None):
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    name = "train.py" if size == 1 else f"train.py (rank {rank})"
-    code = 2
+    name, code = "train.py", 2
     try:
+        rank, _, size = launched()
+        name = script_name(rank, size)
         settings, given = configure(Settings, sys.argv[1:] if argv is None else argv, __doc__)
         if rank == 0 and given:
             print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
@@ -525,15 +629,17 @@ def main(argv=None):
         message, code = str(error), 1
     except KeyboardInterrupt:
         return 130
-    except torch.OutOfMemoryError:
-        message = (
-            f"out of memory with batch_size={settings.batch_size}, block_size={settings.block_size}: halve batch_size "
-            "and double gradient_accumulation_steps"
-        )
-    except RuntimeError as error:
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            remedy = "halve batch_size and double gradient_accumulation_steps, or " if settings.batch_size > 1 else ""
+            message = (
+                f"out of memory with batch_size={settings.batch_size}, block_size={settings.block_size}, "
+                f"n_layer={settings.n_layer}, n_embd={settings.n_embd}: {remedy}give a smaller model"
+            )
+        elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            message = f"torch.compile failed ({str(error).strip().splitlines()[0]}): --compile=False does without"
+        else:
             raise
-        message = f"torch.compile failed ({str(error).strip().splitlines()[0]}): --compile=False does without"
     print(f"{name}: error: {message}", file=sys.stderr, flush=True)
     return code
 
@@ -541,6 +647,6 @@ def main(argv=None):
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    if exit_code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if exit_code and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(exit_code)  # the others wait for this process: no tear-down that waits for them
     sys.exit(exit_code)

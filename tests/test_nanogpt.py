@@ -1,20 +1,24 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
+import ctypes
 import math
+import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
 from nanogpt_triton import checkpoint, sample, train
 from nanogpt_triton.configurator import UsageError
-from nanogpt_triton.dataset import Characters, Writer
+from nanogpt_triton.dataset import TOKEN, Characters, Writer
 from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
 
 FOLDER = Path(train.__file__).parent
@@ -24,6 +28,8 @@ SETTINGS = TINY | dict(
     dataset="letters", batch_size=4, gradient_accumulation_steps=2, eval_iters=2, eval_interval=4, max_iters=12,
     warmup_iters=2, lr_decay_iters=12, learning_rate=1e-2, log_interval=1, compile=False, device="cpu",
 )  # fmt: skip
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+STATE = {"model": {}, "model_args": vars(CONFIG), "iter_num": 1}  # the least that a checkpoint holds
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
     "OMP_NUM_THREADS": "1"
 }
@@ -39,7 +45,7 @@ def data_dir(tmp_path_factory):
     with Writer(folder / "letters") as writer:
         writer.add("train", letters[:18000])
         writer.add("val", letters[18000:])
-        writer.finish(Characters("abcdefghijklmnopqrstuvwxyz "))
+        writer.finish(Characters(LETTERS))
     return folder
 
 
@@ -303,7 +309,7 @@ def test_an_interruption_keeps_the_best_checkpoint(data_dir, tmp_path, monkeypat
     """Ctrl-C where only the best is kept: the state goes beside it, and a resumed run takes it from there."""
     step = train.Trainer.step
 
-    def interrupted(self):
+    def interrupted(self, stopped):
         if self.iteration == 6:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self)
@@ -324,11 +330,11 @@ def test_an_interruption_keeps_the_best_checkpoint(data_dir, tmp_path, monkeypat
 def test_a_loss_that_is_no_number_ends_the_run(data_dir, tmp_path, capsys, monkeypatch):
     evaluated = train.Trainer.step
 
-    def poisoned(self):
+    def poisoned(self, stopped):
         if self.iteration == 9:
             with torch.no_grad():
                 self.raw_model.lm_head.weight.fill_(math.nan)
-        return evaluated(self)
+        return evaluated(self, stopped)
 
     monkeypatch.setattr(train.Trainer, "step", poisoned)
     assert run(data_dir, tmp_path, log_interval=7) == 1
@@ -364,13 +370,63 @@ def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, capsys, monkey
     assert words in error and error.count("\n") == 1
 
 
-def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch):
-    def full(self):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def allocate_too_much():
+    torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr(train.Trainer, "step", full)
+
+def overflow():
+    torch.nn.Linear(2**40, 2**40)
+
+
+def fail_in_numpy():
+    np.empty(2**60, np.uint8)
+
+
+def fail_on_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("full", [allocate_too_much, overflow, fail_in_numpy, fail_on_a_gpu])
+@pytest.mark.parametrize(
+    "batch_size, words", [(4, "halve batch_size and double"), (1, "n_embd=32: give a smaller model")]
+)
+def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch, full, batch_size, words):
+    monkeypatch.setattr(train.Trainer, "step", lambda *_: full())
+    assert run(data_dir, tmp_path, batch_size=batch_size) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(data_dir, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(train.Trainer, "step", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        run(data_dir, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (dict(RANK="abc"), "RANK=abc in the environment is no number"),
+        (dict(WORLD_SIZE=""), "WORLD_SIZE= in the environment is no number"),
+        (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1"),
+        (dict(WORLD_SIZE="0"), "RANK=0 in the environment is not below WORLD_SIZE=0"),
+        (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (
+            dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="x"),
+            "train.py (rank 1): error: the 2 processes do not find each other",
+        ),
+    ],
+)
+def test_a_half_set_environment_of_torchrun(data_dir, tmp_path, capsys, monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert run(data_dir, tmp_path) == 2
-    assert "halve batch_size" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error and "torchrun" in error and error.count("\n") == 1
 
 
 # --- checkpoints
@@ -378,7 +434,7 @@ def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch)
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / checkpoint.NAME
-    checkpoint.save(path, {"model": {}, "model_args": {}, "iter_num": 1})
+    checkpoint.save(path, STATE)
 
     def full_disk(state, file):
         file.write(b"half")
@@ -396,13 +452,118 @@ def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path):
     path = tmp_path / checkpoint.NAME
     program = (
         "import os, sys, torch; from nanogpt_triton import checkpoint; from pathlib import Path\n"
-        "state = {'model': {}, 'model_args': {}, 'iter_num': 1}; path = Path(sys.argv[1])\n"
-        "checkpoint.save(path, state)\n"
+        "path = Path(sys.argv[1])\n"
         "torch.save = lambda state, file: (file.write(b'half'), file.flush(), os.kill(os.getpid(), 9))\n"
-        "checkpoint.save(path, state | {'iter_num': 2})\n"
+        "with checkpoint.claimed(path.parent): checkpoint.save(path, {})\n"
     )
+    checkpoint.save(path, STATE)
     process = subprocess.run([sys.executable, "-c", program, str(path)], cwd=FOLDER.parent, env=ENVIRONMENT)
     assert process.returncode == -signal.SIGKILL
+    assert checkpoint.load(path)["iter_num"] == 1
+    assert len(list(tmp_path.iterdir())) == 3  # the checkpoint, the lock, and what the writer left
+    with checkpoint.claimed(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {checkpoint.NAME, checkpoint.LOCK}
+
+
+def write_often(path):
+    state = STATE | {"model": {"weight": torch.zeros(100_000)}}
+    for number in range(60):
+        checkpoint.save(path, state | {"iter_num": number})
+
+
+def test_readers_beside_two_writers_find_good_files(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, STATE)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(path,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers) or not reads:
+        assert checkpoint.load(path)["iter_num"] < 60
+        reads += 1
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_runs_do_not_share_a_folder(data_dir, tmp_path, capsys, monkeypatch):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    with checkpoint.claimed(tmp_path):
+        assert run(data_dir, tmp_path) == 2
+        error = capsys.readouterr().err
+        assert f"out_dir={tmp_path}: another run trains into it" in error and error.count("\n") == 1
+        assert run(data_dir, tmp_path, eval_only=True, init_from="resume") == 0
+        flags = [f"--out_dir={tmp_path}", "--start=a", "--num_samples=1", "--max_new_tokens=2", "--device=cpu"]
+        assert sample.main(flags) == 0
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+    assert (tmp_path / checkpoint.LOCK).exists()
+    assert run(data_dir, tmp_path, max_iters=4) == 0  # a lock that nobody holds keeps nobody out
+
+
+def test_a_file_system_without_locks(data_dir, tmp_path, monkeypatch):
+    """Runs go on there, and leave alone what another may be writing."""
+    leftover = tmp_path / ".ckpt.pt.1234.tmp"
+    leftover.touch()
+
+    def unsupported(file, flags):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    monkeypatch.setattr(checkpoint, "fcntl", None)
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    assert leftover.exists()
+
+
+def test_a_folder_that_cannot_be_written_to(data_dir, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(data_dir, tmp_path / "file") == 2
+    assert "file cannot be made or written to" in capsys.readouterr().err
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+def test_a_flipped_byte_is_noticed(tmp_path, monkeypatch):
+    """Any byte of the file: what is loaded is what was saved, or nothing is."""
+    path = tmp_path / checkpoint.NAME
+    torch.serialization.set_crc32_options(False)  # as another part of the process may have left it
+    weight = torch.arange(64.0)
+    checkpoint.save(path, STATE | {"model": {"weight": weight}, "config": {"dataset": "letters"}})
+    good, whole = path.read_bytes(), checkpoint.load(path)
+    within = good.index(weight.numpy().tobytes())
+    refused = 0
+    for place in sorted({*range(0, len(good), 7), within, within + 255}):
+        damaged = bytearray(good)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert same(checkpoint.load(path), whole), place
+        except UsageError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 50
+    path.write_bytes(good[:within] + b"\xff" + good[within + 1 :])
+    with pytest.raises(UsageError, match="data/0 is damaged: the checksum differs"):
+        checkpoint.load(path)
+
+
+def test_a_file_without_checksums_is_refused(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    torch.serialization.set_crc32_options(False)
+    torch.save(STATE, path)
+    torch.serialization.set_crc32_options(True)
+    with pytest.raises(UsageError, match="saved without checksums"):
+        checkpoint.load(path)
+    torch.save(STATE, path)
     assert checkpoint.load(path)["iter_num"] == 1
 
 
@@ -411,7 +572,28 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-@pytest.mark.parametrize("content", ["evil", b"", b"text", {"model": {}}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "evil",
+        b"",
+        b"text",
+        {"model": {}},
+        [1, 2],
+        STATE | {"model": [1]},
+        STATE | {"model": {1: torch.ones(1)}},
+        STATE | {"iter_num": "3"},
+        STATE | {"iter_num": -1},
+        STATE | {"position": 1.5},
+        STATE | {"optimizer": None},
+        STATE | {"config": "letters"},
+        STATE | {"model_args": {"n_layer": 2}},
+        STATE | {"model_args": vars(CONFIG) | {"n_head": "2"}},
+        STATE | {"model_args": vars(CONFIG) | {"n_head": 0}},
+        STATE | {"meta": {}},
+        STATE | {"meta": {"tokenizer": "characters", "vocab_size": 3, "characters": "aab"}},
+    ],
+)
 def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / checkpoint.NAME
@@ -419,8 +601,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
         path.write_bytes(content)
     else:
         torch.save({"model": {}, "x": Evil()} if content == "evil" else content, path)
-    with pytest.raises(UsageError, match="not a checkpoint"):
+    with pytest.raises(UsageError, match="not a checkpoint") as error:
         checkpoint.load(path)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "evil").exists()
 
 
