@@ -105,6 +105,8 @@ def read_pickle(path):
     characters = [theirs["itos"][number] for number in range(theirs["vocab_size"])]
     if any(len(character) != 1 for character in characters):
         raise ValueError("its tokens are not single characters")
+    if theirs["stoi"] != {character: number for number, character in enumerate(characters)}:
+        raise ValueError("its itos and stoi contradict each other")
     meta = {"tokenizer": Characters.name, "vocab_size": len(characters), "characters": "".join(characters)}
     check_description(meta)
     return meta | {"tokens": {}}

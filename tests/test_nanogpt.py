@@ -1,6 +1,5 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
-import ctypes
 import math
 import multiprocessing
 import os
@@ -9,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import tiny_llama_v3 as llama
 from nanogpt_triton import checkpoint, sample, train
 from nanogpt_triton.configurator import UsageError
-from nanogpt_triton.dataset import TOKEN, Characters, Writer
+from nanogpt_triton.dataset import Characters, Writer
 from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
 
 FOLDER = Path(train.__file__).parent
@@ -247,12 +247,14 @@ def test_accumulated_batches_are_one_large_batch():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_are_clipped_at_their_norm():
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_clipped_at_their_norm(scaled):
+    """Also those of float16, which are kept times 65536 until they are clipped."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [p.detach().clone() for p in model.parameters()]
     batch = [(tokens_for(model), tokens_for(model))]
-    scaler = torch.amp.GradScaler(enabled=False)
+    scaler = torch.amp.GradScaler(model.lm_head.weight.device.type, enabled=scaled)
     train.optimizer_step(model, optimizer, scaler, batch, 1, lambda: torch.autocast("cpu", enabled=False), 0.01)
     moved = torch.stack([(b - p).norm() for b, p in zip(before, model.parameters(), strict=True)]).norm()
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
@@ -303,6 +305,114 @@ def test_sigterm_saves_and_a_resumed_run_goes_on(data_dir, tmp_path):
     assert run(data_dir, tmp_path / "whole", **settings | {"max_iters": last}) == 0
     assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": last}, init_from="resume") == 0
     assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def signal_at(monkeypatch, batches_of, number):
+    """SIGTERM comes while this batch is worked on. Returns the list of all that are fetched."""
+    fetch, fetched = train.Trainer.fetch, []
+
+    def fetching(self, batches, n):
+        which = {id(self.train_batches): "training"}.get(id(batches), "evaluation")
+        fetched.append((which, self.iteration, n))
+        if fetched[-1] == (batches_of, *number):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fetch(self, batches, n)
+
+    monkeypatch.setattr(train.Trainer, "fetch", fetching)
+    return fetched
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_ends_between_two_batches(data_dir, tmp_path, capfd, monkeypatch, dtype):
+    """The iteration that was begun leaves no trace: neither in gradients nor in random state or position."""
+    settings = dict(dropout=0.2, gradient_accumulation_steps=4, dtype=dtype)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    fetched = signal_at(monkeypatch, "training", (6, 25))
+    capfd.readouterr()
+    assert run(data_dir, tmp_path / "cut", **settings) == 130
+    out, error = capfd.readouterr()
+    assert fetched[-1][2] <= 26 and "iter 5:" in out and "iter 6:" not in out
+    assert error == "train.py: SIGTERM noted: the run ends after this batch\n"
+    assert "interrupted after iteration 5; --init_from=resume goes on" in out
+    monkeypatch.undo()
+    state = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)
+    assert (state["iter_num"], state["position"]) == (6, 24)
+    assert run(data_dir, tmp_path / "cut", **settings, init_from="resume") == 0
+    whole, cut = (checkpoint.load(tmp_path / name / checkpoint.NAME) for name in ("whole", "cut"))
+    assert same({n: v for n, v in whole.items() if n != "config"}, {n: v for n, v in cut.items() if n != "config"})
+
+
+@pytest.mark.parametrize("always_save_checkpoint", [True, False])
+def test_a_run_ends_in_its_evaluation(data_dir, tmp_path, capsys, monkeypatch, always_save_checkpoint):
+    """No loss is reported; the resumed run evaluates anew, and keeps the best as if nothing had happened."""
+    settings = dict(always_save_checkpoint=always_save_checkpoint, eval_iters=4)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    steps = re.findall(r"^step .*", capsys.readouterr().out, flags=re.M)
+    fetched = signal_at(monkeypatch, "evaluation", (8, 1))
+    assert run(data_dir, tmp_path / "cut", **settings) == 130
+    out = capsys.readouterr().out
+    assert re.findall(r"^step .*", out, flags=re.M) == steps[:2] and "interrupted after iteration 7" in out
+    assert fetched[-1] == ("evaluation", 8, 1)
+    monkeypatch.undo()
+    newest = checkpoint.find(tmp_path / "cut", newest=True)
+    assert newest.name == (checkpoint.NAME if always_save_checkpoint else checkpoint.INTERRUPTED)
+    assert checkpoint.load(newest)["iter_num"] == 8
+    assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": 9, "eval_interval": 8}, init_from="resume") == 0
+    assert not (tmp_path / "cut" / checkpoint.INTERRUPTED).exists()
+    assert re.findall(r"^step .*", capsys.readouterr().out, flags=re.M)[0] == steps[2]
+
+
+def test_an_interrupted_evaluation_s_best_is_kept(data_dir, tmp_path, monkeypatch):
+    """A run that is resumed where the evaluation was cut off writes the checkpoint that this would have written."""
+    settings = dict(always_save_checkpoint=False, max_iters=8)
+    signal_at(monkeypatch, "evaluation", (8, 1))
+    assert run(data_dir, tmp_path, **settings) == 130
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert run(data_dir, tmp_path, **settings, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 8
+    before = (tmp_path / checkpoint.NAME).stat().st_mtime_ns
+    assert run(data_dir, tmp_path, **settings, init_from="resume") == 0
+    assert run(data_dir, tmp_path, **settings | {"eval_iters": 1}, init_from="resume", eval_only=True) == 0
+    assert (tmp_path / checkpoint.NAME).stat().st_mtime_ns == before  # nothing new, nothing written
+
+
+@pytest.mark.parametrize("eval_only", [False, True])
+def test_an_interruption_before_the_first_iteration_writes_nothing(data_dir, tmp_path, capsys, monkeypatch, eval_only):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    signal_at(monkeypatch, "evaluation", (0, 0))
+    assert run(data_dir, tmp_path, eval_only=eval_only) == 130
+    assert "nothing was saved" in capsys.readouterr().out
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+
+
+def test_a_signal_is_noted_while_the_main_thread_computes(tmp_path):
+    """A handler in Python waits for the end of a long call, such as a backward pass: the line does not."""
+    program = (
+        "import ctypes, sys, threading; from nanogpt_triton import train\n"
+        "library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "library.pthread_mutex_lock(mutex)\n"
+        "def release():\n"
+        "    sys.stdin.readline(); library.pthread_mutex_unlock(mutex)\n"
+        "threading.Thread(target=release).start()\n"
+        "with train.StopRequest(train.World(train.Settings(device='cpu'))) as stop:\n"
+        "    print('computing', flush=True)\n"
+        "    library.pthread_mutex_lock(mutex)\n"
+        "    print('asked', stop.agreed(), flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=FOLDER.parent, env=ENVIRONMENT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    guard = threading.Timer(30, process.kill)
+    guard.start()
+    assert process.stdout.readline() == "computing\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "train.py: SIGTERM noted: the run ends after this batch\n"
+    out, _ = process.communicate("go on\n", timeout=30)
+    guard.cancel()
+    assert out == "asked True\n" and process.returncode == 0
 
 
 def test_an_interruption_keeps_the_best_checkpoint(data_dir, tmp_path, monkeypatch):
@@ -529,6 +639,8 @@ def same(a, b):
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
     return a == b
 
 
@@ -623,6 +735,173 @@ def test_checkpoints_of_nanogpt(data_dir, tmp_path, capsys):
     assert checkpoint.load(path)["iter_num"] == 12
 
 
+def change(path, **fields):
+    """Replaces fields of a checkpoint, or leaves them out where None is given."""
+    state = torch.load(path, weights_only=True) | fields
+    torch.save({name: value for name, value in state.items() if value is not None}, path)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(best_val_loss=None), "it has no 'best_val_loss'"),
+        (dict(best_val_loss="low"), "could not convert"),
+        (dict(optimizer=None), "it has no 'optimizer'"),
+        (dict(optimizer={"state": {}}), "param_groups"),
+        (dict(scaler=None), "it has no 'scaler'"),
+        (dict(rng=[3]), "not subscriptable"),
+        (dict(rng=[{"cpu": torch.ones(3), "cuda": None}]), "RNG"),
+        (dict(model={"weight": torch.ones(3)}), "Error(s) in loading"),
+    ],
+)
+def test_a_resume_from_fields_of_wrong_types(data_dir, tmp_path, capsys, fields, words):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    change(tmp_path / checkpoint.NAME, **fields)
+    assert run(data_dir, tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint does not fit" in error and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["shape", "missing"])
+def test_an_optimizer_s_state_must_be_of_this_model(data_dir, tmp_path, capsys, damage):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    optimizer = torch.load(tmp_path / checkpoint.NAME, weights_only=True)["optimizer"]
+    if damage == "shape":
+        optimizer["state"][1]["exp_avg_sq"] = torch.ones(3)
+    else:
+        del optimizer["state"][1]["exp_avg"]
+    change(tmp_path / checkpoint.NAME, optimizer=optimizer)
+    assert run(data_dir, tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "exp_avg" in error and error.count("\n") == 1
+
+
+def test_a_run_in_float16_may_go_on_from_float32(data_dir, tmp_path, capsys):
+    """The scaler of the first has no state; and float16 may have skipped all updates: then the optimizer has none."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    assert run(data_dir, tmp_path, max_iters=8, init_from="resume", dtype="float16") == 0
+    optimizer = torch.load(tmp_path / checkpoint.NAME, weights_only=True)["optimizer"]
+    change(tmp_path / checkpoint.NAME, optimizer=optimizer | {"state": {}})
+    assert run(data_dir, tmp_path, init_from="resume", dtype="float16") == 0
+
+
+# --- tokens
+
+
+def write_letters(folder, characters, pickled=False):
+    """A dataset of these characters; with nanoGPT's own meta.pkl if pickled."""
+    with Writer(folder) as writer:
+        for split in ("train", "val"):
+            writer.add(split, [number % len(characters) for number in range(500)])
+        writer.finish(Characters(characters))
+    if pickled:
+        (folder / "meta.json").unlink()
+        stoi = {character: number for number, character in enumerate(characters)}
+        itos = dict(enumerate(characters))
+        (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=len(characters), itos=itos, stoi=stoi)))
+
+
+@pytest.mark.parametrize(
+    "characters, words",
+    [
+        (LETTERS[:-1], "has 26 tokens, and the weights are for 27"),
+        (LETTERS + "!", "has 28 tokens, and the weights are for 27"),
+        (LETTERS.upper(), "has other characters than the weights were made with"),
+        (LETTERS[::-1], "has other characters than the weights were made with"),
+    ],
+)
+def test_a_resume_with_other_characters_is_refused(data_dir, tmp_path, capsys, characters, words):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    write_letters(tmp_path / "data" / "letters", characters)
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    assert run(tmp_path / "data", tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "dataset=letters " + words in error and error.count("\n") == 1
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+    write_letters(tmp_path / "data" / "renamed", LETTERS, pickled=True)
+    assert run(tmp_path / "data", tmp_path, dataset="renamed", init_from="resume") == 0
+
+
+def test_a_checkpoint_that_does_not_say_its_characters(data_dir, tmp_path, capsys):
+    """It is resumed with its own dataset only, and sampled from if the data is at hand."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    change(tmp_path / checkpoint.NAME, meta=None)
+    write_letters(tmp_path / "data" / "others", LETTERS)
+    assert run(tmp_path / "data", tmp_path, dataset="others", init_from="resume") == 2
+    assert "the weights are of dataset=letters, and do not say which characters" in capsys.readouterr().err
+    assert run(data_dir, tmp_path, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["meta"]["characters"] == LETTERS
+
+
+SAMPLE = ["--start=ab", "--num_samples=1", "--max_new_tokens=5", "--device=cpu", "--top_k=1"]
+
+
+def test_a_checkpoint_writes_without_its_data(tmp_path, capsys):
+    """The characters are in it; a data_dir that is given must agree with them."""
+    write_letters(tmp_path / "data" / "letters", LETTERS)
+    assert run(tmp_path / "data", tmp_path, max_iters=60, lr_decay_iters=60, always_save_checkpoint=True) == 0
+    (tmp_path / "data").rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 0
+    assert "abcdefg\n" in capsys.readouterr().out
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'moved'}", *SAMPLE]) == 0
+    write_letters(tmp_path / "moved" / "letters", LETTERS.upper())
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'moved'}", *SAMPLE]) == 2
+    assert "has other characters" in capsys.readouterr().err
+
+
+def nanogpt_checkpoint(path, **config):
+    """Of ours one that looks like nanoGPT's."""
+    state = torch.load(path, weights_only=True)
+    kept = {name: state[name] for name in ("model", "optimizer", "model_args", "iter_num", "best_val_loss")}
+    torch.save(kept | {"config": config}, path)
+
+
+def test_characters_of_nanogpt(tmp_path, capsys):
+    """Its data trains, its checkpoint writes: with --data_dir, and not by GPT-2's tokens."""
+    write_letters(tmp_path / "data" / "theirs", LETTERS, pickled=True)
+    settings = dict(dataset="theirs", max_iters=60, lr_decay_iters=60)
+    assert run(tmp_path / "data", tmp_path, **settings) == 0
+    nanogpt_checkpoint(tmp_path / checkpoint.NAME, dataset="theirs")
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 2
+    error = capsys.readouterr().err
+    assert "is for 27 tokens" in error and "give --data_dir" in error and error.count("\n") == 1
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'data'}", *SAMPLE]) == 0
+    assert "abcdefg\n" in capsys.readouterr().out
+    assert run(tmp_path / "data", tmp_path, **settings | {"max_iters": 64}, init_from="resume") == 0
+    write_letters(tmp_path / "data" / "theirs", LETTERS[:20], pickled=True)
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'data'}", *SAMPLE]) == 2
+
+
+@pytest.mark.parametrize("vocab_size, code", [(50256, 2), (50257, 0), (50304, 0), (50321, 2)])
+def test_weights_for_gpt2_s_tokens(tmp_path, capsys, monkeypatch, vocab_size, code):
+    monkeypatch.setattr(sample, "make_tokenizer", lambda meta: Characters("".join(map(chr, range(meta["vocab_size"])))))
+    arguments = dict(vocab_size=vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=4, bias=False)
+    model = GPT(GPTConfig(**arguments), "torch")
+    state = {"model": model.state_dict(), "model_args": arguments, "iter_num": 1, "config": {"dataset": "web"}}
+    torch.save(state, tmp_path / checkpoint.NAME)
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == code
+    assert (f"is for {vocab_size} tokens" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_token_beyond_the_vocabulary_is_not_continued():
+    model = make_model().eval()
+    for token in (27, -1):
+        with pytest.raises(ValueError, match="beyond the vocabulary of 27"):
+            model.generate(torch.full((1, 3), token, device=model.lm_head.weight.device), 1)
+    assert model.generate(torch.full((1, 3), 26, device=model.lm_head.weight.device), 1).shape == (1, 4)
+
+
+def test_sampling_without_memory(data_dir, tmp_path, capsys, monkeypatch):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    monkeypatch.setattr(GPT, "generate", lambda *_: allocate_too_much())
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 2
+    error = capsys.readouterr().err
+    assert "out of memory on device=cpu" in error and error.count("\n") == 1
+
+
 # --- several processes
 
 
@@ -650,9 +929,9 @@ def test_one_process_s_failure_ends_all(data_dir, tmp_path):
         f"import os, sys; sys.path.insert(0, {str(FOLDER.parent)!r})\n"
         "from nanogpt_triton import train\n"
         "step = train.Trainer.step\n"
-        "def failing(self):\n"
+        "def failing(self, stopped):\n"
         "    if self.world.rank == 1 and self.iteration == 3: raise train.UsageError('rank 1 fails')\n"
-        "    return step(self)\n"
+        "    return step(self, stopped)\n"
         "train.Trainer.step = failing\n"
         "code = train.main()\n"
         "os._exit(code)\n"
@@ -661,6 +940,41 @@ def test_one_process_s_failure_ends_all(data_dir, tmp_path):
     out = process.communicate(timeout=90)[0]
     assert process.returncode != 0
     assert "rank 1 fails" in out and "iter 2:" in out and "iter 50:" not in out
+
+
+def test_processes_end_together_between_two_batches(data_dir, tmp_path, capsys):
+    """One of two is told to end, in an iteration; the other one has written when it ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, signal, sys, time; sys.path.insert(0, {str(FOLDER.parent)!r})\n"
+        "from nanogpt_triton import checkpoint, train\n"
+        "fetch, save = train.Trainer.fetch, checkpoint.save\n"
+        "def fetching(self, batches, number):\n"
+        "    if self.world.rank == 1 and batches is self.train_batches and number == 6 * 6 + 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return fetch(self, batches, number)\n"
+        "def slowly(path, state): time.sleep(1); save(path, state)\n"
+        "train.Trainer.fetch, checkpoint.save = fetching, slowly\n"
+        "code = train.main()\n"
+        "print('rank', os.environ['RANK'], 'ends with', code, flush=True)\n"
+        "os._exit(code)\n"
+    )
+    settings = dict(gradient_accumulation_steps=6, eval_interval=100, eval_iters=3)
+    process = start(data_dir, tmp_path / "cut", processes=2, script=script, **settings)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    ours = capsys.readouterr().out
+    out = process.communicate(timeout=90)[0]
+    assert "train.py (rank 1): SIGTERM noted" in out and "interrupted after iteration 5" in out, out
+    assert out.index("saved ") < out.index("rank 1 ends with 130") and "rank 0 ends with 130" in out
+    step_0 = re.search(r"^step 0: train loss ([\d.]+), val loss ([\d.]+)", out, flags=re.M)
+    expected = re.search(r"^step 0: train loss ([\d.]+), val loss ([\d.]+)", ours, flags=re.M)
+    assert [float(v) for v in step_0.groups()] == pytest.approx([float(v) for v in expected.groups()], abs=2e-4)
+    state = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)
+    assert (state["iter_num"], state["position"]) == (6, 36)
+    assert run(data_dir, tmp_path / "cut", **settings, init_from="resume") == 0
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
 
 
 def test_accumulation_must_divide_among_processes(data_dir, tmp_path):

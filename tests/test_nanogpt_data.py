@@ -1,6 +1,7 @@
 """nanogpt_triton's settings and data: what is read, what is refused, and in which words."""
 
 import json
+import pickle
 import re
 import shlex
 import sys
@@ -86,6 +87,15 @@ def test_our_config_files(name):
         ("--learning_rate=fast", ["not a number"]),
         ("--learning_rate=float('nan')", ["not a number"]),
         ("--layer_norm=tritn", ["none of auto, triton, torch", "triton?"]),
+        ("--layer_norm=foo", ["'foo' is none of auto, triton, torch"]),
+        ("--init_from=foo", ["none of scratch, resume, gpt2"]),
+        ("--dtype=int8", ["none of auto, float32, bfloat16, float16"]),
+        ("--backend=mpi", ["none of auto, nccl, gloo"]),
+        ("--learning_rate=1e999", ["not a number"]),
+        (f"--learning_rate=1{'0' * 400}", ["not a number"]),
+        ("--n_embd=2147483648", ["above 2147483647"]),
+        ("--batch_size={[]: 1}", ["not an integer"]),
+        (f"--batch_size={'-' * 100_000}1", ["not an integer"]),
         ("--batch_size", ["lacks a value", "--batch_size=12"]),
         ("-b=3", ["--key=value"]),
         ("missing.py", ["missing.py cannot be read"]),
@@ -107,6 +117,8 @@ def test_a_wrong_argument_is_named(argument, words):
         ("batch_size = open('touched', 'w')\n", ["is not a literal"]),
         ("batch_size = block_size = 3\n", ["key = literal"]),
         ("batch_size = \n", [":1:", "not Python"]),
+        ("batch_size = {[]: 1}\n", [":1:", "is not a literal"]),
+        (f"batch_size = {'-' * 100_000}1\n", ["not Python"]),
         ("batch_size = '3'\n", ["'3'", "not an integer"]),
     ],
 )
@@ -247,6 +259,14 @@ def test_input_that_is_no_text(tmp_path, capsys, content):
     assert not (tmp_path / "out" / "train.bin").exists()
 
 
+def test_more_characters_than_a_token_can_number(tmp_path):
+    text = "".join(map(chr, range(0x10000, 0x20000)))
+    preparing.write_characters(tmp_path, {"train": text, "val": text})
+    assert dataset.read_meta(tmp_path)["vocab_size"] == 65536
+    with pytest.raises(UsageError, match="65537 characters"):
+        preparing.write_characters(tmp_path, {"train": text, "val": "a"})
+
+
 def test_preparing_that_fails_keeps_the_old_data(folder, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     empty = tmp_path / "empty.txt"
@@ -289,6 +309,12 @@ def test_damaged_data_is_refused(folder):
     path.write_bytes(b"\xff" * len(good))
     with pytest.raises(UsageError, match="token 65535 at position .* beyond the vocabulary"):
         batches(folder)[0]
+    vocab_size = dataset.read_meta(folder)["vocab_size"]
+    np.full(len(good) // 2, vocab_size, dataset.TOKEN).tofile(path)
+    with pytest.raises(UsageError, match=f"token {vocab_size} at position .* beyond the vocabulary of {vocab_size}"):
+        batches(folder)[0]
+    np.full(len(good) // 2, vocab_size - 1, dataset.TOKEN).tofile(path)
+    assert (batches(folder)[0][1] == vocab_size - 1).all()
     path.write_bytes(good)
     with pytest.raises(UsageError, match="too few for block_size=10000"):
         batches(folder, block_size=10000)
@@ -297,23 +323,107 @@ def test_damaged_data_is_refused(folder):
         batches(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"tokenizer": "characters", "vocab_size": 3}', '{"vocab_size": "3"}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", "[" * 100_000])
 def test_damaged_meta_is_refused(folder, text):
     (folder / "meta.json").write_text(text)
-    with pytest.raises(UsageError, match="meta.json is damaged"):
+    with pytest.raises(UsageError, match="meta.json is damaged") as error:
         dataset.read_meta(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(tokens=None),
+        dict(tokens={"train": 9}),
+        dict(tokens={"train": "9", "val": "9"}),
+        dict(tokens=[9, 9]),
+        dict(vocab_size="3"),
+        dict(vocab_size=0, characters=""),
+        dict(vocab_size=2),
+        dict(vocab_size=4),
+        dict(vocab_size=3.0),
+        dict(characters=None),
+        dict(characters="aab"),
+        dict(characters=["a", "b", "c"]),
+        dict(tokenizer="words"),
+        dict(tokenizer=3),
+        dict(tokenizer="gpt2"),
+        dict(tokenizer="gpt2", characters=None),
+    ],
+)
+def test_fields_of_meta_that_are_wrong(tmp_path, fields):
+    meta = dict(tokenizer="characters", vocab_size=3, characters="abc", tokens={"train": 9, "val": 9})
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert dataset.read_meta(tmp_path) == meta
+    meta = {name: value for name, value in (meta | fields).items() if value is not None}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UsageError, match="meta.json is damaged .*: run python .*prepare.py"):
+        dataset.read_meta(tmp_path)
 
 
 def test_data_of_nanogpt(tmp_path):
-    """Without meta.json: GPT-2's tokens; with its pickle: refused, and not opened."""
+    """Without meta.json: GPT-2's tokens; with its pickle: its characters."""
     np.arange(100, dtype=dataset.TOKEN).tofile(tmp_path / "train.bin")
     assert batches(tmp_path)[0][0].max() < 100
     (tmp_path / "train.bin").write_bytes(b"odd")
     with pytest.raises(UsageError, match="truncated"):
         batches(tmp_path)
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(UsageError, match="a pickle can run code"):
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(NANOGPT, protocol))
+        meta = dataset.read_meta(tmp_path)
+        assert meta == dict(tokenizer="characters", vocab_size=3, characters="\nab", tokens={})
+    assert dataset.make_tokenizer(meta).decode([1, 2, 0]) == "ab\n"
+    np.arange(100, dtype=dataset.TOKEN).tofile(tmp_path / "train.bin")
+    with pytest.raises(UsageError, match="beyond the vocabulary of 3"):
+        batches(tmp_path)[0]
+
+
+NANOGPT = dict(vocab_size=3, itos={0: "\n", 1: "a", 2: "b"}, stoi={"\n": 0, "a": 1, "b": 2})
+
+
+class Payload:
+    """What a pickle would do when it is loaded."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("payload", [Payload(open, "touched", "w"), Payload(eval, "open('touched', 'w')"), Path("x")])
+def test_a_pickle_runs_no_code(tmp_path, monkeypatch, payload, protocol):
+    monkeypatch.chdir(tmp_path)
+    Path("meta.pkl").write_bytes(pickle.dumps(NANOGPT | {"more": payload}, protocol))
+    with pytest.raises(UsageError, match=r"meta.pkl is damaged \(it names '.*', and could run code\)") as error:
         dataset.read_meta(tmp_path)
+    assert "\n" not in str(error.value) and not Path("touched").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"text",
+        pickle.dumps(NANOGPT)[:-5],
+        pickle.dumps(3),
+        pickle.dumps(NANOGPT | {"vocab_size": 4}),
+        pickle.dumps(NANOGPT | {"vocab_size": 0}),
+        pickle.dumps(NANOGPT | {"vocab_size": "3"}),
+        pickle.dumps({"vocab_size": 3}),
+        pickle.dumps(NANOGPT | {"itos": ["a", "b", "a"]}),
+        pickle.dumps(NANOGPT | {"stoi": {"a": 0, "\n": 1, "b": 2}}),
+        pickle.dumps(NANOGPT | {"itos": ["a", "b", "cd"]}),
+        pickle.dumps(NANOGPT | {"itos": ["a", "b", 3]}),
+    ],
+)
+def test_a_damaged_pickle_is_refused(tmp_path, content):
+    (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(UsageError, match="meta.pkl is damaged") as error:
+        dataset.read_meta(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_unknown_dataset_lists_ours():

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from nanogpt_triton.configurator import UsageError
-from nanogpt_triton.dataset import Characters, Writer
+from nanogpt_triton.dataset import TOKEN, Characters, Writer
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -83,6 +83,8 @@ def split_text(text):
 def write_characters(folder, texts, **about):
     """{split: text} as a dataset of characters."""
     tokenizer = Characters("".join(sorted(set().union(*texts.values()))))
+    if tokenizer.vocab_size > 256**TOKEN.itemsize:
+        raise UsageError(f"the text has {tokenizer.vocab_size} characters, more than {TOKEN} can number: give less")
     with Writer(folder) as writer:
         for split, text in texts.items():
             writer.add(split, tokenizer.encode(text))
