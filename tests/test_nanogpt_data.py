@@ -1,5 +1,6 @@
 """nanogpt_triton's settings and data: what is read, what is refused, and in which words."""
 
+import itertools
 import json
 import pickle
 import re
@@ -418,6 +419,7 @@ def test_a_pickle_runs_no_code(tmp_path, monkeypatch, payload, protocol):
         pickle.dumps(NANOGPT | {"itos": ["a", "b", "cd"]}),
         pickle.dumps(NANOGPT | {"itos": ["a", "b", 3]}),
     ],
+    ids=itertools.count(),
 )
 def test_a_damaged_pickle_is_refused(tmp_path, content):
     (tmp_path / "meta.pkl").write_bytes(content)
