@@ -18,7 +18,7 @@ import torch
 import tiny_llama_v3 as llama
 from nanogpt_triton import checkpoint, sample, train
 from nanogpt_triton.configurator import UsageError
-from nanogpt_triton.dataset import Characters, Writer
+from nanogpt_triton.dataset import Batches, Characters, Writer, read_meta
 from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
 
 FOLDER = Path(train.__file__).parent
@@ -134,6 +134,56 @@ def test_ignored_targets_count_nothing():
     torch.testing.assert_close(model(tokens, targets)[1], model(tokens[:1], tokens[:1])[1])
 
 
+def reference_logits(state, tokens, n_layer=2, n_head=2):
+    """GPT-2 from its formulas, in float64."""
+    state = {name: tensor.double() for name, tensor in state.items()}
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    T = tokens.shape[1]
+    future = torch.ones(T, T, dtype=torch.bool, device=tokens.device).triu(1)
+    x = state["transformer.wte.weight"][tokens] + state["transformer.wpe.weight"][:T]
+    for layer in (f"transformer.h.{number}" for number in range(n_layer)):
+        heads = []
+        q, k, v = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn").chunk(3, -1)
+        for qh, kh, vh in zip(*(part.chunk(n_head, -1) for part in (q, k, v)), strict=True):
+            scores = (qh @ kh.mT / qh.shape[-1] ** 0.5).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ vh)
+        x = x + linear(torch.cat(heads, -1), f"{layer}.attn.c_proj")
+        h = linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc")
+        x = x + linear(h * (1 + torch.erf(h / 2**0.5)) / 2, f"{layer}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ state["transformer.wte.weight"].T
+
+
+def test_logits_are_those_of_the_formulas():
+    model = make_model().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from their start, where norms and biases do little
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        tokens = tokens_for(model)[:, :11]
+        logits, loss = model(tokens, tokens.roll(-1, dims=1))
+    expected = reference_logits(model.state_dict(), tokens)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    chosen = expected.log_softmax(-1).gather(-1, tokens.roll(-1, dims=1)[..., None])
+    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
+def test_dropout_acts_in_training_only(place):
+    model = make_model()
+    module = model.transformer.get_submodule(place)
+    setattr(module, "dropout" if place.endswith("attn") else "p", 0.5)
+    tokens = tokens_for(model)
+    assert not torch.equal(model(tokens)[0], model(tokens)[0])
+    model.eval()
+    assert torch.equal(model(tokens)[0], model(tokens)[0])
+
+
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm_changes_neither_loss_nor_gradients(capsys, bias):
@@ -167,11 +217,24 @@ def test_every_weight_gets_a_gradient_and_matrices_decay():
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
     assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert all(group["lr"] == 1e-3 and group["betas"] == (0.9, 0.95) for group in (decayed, others))
 
 
 def test_gpt2_has_124_million_weights():
     model = GPT(GPTConfig(vocab_size=50257), "torch", "meta")
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert model.num_parameters() == 124_439_808 - 1024 * 768
+    assert model.flops_per_token() == 6 * model.num_parameters() + 12 * 12 * 768 * 1024
+
+
+def test_initial_weights_are_narrow():
+    model = make_model(config=GPTConfig(vocab_size=27, n_layer=8, n_head=2, n_embd=64, block_size=16))
+    for name, parameter in model.named_parameters():
+        width = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
+        if parameter.dim() > 1:
+            assert parameter.std().item() == pytest.approx(width, rel=0.1), name
+        else:
+            assert (parameter == float(name.endswith("weight"))).all(), name
 
 
 def test_heads_that_do_not_divide_the_width():
@@ -247,6 +310,22 @@ def test_accumulated_batches_are_one_large_batch():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_an_update_that_is_stopped_does_nothing():
+    """Its loss is None, weights and gradients are as before; one that is not stopped says the mean loss."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = tokens_for(model)
+    batches = [(tokens, tokens.roll(number, dims=1)) for number in (1, 2, 3)]
+    scaler = torch.amp.GradScaler(enabled=False)
+    given = model, optimizer, scaler, batches, 3, lambda: torch.autocast("cpu", enabled=False), 0.0
+    answers = iter([False, True])
+    assert train.optimizer_step(*given, lambda: next(answers)) is None
+    assert same(dict(model.state_dict()), before) and all(p.grad is None for p in model.parameters())
+    losses = [model(*batch)[1].item() for batch in batches]
+    assert train.optimizer_step(*given).item() == pytest.approx(sum(losses) / 3)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_are_clipped_at_their_norm(scaled):
     """Also those of float16, which are kept times 65536 until they are clipped."""
@@ -258,6 +337,72 @@ def test_gradients_are_clipped_at_their_norm(scaled):
     train.optimizer_step(model, optimizer, scaler, batch, 1, lambda: torch.autocast("cpu", enabled=False), 0.01)
     moved = torch.stack([(b - p).norm() for b, p in zip(before, model.parameters(), strict=True)]).norm()
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_every_iteration_has_its_learning_rate(data_dir, tmp_path, monkeypatch):
+    update, rates = torch.optim.AdamW.step, []
+
+    def recording(self, *arguments):
+        rates.append({group["lr"] for group in self.param_groups})
+        return update(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    assert run(data_dir, tmp_path) == 0
+    settings = train.Settings(**SETTINGS)
+    assert rates == [{train.learning_rate(settings, number)} for number in range(12)]
+    assert len({rate for (rate,) in rates}) == 12
+
+
+def make_trainer(data_dir, tmp_path, rank=0, size=1, monkeypatch=None, **changed):
+    """Of one of size processes, without the others."""
+    settings = train.Settings(**SETTINGS | dict(data_dir=str(data_dir), out_dir=str(tmp_path)) | changed)
+    world = train.World(settings)
+    world.rank, world.size, world.is_master = rank, size, rank == 0
+    if size > 1:
+        monkeypatch.setattr(train, "wrap_for_processes", lambda model, world: model)
+    return train.Trainer(settings, world)
+
+
+def test_evaluation_is_the_mean_over_its_batches(data_dir, tmp_path):
+    """Of either split, without dropout, on other batches than those of the training."""
+    trainer = make_trainer(data_dir, tmp_path, dropout=0.5, eval_iters=3)
+    losses = trainer.evaluate()
+    assert trainer.model.training
+    model = trainer.raw_model.eval()
+    for split in ("train", "val"):
+        batches = Batches(data_dir / "letters", split, read_meta(data_dir / "letters"), 4, 16, train.Settings.seed + 1)
+        expected = [model(*map(torch.from_numpy, map(np.ascontiguousarray, batches[n])))[1].item() for n in range(3)]
+        assert losses[split] == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert losses["train"] != losses["val"]
+
+
+def test_processes_draw_their_own_dropout(data_dir, tmp_path, monkeypatch):
+    """They start with the same weights; random states differ, and a resumed process gets its own back."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    trainers, states = [], []
+    for rank in range(2):
+        trainers.append(make_trainer(data_dir, tmp_path, rank, 2, monkeypatch))
+        states.append(trainers[-1].rng())
+    assert_same_bits(*(trainer.raw_model.state_dict() for trainer in trainers))
+    assert not torch.equal(states[0]["cpu"], states[1]["cpu"])
+    change(tmp_path / checkpoint.NAME, rng=states)
+    torch.manual_seed(0)
+    for rank in range(2):
+        trainer = make_trainer(data_dir, tmp_path, rank, 2, monkeypatch, init_from="resume")
+        assert torch.equal(trainer.rng()["cpu"], states[rank]["cpu"])
+
+
+def test_the_best_validation_loss_decides(data_dir, tmp_path, monkeypatch, capsys):
+    """Not the training loss, nor the last one; and a resumed run knows the best of before."""
+    losses = {0: (1, 9), 4: (5, 5), 8: (4, 7), 12: (6, 6)}
+    evaluated = {number: dict(train=float(a), val=float(b)) for number, (a, b) in losses.items()}
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self, stopped: evaluated[self.iteration])
+    assert run(data_dir, tmp_path, always_save_checkpoint=False) == 0
+    assert "best validation loss 5.0000 in 12 iterations" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert run(data_dir, tmp_path, always_save_checkpoint=False, init_from="resume") == 0
+    state = checkpoint.load(tmp_path / checkpoint.NAME)
+    assert (state["iter_num"], state["best_val_loss"]) == (4, 5.0)
 
 
 def test_a_run_learns_and_its_model_writes(data_dir, tmp_path, capsys):
@@ -327,11 +472,11 @@ def test_a_run_ends_between_two_batches(data_dir, tmp_path, capfd, monkeypatch, 
     """The iteration that was begun leaves no trace: neither in gradients nor in random state or position."""
     settings = dict(dropout=0.2, gradient_accumulation_steps=4, dtype=dtype)
     assert run(data_dir, tmp_path / "whole", **settings) == 0
-    fetched = signal_at(monkeypatch, "training", (6, 25))
+    fetched = signal_at(monkeypatch, "training", (6, 26))
     capfd.readouterr()
     assert run(data_dir, tmp_path / "cut", **settings) == 130
     out, error = capfd.readouterr()
-    assert fetched[-1][2] <= 26 and "iter 5:" in out and "iter 6:" not in out
+    assert fetched[-1][2] == 26 and "iter 5:" in out and "iter 6:" not in out
     assert error == "train.py: SIGTERM noted: the run ends after this batch\n"
     assert "interrupted after iteration 5; --init_from=resume goes on" in out
     monkeypatch.undo()
@@ -371,9 +516,14 @@ def test_an_interrupted_evaluation_s_best_is_kept(data_dir, tmp_path, monkeypatc
     assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
     assert run(data_dir, tmp_path, **settings, init_from="resume") == 0
     assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 8
+    change(tmp_path / checkpoint.NAME, best_val_loss=99.0)
     before = (tmp_path / checkpoint.NAME).stat().st_mtime_ns
-    assert run(data_dir, tmp_path, **settings, init_from="resume") == 0
-    assert run(data_dir, tmp_path, **settings | {"eval_iters": 1}, init_from="resume", eval_only=True) == 0
+    assert run(data_dir, tmp_path, **settings, init_from="resume", eval_only=True) == 0
+    assert (tmp_path / checkpoint.NAME).stat().st_mtime_ns == before
+    change(tmp_path / checkpoint.NAME, best_val_loss=0.0)
+    before = (tmp_path / checkpoint.NAME).stat().st_mtime_ns
+    for always in (False, True):
+        assert run(data_dir, tmp_path, **settings | {"always_save_checkpoint": always}, init_from="resume") == 0
     assert (tmp_path / checkpoint.NAME).stat().st_mtime_ns == before  # nothing new, nothing written
 
 
@@ -668,6 +818,29 @@ def test_a_flipped_byte_is_noticed(tmp_path, monkeypatch):
         checkpoint.load(path)
 
 
+def test_what_is_checked_is_what_is_loaded(tmp_path, monkeypatch):
+    """Also if a run that goes on replaces the file in between."""
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, STATE)
+    check_sums = checkpoint.check_sums
+
+    def checking(file):
+        check_sums(file)
+        checkpoint.save(path, STATE | {"iter_num": 2})
+
+    monkeypatch.setattr(checkpoint, "check_sums", checking)
+    assert checkpoint.load(path)["iter_num"] == 1
+
+
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: calls.append(name) or call(*given))
+    checkpoint.save(tmp_path / checkpoint.NAME, STATE)
+    assert calls == ["fsync", "replace"]
+
+
 def test_a_file_without_checksums_is_refused(tmp_path):
     path = tmp_path / checkpoint.NAME
     torch.serialization.set_crc32_options(False)
@@ -732,7 +905,8 @@ def test_checkpoints_of_nanogpt(data_dir, tmp_path, capsys):
     assert run(data_dir, tmp_path, init_from="resume", n_layer=3) == 0
     out = capsys.readouterr().out
     assert "start anew" in out and "the checkpoint decides: n_layer=2" in out
-    assert checkpoint.load(path)["iter_num"] == 12
+    state = checkpoint.load(path)
+    assert (state["iter_num"], state["position"]) == (12, 24)
 
 
 def change(path, **fields):
@@ -891,6 +1065,17 @@ def test_a_token_beyond_the_vocabulary_is_not_continued():
         with pytest.raises(ValueError, match="beyond the vocabulary of 27"):
             model.generate(torch.full((1, 3), token, device=model.lm_head.weight.device), 1)
     assert model.generate(torch.full((1, 3), 26, device=model.lm_head.weight.device), 1).shape == (1, 4)
+
+
+def test_draws_follow_from_the_seed(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    texts = []
+    for seed in (1, 1, 2):
+        flags = ["--start=a", "--num_samples=1", "--max_new_tokens=20", "--device=cpu", f"--seed={seed}"]
+        capsys.readouterr()
+        assert sample.main([f"--out_dir={tmp_path}", *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_sampling_without_memory(data_dir, tmp_path, capsys, monkeypatch):

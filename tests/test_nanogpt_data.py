@@ -109,6 +109,14 @@ def test_a_wrong_argument_is_named(argument, words):
     assert "\n" not in str(error.value)
 
 
+def test_the_ends_of_ranges_are_possible():
+    settings = settings_of("--batch_size=1", "--dropout=0.99", "--learning_rate=0", f"--seed={2**32 - 1}")
+    assert (settings.batch_size, settings.dropout, settings.seed) == (1, 0.99, 2**32 - 1)
+    assert settings_of("--dropout=0.0", "--max_iters=0", f"--max_iters={2**31 - 1}").max_iters == 2**31 - 1
+    with pytest.raises(UsageError, match="above 4294967295"):
+        settings_of(f"--seed={2**32}")
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -181,7 +189,7 @@ class FakeEncoding:
         return [list(text.encode()) for text in texts]
 
     def decode(self, tokens):
-        return bytes(token for token in tokens if token < 256).decode()
+        return "".join({50256: "<|endoftext|>"}.get(token) or chr(range(256)[token]) for token in tokens)
 
 
 @pytest.fixture
@@ -193,6 +201,10 @@ def test_shakespeare_as_byte_pairs(tmp_path, text_file, tiktoken):
     assert run_prepare("shakespeare", "--input", text_file, "--output", tmp_path) == 0
     assert dataset.read_meta(tmp_path)["vocab_size"] == 50257
     assert len(np.fromfile(tmp_path / "train.bin", dataset.TOKEN)) == len(SHAKESPEARE) * 9 // 10
+
+
+def test_tokens_that_only_pad_the_vocabulary_end_a_text(tiktoken):
+    assert dataset.BytePairs().decode([97, 50256, 98, 50303]) == "a<|endoftext|>b<|endoftext|>"
 
 
 def test_documents_end_where_the_next_begins(tmp_path, tiktoken):
