@@ -282,6 +282,21 @@ def test_generation_draws_likely_tokens_only():
     assert torch.equal(model.generate(tokens, 5, temperature=1e-3), greedy[:, :21])
 
 
+@pytest.mark.parametrize("top_k, drawn", [(3, {24, 25, 26}), (1, {26}), (0, set(range(27))), (99, set(range(27)))])
+def test_generation_draws_from_the_most_likely(top_k, drawn):
+    """As many as top_k says; the model sees as many tokens as it has positions."""
+    model, seen = make_model(), []
+
+    def forward(tokens):
+        seen.append(tokens.shape[1])
+        return torch.arange(27.0, device=tokens.device).expand(len(tokens), 1, 27) * 1e-3, None
+
+    torch.manual_seed(0)
+    tokens = model.generate(tokens_for(model, rows=100)[:, :8], 12, top_k=top_k, forward=forward)
+    assert set(tokens[:, 8:].unique().tolist()) == drawn
+    assert seen == [*range(8, 17), 16, 16, 16]
+
+
 # --- training
 
 
