@@ -306,6 +306,12 @@ def test_batches_are_windows_of_the_data(folder):
     assert not (first[4][0] == inputs).all() and not (batches(folder, seed=2)[3][0] == inputs).all()
 
 
+def test_splits_draw_apart(tmp_path):
+    for split in dataset.SPLITS:
+        np.arange(1000, dtype=dataset.TOKEN).tofile(tmp_path / f"{split}.bin")
+    assert not (batches(tmp_path, "train")[0][0] == batches(tmp_path, "val")[0][0]).all()
+
+
 def test_every_window_can_be_drawn(folder):
     size = dataset.read_meta(folder)["tokens"]["val"]
     last = batches(folder, "val", block_size=size - 1)[0]
