@@ -487,16 +487,16 @@ def test_a_run_ends_between_two_batches(data_dir, tmp_path, capfd, monkeypatch, 
     """The iteration that was begun leaves no trace: neither in gradients nor in random state or position."""
     settings = dict(dropout=0.2, gradient_accumulation_steps=4, dtype=dtype)
     assert run(data_dir, tmp_path / "whole", **settings) == 0
-    fetched = signal_at(monkeypatch, "training", (6, 26))
+    fetched = signal_at(monkeypatch, "training", (5, 22))
     capfd.readouterr()
     assert run(data_dir, tmp_path / "cut", **settings) == 130
     out, error = capfd.readouterr()
-    assert fetched[-1][2] == 26 and "iter 5:" in out and "iter 6:" not in out
+    assert fetched[-1][2] == 22 and "iter 4:" in out and "iter 5:" not in out
     assert error == "train.py: SIGTERM noted: the run ends after this batch\n"
-    assert "interrupted after iteration 5; --init_from=resume goes on" in out
+    assert "interrupted after iteration 4; --init_from=resume goes on" in out
     monkeypatch.undo()
     state = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)
-    assert (state["iter_num"], state["position"]) == (6, 24)
+    assert (state["iter_num"], state["position"]) == (5, 20)
     assert run(data_dir, tmp_path / "cut", **settings, init_from="resume") == 0
     whole, cut = (checkpoint.load(tmp_path / name / checkpoint.NAME) for name in ("whole", "cut"))
     assert same({n: v for n, v in whole.items() if n != "config"}, {n: v for n, v in cut.items() if n != "config"})
