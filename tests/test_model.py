@@ -1,11 +1,13 @@
 """The model as a whole: the implementations agree, it learns what can be learnt, and the check sees what is wrong."""
 
 import dataclasses
+import functools
 import inspect
 import math
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
@@ -108,6 +110,21 @@ def test_restart_forgets_everything(device, impl):
     first = two_steps()
     step.restart()
     assert all(map(torch.equal, first, two_steps()))
+
+
+@needs_triton
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks(make_step, use_reentrant):
+    """Recomputed in the backward pass, by either way of torch.utils.checkpoint, the gradients are the same."""
+    plain, recomputed = make_step(), make_step()
+    assert recomputed.model.operations.block
+    for layer in recomputed.model.layers:
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=use_reentrant)
+    expected, actual = loss_and_gradients(plain), loss_and_gradients(recomputed)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    plain.optimizer.step()
+    recomputed.optimizer.step()
+    assert all(map(torch.equal, plain.optimizer.weights(), recomputed.optimizer.weights()))
 
 
 # --- the model
