@@ -361,35 +361,45 @@ def triton_obstacle(device, use_amp=False):
     return None
 
 
-# Dense peaks in TFLOP/s of one device as PyTorch shows it (one of the two dies of an MI250X), from the datasheets. An
-# unlisted device gets no MFU rather than a wrong one. The first name that the device's name contains counts.
+# Peaks of the datasheets, dense and accumulating in fp32, in TFLOP/s of one device as PyTorch shows it (one of the two
+# dies of an MI250X). The key is a pattern of the whole name after the vendor's, the number that of the device's compute
+# units or multiprocessors: a laptop's GPU, a partition or a slice has the name, but not the number. Who is not listed
+# gets no MFU rather than a wrong one.
 PEAK_TFLOPS = {
-    "MI355X": {"bf16": 2516.6, "fp32": 157.3},
-    "MI350X": {"bf16": 2306.9, "fp32": 144.2},
-    "MI325X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
-    "MI300X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
-    "MI300A": {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6},
-    "MI250X": {"bf16": 191.5, "fp32": 47.9},
-    "MI250": {"bf16": 181.0, "fp32": 45.3},
-    "MI210": {"bf16": 181.0, "fp32": 45.3},
-    "H200": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2},
-    "H100": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "A100": {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5},
+    "MI355X": (256, {"bf16": 2516.6, "fp32": 157.3}),
+    "MI350X": (256, {"bf16": 2306.9, "fp32": 144.2}),
+    "MI325X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300A": (228, {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6}),
+    "MI250X( ?/ ?MI250)?": (110, {"bf16": 191.5, "fp32": 47.9}),
+    "(MI250X ?/ ?)?MI250": (104, {"bf16": 181.0, "fp32": 45.3}),
+    "MI210": (104, {"bf16": 181.0, "fp32": 45.3}),
+    "GB200": (152, {"bf16": 2500.0, "tf32": 1250.0, "fp32": 80.0}),
+    "B200": (148, {"bf16": 2250.0, "tf32": 1100.0, "fp32": 75.0}),
+    "H200": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H200 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 80GB HBM3": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H100 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 PCIe": (114, {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2}),
+    "A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?": (108, {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5}),
+    "L40S": (142, {"bf16": 362.05, "tf32": 183.0, "fp32": 91.6}),
+    "A10G": (80, {"bf16": 70.0, "tf32": 35.0, "fp32": 31.5}),
+    "GeForce RTX 4090": (128, {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 }
 
 
 def peak_tflops(device, precision):
-    for name, peaks in PEAK_TFLOPS.items():
-        if name in device.name:
+    for name, (units, peaks) in PEAK_TFLOPS.items():
+        if device.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
             return peaks.get(precision)
     return None
 
 
 def precision_name(config, device):
+    """What matrix products are computed in, with the library's settings as they are now."""
     if config.use_amp:
         return "bf16"
-    return "tf32" if config.matmul_precision == "high" and tf32_available(device) else "fp32"
+    return "tf32" if dot_precision(device) == "tf32" else "fp32"
 
 
 def tf32_available(device):
@@ -397,8 +407,11 @@ def tf32_available(device):
 
 
 def dot_precision(device):
-    """tl.dot's input_precision for fp32 operands: what the library was told to do for its own matmuls."""
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" and tf32_available(device) else "ieee"
+    """tl.dot's input_precision for fp32 operands: what the library does in its own matmuls.
+
+    That is asked, not what the library was told: on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1.
+    """
+    return "tf32" if tf32_available(device) and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def cdiv(a, b):
@@ -2233,7 +2246,10 @@ class StepRecord:
 
 
 def model_tflops(config):
-    """TFLOP of one step's matrix products, forward and backward (2 + 4 a weight and token; causal attention halved)."""
+    """TFLOP of one step's matrix products: 6 a weight and token for forward and backward (PaLM, appendix B), attention.
+
+    Of causal attention only the half that is not masked counts, which PaLM counts whole: what must be computed.
+    """
     kv_width = config.num_kv_heads * config.head_dim
     layer_weights = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
     weights = config.num_layers * layer_weights + config.vocab_size * config.hidden_dim
@@ -2576,8 +2592,9 @@ def inert_flags(config, device, implementation):
         yield "--unsynced-timing has no effect on a CPU, where nothing runs behind the host's back"
     if config.unsynced_timing and config.timing == "step":
         yield "--unsynced-timing changes little with --timing step, which does not time phases"
-    if config.matmul_precision == "high" and not tf32_available(device):
-        yield f"--matmul-precision high has no effect: {device.arch} has no TF32"
+    if config.matmul_precision == "high" and dot_precision(device) != "tf32":
+        reason = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if tf32_available(device) else "there is no TF32"
+        yield f"--matmul-precision high has no effect on {device.arch}: {reason}"
     if config.compile and implementation == "triton":
         yield "--compile finds nothing to fuse: the operations are Triton kernels already"
 
@@ -2655,6 +2672,7 @@ def run(config):
     print_summary(summary, config, device)
     result = {
         "implementation": step.implementation,
+        "precision": precision_name(config, device),
         "operations": {name: operation_name(operation) for name, operation in used_operations(step.model).items()},
         "config": dataclasses.asdict(config),
         "environment": environment(device),

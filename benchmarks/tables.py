@@ -130,7 +130,7 @@ def kernels_section(folder):
 def stages_section(folder):
     newest = {}
     for name, result in newest_first(folder, "stages"):
-        newest.setdefault((result["config"]["seq_len"], comparison.precision_of(result)), (name, result))
+        newest.setdefault((result["config"]["seq_len"], result["precision"]), (name, result))
     parts = []
     for (seq_len, precision), (name, result) in sorted(
         newest.items(), key=lambda item: (item[0][0], item[0][1] != "fp32")

@@ -55,7 +55,7 @@ def kernel_work(config):
 
 
 def measure_roofs(config, device):
-    """{"bytes_per_second", "flop_per_second"} of a copying kernel and of the library's matmul in this precision."""
+    """What a copying kernel and the library's matmul in this precision reach, and the datasheet's arithmetic in it."""
     on_gpu = device.type == "cuda"
     torch.set_float32_matmul_precision(config.matmul_precision)
     x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)  # more than any cache holds
@@ -70,6 +70,7 @@ def measure_roofs(config, device):
     return {
         "bytes_per_second": 2 * x.nbytes / seconds("torch.neg(x, out=y)", x=x, y=torch.empty_like(x)),
         "flop_per_second": 2 * side**3 / seconds("torch.mm(a, b, out=c)", a=a, b=a.clone(), c=torch.empty_like(a)),
+        "peak_tflops": llama.peak_tflops(device, llama.precision_name(config, device)),
     }
 
 
