@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import tiny_llama_v3 as llama  # noqa: E402
+from common import exit_code_of, llama  # noqa: E402
 
 
 class Work(NamedTuple):
@@ -74,7 +74,7 @@ def measure_roofs(config, device):
     }
 
 
-def main(argv=None):
+def run(argv):
     config = llama.parse_config(sys.argv[1:] if argv is None else argv, "roofline.py")
     device = llama.select_device(config.device)
     roofs = measure_roofs(config, device)
@@ -82,7 +82,12 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     llama.write_json(folder / "roofs.json", roofs)
     print(f"{device.name}: {roofs['bytes_per_second'] / 1e12:.3g} TB/s, {roofs['flop_per_second'] / 1e12:.3g} TFLOP/s")
+    return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "roofline.py")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
