@@ -144,10 +144,28 @@ def test_wrong_flags_end_in_one_line(capsys, script):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--rows", "fastest"], ["--windows", "0"], ["--steps", "-1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rows", "fastest"],
+        ["--windows", "0"],
+        ["--steps", "-1"],
+        ["--time-limit", "nan"],
+        ["--time-limit", "-5"],
+        ["--tiny", "--sizes", "small"],
+    ],
+)
 def test_wrong_values_end_in_one_line(capsys, flags):
     assert compare.main(flags) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "measure_size", lambda *args: pytest.fail("work before the refusal"))
+    assert compare.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--sizes small large needs a GPU" in error and "--tiny" in error
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
