@@ -138,7 +138,8 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     assert list(table["Name"]) == [row["Name"] for row in rows]
     assert list(table["Calls"]) == [int(row["Calls"]) for row in rows]
     np.testing.assert_allclose(table["StdDev"], [float(row["StdDev"]) for row in rows], rtol=1e-6, atol=1e-6)
-    assert operation_of(table["Name"][0]) != "other"
+    # Not which comes first: a process that is interrupted inside a view makes that one the longest.
+    assert {"matrix product", "optimizer", "softmax", "elementwise"} <= set(table["Name"].map(operation_of))
     window, steps = kernel_stats.step_window(tmp_path / "p")
     dispatches = kernel_stats.read_dispatches(tmp_path / "p", window)
     assert steps == 3 and "aten::mm" in set(dispatches["Name"])
