@@ -170,6 +170,20 @@ def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, name):
     assert kernel_stats.step_window(tmp_path) == ((9000, 39000), 1)
 
 
+def test_a_memset_counts_as_a_copy_does(tmp_path):
+    (tmp_path / "trace.json").write_text(
+        chrome_trace([{"cat": "gpu_memset", "name": "Memset (Device)", "ts": 3, "dur": 2}])
+    )
+    assert list(read_kernel_stats(tmp_path)["TotalDurationNs"]) == [2000]
+
+
+def test_a_kernel_belongs_to_the_step_in_which_it_starts():
+    dispatches = kernel_stats.frame(
+        [("before", 80, 120), ("inside", 110, 130), ("beyond", 190, 230), ("later", 210, 220)]
+    )
+    assert list(kernel_stats.within(dispatches, (100, 200))["Name"]) == ["inside", "beyond"]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Files that are not as they should be
 

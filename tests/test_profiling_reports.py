@@ -308,3 +308,18 @@ def test_perfetto_finds_kernels_phases_and_layers(trace_processor, device, tmp_p
     for name in ("step", "forward", "backward", "optimizer", "layers.0 forward", "layers.1 backward", *kernels):
         assert names.get(name, 0) >= 3, name
     assert not lost
+
+
+def test_counters_are_printed_in_their_units(monkeypatch, capsys):
+    """us, MB and GB/s of a kernel of 12 us that moves 4 MB."""
+    columns = {"gpu__time_duration.sum": 12e3, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6}
+    monkeypatch.setattr(counters, "read_counters", lambda path: pd.DataFrame(columns, index=["k"]))
+    assert counters.main(["profile"]) == 0
+    header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
+    shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))
+    assert (shown["us"], shown["MB"], shown["GB/s"]) == ("12.0", "4.0", "333.3")
+
+
+def test_busy_time_of_what_lies_within_a_longer_kernel():
+    rows = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
+    assert timeline.busy_ns(kernel_stats.frame(rows)) == 130
