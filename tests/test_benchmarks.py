@@ -354,3 +354,19 @@ def test_readme_shows_the_newest_results():
     if not readme.exists() or "<!-- begin: compare -->" not in readme.read_text():
         pytest.skip("README.md has no markers")
     assert tables.main(["--check"]) == 0
+
+
+def test_cells_of_the_tables(synthetic, tmp_path):
+    """The fastest of several peers, how many times as long it takes, and the lower bound before the upper one."""
+    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["cases"][0]["contenders"]["compile"] = {"us": 500.0, "rate": 0.8, "error": None}
+    path.write_text(json.dumps(result))
+    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in tables.kernels_section(
+        tmp_path
+    )
+    path = tmp_path / "compare_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
+    path.write_text(json.dumps(result))
+    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in tables.compare_section(tmp_path)

@@ -323,3 +323,18 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
 def test_busy_time_of_what_lies_within_a_longer_kernel():
     rows = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
     assert timeline.busy_ns(kernel_stats.frame(rows)) == 130
+
+
+def test_hotspots_by_hand():
+    row = dict(Name="k", Calls=6, TotalDurationNs=12e6, AverageNs=2e6, Percentage=100.0)
+    (spot,) = hotspots.hotspots(pd.DataFrame([row]), steps=3).to_dict("records")
+    assert (spot["ms"], spot["calls"], spot["us each"], spot["share"]) == (4.0, 2.0, 2000.0, 100.0)
+
+
+def test_counted_figures_of_the_summary_by_hand():
+    """A kernel of 2 ms that moves 1 GB and computes 6 TFLOP, under ceilings of 2000 GB/s and 4000 TFLOP/s."""
+    alone = {"ceilings": {"GB/s": 2000.0, "TFLOP/s": 4000.0}, "kernels": []}
+    derived = pd.DataFrame({"ns": [2e6], "bytes": [1e9], "GB/s": [500.0], "flop": [6e12]}, index=["k"])
+    alone["kernels"] = [{"name": "k", "bytes": 1e9, "flop": 1e9, "triton": {"ms": 2.0}}]
+    assert "| k | other | 1,000 | 500 | 25 |" in summary.bandwidth_section(derived, alone)
+    assert "| k | 6,000 | 3,000 |" in summary.roofline_section(derived, alone)

@@ -503,3 +503,28 @@ def test_the_report_in_a_browser(tmp_path):
     for frame in seen:
         assert frame["scroll"] <= frame["width"] and not frame["cut"], frame
         assert frame["images"] == frame["loaded"] == 5
+
+
+def test_figures_of_a_run_by_hand(tmp_path):
+    steps = [
+        {"loss": 7.0, "batch_ms": ms, "host_ms": 1.0, "phase_ms": {"forward": forward, "backward": 3.0}}
+        for ms, forward in ((10.0, 1.0), (5.0, 1.0), (6.0, 9.0))
+    ]
+    run = {
+        "implementation": "triton",
+        "summary": {
+            "first_loss": 7.0, "final_loss": 6.0, "samples_per_second": 3.0, "tokens_per_second": 30.0, "host_ms": 1.0,
+            "batch_ms": {"mean": 7.0, "p20": 5.0, "p50": 6.0, "p80": 9.0}, "phase_ms": {"forward": 3.7, "backward": 3.0},
+            "parameters": 200, "parameters_with_gradient": 50, "peak_memory_mib": 1.0, "mfu": 0.1,
+        },
+        "steps": steps,
+    }  # fmt: skip
+    figures = comparison.run_figures(run)
+    assert figures["phase_ms"] == {"forward": 1.0, "backward": 3.0}  # medians
+    assert figures["phases_share"] == pytest.approx(0.8)
+    assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
+    table = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev\nk,4,8000,2000,100,2000,2000,0\n"
+    (tmp_path / "stage5_profile.csv").write_text(table)
+    (kernel,) = comparison.kernel_figures(tmp_path / "stage5_profile.csv")
+    assert kernel == {"name": "k", "calls": 4, "average_us": 2.0, "share": 1.0}
+    assert [comparison.predecessor(stage) for stage in (2, 5, 6, 8)] == [1, 4, 5, 5]
