@@ -81,6 +81,15 @@ def test_ours_over_theirs():
     }  # fmt: skip
 
 
+def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
+    times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
+    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": None} for name, ms in times.items()}
+    result = {"rows": rows | {"hf": {"error": "not installed"}}}
+    compare.conclude(result)
+    assert result["strongest_peer"] == "sdpa"
+    assert [(pair["ours"], pair["peer"]) for pair in result["comparisons"]] == [("triton", "sdpa"), ("triton", "torch")]
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """A device whose graph replays in 4 ms, ran or not."""

@@ -514,7 +514,8 @@ def test_figures_of_a_run_by_hand(tmp_path):
         "implementation": "triton",
         "summary": {
             "first_loss": 7.0, "final_loss": 6.0, "samples_per_second": 3.0, "tokens_per_second": 30.0, "host_ms": 1.0,
-            "batch_ms": {"mean": 7.0, "p20": 5.0, "p50": 6.0, "p80": 9.0}, "phase_ms": {"forward": 3.7, "backward": 3.0},
+            "batch_ms": {"mean": 7.0, "p20": 5.0, "p50": 6.0, "p80": 9.0},
+            "phase_ms": {"forward": 3.7, "backward": 3.0},
             "parameters": 200, "parameters_with_gradient": 50, "peak_memory_mib": 1.0, "mfu": 0.1,
         },
         "steps": steps,
