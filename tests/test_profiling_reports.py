@@ -338,3 +338,17 @@ def test_counted_figures_of_the_summary_by_hand():
     alone["kernels"] = [{"name": "k", "bytes": 1e9, "flop": 1e9, "triton": {"ms": 2.0}}]
     assert "| k | other | 1,000 | 500 | 25 |" in summary.bandwidth_section(derived, alone)
     assert "| k | 6,000 | 3,000 |" in summary.roofline_section(derived, alone)
+
+
+def test_the_recorded_step_is_in_ms(tmp_path):
+    steps = [{"ph": "X", "tid": 1, "cat": "user_annotation", "name": "step", "ts": ts, "dur": 4000} for ts in (0, 9000)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": steps}))
+    assert overhead.recorded_step_ms(tmp_path) == 4.0
+
+
+def test_operators_of_two_threads_count_both(tmp_path):
+    """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
+    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4)]
+    events = [{"ph": "X", "cat": "cpu_op", "name": n, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm"}
