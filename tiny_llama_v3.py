@@ -361,35 +361,45 @@ def triton_obstacle(device, use_amp=False):
     return None
 
 
-# Dense peaks in TFLOP/s of one device as PyTorch shows it (one of the two dies of an MI250X), from the datasheets. An
-# unlisted device gets no MFU rather than a wrong one. The first name that the device's name contains counts.
+# Peaks of the datasheets, dense and accumulating in fp32, in TFLOP/s of one device as PyTorch shows it (one of the two
+# dies of an MI250X). The key is a pattern of the whole name after the vendor's, the number that of the device's compute
+# units or multiprocessors: a laptop's GPU, a partition or a slice has the name, but not the number. Who is not listed
+# gets no MFU rather than a wrong one.
 PEAK_TFLOPS = {
-    "MI355X": {"bf16": 2516.6, "fp32": 157.3},
-    "MI350X": {"bf16": 2306.9, "fp32": 144.2},
-    "MI325X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
-    "MI300X": {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4},
-    "MI300A": {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6},
-    "MI250X": {"bf16": 191.5, "fp32": 47.9},
-    "MI250": {"bf16": 181.0, "fp32": 45.3},
-    "MI210": {"bf16": 181.0, "fp32": 45.3},
-    "H200": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2},
-    "H100": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "A100": {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5},
+    "MI355X": (256, {"bf16": 2516.6, "fp32": 157.3}),
+    "MI350X": (256, {"bf16": 2306.9, "fp32": 144.2}),
+    "MI325X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300A": (228, {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6}),
+    "MI250X( ?/ ?MI250)?": (110, {"bf16": 191.5, "fp32": 47.9}),
+    "(MI250X ?/ ?)?MI250": (104, {"bf16": 181.0, "fp32": 45.3}),
+    "MI210": (104, {"bf16": 181.0, "fp32": 45.3}),
+    "GB200": (152, {"bf16": 2500.0, "tf32": 1250.0, "fp32": 80.0}),
+    "B200": (148, {"bf16": 2250.0, "tf32": 1100.0, "fp32": 75.0}),
+    "H200": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H200 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 80GB HBM3": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H100 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 PCIe": (114, {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2}),
+    "A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?": (108, {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5}),
+    "L40S": (142, {"bf16": 362.05, "tf32": 183.0, "fp32": 91.6}),
+    "A10G": (80, {"bf16": 70.0, "tf32": 35.0, "fp32": 31.5}),
+    "GeForce RTX 4090": (128, {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 }
 
 
 def peak_tflops(device, precision):
-    for name, peaks in PEAK_TFLOPS.items():
-        if name in device.name:
+    for name, (units, peaks) in PEAK_TFLOPS.items():
+        if device.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
             return peaks.get(precision)
     return None
 
 
 def precision_name(config, device):
+    """What matrix products are computed in, with the library's settings as they are now."""
     if config.use_amp:
         return "bf16"
-    return "tf32" if config.matmul_precision == "high" and tf32_available(device) else "fp32"
+    return "tf32" if dot_precision(device) == "tf32" else "fp32"
 
 
 def tf32_available(device):
@@ -397,8 +407,11 @@ def tf32_available(device):
 
 
 def dot_precision(device):
-    """tl.dot's input_precision for fp32 operands: what the library was told to do for its own matmuls."""
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" and tf32_available(device) else "ieee"
+    """tl.dot's input_precision for fp32 operands: what the library does in its own matmuls.
+
+    That is asked, not what the library was told: on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1.
+    """
+    return "tf32" if tf32_available(device) and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def cdiv(a, b):
@@ -526,10 +539,10 @@ def gradient_target(parameter):
     it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds to .grad.
     """
     buffer = getattr(parameter, "grad_buffer", None)
-    if buffer is None:
-        return parameter.new_empty(parameter.shape), False
-    if parameter.grad is None or parameter.grad is buffer:
-        return buffer, parameter.grad is buffer
+    if buffer is not None:
+        grad = parameter.grad
+        if grad is None or grad is buffer:
+            return buffer, grad is buffer
     return parameter.new_empty(parameter.shape), False
 
 
@@ -563,19 +576,25 @@ def begin_backward(ctx, overwrites=False):
 # Kernels take the strides of activations, but read parameters and tables as they lie in memory.
 
 
-def require_contiguous(name, tensor):
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
-            f"contiguous: give {name}.contiguous()"
-        )
+def not_contiguous(name, tensor):
+    return ValueError(
+        f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
+        f"contiguous: give {name}.contiguous()"
+    )
 
 
 def require_shape(name, tensor, shape):
     if tensor.shape != torch.Size(shape):
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
+    if tensor.dtype not in KERNEL_DTYPES:
+        raise unknown_type(name, tensor)
+
+
+KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def unknown_type(name, tensor):
+    return TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 # --- linear: the library's matmul; the Function exists to put the weight's gradient where the optimizer reads it
@@ -702,7 +721,8 @@ def rmsnorm_forward(x, delta, weight, eps, block_size=None):
 
     Without delta the residual is x itself.
     """
-    require_contiguous("weight", weight)
+    if not weight.is_contiguous():
+        raise not_contiguous("weight", weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
     y, rstd = x.new_empty(x.shape), x.new_empty(n_rows, dtype=torch.float32)
@@ -1173,6 +1193,7 @@ def rope_kernel(
 SHORT_SEQUENCE = 128  # up to this length the backward pass is one kernel: a second launch costs more than it saves
 
 
+@functools.lru_cache(maxsize=256)
 def exceeds_int32(strides, seq_len, head_dim):
     """Whether offsets within a head need 64 bits; strides: of (batch, seq, heads, head_dim) tensors, joined."""
     return max(strides[1::4]) * seq_len + max(strides[3::4]) * head_dim >= 2**31
@@ -1212,48 +1233,54 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
     block_d = max(16, next_power_of_2(head_dim))
     scale = head_dim**-0.5
     if cos is not None:
-        require_contiguous("cos", cos)
-        require_contiguous("sin", sin)
+        if not cos.is_contiguous():
+            raise not_contiguous("cos", cos)
+        if not sin.is_contiguous():
+            raise not_contiguous("sin", sin)
     strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
     inputs = (q, k, v, o, o_grad, lse)
     precision = dot_precision(get_device(q.device.type))
 
-    def launch_tiled(kernel, name, grid, tensors, outputs, scalars=()):
-        all_strides = sum((output.stride() for output in outputs), strides)
+    def launch_tiled(kernel, name, grid, tensors, strides, scalars=()):
         tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
         constants = dict(
             GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(all_strides, seq_len, head_dim), PRECISION=precision,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(strides, seq_len, head_dim), PRECISION=precision,
         )  # fmt: skip
         if name != "dq":
             constants["EVEN"] = seq_len % tile.m == 0
-        scalars = (*all_strides, *scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
+        scalars = (*strides, *scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
         options = dict(num_warps=tile.warps, num_stages=tile.stages, **tile.options)
-        launch(kernel, grid(tile), (*inputs, *tensors, *outputs, cos, sin), scalars, constants, **options)
+        launch(kernel, grid(tile), (*inputs, *tensors, cos, sin), scalars, constants, **options)
 
     if seq_len <= SHORT_SEQUENCE:
         launch_tiled(
             flash_attention_backward_kernel, "short",
             lambda tile: (batch * (num_kv_heads * cdiv(seq_len, tile.n) + num_heads * cdiv(seq_len, tile.m)),),
-            (), (q_grad, k_grad, v_grad), (batch * num_kv_heads,),
+            (q_grad, k_grad, v_grad), (*strides, *q_grad.stride(), *k_grad.stride(), *v_grad.stride()),
+            (batch * num_kv_heads,),
         )  # fmt: skip
         return
     delta = lse.new_empty(lse.shape)
     launch_tiled(
         flash_attention_backward_dq_kernel, "dq", lambda tile: (batch * num_heads, cdiv(seq_len, tile.m)),
-        (delta,), (q_grad,),
+        (delta, q_grad), (*strides, *q_grad.stride()),
     )  # fmt: skip
     launch_tiled(
         flash_attention_backward_dkdv_kernel, "dkdv", lambda tile: (batch * num_kv_heads, cdiv(seq_len, tile.n)),
-        (delta,), (k_grad, v_grad),
+        (delta, k_grad, v_grad), (*strides, *k_grad.stride(), *v_grad.stride()),
     )  # fmt: skip
 
 
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
     """Rotates the first heads of the contiguous qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2)."""
     batch, seq_len, width = qkv.shape
-    for name, tensor in (("qkv", qkv), ("cos", cos), ("sin", sin)):
-        require_contiguous(name, tensor)
+    if not qkv.is_contiguous():
+        raise not_contiguous("qkv", qkv)
+    if not cos.is_contiguous():
+        raise not_contiguous("cos", cos)
+    if not sin.is_contiguous():
+        raise not_contiguous("sin", sin)
     block_d = next_power_of_2(head_dim)
     block_tokens = max(1, 2048 // block_d)
     launch(
@@ -1427,7 +1454,8 @@ SWIGLU_BLOCK = 1024
 
 def swiglu_activation(gate_up):
     """gate_up (rows, 2 n) -> silu(gate) * up (rows, n)"""
-    require_contiguous("gate_up", gate_up)
+    if not gate_up.is_contiguous():
+        raise not_contiguous("gate_up", gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty(n_rows, n_cols)
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
@@ -1437,16 +1465,20 @@ def swiglu_activation(gate_up):
 
 def swiglu_activation_backward_(hidden_grad, gate_up):
     """Overwrites gate_up (rows, 2 n) by its gradient; hidden_grad (rows, n)."""
-    require_contiguous("hidden_grad", hidden_grad)
-    require_contiguous("gate_up", gate_up)
+    if not hidden_grad.is_contiguous():
+        raise not_contiguous("hidden_grad", hidden_grad)
+    if not gate_up.is_contiguous():
+        raise not_contiguous("gate_up", gate_up)
     n_rows, n_cols = hidden_grad.shape
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
 
 
 def swiglu_naive_matmul(x, gate_up_weight):
-    require_contiguous("x", x)
-    require_contiguous("gate_up_weight", gate_up_weight)
+    if not x.is_contiguous():
+        raise not_contiguous("x", x)
+    if not gate_up_weight.is_contiguous():
+        raise not_contiguous("gate_up_weight", gate_up_weight)
     n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
     gate_up = x.new_empty(n_rows, 2 * n_cols)
     hidden = x.new_empty(n_rows, n_cols)
@@ -1553,7 +1585,8 @@ def triton_block(
     residual, delta, weights, cos, sin, eps, num_heads, num_kv_heads, noncontiguous_kv=False, triton_matmul_swiglu=False
 ):
     """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down."""
-    require_shape("residual", residual, residual.shape)
+    if residual.dtype not in KERNEL_DTYPES:
+        raise unknown_type("residual", residual)
     options = eps, num_heads, num_kv_heads, noncontiguous_kv, triton_matmul_swiglu
     return BlockFunction.apply(residual, delta, *weights, cos, sin, options)
 
@@ -1635,7 +1668,8 @@ def cross_entropy_(logits, targets, gradient_scale):
 
     The logits are overwritten by their gradient.
     """
-    require_contiguous("targets", targets)
+    if not targets.is_contiguous():
+        raise not_contiguous("targets", targets)
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
@@ -2349,7 +2383,10 @@ class StepRecord:
 
 
 def model_tflops(config):
-    """TFLOP of one step's matrix products, forward and backward (2 + 4 a weight and token; causal attention halved)."""
+    """TFLOP of one step's matrix products: 6 a weight and token for forward and backward (PaLM, appendix B), attention.
+
+    Of causal attention only the half that is not masked counts, which PaLM counts whole: what must be computed.
+    """
     kv_width = config.num_kv_heads * config.head_dim
     layer_weights = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
     weights = config.num_layers * layer_weights + config.vocab_size * config.hidden_dim
@@ -2692,8 +2729,9 @@ def inert_flags(config, device, implementation):
         yield "--unsynced-timing has no effect on a CPU, where nothing runs behind the host's back"
     if config.unsynced_timing and config.timing == "step":
         yield "--unsynced-timing changes little with --timing step, which does not time phases"
-    if config.matmul_precision == "high" and not tf32_available(device):
-        yield f"--matmul-precision high has no effect: {device.arch} has no TF32"
+    if config.matmul_precision == "high" and dot_precision(device) != "tf32":
+        reason = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if tf32_available(device) else "there is no TF32"
+        yield f"--matmul-precision high has no effect on {device.arch}: {reason}"
     if config.compile and implementation == "triton":
         yield "--compile finds nothing to fuse: the operations are Triton kernels already"
 
@@ -2771,6 +2809,7 @@ def run(config):
     print_summary(summary, config, device)
     result = {
         "implementation": step.implementation,
+        "precision": precision_name(config, device),
         "operations": {name: operation_name(operation) for name, operation in used_operations(step.model).items()},
         "config": dataclasses.asdict(config),
         "environment": environment(device),

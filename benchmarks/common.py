@@ -1,5 +1,6 @@
 """What the benchmarks share: the training script as a module, results on disk, and the command line's habits."""
 
+import argparse
 import re
 import shlex
 import sys
@@ -48,6 +49,13 @@ class ResultFile:
     def save(self, result):
         self.path = self.path or llama.reserve_json(self.folder, self.stem)
         llama.write_json(self.path, result)
+
+
+def time_limit(text):
+    """The type of --time-limit."""
+    if not float(text) >= 0:  # NaN is none either
+        raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
+    return float(text)
 
 
 def exit_code_of(run, program):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, Unavailable, describe, exit_code_of, header, llama
+from common import RESULTS, ResultFile, Unavailable, describe, exit_code_of, header, llama, time_limit
 
 SIZES = {
     "small": dict(batch_size=8, seq_len=128, hidden_dim=512, num_layers=8, num_heads=8),
@@ -538,15 +538,16 @@ def parse(argv):
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     sizes = [name for name in SIZES if name != "tiny"]
-    parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="models to measure (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--sizes", nargs="+", choices=sizes, help="models to measure (default: all)")
+    models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
     parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
     parser.add_argument("--windows", type=int, default=7, help="windows a row (default: 7)")
     parser.add_argument("--steps", type=int, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
     parser.add_argument(
-        "--time-limit", type=float, default=540, metavar="SECONDS", help="no row is started later (default: 540)"
+        "--time-limit", type=time_limit, default=540, metavar="SECONDS", help="no row is started later (default: 540)"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
@@ -563,12 +564,14 @@ def run(argv):
     deadline = start + options.time_limit
     device = llama.select_device(options.device)
     on_gpu = device.type == "cuda"
+    if options.sizes and not on_gpu:
+        raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     names = options.rows or [name for name, row in ROWS.items() if on_gpu or not (row.compile or row.graph)]
     rows = [row for name, row in ROWS.items() if name in names]
     if not on_gpu and not options.tiny:
         print("There is no GPU: only the tiny model is measured.")
-    size_names = options.sizes if on_gpu and not options.tiny else ["tiny"]
+    size_names = options.sizes or [name for name in SIZES if (name == "tiny") == (options.tiny or not on_gpu)]
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
 

@@ -20,7 +20,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama
+from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, time_limit
 from kernels import Bench, copy_cases, gradient_call, measure
 
 from nanogpt_triton.kernels import triton_layer_norm
@@ -139,7 +139,9 @@ def parse(argv):
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), metavar="N")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled F.layer_norm out")
-    parser.add_argument("--time-limit", type=float, default=480, metavar="S", help="start no case later (default: 480)")
+    parser.add_argument(
+        "--time-limit", type=time_limit, default=480, metavar="S", help="start no case later (default: 480)"
+    )
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     if min(options.widths) < 1:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama
+from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, time_limit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanogpt_triton.configurator import UsageError
@@ -273,7 +273,9 @@ def parse(argv):
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--windows", type=int, default=15, metavar="N", help="of each row (default: 15)")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="in a window (default: 8)")
-    parser.add_argument("--time-limit", type=float, default=400, metavar="S", help="start no row later (default: 400)")
+    parser.add_argument(
+        "--time-limit", type=time_limit, default=400, metavar="S", help="start no row later (default: 400)"
+    )
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     for name in ("windows", "steps"):
@@ -285,6 +287,8 @@ def parse(argv):
 def run(argv):
     start = time.monotonic()
     options = parse(argv)
+    if not (options.tiny or torch.cuda.is_available()):
+        raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.set_float32_matmul_precision("high")
     try:

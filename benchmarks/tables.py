@@ -12,22 +12,50 @@ Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 
 import argparse
 import difflib
+import functools
 import json
+import os
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import RESULTS, ROOT, exit_code_of, llama
+
 sys.path.insert(0, str(ROOT / "exercises" / "performance_debugging"))
 
 import comparison  # noqa: E402
 
 NOT_MEASURED = "_Not measured yet._"
+MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
+SECTION = re.compile(r"<!-- begin: (\w+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
+
+
+class Record(dict):
+    """An object of a result's JSON, which knows its file: a field that is missing is told with it."""
+
+    def __init__(self, path, fields):
+        super().__init__(fields)
+        self.path = path
+
+    def __missing__(self, field):
+        raise llama.UsageError(f"{self.path} has no {field}: measure again, or take the file away")
+
+
+def read_result(path):
+    try:
+        result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
+    except (OSError, ValueError) as error:
+        raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
+    if not isinstance(result, Record):
+        raise llama.UsageError(f"{path} is no result: take the file away")
+    return result
 
 
 def newest_first(folder, benchmark):
     """(name, result), the newest first."""
-    results = [(path.name, json.loads(path.read_text())) for path in folder.glob(f"{benchmark}_*.json")]
+    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
     return sorted(results, key=lambda item: (item[1]["date"], item[0]), reverse=True)
 
 
@@ -130,7 +158,7 @@ def kernels_section(folder):
 def stages_section(folder):
     newest = {}
     for name, result in newest_first(folder, "stages"):
-        newest.setdefault((result["config"]["seq_len"], comparison.precision_of(result)), (name, result))
+        newest.setdefault((result["config"]["seq_len"], result["precision"]), (name, result))
     parts = []
     for (seq_len, precision), (name, result) in sorted(
         newest.items(), key=lambda item: (item[0][0], item[0][1] != "fp32")
@@ -236,45 +264,101 @@ SECTIONS = {
 }
 
 
-def rewrite(text, folder, to_root=""):
-    """The text with every section between markers replaced. to_root: the way from its file to the project's root."""
-    for name, section in SECTIONS.items():
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        if pattern.search(text):
-            content = section(folder).replace("](benchmarks/", f"]({to_root}benchmarks/")
-            text = pattern.sub(lambda _, content=f"{begin}\n\n{content}\n\n{end}": content, text)
-    return text
+def rewrite(page, contents):
+    """(text, the text with all that stands between markers replaced) of a page; contents: {name: what returns it}."""
+    text = page.read_text(encoding="utf-8")
+    markers = MARKER.findall(text)
+    if not markers:
+        raise llama.UsageError(
+            f"{page} has no markers: put <!-- begin: NAME --> and <!-- end: NAME --> where a table goes"
+        )
+    if markers != [(side, name) for _, name in markers[::2] for side in ("begin", "end")]:
+        raise llama.UsageError(f"{page} has a marker out of order: each begin must be followed by the end of its name")
+    unknown = {name for _, name in markers} - contents.keys()
+    if unknown:
+        raise llama.UsageError(f"{page} has markers of {min(unknown)}: choose from {', '.join(contents)}")
+    depth = len(page.resolve().relative_to(ROOT).parts) - 1 if page.resolve().is_relative_to(ROOT) else 0
+
+    def replaced(match):
+        name, old = match[1], match[2].strip()
+        new = contents[name]().replace("](benchmarks/", f"]({'../' * depth}benchmarks/")
+        if new == NOT_MEASURED and old not in ("", NOT_MEASURED):
+            raise llama.UsageError(
+                f"{page} has a table of {name}, and there is no result of it: bring its result back, or empty the table"
+            )
+        return f"<!-- begin: {name} -->\n\n{new}\n\n<!-- end: {name} -->"
+
+    return text, SECTION.sub(replaced, text)
 
 
-def update(readme, options):
-    """Rewrites a file, or with --check says whether it would change."""
-    text = readme.read_text()
-    depth = len(readme.resolve().relative_to(ROOT).parts) - 1 if readme.resolve().is_relative_to(ROOT) else 0
-    wanted = rewrite(text, options.results, "../" * depth)
-    if options.check:
-        names = (str(readme), "what the results say")
-        sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
-    elif wanted != text:
-        readme.write_text(wanted)
-    return options.check and wanted != text
+def write_all(texts):
+    """{path: text} written, all of them or none."""
+    written = {}
+    try:
+        for path, text in texts.items():
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.resolve().parent, prefix=".", suffix=".tmp", delete=False, encoding="utf-8"
+            ) as file:
+                written[path.resolve()] = file.name
+                file.write(text)
+            shutil.copymode(path, file.name)
+        for path, name in written.items():
+            os.replace(name, path)
+    finally:
+        for name in written.values():
+            Path(name).unlink(missing_ok=True)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def update(pages, contents, check):
+    """Rewrites the pages that are out of date, or shows how with check. Returns whether there were any."""
+    texts = {}
+    for page in pages:
+        try:
+            text, wanted = rewrite(page, contents)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise llama.UsageError(f"{page} cannot be read ({reason}): name another page") from error
+        if wanted != text:
+            texts[page] = wanted
+            if check:
+                names = (str(page), "what the results say")
+                sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
+    if texts and not check:
+        try:
+            write_all(texts)
+        except OSError as error:
+            raise llama.UsageError(f"{error.filename} cannot be written ({error.strerror}): no page was") from error
+    return bool(texts)
+
+
+def section_of(folder, name):
+    """The Markdown of a section from the results in a folder."""
+    try:
+        return SECTIONS[name](folder)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise llama.UsageError(
+            f"--results {folder}: a result of {name} is damaged ({error!r}): measure again"
+        ) from error
+
+
+def run(argv):
+    parser = llama.Parser(
+        prog="tables.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
     readmes = [ROOT / "README.md", ROOT / "README_WORKSHOP.md", ROOT / "nanogpt_triton" / "README.md"]
     parser.add_argument("--readme", type=Path, nargs="+", default=readmes, help="the files to rewrite")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the results lie")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results lie")
     options = parser.parse_args(argv)
-    out_of_date = False
-    for readme in options.readme:
-        try:
-            out_of_date |= update(readme, options)
-        except OSError as error:
-            print(f"tables.py: error: --readme {readme} cannot be read ({error.strerror})", file=sys.stderr)
-            return 2
-    return int(out_of_date)
+    if not any(path for name in SECTIONS for path in options.results.glob(f"{name}_*.json")):
+        raise llama.UsageError(f"--results {options.results} holds no results: give a folder that the benchmarks wrote")
+    contents = {name: functools.partial(section_of, options.results, name) for name in SECTIONS}
+    out_of_date = update(options.readme, contents, options.check)
+    return int(options.check and out_of_date)
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "tables.py")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,11 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 import torch.nn.functional as F  # noqa: E402
+from common import exit_code_of, llama  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-import tiny_llama_v3 as llama  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -313,14 +312,15 @@ def verdict(check, exercise):
         return f"{type(error).__name__}{place}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(argv):
+    parser = llama.Parser(
+        prog="check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("exercise", choices=EXERCISES)
     parser.add_argument("--solution", action="store_true", help="check the solution instead")
     options = parser.parse_args(argv)
     if llama.triton is None:
-        print("check.py: error: Triton is not installed: pip install triton (on Linux)", file=sys.stderr)
-        return 2
+        raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
     folder = HERE / "solutions" if options.solution else HERE
     (path,) = folder.glob(f"{options.exercise}_*.py")
     try:
@@ -337,6 +337,10 @@ def main(argv=None):
         print(f"FAIL  {name}: {reason}" if reason else f"PASS  {name}", flush=True)
     print(f"{options.exercise}: {len(tasks) - failed} of {len(tasks)} tasks pass")
     return int(failed > 0)
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "check.py")
 
 
 if __name__ == "__main__":

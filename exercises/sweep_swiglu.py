@@ -20,9 +20,9 @@ import torch.nn.functional as F
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import tiny_llama_v3 as llama  # noqa: E402
+from common import exit_code_of, llama  # noqa: E402
 
 NAIVE_BLOCKS = (32, 64, 128, 256, 512)
 ACTIVATION_BLOCKS = (128, 256, 512, 1024, 2048, 4096)
@@ -66,13 +66,18 @@ def sweep():
         yield report(f"activation, BLOCK_SIZE {block}", call, hidden, activated, moved, "TB/s")
 
 
-def main(argv=None):
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+def run(argv):
+    llama.Parser(
+        prog="sweep_swiglu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     if llama.triton is None:
-        print("sweep_swiglu.py: error: Triton is not installed: pip install triton (on Linux)", file=sys.stderr)
-        return 2
+        raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
     torch.manual_seed(0)
     return int(not all(list(sweep())))
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "sweep_swiglu.py")
 
 
 if __name__ == "__main__":

@@ -190,9 +190,12 @@ class GPT(nn.Module):
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     def flops_per_token(self):
-        """Of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B)."""
+        """Of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B), half of them masked.
+
+        PaLM and nanoGPT count the masked half too; as in tiny_llama_v3.py, only what must be computed counts here.
+        """
         config = self.config
-        return 6 * self.num_parameters() + 12 * config.n_layer * config.n_embd * config.block_size
+        return 6 * self.num_parameters() + 6 * config.n_layer * config.n_embd * config.block_size
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, forward=None):

@@ -7,7 +7,6 @@ Reads what hotspots.py reads. Where both traces name their steps, a step is comp
 recordings. Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.command_line import Parser, positive  # noqa: E402
 from profiling.hotspots import show  # noqa: E402
 from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
 
@@ -50,12 +50,10 @@ def by_operation(compared):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("compare.py", __doc__)
     parser.add_argument("before", type=Path, help="folder or file")
     parser.add_argument("after", type=Path, help="folder or file")
-    parser.add_argument("--top", type=int, default=15, help="kernels to print (default: 15)")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
     return parser.parse_args(argv)
 
 

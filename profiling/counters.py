@@ -9,13 +9,13 @@ a kernel's runs. Rates take their time from the uncounted run beside them, as co
 Exit codes: 0 done, 1 nothing was counted, 2 the profile cannot be read.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.command_line import Parser, positive  # noqa: E402
 from profiling.kernel_stats import (  # noqa: E402
     Unreadable,
     csv_chunks,
@@ -105,11 +105,9 @@ def derive(counters, stats=None):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="counters.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("counters.py", __doc__)
     parser.add_argument("profile", type=Path, help="folder or file")
-    parser.add_argument("--top", type=int, default=15, help="kernels to print (default: 15)")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
     return parser.parse_args(argv)
 
 

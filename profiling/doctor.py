@@ -10,7 +10,6 @@ Exit codes: 0 nothing failed, 1 something did, 2 the request cannot be met, 130 
 """
 
 # Runs on an old Python too, to say that it is too old.
-import argparse
 import grp
 import json
 import os
@@ -25,6 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from profiling.command_line import Parser  # noqa: E402
+
 DEVICES = Path("/dev")
 TESTED_TORCH = (2, 7), (2, 13)
 TESTED_NUMPY = (1, 26), (2, 3)
@@ -487,15 +489,8 @@ def show(finding):
         print(f"{'':17}{finding.remedy}")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
 def parse(argv):
-    parser = Parser(
-        prog="doctor.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("doctor.sh", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--time-limit", type=float, default=60, metavar="SECONDS", help="of a question (default: 60)")
     options = parser.parse_args(argv)

@@ -4,18 +4,20 @@
     python profiling/guide.py            rewrite what stands between the markers
     python profiling/guide.py --check    exit with 1 if anything would change
 
-Exit codes: 0 done, 1 the guide is out of date.
+Exit codes: 0 done, 1 the guide is out of date, 2 the request cannot be met.
 """
 
-import json
-import re
+import argparse
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from common import exit_code_of, llama  # noqa: E402
+from tables import NOT_MEASURED, read_result, update  # noqa: E402
+
 GUIDE = ROOT / "README_PROFILING.md"
 RESULTS = ROOT / "profiling" / "results"
-NOT_MEASURED = "_Not measured yet._"
 PICTURES = {
     "kernels_stage4.png": "The top kernels of stage 4",
     "kernels_stage5.png": "The top kernels of stage 5",
@@ -33,7 +35,7 @@ def overhead():
     path = RESULTS / "overhead.json"
     if not path.exists():
         return NOT_MEASURED
-    result = json.loads(path.read_text())
+    result = read_result(path)
     lines = ["| | tool | ms a step | times a step without |", "| --- | --- | ---: | ---: |"]
     lines.append(f"| no profiler | | {result['plain']['ms']:.2f} | 1 |")
     for script, row in result["scripts"].items():
@@ -42,23 +44,18 @@ def overhead():
     return "\n".join(lines) + f"\n\n{environment['device']}, PyTorch {environment['torch']}, {result['date'][:10]}."
 
 
-def updated(text):
-    """The guide with its measured parts rewritten."""
-    for name, part in (("pictures", pictures()), ("overhead", overhead())):
-        markers = rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)"
-        text = re.sub(markers, lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text, flags=re.S)
-    return text
+def run(argv):
+    parser = llama.Parser(
+        prog="guide.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
+    options = parser.parse_args(argv)
+    out_of_date = update([GUIDE], {"pictures": pictures, "overhead": overhead}, options.check)
+    return int(options.check and out_of_date)
 
 
 def main(argv=None):
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments not in ([], ["--check"]):
-        sys.exit(__doc__)
-    text = GUIDE.read_text()
-    if arguments:
-        return int(updated(text) != text)
-    GUIDE.write_text(updated(text))
-    return 0
+    return exit_code_of(lambda: run(argv), "guide.py")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ steps (by the range "step"), only they count: compilation and warm-up are left o
 Exit codes: 0 done, 1 no kernels were recorded, 2 the profile cannot be read.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.command_line import Parser, positive  # noqa: E402
 from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
 
 
@@ -53,11 +53,9 @@ def show(table):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="hotspots.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("hotspots.py", __doc__)
     parser.add_argument("profile", type=Path, help="folder or file")
-    parser.add_argument("--top", type=int, default=15, help="kernels to print (default: 15)")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all of them, with rocprofv3's columns")
     return parser.parse_args(argv)
 

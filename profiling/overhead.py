@@ -9,7 +9,6 @@ Each script runs tiny_llama_v3.py once, after a run without any profiler; the me
 the median step that was recorded in the other. Exit codes: 0 done, 2 a run failed or its result cannot be read.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from profiling.command_line import Parser  # noqa: E402
 from profiling.kernel_stats import Unreadable, read_ranges  # noqa: E402
 from profiling.timeline import steps_of  # noqa: E402
 
@@ -97,9 +97,7 @@ def measure(scripts, arguments):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="overhead.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("overhead.py", __doc__)
     parser.add_argument("--scripts", nargs="+", default=["get_trace.sh", "get_hotspots.sh"], metavar="SCRIPT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("arguments", nargs="*", metavar="-- OPTIONS", help="of tiny_llama_v3.py")

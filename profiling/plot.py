@@ -7,7 +7,6 @@
 Exit codes: 0 done, 1 there is nothing to draw, 2 the profile cannot be read.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.command_line import Parser  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
 from profiling.kernel_stats import (  # noqa: E402
     Unreadable,
@@ -137,9 +137,7 @@ def pictures_of(path, title):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("plot.py", __doc__)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="profile", help="folder or file")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where the pictures go (default: beside the profile)"

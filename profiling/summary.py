@@ -6,13 +6,13 @@
 Called by run_rocprof_triton.sh. Exit codes: 0 done, 2 a recording is missing or cannot be read.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from profiling.command_line import Parser  # noqa: E402
 from profiling.counters import derive, read_counters  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
 from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
@@ -178,9 +178,7 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        prog="summary.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("summary.py", __doc__)
     parser.add_argument("session", type=Path, help="folder of the session")
     parser.add_argument("--tool", choices=list(TOOLS), required=True, help="what recorded it")
     return parser.parse_args(argv)

@@ -144,10 +144,28 @@ def test_wrong_flags_end_in_one_line(capsys, script):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--rows", "fastest"], ["--windows", "0"], ["--steps", "-1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rows", "fastest"],
+        ["--windows", "0"],
+        ["--steps", "-1"],
+        ["--time-limit", "nan"],
+        ["--time-limit", "-5"],
+        ["--tiny", "--sizes", "small"],
+    ],
+)
 def test_wrong_values_end_in_one_line(capsys, flags):
     assert compare.main(flags) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "measure_size", lambda *args: pytest.fail("work before the refusal"))
+    assert compare.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--sizes small large needs a GPU" in error and "--tiny" in error
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
@@ -230,9 +248,105 @@ def test_tables_of_a_real_result(comparison, tmp_path):
 
 def test_tables_without_results(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(README)
-    assert tables.main(["--readme", str(readme), "--results", str(tmp_path / "none")]) == 0
+    readme.write_text(README.replace("\nold\n", ""))
+    (tmp_path / "scaling_x.json").write_text('{"date": "2026", "size": "tiny"}')
+    assert tables.main(["--readme", str(readme), "--results", str(tmp_path)]) == 0
     assert readme.read_text().count(tables.NOT_MEASURED) == 2
+
+
+def refused(capsys, flags, *pages):
+    """The line of a refusal, which left the pages as they were and nothing beside them."""
+    before = {page: page.read_text() for page in pages}
+    listing = sorted(path for page in pages for path in page.parent.iterdir())
+    capsys.readouterr()
+    assert tables.main(flags) == 2
+    assert {page: page.read_text() for page in pages} == before
+    assert sorted(path for page in pages for path in page.parent.iterdir()) == listing
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("tables.py: error: ")
+    return error
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_tables_refuse_a_folder_without_results(synthetic, capsys, tmp_path, check):
+    readme, _ = synthetic
+    for folder in (tmp_path / "none", tmp_path / "empty"):
+        error = refused(capsys, ["--readme", str(readme), "--results", str(folder), *check], readme)
+        assert f"--results {folder} holds no results" in error
+        (tmp_path / "empty").mkdir(exist_ok=True)
+
+
+def test_tables_never_drop_what_was_measured(synthetic, capsys, tmp_path):
+    readme, flags = synthetic
+    assert tables.main(flags) == 0
+    (tmp_path / "kernels_some-gpu_20260102_030405.json").unlink()
+    assert "has a table of kernels, and there is no result" in refused(capsys, flags, readme)
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda text: text[:-20], "cannot be read"),
+        (lambda text: "[]", "is no result"),
+        (lambda text: text.replace('"unit"', '"nit"'), "has no unit"),
+        (lambda text: text.replace('"date"', '"day"'), "has no date"),
+        (lambda text: text.replace('"us": 100.0', '"us": "fast"'), "a result of kernels is damaged"),
+        (lambda text: text.replace('"cases": [', '"cases": 1, "rest": ['), "a result of kernels is damaged"),
+    ],
+)
+def test_tables_name_a_damaged_result(synthetic, capsys, tmp_path, damage, reason):
+    readme, flags = synthetic
+    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
+    path.write_text(damage(path.read_text()))
+    error = refused(capsys, flags, readme)
+    assert reason in error
+    assert str(path) in error or "damaged" in error
+
+
+BEGIN, END = "<!-- begin: kernels -->", "<!-- end: kernels -->"
+
+
+@pytest.mark.parametrize(
+    "page, reason",
+    [
+        ("", "has no markers"),
+        (BEGIN, "out of order"),
+        (END, "out of order"),
+        (f"{END}\n{BEGIN}", "out of order"),
+        (f"{BEGIN} <!-- end: compare -->", "out of order"),
+        (f"{BEGIN} <!-- begin: compare --> {END} <!-- end: compare -->", "out of order"),
+        ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from compare"),
+    ],
+)
+def test_tables_name_a_page_with_wrong_markers_and_write_no_other(synthetic, capsys, page, reason):
+    readme, flags = synthetic
+    other = readme.with_name("OTHER.md")
+    other.write_text(f"# Other\n{page}\n")
+    for order in ([readme, other], [other, readme]):
+        error = refused(capsys, [*flags, "--readme", *map(str, order)], readme, other)
+        assert f"{other} has" in error and reason in error
+
+
+def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
+    readme, flags = synthetic
+    other = readme.with_name("OTHER.md")
+    other.write_text(README)
+    pages = ["--readme", str(readme), str(other)]
+    original = tables.shutil.copymode
+
+    def full_disk(source, target):
+        if Path(source).name == "OTHER.md":
+            raise OSError(28, "No space left on device", target)
+        original(source, target)
+
+    monkeypatch.setattr(tables.shutil, "copymode", full_disk)
+    assert "No space left on device" in refused(capsys, [*flags, *pages], readme, other)
+    monkeypatch.undo()
+    readme.chmod(0o640)
+    assert tables.main([*flags, *pages]) == 0
+    assert readme.read_text() == other.read_text() != README
+    assert readme.stat().st_mode & 0o777 == 0o640
+    assert "other.md cannot be read" in refused(capsys, [*flags, "--readme", "other.md"])
 
 
 def test_readme_shows_the_newest_results():
@@ -240,3 +354,19 @@ def test_readme_shows_the_newest_results():
     if not readme.exists() or "<!-- begin: compare -->" not in readme.read_text():
         pytest.skip("README.md has no markers")
     assert tables.main(["--check"]) == 0
+
+
+def test_cells_of_the_tables(synthetic, tmp_path):
+    """The fastest of several peers, how many times as long it takes, and the lower bound before the upper one."""
+    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["cases"][0]["contenders"]["compile"] = {"us": 500.0, "rate": 0.8, "error": None}
+    path.write_text(json.dumps(result))
+    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in tables.kernels_section(
+        tmp_path
+    )
+    path = tmp_path / "compare_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
+    path.write_text(json.dumps(result))
+    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in tables.compare_section(tmp_path)

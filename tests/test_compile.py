@@ -218,6 +218,16 @@ def test_recorded_launches_are_the_scripts(arch):
     assert llama.get_device("cpu").type == "cpu"  # nothing stays patched
 
 
+def test_the_case_decides_about_tf32_not_this_machine_s_library(monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: False)  # ROCm without HIPBLASLT_ALLOW_TF32
+    before = torch.get_float32_matmul_precision()
+    for precision, expected in (("tf32", "tf32"), ("fp32", "ieee")):
+        config = llama.Config(**report.CASES["small"].sizes, **report.PRECISIONS[precision])
+        launches = report.record_step(config, "sm_90")
+        assert {dict(x.constants)["PRECISION"] for x in launches if "attention" in x.kernel} == {expected}
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_work_is_that_of_the_formulas():
     kernels = report.find_kernels(report.kernel_modules())
     config = llama.Config(**report.CASES["medium"].sizes, use_amp=True)

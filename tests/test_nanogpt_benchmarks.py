@@ -109,11 +109,27 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "script, flags", [(nanogpt, ["--rows", "fastest"]), (nanogpt, ["--windows", "0"]), (layer_norm, ["--widths", "0"])]
+    "script, flags",
+    [
+        (nanogpt, ["--rows", "fastest"]),
+        (nanogpt, ["--windows", "0"]),
+        (nanogpt, ["--time-limit", "nan"]),
+        (layer_norm, ["--widths", "0"]),
+        (layer_norm, ["--time-limit", "-1"]),
+    ],
 )
 def test_wrong_flags_end_in_one_line(capsys, script, flags):
     assert script.main(flags) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_gpt2_is_refused_at_once_without_a_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(nanogpt, "World", lambda *args: pytest.fail("work before the refusal"))
+    assert nanogpt.main(["--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "needs a GPU" in error and "--tiny" in error
+    assert not (tmp_path / "new").exists()
 
 
 def test_tables_hold_the_figures(tmp_path):

@@ -308,3 +308,47 @@ def test_perfetto_finds_kernels_phases_and_layers(trace_processor, device, tmp_p
     for name in ("step", "forward", "backward", "optimizer", "layers.0 forward", "layers.1 backward", *kernels):
         assert names.get(name, 0) >= 3, name
     assert not lost
+
+
+def test_counters_are_printed_in_their_units(monkeypatch, capsys):
+    """us, MB and GB/s of a kernel of 12 us that moves 4 MB."""
+    columns = {"gpu__time_duration.sum": 12e3, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6}
+    monkeypatch.setattr(counters, "read_counters", lambda path: pd.DataFrame(columns, index=["k"]))
+    assert counters.main(["profile"]) == 0
+    header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
+    shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))
+    assert (shown["us"], shown["MB"], shown["GB/s"]) == ("12.0", "4.0", "333.3")
+
+
+def test_busy_time_of_what_lies_within_a_longer_kernel():
+    rows = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
+    assert timeline.busy_ns(kernel_stats.frame(rows)) == 130
+
+
+def test_hotspots_by_hand():
+    row = dict(Name="k", Calls=6, TotalDurationNs=12e6, AverageNs=2e6, Percentage=100.0)
+    (spot,) = hotspots.hotspots(pd.DataFrame([row]), steps=3).to_dict("records")
+    assert (spot["ms"], spot["calls"], spot["us each"], spot["share"]) == (4.0, 2.0, 2000.0, 100.0)
+
+
+def test_counted_figures_of_the_summary_by_hand():
+    """A kernel of 2 ms that moves 1 GB and computes 6 TFLOP, under ceilings of 2000 GB/s and 4000 TFLOP/s."""
+    alone = {"ceilings": {"GB/s": 2000.0, "TFLOP/s": 4000.0}, "kernels": []}
+    derived = pd.DataFrame({"ns": [2e6], "bytes": [1e9], "GB/s": [500.0], "flop": [6e12]}, index=["k"])
+    alone["kernels"] = [{"name": "k", "bytes": 1e9, "flop": 1e9, "triton": {"ms": 2.0}}]
+    assert "| k | other | 1,000 | 500 | 25 |" in summary.bandwidth_section(derived, alone)
+    assert "| k | 6,000 | 3,000 |" in summary.roofline_section(derived, alone)
+
+
+def test_the_recorded_step_is_in_ms(tmp_path):
+    steps = [{"ph": "X", "tid": 1, "cat": "user_annotation", "name": "step", "ts": ts, "dur": 4000} for ts in (0, 9000)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": steps}))
+    assert overhead.recorded_step_ms(tmp_path) == 4.0
+
+
+def test_operators_of_two_threads_count_both(tmp_path):
+    """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
+    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4)]
+    events = [{"ph": "X", "cat": "cpu_op", "name": n, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm"}

@@ -268,7 +268,8 @@ def gpu_summary(changes=None):
         "date": "2026-11-21T10:00:00", "profiler": "torch.profiler", "interrupted": False, "entropy": math.log(1000),
         "environment": llama.environment(llama.Device("cuda", "NVIDIA H200", "sm_90", 132, 32)),
         "config": comparison.shared_config(llama.dataclasses.asdict(llama.Config(seq_len=128))),
-        "roofs": {"bytes_per_second": 4e12, "flop_per_second": 5e13},
+        "precision": "fp32",
+        "roofs": {"bytes_per_second": 4e12, "flop_per_second": 5e13, "peak_tflops": 66.9},
         "baseline": {k: v for k, v in stage_figures(5, samples_per_second=800.0, implementation="torch").items()
                      if k not in ("stage", "title", "obstacle", "error", "kernels", "attention_us", "swiglu_us")},
         "stages": [stage_figures(number, **changes.get(number, {})) for number in llama.STAGES],
@@ -405,12 +406,25 @@ def test_points_of_the_roofline_lie_where_time_and_work_put_them():
     assert ("nvjet_gemm", 5) not in points
 
 
+def test_the_roofline_s_dotted_line_is_the_peak_that_the_replay_found():
+    def dotted(peak):
+        figure, axes = pictures.plt.subplots()
+        pictures.plt.close(figure)
+        summary = gpu_summary()
+        pictures.draw_roofline(axes, summary | {"roofs": summary["roofs"] | {"peak_tflops": peak}})
+        return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+
+    assert dotted(66.9) == [66.9]
+    assert dotted(None) == []  # a device without a known peak
+
+
 def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_path):
     replays = {"old": ("2026-01-01", 7.0, 128, False), "new": ("2026-01-02", 470.0, 128, False),
                "amp": ("2026-01-01", 7.0, 128, True), "long": ("2026-01-01", 7.0, 2048, False)}  # fmt: skip
     for name, (date, first_loss, seq_len, use_amp) in replays.items():
         summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
         summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
+        summary["precision"] = "bf16" if use_amp else "fp32"
         summary["observations"][0]["text"] = "in the words of that day"
         (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
     (tmp_path / "stages_long.png").touch()
@@ -489,3 +503,29 @@ def test_the_report_in_a_browser(tmp_path):
     for frame in seen:
         assert frame["scroll"] <= frame["width"] and not frame["cut"], frame
         assert frame["images"] == frame["loaded"] == 5
+
+
+def test_figures_of_a_run_by_hand(tmp_path):
+    steps = [
+        {"loss": 7.0, "batch_ms": ms, "host_ms": 1.0, "phase_ms": {"forward": forward, "backward": 3.0}}
+        for ms, forward in ((10.0, 1.0), (5.0, 1.0), (6.0, 9.0))
+    ]
+    run = {
+        "implementation": "triton",
+        "summary": {
+            "first_loss": 7.0, "final_loss": 6.0, "samples_per_second": 3.0, "tokens_per_second": 30.0, "host_ms": 1.0,
+            "batch_ms": {"mean": 7.0, "p20": 5.0, "p50": 6.0, "p80": 9.0},
+            "phase_ms": {"forward": 3.7, "backward": 3.0},
+            "parameters": 200, "parameters_with_gradient": 50, "peak_memory_mib": 1.0, "mfu": 0.1,
+        },
+        "steps": steps,
+    }  # fmt: skip
+    figures = comparison.run_figures(run)
+    assert figures["phase_ms"] == {"forward": 1.0, "backward": 3.0}  # medians
+    assert figures["phases_share"] == pytest.approx(0.8)
+    assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
+    table = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev\nk,4,8000,2000,100,2000,2000,0\n"
+    (tmp_path / "stage5_profile.csv").write_text(table)
+    (kernel,) = comparison.kernel_figures(tmp_path / "stage5_profile.csv")
+    assert kernel == {"name": "k", "calls": 4, "average_us": 2.0, "share": 1.0}
+    assert [comparison.predecessor(stage) for stage in (2, 5, 6, 8)] == [1, 4, 5, 5]

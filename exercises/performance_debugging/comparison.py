@@ -113,6 +113,7 @@ def compare(output, runs):
     summary = {
         "environment": sample and sample["environment"],
         "config": sample and shared_config(sample["config"]),
+        "precision": sample and sample["precision"],
         "entropy": sample and sample["summary"]["entropy"],
         "roofs": read_json(output / "roofs.json"),
         "baseline": baseline,
@@ -132,10 +133,6 @@ def device_of(summary):
     environment = summary["environment"]
     kind = "cpu" if environment["arch"] == "cpu" else "cuda"
     return llama.Device(kind, environment["device"], environment["arch"], num_sms=0, warp_size=0)
-
-
-def precision_of(summary):
-    return llama.precision_name(llama.Config(**summary["config"]), device_of(summary))
 
 
 def without_option(argv, option):
@@ -228,7 +225,7 @@ def see_slow_attention(view):
         return False, f"The profile has no {ATTENTION_KERNEL}: the interpreter's kernels are not kernels of a device."
     text = (
         f"{ATTENTION_KERNEL} takes {slow:,.1f} us, {times(slow / sound)} the {sound:,.1f} us of stage 3, for the same "
-        f"result at {view.config.seq_len} tokens a sequence in {precision_of(view.summary)}."
+        f"result at {view.config.seq_len} tokens a sequence in {view.summary['precision']}."
     )
     longer = [] if view.config.seq_len >= 2048 else ["--seq-len 2048"]
     plainer = longer + ([] if view.config.use_amp else ["-- --use-amp"])
@@ -419,7 +416,7 @@ def setting(summary):
     return (
         f"{environment['device']}, {', '.join(filter(None, versions))}; batch {config['batch_size']} x "
         f"{config['seq_len']} tokens, hidden {config['hidden_dim']}, {config['num_layers']} layers, "
-        f"{precision_of(summary)}; {config['num_steps']} steps; {summary['date'][:10]}"
+        f"{summary['precision']}; {config['num_steps']} steps; {summary['date'][:10]}"
     )
 
 

@@ -112,9 +112,8 @@ def draw_roofline(axes, summary):
     ends = min(0.1, *intensities) / 2, max(intensities) * 4
     roof = [min(x * roofs["bytes_per_second"], roofs["flop_per_second"]) / 1e12 for x in (ends[0], ridge, ends[1])]
     axes.plot((ends[0], ridge, ends[1]), roof, color="black", label="reached by a copy and by the library's matmul")
-    peak = llama.peak_tflops(comparison.device_of(summary), comparison.precision_of(summary))
-    if peak:
-        axes.axhline(peak, color="black", linestyle=":", label="peak arithmetic of the datasheet")
+    if roofs["peak_tflops"]:
+        axes.axhline(roofs["peak_tflops"], color="black", linestyle=":", label="peak arithmetic of the datasheet")
     names = sorted({name for name, *_ in points})
     for name, stage, x, y in points:
         axes.plot(x, y / 1e12, MARKERS[names.index(name)], color=colour(stage), alpha=0.7)

@@ -41,12 +41,11 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import comparison  # noqa: E402
 import report  # noqa: E402
-
-import tiny_llama_v3 as llama  # noqa: E402
+from common import exit_code_of, llama  # noqa: E402
 
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
@@ -364,13 +363,8 @@ def run(argv):
 
 def main(argv=None):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's time limit is an interruption too
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except llama.UsageError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(argv), PROGRAM)
 
 
 if __name__ == "__main__":

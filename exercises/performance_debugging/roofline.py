@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import tiny_llama_v3 as llama  # noqa: E402
+from common import exit_code_of, llama  # noqa: E402
 
 
 class Work(NamedTuple):
@@ -55,7 +55,7 @@ def kernel_work(config):
 
 
 def measure_roofs(config, device):
-    """{"bytes_per_second", "flop_per_second"} of a copying kernel and of the library's matmul in this precision."""
+    """What a copying kernel and the library's matmul in this precision reach, and the datasheet's arithmetic in it."""
     on_gpu = device.type == "cuda"
     torch.set_float32_matmul_precision(config.matmul_precision)
     x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)  # more than any cache holds
@@ -70,10 +70,11 @@ def measure_roofs(config, device):
     return {
         "bytes_per_second": 2 * x.nbytes / seconds("torch.neg(x, out=y)", x=x, y=torch.empty_like(x)),
         "flop_per_second": 2 * side**3 / seconds("torch.mm(a, b, out=c)", a=a, b=a.clone(), c=torch.empty_like(a)),
+        "peak_tflops": llama.peak_tflops(device, llama.precision_name(config, device)),
     }
 
 
-def main(argv=None):
+def run(argv):
     config = llama.parse_config(sys.argv[1:] if argv is None else argv, "roofline.py")
     device = llama.select_device(config.device)
     roofs = measure_roofs(config, device)
@@ -81,7 +82,12 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     llama.write_json(folder / "roofs.json", roofs)
     print(f"{device.name}: {roofs['bytes_per_second'] / 1e12:.3g} TB/s, {roofs['flop_per_second'] / 1e12:.3g} TFLOP/s")
+    return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "roofline.py")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

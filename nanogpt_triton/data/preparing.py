@@ -1,6 +1,5 @@
 """What the prepare.py scripts share: their command line, downloads, and text to tokens."""
 
-import argparse
 import os
 import shutil
 import sys
@@ -9,15 +8,14 @@ from pathlib import Path
 
 from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.dataset import TOKEN, Characters, Writer
+from profiling.command_line import Parser
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 def run(script, description, prepare, argv=None, inputs=True):
     """Runs prepare(options) with the folder of the script as default output. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="prepare.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("prepare.py", description)
     if inputs:
         parser.add_argument(
             "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"

@@ -21,7 +21,7 @@ from tiny_llama_v3 import (
     launch,
     next_power_of_2,
     norm_tile,
-    require_contiguous,
+    not_contiguous,
     tl,
     triton,
     with_contiguous_rows,
@@ -168,9 +168,10 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, delta, weight, bias, eps, dtype):
     """x, delta (..., cols) -> residual (empty without delta), y in dtype, mean and rstd (rows,) in fp32."""
-    require_contiguous("weight", weight)
-    if bias is not None:
-        require_contiguous("bias", bias)
+    if not weight.is_contiguous():
+        raise not_contiguous("weight", weight)
+    if bias is not None and not bias.is_contiguous():
+        raise not_contiguous("bias", bias)
     x_rows = with_contiguous_rows(x)
     delta_rows = x_rows if delta is None else with_contiguous_rows(delta)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])

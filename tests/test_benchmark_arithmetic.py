@@ -1,0 +1,198 @@
+"""What the benchmarks make of a clock's readings: units, steps of a window, turns, bytes and operations."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import compare  # noqa: E402
+import kernels  # noqa: E402
+import layer_norm  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+
+spec = importlib.util.spec_from_file_location("benchmark_nanogpt", ROOT / "benchmarks" / "nanogpt.py")
+nanogpt = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(nanogpt)
+
+CPU = llama.get_device("cpu")
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that only work moves: a function that lets some seconds pass."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(seconds):
+        now[0] += seconds
+
+    return work
+
+
+def test_a_window_of_compare_is_ms_a_step_of_all_its_steps(ticking):
+    contender = compare.Contender.__new__(compare.Contender)
+    contender.device, contender.steps = CPU, 7
+    contender.step = SimpleNamespace(run=lambda: ticking(0.004))
+    assert contender.window() == pytest.approx((4.0, 4.0))
+    assert contender.window(3) == pytest.approx((4.0, 4.0))
+
+
+def test_windows_take_turns():
+    order = []
+
+    def contender(name):
+        return SimpleNamespace(window=lambda steps=None: order.append(name) or name * (steps or 2))
+
+    assert compare.time_in_turns([contender("a"), contender("b")], 3) == [["aa"] * 3, ["bb"] * 3]
+    assert "".join(order) == "ab" + "ab" * 3  # the first round is not measured
+
+
+def test_a_row_of_compare_by_hand(monkeypatch):
+    config = llama.Config(batch_size=3, seq_len=5)
+    monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 0.5)
+    monkeypatch.setattr(llama, "model_tflops", lambda config: 0.002)
+    row = compare.Row("torch")
+    theirs = SimpleNamespace(results={}, device=CPU, steps=2, row=row)
+    summary = compare.summarize(theirs, [(20.0, 21.0), (10.0, 11.0)], config, theirs, [(10.0, 1.0), (30.0, 1.0)])
+    assert summary["ms"] == pytest.approx({"p20": 12.0, "median": 15.0, "p80": 18.0})
+    assert summary["samples_per_second"] == pytest.approx(200)
+    assert summary["tokens_per_second"] == pytest.approx(1000)
+    assert summary["tflops_per_second"] == pytest.approx(0.002 / 0.015)
+    assert summary["mfu"] == pytest.approx(0.002 / 0.015 / 0.5)
+    assert summary["ratio"]["median"] == pytest.approx((0.5 + 3.0) / 2)
+    assert summary["windows_wall_ms"] == [21.0, 11.0]
+
+
+def test_ours_over_theirs():
+    rows = {
+        "triton": {"ms": {"median": 2.0}, "peak_memory_mib": 100.0},
+        "torch": {"ms": {"median": 8.0}, "peak_memory_mib": 400.0},
+    }
+    assert compare.compare_rows("triton", "torch", rows) == {
+        "ours": "triton", "peer": "torch", "time_ratio": 0.25, "in_turns": False, "memory_ratio": 0.25
+    }  # fmt: skip
+
+
+def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
+    times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
+    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": None} for name, ms in times.items()}
+    result = {"rows": rows | {"hf": {"error": "not installed"}}}
+    compare.conclude(result)
+    assert result["strongest_peer"] == "sdpa"
+    assert [(pair["ours"], pair["peer"]) for pair in result["comparisons"]] == [("triton", "sdpa"), ("triton", "torch")]
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A device whose graph replays in 4 ms, ran or not."""
+
+    class Nothing:
+        def __init__(self, *args, **kwargs): ...
+        def __enter__(self): ...
+        def __exit__(self, *args): ...
+        def record(self): ...
+        def replay(self): ...
+        def synchronize(self): ...
+        def elapsed_time(self, end):
+            return 4.0
+
+    for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return kernels.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32), compile_baselines=False)
+
+
+def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(pretended_gpu):
+    called = []
+    calls = [lambda index=index: called.append(index) for index in range(3)]
+    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / kernels.CALLS)
+    assert called == [0, 1, 2] + [index % 3 for index in range(kernels.CALLS)]
+
+
+def test_a_rate_is_the_work_over_the_time():
+    measured = kernels.measure(SimpleNamespace(microseconds=lambda calls: 50.0), [None], 2e9)
+    assert measured["rate"] == pytest.approx(2e9 / 50e-6 / 1e12)
+    own_amount = kernels.measure(SimpleNamespace(microseconds=lambda calls: 50.0), ([None], 4e9), 2e9)
+    assert own_amount["rate"] == pytest.approx(2 * measured["rate"])
+
+
+def test_the_work_of_each_case_by_hand(monkeypatch):
+    if llama.triton is None:
+        pytest.skip("Triton is not installed")
+    bench = kernels.Bench(CPU, compile_baselines=False)
+    n = bench.elements * 4  # bytes of a tensor, in fp32
+    work = {case: amount for name in kernels.CASES for case, amount, *_ in kernels.CASES[name](bench)}
+    weights = 2 * 16 * 16
+    product = 2 * 1 * 2 * 32 * 32 * 16 / 2  # two operations a pair of queries and keys and dimension, half masked
+    assert work == {
+        "read and write (negation)": 2 * 4 * n,
+        "rmsnorm forward, N = 64": 2 * n,  # x, y
+        "rmsnorm backward, N = 64": 3 * n,  # y_grad, x, x_grad
+        "add + rmsnorm forward, N = 64": 4 * n,  # x, delta, their sum, y
+        "add + rmsnorm backward, N = 64": 4 * n,  # both gradients, the sum, x_grad
+        "swiglu forward, F = 64": 3 * n,
+        "swiglu backward, F = 64": 5 * n,
+        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4,
+        "AdamW, 0 M parameters": 28 * weights,
+        "attention forward (1, 32, 2/1, 16)": 2 * product,
+        "attention forward + backward (1, 32, 2/1, 16)": 7 * product,
+    }
+
+
+def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
+    amounts = {}
+
+    def measure(bench, calls, amount):
+        amounts.setdefault(len(amounts), amount)
+        return {"us": 1.0, "rate": 1.0, "error": None}
+
+    monkeypatch.setattr(layer_norm, "measure", measure)
+    monkeypatch.setattr(layer_norm, "check", lambda *args: 0.0)
+    bench = kernels.Bench(CPU, compile_baselines=False)
+    case = layer_norm.measure_case(bench, (8, 16), {"triton": layer_norm.torch_layer_norm})
+    size = 8 * 16 * 4
+    assert dict(zip(case["passes"], amounts.values(), strict=True)) == {
+        "forward": 2 * size, "forward + backward": 5 * size, "backward": 3 * size
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    on_gpu = SimpleNamespace(on_gpu=True)
+    assert layer_norm.wall_microseconds(on_gpu, [lambda: ticking(2e-6)]) == pytest.approx(2.0)
+
+
+def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
+    contender = nanogpt.Contender.__new__(nanogpt.Contender)
+    contender.row, contender.device = nanogpt.ROWS["torch"], torch.device("cpu")
+    contender.step = lambda: ticking(0.004)
+    assert contender.window(5) == pytest.approx(4.0)
+    monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 2.0)
+    model = SimpleNamespace(flops_per_token=lambda: 5e8)
+    figures = nanogpt.figures([1.0, 2.0, 3.0, 4.0, 5.0], 600, model, torch.device("cpu"))
+    assert figures["ms"] == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
+    assert figures["tokens_per_second"] == pytest.approx(200_000)
+    assert figures["mfu"] == pytest.approx(200_000 * 5e8 / 2e12)
+
+
+def test_the_speed_of_nanogpt_s_rows_is_the_median_of_neighbouring_windows(monkeypatch, tmp_path):
+    ms = {"torch": iter([1.0, 6.0, 8.0, 20.0]), "triton": iter([1.0, 3.0, 4.0, 5.0])}  # the first is the warm-up
+
+    class Timed(nanogpt.Contender):
+        def window(self, steps):
+            return next(ms[self.row.layer_norm])
+
+    monkeypatch.setattr(nanogpt, "Contender", Timed)
+    flags = ["--tiny", "--rows", "torch", "triton", "--windows", "3", "--steps", "1", "--output-dir", str(tmp_path)]
+    if llama.triton is None:
+        pytest.skip("Triton is not installed")
+    assert nanogpt.main(flags) == 0
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows["triton"]["speedup"] == {"peer": "torch", "median": 2.0}
+    assert rows["triton"]["windows_ms"] == [3.0, 4.0, 5.0]
