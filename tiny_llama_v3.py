@@ -1208,7 +1208,7 @@ def flash_attention_forward(q, k, v):
     o = q.new_empty(q.shape)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
-    precision = dot_precision(get_device(q.device.type))
+    precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
     tile = attention_tile("forward", q.element_size(), block_d, precision, q.device.type)
     strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride())
     launch(
@@ -1239,7 +1239,7 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
             raise not_contiguous("sin", sin)
     strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
     inputs = (q, k, v, o, o_grad, lse)
-    precision = dot_precision(get_device(q.device.type))
+    precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
 
     def launch_tiled(kernel, name, grid, tensors, strides, scalars=()):
         tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
