@@ -100,7 +100,7 @@ def test_a_wrong_kernel_is_found(run, monkeypatch):
     [
         (["--only", "fft"], "invalid choice"),
         (["--hidden-dim", "33"], "--hidden-dim 33 is not divisible by --num-heads 2"),
-        (["--seq-len", "0"], "--seq-len 0 is not positive"),
+        (["--seq-len", "0"], "--seq-len 0 is out of range"),
     ],
 )
 def test_bad_requests(run, flags, complaint):
