@@ -2629,9 +2629,7 @@ def move_to_free(source, path):
     """Moves a file; FileExistsError if there is one at path already."""
     try:
         os.link(source, path)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links here: FAT, some network file systems
+    except OSError:  # it exists, or there are no hard links here: FAT, some network file systems
         path.touch(exist_ok=False)
         os.replace(source, path)
 
@@ -2787,8 +2785,6 @@ def main(argv=None, program=None):
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # None if it was closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: the name of a file may be any bytes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     exit_code = main()
     for number in (signal.SIGINT, signal.SIGTERM):
