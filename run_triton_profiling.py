@@ -11,7 +11,8 @@ that of PyTorch in the same precision, plus a rounding. Bandwidth counts the byt
 ceiling is measured here, by a kernel that reads and writes; that of arithmetic by a large matrix product. Without a GPU
 Triton's interpreter runs the kernels at small sizes: the errors count, the times mean nothing.
 
-Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
+Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met or the file not be written, 130 interrupted,
+141 the reader of the output has left.
 """
 
 import argparse
@@ -391,8 +392,11 @@ def run(argv):
     given = {name: getattr(options, name) for name in SIZES["cuda"] if getattr(options, name) is not None}
     sizes = SIZES[device.type] | given
     config = llama.Config(**sizes)
-    if options.json:
-        llama.writable_folder("--json", str(Path(options.json).absolute().parent))
+    if options.json is not None:
+        if os.path.isdir(options.json):
+            raise llama.UsageError(f"--json {options.json} is a folder: name a file")
+        replaced = os.path.lexists(options.json)
+        llama.writable_folder("--json", os.path.dirname(os.path.abspath(options.json)) if replaced else options.json)
     torch.manual_seed(0)
     bench = kernels.Bench(device, compile_baselines=False)
     if not bench.on_gpu:
@@ -431,8 +435,7 @@ def run(argv):
     print(f"\n{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}: {described}")
     if not bench.on_gpu:
         print("Times mean nothing: this was Triton's interpreter on a CPU.")
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
         llama.write_json(Path(options.json), result)
         print(f"Results: {options.json}")
     wrong = [case["name"] for case in result["kernels"] if not case["error"] <= case["allowed"]]

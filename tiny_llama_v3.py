@@ -22,13 +22,16 @@ Replay a mistake (the table BUGS below), and see what gives it away:
     python tiny_llama_v3.py --stage 4 --profile profiles/stage4
 
 Each run prints one line a step, a summary, and the path of a JSON file that holds all of it.
-Exit codes: 0 done, 1 a check failed, 2 the request cannot be met (one line says why), 130 interrupted.
+Exit codes: 0 done, 1 a check failed or the run diverged (a loss or gradient norm is not finite), 2 the request cannot
+be met or a file not be written (one line says why), 130 interrupted by Ctrl-C or SIGTERM (the steps done are saved),
+141 the reader of the output has left.
 """
 
 import argparse
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import gc
 import itertools
@@ -37,6 +40,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -131,6 +135,13 @@ class UsageError(Exception):
     """The request cannot be met; the message names the flag, the values and the remedy."""
 
 
+LARGEST = 2**31 - 1  # kernels and their grids count in 32 bits
+LEAST = dict(
+    hidden_dim=1, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=1, vocab_size=2, batch_size=1, seq_len=1,
+    num_steps=1, warmup_steps=0,
+)  # fmt: skip
+
+
 def option(default, help, **metadata):
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
@@ -201,38 +212,22 @@ class Config:
         self._validate()
 
     def _validate(self):
-        positive = (
-            "hidden_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "ffn_dim",
-            "vocab_size",
-            "batch_size",
-            "seq_len",
-            "num_steps",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UsageError(f"{flag_of(name)} {getattr(self, name)} is not positive: give 1 or more")
-        if self.vocab_size < 2:
-            raise UsageError(f"--vocab-size {self.vocab_size} leaves nothing to predict: give 2 or more")
-        if self.warmup_steps < 0:
-            raise UsageError(f"--warmup-steps {self.warmup_steps} is negative: give 0 or more")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed {self.seed} is out of range: give 0 to 4294967295")
-        if not 0 < self.learning_rate < math.inf:
-            raise UsageError(f"--learning-rate {self.learning_rate} is not a positive number: give one such as 3e-4")
+        ranges = {name: (least, LARGEST) for name, least in LEAST.items()} | {"seed": (0, 2**32 - 1)}
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise UsageError(f"{flag_of(name)} {getattr(self, name)} is out of range: give {least} to {most}")
+        fp32 = torch.finfo(torch.float32)  # the optimizer's
+        if not fp32.tiny <= self.learning_rate <= fp32.max:
+            raise UsageError(f"--learning-rate {self.learning_rate} is no positive fp32 number: give one such as 3e-4")
         if self.hidden_dim % self.num_heads:
             raise UsageError(
                 f"--hidden-dim {self.hidden_dim} is not divisible by --num-heads {self.num_heads}: "
                 f"try --hidden-dim {math.ceil(self.hidden_dim / (2 * self.num_heads)) * 2 * self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
-            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UsageError(
                 f"--num-heads {self.num_heads} is not divisible by --num-kv-heads {self.num_kv_heads}: "
-                f"choose --num-kv-heads from {', '.join(map(str, fitting))}"
+                f"try --num-kv-heads {math.gcd(self.num_heads, self.num_kv_heads)}"
             )
         if self.head_dim % 2 or self.head_dim > 128:
             raise UsageError(
@@ -2382,6 +2377,15 @@ class StepRecord:
     grad_norm: float | None
 
 
+def divergence(records):
+    """The first loss or gradient norm that is not finite, as {"step", "quantity", "value"}, or None."""
+    for number, record in enumerate(records, 1):
+        for quantity, value in (("loss", record.loss), ("gradient norm", record.grad_norm)):
+            if value is not None and not math.isfinite(value):
+                return {"step": number, "quantity": quantity, "value": str(value)}
+    return None
+
+
 def model_tflops(config):
     """TFLOP of one step's matrix products: 6 a weight and token for forward and backward (PaLM, appendix B), attention.
 
@@ -2447,6 +2451,28 @@ def count_kernels(step, device):
     }
 
 
+def write_kernel_table(file, durations):
+    """{kernel: ns of each call} as CSV with the columns of rocprofv3's kernel_stats.csv."""
+    total = sum(map(sum, durations.values()))
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
+    for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
+        percentage = round(100 * sum(ns) / total, 6)
+        spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
+        writer.writerow(
+            [
+                name,
+                len(ns),
+                round(sum(ns)),
+                round(statistics.mean(ns), 6),
+                percentage,
+                round(min(ns)),
+                round(max(ns)),
+                spread,
+            ]
+        )
+
+
 def write_profile(step, device, folder, steps=3):
     """trace.json for Perfetto, and kernel_stats.csv with the columns of rocprofv3's, of a few more steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -2465,27 +2491,15 @@ def write_profile(step, device, folder, steps=3):
             durations.setdefault(event.name, []).append(event.device_time_total * 1e3)
         elif device.type == "cpu" and event.name.startswith("aten::") and event.self_cpu_time_total > 0:
             durations.setdefault(event.name, []).append(event.self_cpu_time_total * 1e3)
-    total = sum(map(sum, durations.values()))
-    folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    with open(folder / "kernel_stats.csv", "w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
-        for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
-            percentage = round(100 * sum(ns) / total, 6)
-            spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
-            writer.writerow(
-                [
-                    name,
-                    len(ns),
-                    round(sum(ns)),
-                    round(statistics.mean(ns), 6),
-                    percentage,
-                    round(min(ns)),
-                    round(max(ns)),
-                    spread,
-                ]
-            )
+    with scratch_beside(folder / "trace.json") as scratch:
+        trace, table = scratch / "trace.json", scratch / "kernel_stats.csv"
+        profiler.export_chrome_trace(str(trace))
+        if not trace.exists() or not trace.read_bytes().rstrip().endswith(b"}"):  # PyTorch raises nothing
+            raise OSError(errno.EIO, "PyTorch could not write it")
+        with open(table, "w", newline="") as file:
+            write_kernel_table(file, durations)
+        for file in (trace, table):
+            os.replace(file, folder / file.name)
     print(
         f"Profile of {steps} more steps: {folder / 'trace.json'} (open in https://ui.perfetto.dev) "
         f"and {folder / 'kernel_stats.csv'}"
@@ -2528,6 +2542,8 @@ def train_in_phases(step, data, config, device, records):
         batch_ms = wall_ms if config.unsynced_timing else sum(phase_ms.values())
         records.append(StepRecord(step.loss.item(), batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
         progress_line(config, index, records[-1])
+        if divergence(records[-1:]):
+            return
 
 
 def train_in_one_window(step, data, config, device, records):
@@ -2550,8 +2566,12 @@ def train_in_one_window(step, data, config, device, records):
         synchronize(device)
         done = zip(losses, host_ms, clock.intervals(), strict=False)
         for index, (loss, host, batch_ms) in enumerate(done):
-            records.append(StepRecord(loss.item(), batch_ms, host, {}, None))
+            last = index + 1 == config.num_steps  # whose gradients no later loss depends on
+            norm = gradient_norm(step.model).item() if last else None
+            records.append(StepRecord(loss.item(), batch_ms, host, {}, norm))
             progress_line(config, index, records[-1])
+            if divergence(records[-1:]):
+                break
 
 
 def warm_up(step, config, device):
@@ -2560,7 +2580,7 @@ def warm_up(step, config, device):
     context = contextlib.nullcontext()
     if config.graph:  # what is captured must have been warmed up off the default stream
         context = torch.cuda.stream(torch.cuda.Stream())
-    data = DATA[config.data](dataclasses.replace(config, seed=config.seed + 1))
+    data = DATA[config.data](dataclasses.replace(config, seed=(config.seed + 1) % 2**32))
     with context:
         for index in range(config.warmup_steps):
             step.load(*data.next_batch())
@@ -2579,7 +2599,7 @@ def warm_up(step, config, device):
 
 
 def train(step, data, config, device, records):
-    """Trains for num_steps steps and appends a StepRecord for each."""
+    """Trains for num_steps steps, or until the run diverges, and appends a StepRecord for each."""
     (train_in_phases if config.timing == "phases" else train_in_one_window)(step, data, config, device, records)
 
 
@@ -2593,6 +2613,7 @@ def summarize(step, data, config, device, records):
     tflops_per_s = model_tflops(config) / (p50 / 1e3)
     return {
         "steps": len(records),
+        "diverged": divergence(records),
         "final_loss": records[-1].loss,
         "first_loss": records[0].loss,
         "entropy": data.entropy,
@@ -2612,6 +2633,9 @@ def summarize(step, data, config, device, records):
 def print_summary(summary, config, device):
     batch, phases = summary["batch_ms"], summary["phase_ms"]
     print()
+    if summary["diverged"]:
+        where = "Step {step}: the {quantity} is {value}".format(**summary["diverged"])
+        print(f"{where}: the run diverged, no later step counts; try a lower --learning-rate, or see what --check says")
     floor = "the data's entropy" if config.data == "markov" else "ln(vocab): random tokens cannot be learnt"
     print(
         f"Final loss: {summary['final_loss']:.4f} "
@@ -2736,35 +2760,65 @@ def inert_flags(config, device, implementation):
         yield "--compile finds nothing to fuse: the operations are Triton kernels already"
 
 
-def reserve_json(folder, stem):
-    """The path of a new, still empty file stem.json in folder, or stem_1.json and so on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count():
-        path = folder / (f"{stem}.json" if number == 0 else f"{stem}_{number}.json")
-        with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            return path
+@contextlib.contextmanager
+def scratch_beside(path):
+    """A temporary folder next to path: what is moved from there into place is whole. A full disk ends in one line."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".tmp") as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}): free space or give another path") from error
+
+
+def dump_json(folder, result):
+    """The path of a new JSON file in folder. JSON has no NaN: it becomes null."""
+    path = folder / "result.json"
+    result = json.loads(json.dumps(result), parse_constant=lambda name: None)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def move_to_free(source, path):
+    """Moves a file; FileExistsError if there is one at path already."""
+    try:
+        os.link(source, path)
+    except OSError:  # it exists, or there are no hard links here: FAT, some network file systems
+        path.touch(exist_ok=False)
+        os.replace(source, path)
 
 
 def write_json(path, result):
-    """Replaces the file, whole or not at all. JSON has no NaN: it becomes null."""
-    result = json.loads(json.dumps(result), parse_constant=lambda name: None)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    """Replaces the file, whole or not at all."""
+    with scratch_beside(path) as scratch:
+        os.replace(dump_json(scratch, result), path)
+
+
+def write_new_json(folder, stem, result):
+    """Writes stem.json, or stem_1.json and so on, over no other file, whole or not at all. Returns its path."""
+    path = folder / f"{stem}.json"
+    with scratch_beside(path) as scratch:
+        source = dump_json(scratch, result)
+        for number in itertools.count(1):
+            try:
+                move_to_free(source, path)
+                return path
+            except FileExistsError:
+                path = folder / f"{stem}_{number}.json"
 
 
 def writable_folder(flag, name):
     """The folder as a Path, proved writable before anything is computed, but not created before there is a result."""
-    folder = Path(name)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not name:
+        raise UsageError(f"{flag} '' names no folder: give one")
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            return folder
+        folder = Path(os.path.abspath(name))
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".", suffix=".tmp") as scratch:
+            Path(scratch, folder.relative_to(existing)).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{flag} {name} cannot be written to ({error.strerror}): give another folder") from error
+    return Path(name)
 
 
 def validate_on_device(config, device):
@@ -2775,15 +2829,21 @@ def validate_on_device(config, device):
         raise UsageError(f"--graph captures a step that has run before, and {why} forbids that: drop one of the two")
     if config.use_amp and device.arch == "sm_75":
         raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
+    if INTERPRETED and device.type == "cuda" and config.impl == "triton":
+        raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 
 
-def run(config):
+def train_and_report(config):
+    """What the configuration asks for, from the check to the profile. Returns the exit code."""
     device = select_device(config.device)
     validate_on_device(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
-    profile_folder = writable_folder("--profile", config.profile) if config.profile else None
+    profile_folder = writable_folder("--profile", config.profile) if config.profile is not None else None
+    # Host memory for one copy of the weights is refused at once here, not by the system's killing the process later.
+    torch.empty(config.num_layers, config.hidden_dim, config.hidden_dim + 3 * config.ffn_dim)
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
     if config.check and not check_gradients(config, device):
@@ -2805,7 +2865,9 @@ def run(config):
             return exit_code
     summary = summarize(step, data, config, device, records)
     summary["warmup_seconds"] = warmup_seconds
-    summary["kernels"] = count_kernels(step, device) if exit_code == 0 else "the run was interrupted"
+    if summary["diverged"]:
+        exit_code = exit_code or 1
+    summary["kernels"] = count_kernels(step, device) if exit_code == 0 else "the run ended early"
     print_summary(summary, config, device)
     result = {
         "implementation": step.implementation,
@@ -2816,36 +2878,70 @@ def run(config):
         "summary": summary,
         "steps": [dataclasses.asdict(record) for record in records],
     }
-    path = reserve_json(output_folder, f"tiny_llama_v3_{step.implementation}_{datetime.now():%Y%m%d_%H%M%S}")
-    write_json(path, result)
+    stem = f"tiny_llama_v3_{step.implementation}_{datetime.now():%Y%m%d_%H%M%S}"
+    path = write_new_json(output_folder, stem, result)
     print(f"Results: {path}")
     if profile_folder and exit_code == 0:
         write_profile(step, device, profile_folder)
     return exit_code
 
 
-def main(argv=None, program=None):
-    program = program or sys.argv[0]
-    config = None
+def remedy(error, config):
+    """What the user can do about an error of PyTorch or Triton, in one line; None where the mistake is ours."""
+    # On a CPU, PyTorch has no exception of its own for memory, nor for a tensor whose size takes more than 64 bits.
+    memory = "out of memory|can't allocate memory|Storage size calculation overflowed"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(memory, str(error)):
+        sizes = ("batch_size", "seq_len", "num_layers", "hidden_dim", "ffn_dim", "vocab_size")
+        lowerable = [name for name in sizes if getattr(config, name) > LEAST[name]]
+        given = ", ".join(f"{flag_of(name)} {getattr(config, name)}" for name in lowerable)
+        return f"out of memory with {given}: lower one of them"
+    if re.search(r"No working C\+\+ compiler|Failed to find C compiler", str(error)):
+        return (
+            "Triton and --compile need a C and a C++ compiler, and found none: install gcc and g++, or set CC and CXX"
+        )
+    return None
+
+
+def run(config):
     try:
-        config = parse_config(sys.argv[1:] if argv is None else argv, program)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
-        return run(config)
+        return train_and_report(config)
+    except (RuntimeError, MemoryError) as error:
+        message = remedy(error, config)
+        if message is None:
+            raise
+        raise UsageError(message) from error
+
+
+def exit_code_of(run, program):
+    """run(), where what ends it from outside takes one line or none, and no traceback."""
+    try:
+        try:
+            return run()
+        finally:
+            print(end="", flush=True)  # a closed pipe shows here, not in the interpreter's last flush
     except UsageError as error:
-        message = str(error)
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, MemoryError) as error:  # on a CPU, PyTorch has no exception of its own for it
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        message = (
-            f"out of memory with --batch-size {config.batch_size} and --seq-len {config.seq_len}: halve one of them, "
-            f"or give --num-layers less than {config.num_layers}"
-        )
-    print(f"{Path(program).name}: error: {message}", file=sys.stderr)
-    return 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where that last flush may go
+        if error.errno == errno.EPIPE:
+            return 141
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def main(argv=None, program=None):
+    argv, program = sys.argv[1:] if argv is None else argv, program or sys.argv[0]
+    return exit_code_of(lambda: run(parse_config(argv, program)), Path(program).name)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    exit_code = main()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # there is nothing left to interrupt
+    sys.exit(exit_code)

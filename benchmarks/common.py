@@ -12,6 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 import tiny_llama_v3 as llama  # noqa: E402  (it lies in ROOT)
+from tiny_llama_v3 import exit_code_of  # noqa: E402, F401  (for all benchmarks)
 
 
 class Unavailable(Exception):
@@ -47,8 +48,10 @@ class ResultFile:
         self.path = None
 
     def save(self, result):
-        self.path = self.path or llama.reserve_json(self.folder, self.stem)
-        llama.write_json(self.path, result)
+        if self.path is None:
+            self.path = llama.write_new_json(self.folder, self.stem, result)
+        else:
+            llama.write_json(self.path, result)
 
 
 def time_limit(text):
@@ -56,14 +59,3 @@ def time_limit(text):
     if not float(text) >= 0:  # NaN is none either
         raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
     return float(text)
-
-
-def exit_code_of(run, program):
-    """run(), with a request that cannot be met told in one line and exit code 2."""
-    try:
-        return run()
-    except llama.UsageError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130

@@ -1,15 +1,20 @@
 """The command line: what a run prints and leaves behind, and what it says when it cannot do what was asked."""
 
+import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -68,10 +73,15 @@ def cli(capsys):
         path = re.search(r"^Results: (.*)$", out, re.M)
         losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", out, re.M)]
         return SimpleNamespace(
-            code=code, out=out, err=err, losses=losses, result=json.loads(Path(path[1]).read_text()) if path else None
+            code=code, out=out, err=err, losses=losses, result=strict_json(path[1]) if path else None
         )
 
     return run
+
+
+def strict_json(path):
+    """A file's content; NaN and Infinity are no JSON."""
+    return json.loads(Path(path).read_text(), parse_constant=pytest.fail)
 
 
 def printed(out, label):
@@ -119,6 +129,10 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     assert summary["batch_ms"]["p20"] <= summary["batch_ms"]["p50"] <= summary["batch_ms"]["p80"]
     assert summary["batch_ms"]["p50"] == pytest.approx(statistics.median(step["batch_ms"] for step in steps))
     assert summary["entropy"] == pytest.approx(1.75 * math.log(2))
+    assert summary["first_loss"] == steps[0]["loss"] and summary["final_loss"] == steps[-1]["loss"]
+    assert summary["host_ms"] == pytest.approx(statistics.median(step["host_ms"] for step in steps))
+    tflops = llama.model_tflops(llama.Config(**result["config"])) / (summary["batch_ms"]["p50"] / 1e3)
+    assert summary["tflops_per_second"] == pytest.approx(tflops)
     parameters = printed(run.out, "Parameters with a gradient")
     assert summary["parameters"] == summary["parameters_with_gradient"] == parameters
 
@@ -177,16 +191,120 @@ def test_results_of_one_second_do_not_overwrite_each_other(cli, tmp_path, monkey
     assert [json.loads(path.read_text())["config"]["seed"] for path in others] == [2]
 
 
-def test_results_written_at_once_all_arrive(tmp_path):
+@pytest.fixture(params=[True, False], ids=["links", "no links"])
+def hard_links(request, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on FAT
+
+    if not request.param:
+        monkeypatch.setattr(llama.os, "link", refuse)
+
+
+def test_results_written_at_once_all_arrive(tmp_path, hard_links):
     def save(number):
-        path = llama.reserve_json(tmp_path, "same_second")
-        llama.write_json(path, {"number": number})
-        return path
+        return llama.write_new_json(tmp_path, "same_second", {"number": number})
 
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(save, range(50)))
     assert [json.loads(path.read_text())["number"] for path in paths] == list(range(50))
     assert len(files(tmp_path)) == 50  # no temporary file is left
+
+
+def test_replaced_result_is_whole_or_as_before(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    llama.write_json(path, {"loss": [1.0, math.nan, math.inf, -math.inf]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
+    for broken, error in (({"number": object()}, TypeError), ({"number": 10**5000}, ValueError)):
+        with pytest.raises(error):
+            llama.write_json(path, broken)
+    assert files(tmp_path) == ["new", "new/result.json"] and "Infinity" not in path.read_text()
+    assert json.loads(path.read_text())["loss"][0] == 1.0
+    llama.write_json(path, {"number": 2})
+    assert json.loads(path.read_text()) == {"number": 2}
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A context in which no file can grow beyond a size: another error than on a full disk, on the same way."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(llama, "environment", lambda device: {})  # git would die and leave a lock on the repository
+
+    @contextlib.contextmanager
+    def limited(size):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limited
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_full_disk(cli, tmp_path, full_disk, size):
+    with full_disk(size):
+        run = cli()
+    assert run.code == 2 and run.result is None and "Average batch time" in run.out  # the figures are not lost
+    assert re.fullmatch(r".* error: triton_profiles/tiny_llama_v3_torch_\S+\.json .*File too large.*\n", run.err)
+    assert files(tmp_path) == ["triton_profiles"]
+
+
+def test_full_disk_at_the_profile(cli, tmp_path, full_disk):
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "trace.json").write_text("an older one")
+    with full_disk(20_000):
+        run = cli("--profile", "profile")
+    assert run.code == 2 and len(run.result["steps"]) == 3
+    assert run.err.count("\n") == 1 and "profile/trace.json cannot be written (PyTorch could not" in run.err
+    assert files(tmp_path / "profile") == ["trace.json"]
+    assert (tmp_path / "profile" / "trace.json").read_text() == "an older one"
+
+
+@pytest.mark.parametrize(
+    "error, code", [(OSError(errno.ENOSPC, "No space left on device"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_profile_is_not_half_written(cli, tmp_path, monkeypatch, error, code):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(llama, "write_kernel_table", fail)
+    run = cli("--profile", "profile")
+    assert run.code == code and len(run.result["steps"]) == 3
+    assert run.err.count("\n") == (code == 2) and files(tmp_path / "profile") == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_under_the_output(tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, SCRIPT, *TINY]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and re.fullmatch(r".* error: .*No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("flags", [["--num-steps", "1000000"], ["--list-stages"]], ids=["run", "stages"])
+def test_reader_of_the_output_leaves(tmp_path, flags):
+    """As in `| head -1`; the stages are flushed only at the end."""
+    read, write = os.pipe()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, SCRIPT, *TINY, *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    if "--num-steps" in flags:
+        os.read(read, 1)
+    os.close(read)
+    with process:
+        try:
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 141 and err == "" and files(tmp_path) == []
+
+
+def test_without_standard_streams(tmp_path):
+    command = f"exec {shlex.join([sys.executable, str(SCRIPT), *TINY])} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=120).returncode == 0
+    assert len(list((tmp_path / "triton_profiles").iterdir())) == 1
 
 
 def test_one_seed_one_result(cli):
@@ -196,6 +314,69 @@ def test_one_seed_one_result(cli):
     assert not torch.are_deterministic_algorithms_enabled()
     assert losses == cli("--deterministic").losses
     assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_warm_up_leaves_no_trace(cli, impl):
+    """Neither in the weights nor in the optimizer."""
+
+    def run(*flags):
+        steps = cli("--impl", impl, "--learning-rate", 0.01, *flags).result["steps"]
+        return [(step["loss"], step["grad_norm"]) for step in steps]
+
+    assert run("--warmup-steps", 3) == run("--warmup-steps", 0)
+
+
+# --- a run that diverges
+
+
+def assert_diverged(run, step, quantity, value):
+    summary, steps = run.result["summary"], run.result["steps"]
+    assert run.code == 1 and run.err == ""
+    assert summary["diverged"] == {"step": step, "quantity": quantity, "value": value}
+    assert run.out.count(f"\nStep {step}: the {quantity} is {value}: the run diverged") == 1
+    assert len(re.findall(r"^step ", run.out, re.M)) == len(steps) == summary["steps"] == step
+    assert steps[-1]["loss" if quantity == "loss" else "grad_norm"] is None
+    if quantity == "loss":
+        assert re.search(rf"^step .* loss {value} ", run.out, re.M) and f"Final loss: {value}" in run.out
+        assert summary["final_loss"] is None
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("timing, step, quantity", [("phases", 2, "gradient norm"), ("step", 3, "loss")])
+def test_run_that_diverges(cli, impl, timing, step, quantity):
+    """The second step's weights are huge: its loss is still finite, its gradients are not."""
+    run = cli("--timing", timing, "--impl", impl, "--learning-rate", "1e30", "--num-steps", 4, "--profile", "profile")
+    assert_diverged(run, step, quantity, "nan")
+    assert files(Path("profile")) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "timing, bad, seen",
+    [("phases", 2, 2), ("phases", 3, 3), ("step", 2, 3), ("step", 3, 3)],  # a window's norm is read at its end
+)
+def test_run_whose_gradient_is_not_finite(cli, monkeypatch, timing, bad, seen, value):
+    calls, backward = [], llama.TrainStep.backward
+
+    def spoilt(step):
+        backward(step)
+        calls.append(step)
+        if len(calls) == 1 + bad:  # there is one step of warm-up
+            step.model.norm.weight.grad[0] = value
+
+    monkeypatch.setattr(llama.TrainStep, "backward", spoilt)
+    run = cli("--timing", timing)
+    if bad == seen:
+        assert_diverged(run, bad, "gradient norm", str(value))
+    else:
+        assert_diverged(run, seen, "loss", "nan")
+
+
+def test_run_that_does_not_diverge(cli):
+    for run in (cli(), cli("--timing", "step")):
+        assert run.code == 0 and run.result["summary"]["diverged"] is None and "diverged" not in run.out
+    assert [step["grad_norm"] for step in run.result["steps"]] == [None, None, cli().result["steps"][-1]["grad_norm"]]
 
 
 # --- the check
@@ -252,14 +433,25 @@ def assert_refused(run, *fragments):
     "flags, fragments",
     [
         ("--hidden-dim 30", ["--hidden-dim 30", "--num-heads 4", "try"]),
-        ("--num-heads 6 --hidden-dim 48 --num-kv-heads 4", ["--num-heads 6", "--num-kv-heads 4", "1, 2, 3, 6"]),
+        (
+            "--num-heads 6 --hidden-dim 48 --num-kv-heads 4",
+            ["--num-heads 6", "--num-kv-heads 4", "try --num-kv-heads 2"],
+        ),
         ("--hidden-dim 36", ["--hidden-dim 36", "--num-heads 4", " 9 ", "even", "change"]),
         ("--hidden-dim 520", ["--hidden-dim 520", "--num-heads 4", " 130 ", "128", "change"]),
-        ("--warmup-steps -1", ["--warmup-steps -1", "0 or more"]),
+        ("--warmup-steps -1", ["--warmup-steps -1", "0 to 2147483647"]),
         ("--learning-rate 0", ["--learning-rate 0", "3e-4"]),
         ("--learning-rate -1", ["--learning-rate -1", "3e-4"]),
         ("--learning-rate nan", ["--learning-rate nan", "3e-4"]),
         ("--learning-rate inf", ["--learning-rate inf", "3e-4"]),
+        ("--learning-rate 1e39", ["--learning-rate 1e+39", "3e-4"]),  # infinite and 0 in fp32
+        ("--learning-rate 1e-50", ["--learning-rate 1e-50", "3e-4"]),
+        ("--seed 4294967296", ["--seed 4294967296", "0 to 4294967295"]),
+        ("--num-heads 2147483646 --num-kv-heads 4", ["--hidden-dim 32", "--num-heads 2147483646"]),
+        (
+            "--hidden-dim 2000000000 --num-heads 1000000000 --num-kv-heads 3",
+            ["--num-heads 1000000000", "--num-kv-heads 3", "try --num-kv-heads 1"],
+        ),
         ("--batch-size x", ["--batch-size", "'x'", "--help"]),
         ("--batch-size 1.5", ["--batch-size", "'1.5'", "--help"]),
         ("--learning-rate x", ["--learning-rate", "'x'", "--help"]),
@@ -283,8 +475,42 @@ def test_bad_flags(cli, tmp_path, flags, fragments):
 @pytest.mark.parametrize("value", [0, -3])
 @pytest.mark.parametrize("flag", [flag for flag in TINY if flag.startswith("--") and flag not in NOT_POSITIVE])
 def test_numbers_that_must_be_positive(cli, tmp_path, flag, value):
-    assert_refused(cli(flag, value), f"{flag} {value} ", "1 or more")
+    assert_refused(cli(flag, value), f"{flag} {value} ", f"{2 if flag == '--vocab-size' else 1} to 2147483647")
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
+@pytest.mark.parametrize("flag", [*(flag for flag in TINY if flag.startswith("--")), "--seed"])
+def test_numbers_that_are_too_large(cli, tmp_path, flag, value):
+    if flag in ("--impl", "--device"):
+        return
+    largest = 2**32 - 1 if flag == "--seed" else 2**31 - 1
+    if value > largest:
+        assert_refused(cli(flag, value), f"{flag} {value} ", f"to {largest}")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--batch-size 2147483647 --seq-len 2147483647",
+        "--seq-len 2147483647",
+        "--vocab-size 2000000000",
+        "--vocab-size 2000000000 --hidden-dim 2000000000 --num-heads 100000000",
+        "--hidden-dim 2000000000 --num-heads 100000000 --ffn-dim 2000000000",
+        "--num-layers 2000000000",
+    ],
+)
+def test_sizes_whose_product_is_too_large(cli, tmp_path, flags):
+    assert_refused(
+        cli(*flags.split(), "--num-kv-heads", 1), "out of memory", *re.findall(r"--\S+ 2\d+", flags), "lower one"
+    )
+    assert files(tmp_path) == []
+
+
+def test_largest_seed(cli):
+    """Warm-up takes other data than the run, and there is no larger seed."""
+    assert cli("--seed", 2**32 - 1).code == 0
 
 
 def test_cuda_without_a_gpu(cli, tmp_path, monkeypatch):
@@ -293,11 +519,33 @@ def test_cuda_without_a_gpu(cli, tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below", "x" * 300, "new/" + "x" * 300])
 @pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
-def test_folder_that_cannot_be_written_to(cli, tmp_path, flag):
+def test_folder_that_cannot_be_written_to(cli, tmp_path, flag, name):
     (tmp_path / "file").write_text("not a folder")
-    assert_refused(cli(flag, "file/below"), f"{flag} file/below", "another folder")
-    assert files(tmp_path) == ["file"]
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert_refused(cli(flag, name), f"{flag} {name}", "another folder")
+    assert files(tmp_path) == ["dangling", "file"]
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
+def test_folder_without_a_name(cli, tmp_path, flag):
+    assert_refused(cli(flag, ""), f"{flag} ''")
+    assert files(tmp_path) == []
+
+
+def test_folder_is_not_created_before_there_is_a_result(tmp_path):
+    assert llama.writable_folder("--output-dir", str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert files(tmp_path) == []
+
+
+def test_interpreter_on_a_gpu(cli, monkeypatch):
+    """It would multiply bf16 matrices wrongly there as well, and graphs could not be captured."""
+    monkeypatch.setattr(llama, "INTERPRETED", True)
+    gpu = llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32)
+    with pytest.raises(llama.UsageError, match="TRITON_INTERPRET=1.*--device cpu"):
+        llama.validate_on_device(llama.Config(), gpu)
+    llama.validate_on_device(llama.Config(impl="sdpa"), gpu)
 
 
 @pytest.mark.parametrize("where", ["__init__", "forward", "backward"])
@@ -315,8 +563,36 @@ def test_out_of_memory(cli, tmp_path, monkeypatch, where, error):
         raise error
 
     monkeypatch.setattr(llama.TrainStep, where, fail)
-    assert_refused(cli(), "out of memory", "--batch-size 2", "--seq-len 17", "halve")
+    assert_refused(cli(), "out of memory", "--batch-size 2", "--seq-len 17", "--num-layers 2", "lower one")
+    run = cli("--batch-size", 1, "--seq-len", 1, "--num-layers", 1, "--vocab-size", 2)
+    assert_refused(run, "out of memory with --hidden-dim 32, --ffn-dim 48: lower")  # what can be
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')\n\nSet ...",
+        "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.",
+    ],
+    ids=["PyTorch", "Triton"],
+)
+def test_no_compiler(cli, tmp_path, monkeypatch, where, message):
+    def fail(*args):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(llama.TrainStep, where, fail)
+    assert_refused(cli("--compile"), "--compile", "install", "CXX")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler(tmp_path):
+    environment = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    command = [sys.executable, SCRIPT, *TINY, "--compile"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and re.fullmatch(r".* error: .*compiler.*install.*\n", done.stderr)
 
 
 def test_other_errors_are_not_hidden(cli, monkeypatch):
@@ -399,8 +675,23 @@ def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, int
     assert "Final loss" not in run.out and not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.parametrize("where", ["check_gradients", "print_configuration", "summarize", "write_profile", "dump_json"])
+def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llama, where, interrupt)
+    run = cli("--check", "--impl", "sdpa", "--profile", "profile")
+    assert run.code == 130 and run.err == ""
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"] * (where == "write_profile")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_sigint(tmp_path):
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 3], ids=["SIGINT", "SIGTERM", "three SIGINT"]
+)
+def test_signals(tmp_path, signals):
     command = [sys.executable, SCRIPT, *TINY, "--num-steps", "1000000"]
     default_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also in a background job
     process = subprocess.Popen(
@@ -410,12 +701,16 @@ def test_sigint(tmp_path):
         try:
             for line in process.stdout:
                 if line.startswith("step    2/"):
-                    process.send_signal(signal.SIGINT)
                     break
+            for number in signals:
+                process.send_signal(number)
+                time.sleep(0.02)
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in err
-    done = int(re.search(r"Interrupted after (\d+) of 1000000 steps", out)[1])
-    (path,) = (tmp_path / "triton_profiles").iterdir()
-    assert done >= 2 and len(json.loads(path.read_text())["steps"]) == done
+    results = [strict_json(path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert not list(tmp_path.rglob("*.tmp"))
+    if len(signals) == 1:  # others may have ended the report of the steps done
+        done = int(re.search(r"Interrupted after (\d+) of 1000000 steps", out)[1])
+        assert done >= 2 and [len(result["steps"]) for result in results] == [done]

@@ -1,9 +1,11 @@
 """The model as a whole: the implementations agree, it learns what can be learnt, and the check sees what is wrong."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -425,3 +427,151 @@ def test_memory_of_attention_grows_linearly(device):
 
     peak_growth(2048)  # the library's workspace
     assert peak_growth(16384) < 5 * peak_growth(4096)  # a score matrix would make it 16 times as much
+
+
+# --- the clock and the check's rule, without a GPU
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for a GPU: log has what was asked of it in order, and what costs time moves the clock by seconds."""
+    seconds = {"load": 1, "forward": 2, "backward": 4, "optimizer": 8, "sync": 16}
+    gpu = SimpleNamespace(log=[], now=0, device=llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32))
+
+    def does(entry):
+        def act(*args, **kwargs):
+            gpu.log.append(" ".join([entry, *map(str, kwargs.values())]))
+            gpu.now += seconds.get(entry, 0)
+
+        return act
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+
+        def record(self):
+            gpu.log.append("mark")
+            self.time = gpu.now
+
+        def elapsed_time(self, end):
+            assert gpu.log[-1] in ("sync", "elapsed")  # an event that has not come by has no time
+            gpu.log.append("elapsed")
+            return 1e3 * (end.time - self.time)
+
+    @contextlib.contextmanager
+    def stream(stream):
+        gpu.log.append("side stream")
+        yield
+        gpu.log.append("main stream")
+
+    for name, value in {
+        "Event": Event, "synchronize": does("sync"), "stream": stream, "Stream": object,
+        "empty_cache": does("empty cache"), "reset_peak_memory_stats": does("reset peak"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(llama, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+    model = torch.nn.Linear(1, 1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    gpu.step = SimpleNamespace(
+        model=model, tokens=torch.zeros(1), loss=torch.tensor(1.0), named_range=lambda name: contextlib.nullcontext(),
+        phases={name: does(name) for name in ("forward", "backward", "optimizer")},
+        load=does("load"), restart=does("restart"), capture=does("capture"),
+    )  # fmt: skip
+    gpu.step.run = lambda: [phase() for phase in gpu.step.phases.values()]
+    return gpu
+
+
+STEP = ["forward", "backward", "optimizer"]
+
+
+def run_on(gpu, **changes):
+    config, records = dataclasses.replace(TINY, num_steps=2, **changes), []
+    llama.train(gpu.step, llama.RandomTokens(config), config, gpu.device, records)
+    return records
+
+
+def test_phases_are_timed_between_synchronizations(gpu):
+    records = run_on(gpu)
+    marked = ["mark", "forward", "mark", "backward", "mark", "optimizer", "mark"]
+    assert gpu.log == 2 * ["load", "sync", *marked, "sync", *3 * ["elapsed"]]
+    for record in records:
+        assert record.phase_ms == {"forward": 2000, "backward": 4000, "optimizer": 8000}
+        assert record.batch_ms == record.host_ms == 14000  # neither the data nor the sync
+        assert record.grad_norm == pytest.approx(18**0.5)
+
+
+def test_unsynced_timing_leaves_out_what_runs_behind_the_host(gpu):
+    records = run_on(gpu, unsynced_timing=True)
+    assert gpu.log == 2 * ["load", "sync", *STEP, "sync"]
+    assert [(record.batch_ms, sum(record.phase_ms.values())) for record in records] == 2 * [(30000, 14000)]
+
+
+def test_window_is_timed_between_two_synchronizations(gpu):
+    records = run_on(gpu, timing="step")
+    assert gpu.log == ["sync", "mark", *2 * ["load", *STEP, "mark"], "sync", "elapsed", "elapsed"]
+    assert [(record.batch_ms, record.host_ms, record.phase_ms) for record in records] == 2 * [(15000, 15000, {})]
+
+
+@pytest.mark.parametrize("timing", ["phases", "step"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_warm_up_ends_before_the_clock_starts(gpu, capsys, graph, timing):
+    config = dataclasses.replace(TINY, warmup_steps=2, graph=graph, timing=timing)
+    steps = 2 * ["load", *STEP, "sync"]
+    if graph:
+        steps = ["side stream", *steps, "main stream"]
+    capture = [f"capture {timing == 'step'}"] * graph
+    seconds = llama.warm_up(gpu.step, config, gpu.device)
+    assert gpu.log == [*steps, "restart", "empty cache", "reset peak", *capture, "sync"]
+    assert seconds == 2 * 31 + 16 and "warm-up 2/2 | 62.0 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("which", ["loss", "weight"])
+@pytest.mark.parametrize(
+    "precision, changes, rounding",
+    [("fp32", {}, 1e-5), ("tf32", dict(matmul_precision="high"), 2e-3), ("bf16", dict(use_amp=True), 1e-2)],
+)
+def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
+    monkeypatch, capsys, gpu, precision, changes, rounding, which, over
+):
+    plain_error = 0.3 * rounding
+    allowed = 2 * plain_error + rounding
+    errors = {"exact": 0, "plain": plain_error, "ours": allowed * (1.02 if over else 0.98)}
+    asked = []
+
+    def loss_and_gradients(config, device, batch, double=False):
+        kind = ("exact", "plain", "ours")[len(asked)]
+        asked.append((kind, config.impl, config.use_amp, double, torch.get_float32_matmul_precision()))
+        assert config.batch_size == len(batch[0]) == 2 and not config.compile and not config.graph
+        exact = {"loss": torch.tensor(5.0).double(), "weight": torch.tensor([3.0, 4.0]).double()}
+        values = exact | {which: exact[which] * (1 + errors[kind])}
+        return values["loss"], {"weight": values["weight"]}
+
+    monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
+    config = dataclasses.replace(TINY, batch_size=7, compile=True, **changes)
+    try:
+        assert llama.check_gradients(config, gpu.device) != over
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    amp = precision == "bf16"
+    assert asked == [
+        ("exact", "torch", False, not amp, "highest"),
+        ("plain", "torch", amp, False, config.matmul_precision),
+        ("ours", "triton", amp, False, config.matmul_precision),
+    ]
+    out = capsys.readouterr().out
+    assert f"worst {which}: error {errors['ours']:.1e}, allowed {allowed:.1e}" in out
+    assert ("FAILED in 1 of 2" in out) == over and (f"    {which}: " in out) == over
+
+
+def test_check_fails_where_there_is_no_gradient_or_no_number(monkeypatch, gpu):
+    for spoilt in (None, torch.full((2,), math.nan)):
+        calls = []
+
+        def loss_and_gradients(*args, spoilt=spoilt, calls=calls, **kwargs):
+            calls.append(args)
+            return torch.tensor(1.0).double(), {"weight": spoilt if len(calls) == 3 else torch.ones(2)}
+
+        monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
+        assert not llama.check_gradients(TINY, gpu.device)

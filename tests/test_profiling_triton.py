@@ -1,5 +1,6 @@
 """run_triton_profiling.py: what it prints, and that a wrong kernel does not pass. Times are never asserted."""
 
+import errno
 import json
 import re
 
@@ -100,12 +101,36 @@ def test_a_wrong_kernel_is_found(run, monkeypatch):
     [
         (["--only", "fft"], "invalid choice"),
         (["--hidden-dim", "33"], "--hidden-dim 33 is not divisible by --num-heads 2"),
-        (["--seq-len", "0"], "--seq-len 0 is not positive"),
+        (["--seq-len", "0"], "--seq-len 0 is out of range"),
     ],
 )
 def test_bad_requests(run, flags, complaint):
     code, out, err, result = run(*flags)
     assert code == 2 and complaint in err and err.count("\n") == 1 and out == "" and result is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "x" * 300, "new/" + "x" * 300, "file/below"])
+def test_file_that_cannot_be_written(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(profiling, "measure_ceilings", pytest.fail)  # before anything is measured
+    assert profiling.main([*SMALL, "--json", name]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and f"--json {name or repr(name)}" in err and out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_full_disk_keeps_the_figures_printed_and_the_older_file(run, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "result.json").write_text('"an older one"')
+    monkeypatch.setattr(llama, "dump_json", fail)
+    code, out, err, result = run("--only", "rmsnorm", "--no-sweeps")
+    assert code == 2 and "Triton RMSNorm" in out and result == "an older one"
+    assert err.splitlines()[-1].endswith("No space left on device): free space or give another path")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["result.json"]
 
 
 @pytest.mark.gpu

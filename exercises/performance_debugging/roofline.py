@@ -78,9 +78,7 @@ def run(argv):
     config = llama.parse_config(sys.argv[1:] if argv is None else argv, "roofline.py")
     device = llama.select_device(config.device)
     roofs = measure_roofs(config, device)
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    llama.write_json(folder / "roofs.json", roofs)
+    llama.write_json(Path(config.output_dir, "roofs.json"), roofs)
     print(f"{device.name}: {roofs['bytes_per_second'] / 1e12:.3g} TB/s, {roofs['flop_per_second'] / 1e12:.3g} TFLOP/s")
     return 0
 
