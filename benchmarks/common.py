@@ -1,6 +1,7 @@
 """What the benchmarks share: the training script as a module, results on disk, and the command line's habits."""
 
 import argparse
+import math
 import re
 import shlex
 import sys
@@ -17,6 +18,12 @@ from tiny_llama_v3 import exit_code_of  # noqa: E402, F401  (for all benchmarks)
 
 class Unavailable(Exception):
     """Something cannot run here; the message says why."""
+
+
+def require_finite(loss):
+    """Arithmetic on NaN takes another time than that on numbers: a run that diverged has none to show."""
+    if not math.isfinite(loss):
+        raise Unavailable(f"the run diverged: the loss is {loss}")
 
 
 def describe(error):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, Unavailable, describe, exit_code_of, header, llama, time_limit
+from common import RESULTS, ResultFile, Unavailable, describe, exit_code_of, header, llama, require_finite, time_limit
 
 SIZES = {
     "small": dict(batch_size=8, seq_len=128, hidden_dim=512, num_layers=8, num_heads=8),
@@ -323,6 +323,7 @@ class Contender:
         clock.mark()
         llama.synchronize(self.device)
         wall_ms = (time.perf_counter() - start) * 1e3
+        require_finite(self.step.loss.item())
         return clock.intervals()[0] / steps, wall_ms / steps
 
 

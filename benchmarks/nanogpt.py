@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, time_limit
+from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, require_finite, time_limit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanogpt_triton.configurator import UsageError
@@ -110,9 +110,11 @@ class Contender:
             synchronize(self.device)
             start = time.perf_counter()
             for _ in range(steps):
-                self.step()
+                loss = self.step()
             synchronize(self.device)
-            return (time.perf_counter() - start) / steps * 1e3
+            milliseconds = (time.perf_counter() - start) / steps * 1e3
+            require_finite(loss.item())
+            return milliseconds
 
 
 def synchronize(device):

@@ -5,7 +5,8 @@
     python sample.py --out_dir=out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --max_new_tokens=100
 
-Exit codes: 0 done, 2 the request cannot be met (one line says why), 130 interrupted.
+Exit codes: 0 done, 2 the request cannot be met (one line says why), 130 interrupted, 141 the reader of the output has
+left.
 """
 
 import sys
@@ -27,6 +28,7 @@ from nanogpt_triton.train import (  # noqa: E402
     select_device,
     select_dtype,
 )
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -131,4 +133,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main, "sample.py"))

@@ -7,7 +7,8 @@
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
 Exit codes: 0 done, 1 the loss is no number or target_loss was not reached, 2 the request cannot be met (one line says
-why), 130 interrupted by Ctrl-C or SIGTERM (the last whole iteration is saved: --init_from=resume goes on from there).
+why), 130 interrupted by Ctrl-C or SIGTERM (the last whole iteration is saved: --init_from=resume goes on from there),
+141 the reader of the output has left.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on 
 from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
 from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
-from tiny_llama_v3 import get_device, peak_tflops  # noqa: E402
+from tiny_llama_v3 import dot_precision, exit_code_of, get_device, peak_tflops  # noqa: E402
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it tells its processes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -472,14 +473,20 @@ class StopRequest:
         os.close(self.reader)
 
 
+def peak_of(dtype):
+    """TFLOP/s that this GPU reaches in matrix products under autocast to dtype, or None where that is unknown."""
+    device = get_device("cuda")
+    fp32 = "tf32" if dot_precision(device) == "tf32" else "fp32"
+    return peak_tflops(device, fp32 if dtype == "float32" else "bf16")  # fp16 is as fast
+
+
 class Log:
     """The losses since the last line, read from the device only when a line is due."""
 
     def __init__(self, trainer, start):
         self.trainer, self.losses, self.start = trainer, [], time.perf_counter()
         self.saved_at = trainer.iteration if start == "resume" else None  # the iteration of the newest checkpoint
-        trained = "bf16" if trainer.dtype != "float32" else "tf32"
-        self.peak = peak_tflops(get_device("cuda"), trained) if trainer.device.type == "cuda" else None
+        self.peak = peak_of(trainer.dtype) if trainer.device.type == "cuda" else None
 
     def settle(self):
         """The last loss, the mean over the processes; raises Diverged if one of them all was no number."""
@@ -645,8 +652,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
+    exit_code = exit_code_of(main, "train.py")
     if exit_code and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(exit_code)  # the others wait for this process: no tear-down that waits for them
     sys.exit(exit_code)

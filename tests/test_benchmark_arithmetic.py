@@ -40,9 +40,12 @@ def ticking(monkeypatch):
 def test_a_window_of_compare_is_ms_a_step_of_all_its_steps(ticking):
     contender = compare.Contender.__new__(compare.Contender)
     contender.device, contender.steps = CPU, 7
-    contender.step = SimpleNamespace(run=lambda: ticking(0.004))
+    contender.step = SimpleNamespace(run=lambda: ticking(0.004), loss=torch.tensor(1.0))
     assert contender.window() == pytest.approx((4.0, 4.0))
     assert contender.window(3) == pytest.approx((4.0, 4.0))
+    contender.step.loss = torch.tensor(float("nan"))
+    with pytest.raises(compare.Unavailable, match="the loss is nan"):
+        contender.window()
 
 
 def test_windows_take_turns():
@@ -170,8 +173,11 @@ def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
 def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
     contender = nanogpt.Contender.__new__(nanogpt.Contender)
     contender.row, contender.device = nanogpt.ROWS["torch"], torch.device("cpu")
-    contender.step = lambda: ticking(0.004)
+    contender.step = lambda: ticking(0.004) or torch.tensor(1.0)
     assert contender.window(5) == pytest.approx(4.0)
+    contender.step = lambda: torch.tensor(float("inf"))
+    with pytest.raises(compare.Unavailable, match="the loss is inf"):
+        contender.window(5)
     monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 2.0)
     model = SimpleNamespace(flops_per_token=lambda: 5e8)
     figures = nanogpt.figures([1.0, 2.0, 3.0, 4.0, 5.0], 600, model, torch.device("cpu"))

@@ -1205,3 +1205,32 @@ def test_a_gpu_learns_with_our_layer_norm_compiled(data_dir, tmp_path, capsys, d
     out = capsys.readouterr().out
     assert "using Triton-accelerated LayerNorm" in out
     assert float(re.findall(r"val loss ([\d.]+)", out)[-1]) < 1.0
+
+
+@pytest.mark.parametrize("in_force", ["tf32", "ieee"])
+def test_the_peak_is_that_of_the_precision_in_force(monkeypatch, in_force):
+    monkeypatch.setattr(train, "get_device", lambda kind: "the GPU")
+    monkeypatch.setattr(train, "dot_precision", lambda device: in_force)
+    monkeypatch.setattr(train, "peak_tflops", lambda device, precision: (device, precision))
+    assert train.peak_of("float32") == ("the GPU", "tf32" if in_force == "tf32" else "fp32")
+    assert train.peak_of("bfloat16") == train.peak_of("float16") == ("the GPU", "bf16")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_the_reader_of_the_output_leaves(data_dir, tmp_path, script):
+    """As in `| head -1`: no traceback, and the exit code of a broken pipe."""
+    assert run(data_dir, tmp_path, max_iters=1) == 0
+    settings = dict(max_iters=1000000, eval_interval=1000000, log_interval=1) if script == "train.py" else {}
+    command = [sys.executable, str(FOLDER / script), f"--out_dir={tmp_path}", "--device=cpu", "--start=a"]
+    if script == "train.py":
+        command = [sys.executable, str(FOLDER / script), *arguments(data_dir, tmp_path, **settings)]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    with process:
+        try:
+            err = process.stderr.read()
+            process.wait(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 141 and err == ""
