@@ -232,6 +232,29 @@ def test_rmsnorm_strided(randn):
         torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_rmsnorm_with_a_different_padding_for_each_argument(randn):
+    inputs, upstream = [randn(7, 40), randn(7, 40), randn(40)], [randn(7, 40), randn(7, 40)]
+    expected = run(lambda *t: llama.torch_rmsnorm(*t, 1e-5), inputs, upstream, torch.float64)
+    padded = [
+        in_memory_order(t, [0, 1], padding) for t, padding in zip((*inputs[:2], *upstream), (3, 5, 8, 9), strict=True)
+    ]
+    leaves = [t.detach().requires_grad_() for t in (*padded[:2], inputs[2])]
+    outputs = llama.triton_rmsnorm(*leaves, 1e-5)
+    actual = (*outputs, *torch.autograd.grad(outputs, leaves, padded[2:]))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)
+
+
+# The interpreter does not round to bf16, it cuts off.
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_rmsnorm_normalises_the_residual_that_it_stores(randn, dtype):
+    x, delta, weight = randn(20, 256).to(dtype), randn(20, 256).to(dtype), torch.ones(256, device=randn(1).device)
+    y, residual = llama.triton_rmsnorm(x, delta, weight.to(dtype), 1e-5)
+    exact, _ = llama.torch_rmsnorm(residual.double(), None, weight.double(), 1e-5)
+    # Rounded once: half a unit in the last place, and a little for fp32.
+    torch.testing.assert_close(y.double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("block_size", [64, 128, 256, 512, 1024])
 def test_rmsnorm_block_smaller_than_the_row(randn, block_size):
     x, delta, weight = randn(5, 600), randn(5, 600), randn(600)
@@ -387,7 +410,7 @@ def test_attention_with_a_different_layout_for_each_argument(randn, seq_len):
 
 
 @pytest.mark.parametrize("m, n", [(16, 32), (32, 16), (16, 64), (64, 16)])
-@pytest.mark.parametrize("seq_len", [40, 100, 150])
+@pytest.mark.parametrize("seq_len", [40, 48, 100, 144, 150])
 def test_attention_with_tiles_that_are_not_square(randn, monkeypatch, m, n, seq_len):
     monkeypatch.setattr(llama, "attention_tile", lambda *key: llama.AttentionTile(m, n, 4, 1))
     assert_attention_is_exact(*(randn(1, seq_len, heads, 16) for heads in (2, 1, 1, 2)))
@@ -748,6 +771,10 @@ def test_adamw_keeps_what_is_no_number(device, low_precision):
     in_use = expected.bfloat16() if low_precision else expected
     for actual, wanted in ((optimizer.weights()[0], expected), (model.weight.detach(), in_use)):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    optimizer.exp_avg.copy_(floats([0x7FFFFFFF], device))  # the NaN that a GPU makes
+    optimizer.step()
+    assert model.weight.isnan().all() and optimizer.weights()[0].isnan().all()
+    optimizer.reset([torch.ones(1, len(UNUSUAL), device=device)])
     for not_a_number in (float("nan"), float("inf")):
         model.weight.grad = torch.full_like(model.weight, not_a_number)
         optimizer.step()
