@@ -818,7 +818,7 @@ def head_columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @jit
 def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
-    """tl.program_id, in 64 bits if offsets within a head need them: then so is every position derived from it."""
+    """tl.program_id, in 64 bits where offsets need them: so is every head and position that is derived from it."""
     index = tl.program_id(AXIS)
     if INT64:
         index = index.to(tl.int64)
@@ -896,8 +896,9 @@ def flash_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k^T * scale) v under the causal mask.  Grid: (batch * num_heads, blocks of queries)."""
-    batch = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    batch_head = program_index(0, INT64)
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = batch_head % num_heads
     block = tl.num_programs(1) - 1 - program_index(1, INT64)  # the last queries have the most keys: they start first
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
@@ -962,7 +963,7 @@ def query_gradient(
 ):  # fmt: skip
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch = (batch_head // num_heads).to(tl.int64)
-    head = (batch_head % num_heads).to(tl.int64)
+    head = batch_head % num_heads
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
     q_ptr += batch * stride_qb + head * stride_qh
@@ -1040,7 +1041,7 @@ def key_value_gradient(
 ):  # fmt: skip
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it."""
     batch = (batch_head // num_kv_heads).to(tl.int64)
-    head_kv = (batch_head % num_kv_heads).to(tl.int64)
+    head_kv = batch_head % num_kv_heads
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k_ptr += batch * stride_kb + head_kv * stride_kh
     v_ptr += batch * stride_vb + head_kv * stride_vh
@@ -1053,7 +1054,7 @@ def key_value_gradient(
         tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len
     )  # queries after it see them all
     for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
-        head = tl.cast(head, tl.int64)
+        head = tl.cast(head, head_kv.dtype)
         q_head_ptr = q_ptr + batch * stride_qb + head * stride_qh
         o_head_ptr = o_ptr + batch * stride_ob + head * stride_oh
         o_grad_head_ptr = o_grad_ptr + batch * stride_dob + head * stride_doh
@@ -1095,7 +1096,7 @@ def flash_attention_backward_dq_kernel(
         stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
         stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
         stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
-        tl.program_id(0), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
+        program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
         seq_len, scale, qk_scale,
         True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
@@ -1119,7 +1120,7 @@ def flash_attention_backward_dkdv_kernel(
         stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
         stride_dob, stride_dos, stride_doh, stride_dod,
         stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-        tl.program_id(0), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
+        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
         not EVEN, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
@@ -1189,9 +1190,9 @@ SHORT_SEQUENCE = 128  # up to this length the backward pass is one kernel: a sec
 
 
 @functools.lru_cache(maxsize=256)
-def exceeds_int32(strides, seq_len, head_dim):
-    """Whether offsets within a head need 64 bits; strides: of (batch, seq, heads, head_dim) tensors, joined."""
-    return max(strides[1::4]) * seq_len + max(strides[3::4]) * head_dim >= 2**31
+def exceeds_int32(strides, seq_len, num_heads, head_dim):
+    """Whether offsets within a sequence need 64 bits; strides: of (batch, seq, heads, head_dim) tensors, joined."""
+    return max(strides[1::4]) * seq_len + max(strides[2::4]) * num_heads + max(strides[3::4]) * head_dim >= 2**31
 
 
 def flash_attention_forward(q, k, v):
@@ -1211,7 +1212,7 @@ def flash_attention_forward(q, k, v):
         (*strides, num_heads, seq_len, head_dim**-0.5 * LOG2_E),
         dict(
             GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
-            INT64=exceeds_int32(strides, seq_len, head_dim), PRECISION=precision,
+            INT64=exceeds_int32(strides, seq_len, num_heads, head_dim), PRECISION=precision,
         ),
         num_warps=tile.warps, num_stages=tile.stages, **tile.options,
     )  # fmt: skip
@@ -1240,7 +1241,8 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
         tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
         constants = dict(
             GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(strides, seq_len, head_dim), PRECISION=precision,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(strides, seq_len, num_heads, head_dim),
+            PRECISION=precision,
         )  # fmt: skip
         if name != "dq":
             constants["EVEN"] = seq_len % tile.m == 0
@@ -2306,12 +2308,12 @@ def check_gradients(config, device):
     config = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
     batch = DATA[config.data](config).next_batch()
     plain = dataclasses.replace(config, impl="torch")
-    precision = precision_name(config, device)
     torch.set_float32_matmul_precision("highest")
     exact_loss, exact = loss_and_gradients(
         dataclasses.replace(plain, use_amp=False), device, batch, double=not config.use_amp
     )
     torch.set_float32_matmul_precision(config.matmul_precision)
+    precision = precision_name(config, device)
 
     def relative_errors(config):
         loss, gradients = loss_and_gradients(config, device, batch)

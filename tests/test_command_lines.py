@@ -69,7 +69,8 @@ def test_a_wrong_flag_ends_in_one_line(tmp_path):
 
 
 def test_there_is_one_parser_for_the_scripts_without_pytorch_and_one_for_the_others():
-    files = [path for path in ROOT.rglob("*.py") if not path.is_symlink() and ".venv" not in path.parts]
+    visible = (path for path in ROOT.rglob("*.py") if not path.is_symlink())
+    files = [path for path in visible if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
     users = {str(path.relative_to(ROOT)) for path in files if "ArgumentParser" in path.read_text()}
     assert {name for name in users if not name.startswith("tests/")} == {
         "tiny_llama_v3.py", "profiling/command_line.py"
