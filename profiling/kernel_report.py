@@ -222,6 +222,23 @@ def record_split_rows(config, arch):
     return launches
 
 
+def record_far_strides(config, arch):
+    """Attention where the offsets of positions take 64 bits, at a length for each form of the backward pass."""
+    with recording(arch) as launches, torch.device("meta"):
+        for seq_len in (llama.SHORT_SEQUENCE, 2 * llama.SHORT_SEQUENCE):
+            q, k = (
+                torch.empty_strided(
+                    (config.batch_size, seq_len, heads, config.head_dim),
+                    (2**40, 2**31, config.head_dim, 1),
+                    dtype=torch.bfloat16 if config.use_amp else torch.float32,
+                )
+                for heads in (config.num_heads, config.num_kv_heads)
+            )
+            o, lse = llama.flash_attention_forward(q, k, k)
+            llama.flash_attention_backward(o, q, k, k, o, lse, q, k, k)
+    return launches
+
+
 def record_layer_norm(config, arch):
     """The LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
     dtype = torch.bfloat16 if config.use_amp else torch.float32
@@ -252,6 +269,7 @@ SHORT, LONG = SIZES["small"] | dict(num_layers=1), SIZES["medium"] | dict(num_la
 HEADS = {"gfx942": ("bf16", "fp32")}
 WIDE_HEADS = {"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)}
 BF16 = dict.fromkeys(CHIPS, ("bf16",))
+AMD_BF16 = {arch: ("bf16",) for arch in CHIPS if is_amd(arch)}
 CASES = {
     "small": Case(SIZES["small"], reported=("bf16",)),
     "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS)),
@@ -265,6 +283,9 @@ CASES = {
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
     # What is slow on purpose must still compile.
+    "far-strides": Case(
+        SHORT, record=record_far_strides, precisions=AMD_BF16
+    ),  # on NVIDIA it spills, and runs in tests
     "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False, precisions=BF16),
     "mistakes": Case(SHORT | dict(noncontiguous_kv=True, triton_matmul_swiglu=True), wide_loads=False, precisions=BF16),
 }
