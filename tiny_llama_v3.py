@@ -2843,8 +2843,10 @@ def train_and_report(config):
     validate_on_device(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = writable_folder("--profile", config.profile) if config.profile is not None else None
-    # Host memory for one copy of the weights is refused at once here, not by the system's killing the process later.
+    # Memory for the weights on the host and for one activation: refused at once here, not by the system's killing the
+    # process when it has filled what there is.
     torch.empty(config.num_layers, config.hidden_dim, config.hidden_dim + 3 * config.ffn_dim)
+    torch.empty(config.batch_size, config.seq_len, config.hidden_dim, device=device.type)
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded

@@ -502,10 +502,12 @@ def test_numbers_that_are_too_large(cli, tmp_path, flag, value):
     ],
 )
 def test_sizes_whose_product_is_too_large(cli, tmp_path, flags):
+    before = llama.peak_memory_mib(llama.get_device("cpu"))
     assert_refused(
         cli(*flags.split(), "--num-kv-heads", 1), "out of memory", *re.findall(r"--\S+ 2\d+", flags), "lower one"
     )
     assert files(tmp_path) == []
+    assert llama.peak_memory_mib(llama.get_device("cpu")) < before + 2048  # refused before the memory is full
 
 
 def test_largest_seed(cli):
