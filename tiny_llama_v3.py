@@ -2413,6 +2413,23 @@ def peak_memory_mib(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def host_memory_bytes():
+    """The memory of this machine; infinity where the system does not tell (Windows)."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+
+
+def require_host_memory(config, device):
+    """MemoryError where one copy of the weights, or of a batch, is larger than the host.
+
+    The system may promise more than it has, and end the process when it has filled that.
+    """
+    layer = config.hidden_dim * (config.hidden_dim + 3 * config.ffn_dim)
+    weights = 4 * (config.num_layers * layer + config.vocab_size * config.hidden_dim)
+    batch = config.tokens_per_step * (4 * config.hidden_dim if device.type == "cpu" else 8)  # an activation, or tokens
+    if max(weights, batch) > host_memory_bytes():
+        raise MemoryError
+
+
 def gradient_share(model):
     """(parameters with a gradient other than zero, all parameters), counted in weights."""
     parameters = list(model.parameters())
@@ -2843,10 +2860,7 @@ def train_and_report(config):
     validate_on_device(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = writable_folder("--profile", config.profile) if config.profile is not None else None
-    # Memory for the weights on the host and for one activation: refused at once here, not by the system's killing the
-    # process when it has filled what there is.
-    torch.empty(config.num_layers, config.hidden_dim, config.hidden_dim + 3 * config.ffn_dim)
-    torch.empty(config.batch_size, config.seq_len, config.hidden_dim, device=device.type)
+    require_host_memory(config, device)
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded

@@ -510,6 +510,16 @@ def test_sizes_whose_product_is_too_large(cli, tmp_path, flags):
     assert llama.peak_memory_mib(llama.get_device("cpu")) < before + 2048  # refused before the memory is full
 
 
+def test_what_is_larger_than_the_host_is_refused(cli, tmp_path, monkeypatch):
+    """Whatever the system promises: a promise of memory is no memory."""
+    monkeypatch.setattr(llama, "host_memory_bytes", lambda: 8 * 1000 * 2**20)
+    for flags in ("--num-layers 1000000", "--vocab-size 90000000", "--seq-len 700000000"):
+        assert_refused(cli(*flags.split()), "out of memory", flags, "lower one")
+    assert files(tmp_path) == []
+    monkeypatch.setattr(llama, "host_memory_bytes", lambda: 2**30)
+    assert cli().code == 0
+
+
 def test_largest_seed(cli):
     """Warm-up takes other data than the run, and there is no larger seed."""
     assert cli("--seed", 2**32 - 1).code == 0
