@@ -691,6 +691,52 @@ def test_embedding_of_a_transposed_weight(randn, device):
     torch.testing.assert_close(weight.grad, expected)
 
 
+# --- many elements
+
+
+@pytest.fixture
+def many(device):
+    """(2^21 + 3, 1024) in bf16: more than 2^31 elements, of which the last rows are looked at."""
+    return torch.empty(2**21 + 3, 1024, dtype=torch.bfloat16, device=device).normal_()
+
+
+def assert_last_rows(actual, expected, scale=1.0):
+    torch.testing.assert_close(actual[-4:].float() * scale, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_rmsnorm_of_more_than_two_to_the_31_elements(many, randn):
+    weight = randn(1024, dtype=torch.bfloat16)
+    x, rows = many.requires_grad_(), many.detach()[-4:].float().requires_grad_()
+    y, residual = llama.triton_rmsnorm(x, many.detach(), weight, 1e-5)
+    expected, expected_residual = llama.torch_rmsnorm(rows, rows.detach(), weight.float(), 1e-5)
+    assert_last_rows(y, expected)
+    assert_last_rows(residual, expected_residual)
+    (x_grad,) = torch.autograd.grad((y, residual), x, (many.detach(), many.detach()))
+    last = many.detach()[-4:].float()
+    assert_last_rows(x_grad, torch.autograd.grad((expected, expected_residual), rows, (last, last))[0])
+
+
+@pytest.mark.gpu
+def test_swiglu_activation_of_more_than_two_to_the_31_elements(many):
+    gate, up = many[-4:].float().requires_grad_().chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    hidden = llama.swiglu_activation(many)
+    assert_last_rows(hidden, expected)
+    gradients = torch.autograd.grad(expected, (gate, up), hidden[-4:].float())
+    llama.swiglu_activation_backward_(hidden, many)
+    assert_last_rows(many, torch.cat(gradients, dim=1))
+
+
+@pytest.mark.gpu
+def test_cross_entropy_of_more_than_two_to_the_31_elements(many):
+    targets = torch.arange(len(many), device=many.device) % 1024
+    logits, rows = many.requires_grad_(), many.detach()[-4:].float().requires_grad_()
+    torch.nn.functional.cross_entropy(rows, targets[-4:], reduction="sum").backward()
+    (llama.triton_cross_entropy(logits * 1, targets) * 3.0 * len(many)).backward()
+    assert_last_rows(logits.grad, rows.grad * 3.0)
+
+
 # --- reproducibility
 
 

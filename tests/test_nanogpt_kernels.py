@@ -14,12 +14,22 @@ pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not inst
 
 ON_GPU = torch.cuda.is_available()
 BACKEND = "inductor" if ON_GPU else "aot_eager"  # Triton's interpreter is no C++
-randn, poisoned_memory = test_kernels.randn, test_kernels.poisoned_memory
+randn, poisoned_memory, many = test_kernels.randn, test_kernels.poisoned_memory, test_kernels.many
 
 
 def reference(x, delta, weight, bias):
     residual = x if delta is None else x + delta
     return residual, F.layer_norm(residual, weight.shape, weight, bias)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(many):
+    weight, bias = torch.rand(2, 1024, device=many.device)
+    x, rows = many.requires_grad_(), many.detach()[-4:].float().requires_grad_()
+    y, expected = triton_layer_norm(x, weight, bias), F.layer_norm(rows, (1024,), weight, bias)
+    test_kernels.assert_last_rows(y, expected)
+    (x_grad,) = torch.autograd.grad(y, x, many.detach())
+    test_kernels.assert_last_rows(x_grad, torch.autograd.grad(expected, rows, many.detach()[-4:].float())[0])
 
 
 def normalized(function):
