@@ -22,6 +22,14 @@ def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def own_settings():
+    """What a run sets for its process is not left to the next test: after TF32, full fp32 on a GPU would fail."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
