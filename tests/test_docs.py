@@ -107,7 +107,9 @@ def project(tmp_path_factory):
     @functools.cache  # some pages begin with the same block
     def run(language, code):
         (copy / "block.py").write_text(code)
-        command = ["bash", "-euo", "pipefail", "-c", code if language == "sh" else "python block.py"]
+        # A failure before a pipe shall show, but not that `head` leaves before its writer is done.
+        patient_head = 'head() { command head "$@" && cat >/dev/null; }\n'
+        command = ["bash", "-euo", "pipefail", "-c", patient_head + code if language == "sh" else "python block.py"]
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
 
     server.wait_until_ready()
