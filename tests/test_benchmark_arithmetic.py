@@ -128,8 +128,8 @@ def test_a_rate_is_the_work_over_the_time():
 
 
 def test_the_work_of_each_case_by_hand(monkeypatch):
-    if llama.triton is None:
-        pytest.skip("Triton is not installed")
+    if llama.triton is None or not llama.INTERPRETED:
+        pytest.skip("the cases of a CPU need Triton's interpreter")
     bench = kernels.Bench(CPU, compile_baselines=False)
     n = bench.elements * 4  # bytes of a tensor, in fp32
     work = {case: amount for name in kernels.CASES for case, amount, *_ in kernels.CASES[name](bench)}
