@@ -569,7 +569,14 @@ def begin_backward(ctx, overwrites=False):
         ctx.is_spent = True
 
 
-# Kernels take the strides of activations, but read parameters and tables as they lie in memory.
+# Kernels compute in fp32, whatever they read. They take the strides of activations, but read parameters and tables as
+# they lie in memory.
+
+KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def unknown_type(name, tensor):
+    return TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 def not_contiguous(name, tensor):
@@ -584,13 +591,6 @@ def require_shape(name, tensor, shape):
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
     if tensor.dtype not in KERNEL_DTYPES:
         raise unknown_type(name, tensor)
-
-
-KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-
-
-def unknown_type(name, tensor):
-    return TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 # --- linear: the library's matmul; the Function exists to put the weight's gradient where the optimizer reads it
