@@ -246,8 +246,8 @@ def adamw_cases(bench):
     theirs.reset(initial)
     ours.grad.normal_()
     for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
-        mine.grad = mine.grad_buffer
-        other.grad = mine.grad_buffer.float()
+        mine.grad = mine.main_grad
+        other.grad = mine.main_grad.float()
     with bench.on_stream():
         for _ in range(3):
             ours.step()

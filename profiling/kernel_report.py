@@ -157,10 +157,15 @@ class Launch:
         return dict(self.options)["num_warps"]
 
     @property
+    def numbers(self):
+        """The scalars, those within tuples too."""
+        return [n for s in self.scalars for n in (s if isinstance(s, tuple) else (s,))]
+
+    @property
     def compiled_as(self):
         """What the compiled kernel depends on: launches with the same key share it."""
         tensors = (t and (t.dtype, t.address, t.storage_bytes < 2**31) for t in self.tensors)
-        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.scalars)
+        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.numbers)
         return self.kernel, tuple(tensors), tuple(scalars), self.constants, self.options
 
     def arguments(self, kernel):
@@ -225,7 +230,7 @@ def record_split_rows(config, arch):
 def record_far_strides(config, arch):
     """Attention where the offsets of positions take 64 bits, at a length for each form of the backward pass."""
     with recording(arch) as launches, torch.device("meta"):
-        for seq_len in (llama.SHORT_SEQUENCE, 2 * llama.SHORT_SEQUENCE):
+        for seq_len in (llama.FUSED_BACKWARD_SEQ_LEN, 2 * llama.FUSED_BACKWARD_SEQ_LEN):
             q, k = (
                 torch.empty_strided(
                     (config.batch_size, seq_len, heads, config.head_dim),
@@ -457,9 +462,9 @@ def moved(a, *names):
 
 def norm_forward_work(statistics, bias):
     def work(a):
-        names = ["x", "weight", "y", *statistics, *(["delta", "residual"] if a.HAS_DELTA else [])]
+        names = ["x", "weight", "y", *statistics, *(["branch", "residual"] if a.HAS_BRANCH else [])]
         names += ["bias"] if bias and a.HAS_BIAS else []
-        return moved(a, *names), a.x.numel * (4 + 2 * bias + a.HAS_DELTA)
+        return moved(a, *names), a.x.numel * (4 + 2 * bias + a.HAS_BRANCH)
 
     return work
 
@@ -468,7 +473,7 @@ def norm_backward_work(statistics, second):
     def work(a):
         names = ["y_grad", "x", "weight", "x_grad", "partial", *statistics]
         names += ["residual_grad"] if a.HAS_RESIDUAL_GRAD else []
-        names += ["delta_grad"] if second and a.HAS_DELTA_GRAD else []
+        names += ["branch_grad"] if second and a.HAS_BRANCH_GRAD else []
         return moved(a, *names), a.x.numel * (8 + 2 * second + a.HAS_RESIDUAL_GRAD)
 
     return work
@@ -506,7 +511,7 @@ WORK = {  # kernel: its arguments -> (bytes, operations)
     ),
     "swiglu_kernel": lambda a: (
         moved(a, "x", "weight", "gate_up", "hidden"),
-        4 * a.hidden.numel * a.n_inner,
+        4 * a.hidden.numel * a.K,
     ),
     "cross_entropy_kernel": lambda a: (moved(a, "logits", "logits", "targets", "loss"), 8 * a.logits.numel),
     "scale_kernel": lambda a: (moved(a, "factor"), 0),  # the usual factor of 1 leaves x alone
@@ -650,7 +655,7 @@ def variant_of(launch):
 
 def make_row(job, compiled, kernels):
     launch = job.launch
-    aligned = all(s % 16 == 0 for s in launch.scalars if isinstance(s, int) and s > 256)  # the compiler knows no better
+    aligned = all(s % 16 == 0 for s in launch.numbers if isinstance(s, int) and s > 256)  # the compiler knows no better
     row = {
         "kernel": launch.kernel,
         "variant": variant_of(launch),
