@@ -71,6 +71,8 @@ jit = triton.jit if triton else lambda kernel: kernel
 
 
 class Bug(NamedTuple):
+    """A mistake of the published workshop, or one that is easily made."""
+
     stages: tuple  # the stages it is part of
     effect: str  # what it brings back
     sign: str  # what gives it away
@@ -137,6 +139,7 @@ LEAST = dict(
 
 
 def option(default, help, **metadata):
+    """A field of Config; metadata are argparse's, and the "group" that begins with it."""
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
@@ -239,22 +242,28 @@ class Config:
 
     @property
     def head_dim(self):
+        """Dimensions of a head."""
         return self.hidden_dim // self.num_heads
 
     @property
     def tokens_per_step(self):
+        """Tokens of a batch."""
         return self.batch_size * self.seq_len
 
     @property
     def bugs(self):
+        """The names of the mistakes that are asked for."""
         return [name for name in BUGS if getattr(self, name)]
 
 
 def flag_of(field_name):
+    """num_steps -> --num-steps"""
     return "--" + field_name.replace("_", "-")
 
 
 class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong command line is a UsageError."""
+
     def error(self, message):
         raise UsageError(f"{message} (--help lists the flags)")
 
@@ -288,6 +297,7 @@ def parse_config(argv, program):
 
 
 def print_stages():
+    """What --list-stages shows."""
     for stage, title in STAGES.items():
         print(f"stage {stage}: {title}")
         for name in stage_flags(stage):
@@ -305,6 +315,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own variable
 
 @dataclass(frozen=True)
 class Device:
+    """What launch configurations and reports depend on."""
+
     type: str  # "cuda" (NVIDIA and AMD alike) or "cpu"
     name: str
     arch: str  # "sm_90", "gfx942", ... or "cpu"
@@ -321,6 +333,7 @@ class Device:
 
 @functools.cache
 def get_device(type):
+    """The current Device of type "cuda" or "cpu"."""
     if type == "cpu":
         return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -331,6 +344,7 @@ def get_device(type):
 
 
 def select_device(requested):
+    """The Device of --device; UsageError if there is no such one."""
     if requested == "cuda" and not torch.cuda.is_available():
         build = torch.version.hip or torch.version.cuda
         reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
@@ -377,6 +391,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device, precision):
+    """TFLOP/s of the datasheet in "bf16", "tf32" or "fp32"; None for a device that is not listed."""
     for name, (units, peaks) in PEAK_TFLOPS.items():
         if device.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
             return peaks.get(precision)
@@ -391,6 +406,7 @@ def precision_name(config, device):
 
 
 def tf32_available(device):
+    """Whether matrix units take fp32 operands rounded to TF32."""
     return device.arch == "gfx942" or device.arch.startswith("sm_") and int(device.arch[3:]) >= 80
 
 
@@ -403,10 +419,12 @@ def dot_precision(device):
 
 
 def cdiv(a, b):
+    """ceil(a / b) of integers."""
     return -(-a // b)
 
 
 def next_power_of_2(n):
+    """The smallest power of two from n on."""
     return 1 << (n - 1).bit_length()
 
 
@@ -417,6 +435,8 @@ def next_power_of_2(n):
 
 
 class NormTile(NamedTuple):
+    """Rows and columns of a tile, warps of a program, and programs."""
+
     rows: int
     cols: int
     warps: int
@@ -424,6 +444,8 @@ class NormTile(NamedTuple):
 
 
 class AttentionTile(NamedTuple):
+    """As the kernels call it."""
+
     BLOCK_M: int  # queries
     BLOCK_N: int  # keys
     num_warps: int
@@ -453,14 +475,21 @@ ATTENTION_TILES = {
     ("nvidia", "any", 128): ((32, 32, 8, 1),) * 4,
     ("interpreter", "any", 128): ((32, 32, 4, 1),) * 4,
 }  # fmt: skip
-COLUMN_SUM_TILE = (128, 16, 8)  # rows, columns, warps
-NORM_ELEMENTS = {"forward": 4096, "backward": 8192}  # of a tile
-ROPE_BLOCK = 1024  # elements; like the two below 8 or more a thread, so that a load of 16-bit types is 16 bytes wide
-SWIGLU_BLOCK = 1024
-NAIVE_SWIGLU_BLOCK = 128  # part of the mistake: a program has one dot product
-SCALE_BLOCK = 4096
-EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns
-ADAMW_BLOCK = 1024  # measured: 92 % of the bandwidth of a copy; more elements a thread took no less time
+# Elements that a program works on at a time, measured as said above.
+NORM_ELEMENTS = {
+    "forward": 4096,
+    "backward": 8192,
+}  # forward 2048 to 8192 are within 2 %; backward half takes 1.3 times
+# as long, twice 2.6 times
+COLUMN_SUM_TILE = (128, 16, 8)  # rows, columns, warps; 32 or 64 columns leave too few programs: 1.2 times as long
+ROPE_BLOCK = 1024  # within 1 % of the fastest; 2048 takes 1.2 times as long for 1,024 tokens
+SWIGLU_BLOCK = 1024  # 512 takes 1.1 to 1.2 times as long, 2048 as long, 4096 1.5 times for 1,024 tokens
+NAIVE_SWIGLU_BLOCK = 128  # part of the mistake
+CROSS_ENTROPY_BLOCK = 8192  # columns; a quarter takes 1.2 times as long
+CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
+SCALE_BLOCK = 4096  # hardly ever at work: the factor is 1
+EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns; a quarter of the columns takes twice as long
+ADAMW_BLOCK = 1024  # 256 to 4096 are within 3 %
 
 
 @functools.cache
@@ -502,9 +531,10 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
 
 @functools.cache
 def cross_entropy_tile(n_cols, device_type):
-    """(columns, warps). Measured: a row of up to 8192 in registers, a longer one in pieces; 16 elements a thread."""
-    cols = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
-    warps = max(4, cols // 512)
+    """(columns, warps) of the cross-entropy kernel for rows of n_cols."""
+    most = CROSS_ENTROPY_BLOCK if n_cols <= 65536 else 2 * CROSS_ENTROPY_BLOCK
+    cols = min(next_power_of_2(n_cols), most)
+    warps = max(4, cols // (32 * CROSS_ENTROPY_PER_THREAD))
     return cols, warps // 2 if get_device(device_type).family == "amd" else warps
 
 
@@ -622,6 +652,7 @@ KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def require_contiguous(**tensors):
+    """ValueError if one is strided."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
@@ -631,11 +662,13 @@ def require_contiguous(**tensors):
 
 
 def require_dtype(name, tensor):
+    """TypeError if the kernels do not take its type."""
     if tensor.dtype not in KERNEL_DTYPES:
         raise TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 def require_shape(name, tensor, shape):
+    """ValueError if it has another shape, TypeError if it has another type than the kernels take."""
     if tensor.shape != torch.Size(shape):
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
     require_dtype(name, tensor)
@@ -770,6 +803,8 @@ def column_sum_kernel(
 
 
 class RMSNormSaved(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
     residual: torch.Tensor  # (rows, cols): what was normalised
     weight: torch.Tensor
     rstd: torch.Tensor  # (rows,) in fp32
@@ -1152,9 +1187,10 @@ def flash_attention_backward_dq_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """q_grad, shaped as q, and delta (batch, num_heads, seq_len), in fp32, for the kernel below.
+    """q_grad = s_grad k * scale, and delta for the kernel below.
 
-    lse is that of the forward pass; cos, sin (seq_len, HEAD_DIM / 2) in fp32 are read if ROTARY.
+    q, o, o_grad, q_grad (batch, seq_len, heads, HEAD_DIM), k, v (batch, seq_len, num_kv_heads, HEAD_DIM); in fp32
+    forward's lse and delta (batch, heads, seq_len) and, read if ROTARY, cos, sin (seq_len, HEAD_DIM / 2).
     Grid: (batch * num_heads, blocks of queries), those with the most keys first.
     """
     query_gradient(
@@ -1173,8 +1209,9 @@ def flash_attention_backward_dkdv_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
-    """k_grad and v_grad, shaped as k and v.  EVEN_M: seq_len is a multiple of BLOCK_M.
+    """k_grad = s_grad^T q * scale, v_grad = p^T o_grad.  EVEN_M: seq_len is a multiple of BLOCK_M.
 
+    k_grad, v_grad (batch, seq_len, num_kv_heads, HEAD_DIM); q, k, v, o, o_grad, lse, delta, cos, sin as above.
     Grid: (batch * num_kv_heads, blocks of keys); the first keys have the most queries.
     """
     key_value_gradient(
@@ -1195,6 +1232,7 @@ def flash_attention_backward_kernel(
 ):  # fmt: skip
     """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
 
+    q, k, v, o, o_grad, lse, cos, sin, q_grad, k_grad, v_grad as above.
     Grid: batch * num_kv_heads * (blocks of keys + GROUP_SIZE * blocks of queries).
     """
     pid = program_index(0, INT64)
@@ -1346,6 +1384,8 @@ def badly_strided(x):
 
 
 class AttentionSaved(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
     x: torch.Tensor  # (batch * seq, hidden)
     qkv_weight: torch.Tensor
     o_weight: torch.Tensor
@@ -1444,6 +1484,7 @@ def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
 
 
 def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
+    """As triton_attention, by PyTorch's fused operator."""
     q, k, v = split_heads(F.linear(x, qkv_weight), num_heads, num_kv_heads)
     q, k, v = (t.transpose(1, 2) for t in (torch_rope(q, cos, sin), torch_rope(k, cos, sin), v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != num_kv_heads)
@@ -1472,7 +1513,7 @@ def swiglu_activation_kernel(gate_up_ptr, hidden_ptr, n_cols, BLOCK_SIZE: tl.con
 
 @jit
 def swiglu_activation_backward_kernel(hidden_grad_ptr, gate_up_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
-    """gate_up = [gate_grad | up_grad], in place.  Shapes and grid: as forward."""
+    """gate_up (rows, 2 n_cols) = [gate_grad | up_grad], in place; hidden_grad (rows, n_cols).  Grid: as forward."""
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -1512,6 +1553,8 @@ def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, K, n_cols, BLOCK_S
 
 
 class SwiGLUSaved(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
     x: torch.Tensor  # (rows, hidden)
     gate_up_weight: torch.Tensor
     down_weight: torch.Tensor
@@ -1998,6 +2041,7 @@ class TorchAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def reset(self, weights):
+        """As FlatAdamW's."""
         torch._foreach_copy_(self.parameters, weights)
         for state in self.state.values():
             for value in state.values():
@@ -2009,6 +2053,8 @@ class TorchAdamW(torch.optim.AdamW):
 
 
 class Operations(NamedTuple):
+    """What a model is made of, in one implementation."""
+
     embedding: Callable
     rmsnorm: Callable
     linear: Callable
@@ -2271,23 +2317,28 @@ class TrainStep:
         self.targets.copy_(targets)
 
     def autocast(self):
+        """The context of the forward pass."""
         # Our kernels take bf16 weights as they are; the library needs autocast, whose cache a graph must not keep.
         needed = self.config.use_amp and self.implementation != "triton"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=needed, cache_enabled=not self.config.graph)
 
     def forward(self):
+        """The loss, with its history, into self.loss; gradients are cleared first."""
         self.optimizer.zero_grad()
         with self.autocast():
             self.loss = self.run_model(self.tokens, self.targets)
 
     def backward(self):
+        """Gradients of self.loss."""
         with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread costs 0.5 ms a step
             self.loss.backward()
 
     def optimizer_step(self):
+        """New weights."""
         self.optimizer.step()
 
     def run(self):
+        """The whole step; nothing is synchronized."""
         self.forward()
         self.backward()
         self.optimizer_step()
@@ -2319,6 +2370,7 @@ class TrainStep:
 
 
 def synchronize(device):
+    """Waits for the GPU, if there is one."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -2361,6 +2413,7 @@ def show_layers(layers):
 
 
 def gradient_norm(model):
+    """The 2-norm of all gradients together, a tensor on the device."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
@@ -2437,6 +2490,7 @@ class StepClock:
         self.marks = []
 
     def mark(self):
+        """A point in time, the end of one phase and the beginning of the next."""
         if self.uses_events:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -2454,6 +2508,8 @@ class StepClock:
 
 @dataclass
 class StepRecord:
+    """What was measured of one step; times in ms."""
+
     loss: float
     batch_ms: float
     host_ms: float  # until the host had issued the whole step
@@ -2597,6 +2653,7 @@ def write_profile(step, device, folder, steps=3):
 
 
 def progress_line(config, index, record):
+    """Prints the line of a step."""
     fields = [
         f"step {index + 1:4d}/{config.num_steps}",
         f"loss {record.loss:.4f}",
@@ -2720,6 +2777,7 @@ def summarize(step, data, config, device, records):
 
 
 def print_summary(summary, config, device):
+    """Prints what summarize() found, under labels that scripts read."""
     batch, phases = summary["batch_ms"], summary["phase_ms"]
     print()
     if summary["diverged"]:
@@ -2773,6 +2831,7 @@ def environment(device):
 
 
 def print_configuration(config, device, step):
+    """Prints what runs where, read from the objects in use."""
     software = [f"PyTorch {torch.__version__}"]
     software += [f"HIP {torch.version.hip}"] if torch.version.hip else []
     software += [f"CUDA {torch.version.cuda}"] if torch.version.cuda else []
@@ -2806,6 +2865,7 @@ def used_operations(model):
 
 
 def operation_name(operation):
+    """Such as triton_attention, or triton_attention with noncontiguous_kv."""
     if isinstance(operation, functools.partial):
         return f"{operation.func.__name__} with {', '.join(operation.keywords['bugs'])}"
     return operation.__name__
@@ -2890,6 +2950,7 @@ def writable_folder(flag, name):
 
 
 def validate_on_device(config, device):
+    """UsageError for what this device cannot do."""
     if config.graph and device.type == "cpu":
         raise UsageError("--graph needs a GPU, and the device is a CPU: drop --graph (or --stage 8)")
     if config.graph and config.warmup_steps == 0:
@@ -2970,6 +3031,7 @@ def remedy(error, config):
 
 
 def run(config):
+    """The exit code of train_and_report(); what the user can remedy becomes a UsageError."""
     try:
         return train_and_report(config)
     except (RuntimeError, MemoryError) as error:
@@ -3002,6 +3064,7 @@ def exit_code_of(run, program):
 
 
 def main(argv=None, program=None):
+    """The exit code of a command line."""
     argv, program = sys.argv[1:] if argv is None else argv, program or sys.argv[0]
     return exit_code_of(lambda: run(parse_config(argv, program)), Path(program).name)
 
