@@ -52,8 +52,8 @@ else
     [[ $TOOL != ncu ]] || count_with_ncu
     [[ -z $COUNT || $TOOL == ncu ]] || note "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
 fi
-report hotspots.py "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
-[[ -z $COUNT || $TOOL == torch ]] || report counters.py "$RESULT"
+report hotspots "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
+[[ -z $COUNT || $TOOL == torch ]] || report counters "$RESULT"
 
 finish_result "The table as a file: $FINAL/kernels_of_the_steps.csv" \
-    "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER"
+    "$(suggestion "Compare with another run" compare "$FINAL" OTHER)"

@@ -20,7 +20,7 @@ else
     profile "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
 fi
-report hotspots.py "$RESULT"
+report hotspots "$RESULT"
 
-finish_result "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER" \
-    "Draw it: $PYTHON $ROOT/profiling/plot.py $FINAL"
+finish_result "$(suggestion "Compare with another run" compare "$FINAL" OTHER)" \
+    "$(suggestion "Draw it" plot "$FINAL")"

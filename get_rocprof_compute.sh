@@ -41,13 +41,13 @@ ncu)
     ;;
 esac
 if [[ $TOOL == ncu ]]; then
-    report counters.py "$RESULT"
+    report counters "$RESULT"
     finish_result "Open in Nsight Compute: ncu-ui $FINAL/ncu.ncu-rep" \
         "As text: ncu --import $FINAL/ncu.ncu-rep --page details"
 else
     profile "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
-    report hotspots.py "$RESULT"
+    report hotspots "$RESULT"
     finish_result "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU." \
-        "Bandwidth and arithmetic of each Triton kernel, from what it must do: $PYTHON $ROOT/run_triton_profiling.py"
+        "Bandwidth and arithmetic of each Triton kernel, from what it must do: $(quoted "$PYTHON" "$ROOT/run_triton_profiling.py")"
 fi

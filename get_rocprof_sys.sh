@@ -20,8 +20,8 @@ if [[ $TOOL == rocprof-sys ]]; then
 else
     profile "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
-    profile "$PYTHON" "$ROOT/profiling/host_profile.py" "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
+    report host_profile "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
     require_file host_profile.pstats
     finish_result "Open trace.json in https://ui.perfetto.dev" \
-        "What called what on the host: $PYTHON -m pstats $FINAL/host_profile.pstats"
+        "What called what on the host: $(quoted "$PYTHON" -m pstats "$FINAL/host_profile.pstats")"
 fi

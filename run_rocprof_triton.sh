@@ -35,8 +35,8 @@ else
         note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
     fi
 fi
-report plot.py "$RESULT" "$RESULT/kernels_alone.json"
-report summary.py "$RESULT" --tool "$TOOL"
+report plot "$RESULT" "$RESULT/kernels_alone.json"
+report summary "$RESULT" --tool "$TOOL"
 
 summary=$(dirname "$FINAL")/triton_analysis_summary.md
 [[ -z $OUTPUT ]] || summary=$FINAL/triton_analysis_summary.md

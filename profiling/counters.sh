@@ -49,7 +49,7 @@ run_ncu() {
         -f -o "$RESULT/ncu" "${PROGRAM[@]}" --num-steps 1 --warmup-steps 1 || return
     [[ -n $DRY_RUN || -s $RESULT/ncu.ncu-rep ]] || return 1
     if [[ -n $DRY_RUN ]]; then
-        note "ncu --import $(printf %q "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
+        note "ncu --import $(quoted "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
     else
         ncu --import "$RESULT/ncu.ncu-rep" --csv --page raw --print-units base --print-kernel-base demangled \
             >"$RESULT/ncu_raw.csv" 2>>"$LOG"

@@ -23,10 +23,9 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.command_line import Parser  # noqa: E402
+from profiling.command_line import Parser, exit_code_of
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICES = Path("/dev")
 TESTED_TORCH = (2, 7), (2, 13)
 TESTED_NUMPY = (1, 26), (2, 3)
@@ -499,25 +498,25 @@ def parse(argv):
     return options
 
 
-def main(argv=None):
-    options = parse(argv)
+def report(options):
     machine = Machine(options.time_limit)
     findings = []
-    try:
-        for probe in PROBES:
-            for finding in findings_of(probe, machine):
-                findings.append(finding)
-                if not options.json:
-                    show(finding)
-                    sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
+    for probe in PROBES:
+        for finding in findings_of(probe, machine):
+            findings.append(finding)
+            if not options.json:
+                show(finding)
+                sys.stdout.flush()
     counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, FAIL)}
     if options.json:
         print(json.dumps({"findings": [finding._asdict() for finding in findings], "counts": counts}, indent=1))
     else:
         print(f"\n{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL")
     return 1 if counts[FAIL] else 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "doctor.sh")
 
 
 if __name__ == "__main__":

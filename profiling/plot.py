@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Draw a profile: the top kernels, the timeline of one step, and the roofline.
 
-    python profiling/plot.py hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder
-    python profiling/plot.py profile.json --output pictures        roofline.png, from run_triton_profiling.py --json
+    python -m profiling.plot hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder
+    python -m profiling.plot profile.json --output pictures        roofline.png, from run_triton_profiling.py --json
 
 Exit codes: 0 done, 1 there is nothing to draw, 2 the profile cannot be read.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,18 +16,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.command_line import Parser  # noqa: E402
+from profiling.command_line import NothingRecorded, Parser, exit_code_of  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
-from profiling.kernel_stats import (  # noqa: E402
-    Unreadable,
-    operation_of,
-    read_dispatches,
-    read_ranges,
-    read_step_stats,
-    reported,
-    within,
-)
+from profiling.kernel_names import operation_of  # noqa: E402
+from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within  # noqa: E402
+from profiling.readers.kernels_alone import read_kernels_alone  # noqa: E402
 from profiling.timeline import typical_step  # noqa: E402
 
 TOP = 12
@@ -114,19 +106,10 @@ def draw_roofline(result):
     return figure
 
 
-def read_result(path):
-    """The JSON of run_triton_profiling.py."""
-    with reported(path):
-        result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"ceilings", "kernels", "environment"} <= result.keys():
-        raise Unreadable(f"{path} is no result of run_triton_profiling.py --json")
-    return result
-
-
 def pictures_of(path, title):
     """{file name: figure} of what can be drawn of a folder, a trace or a JSON."""
     if path.suffix == ".json" and path.name != "trace.json":
-        return {"roofline.png": draw_roofline(read_result(path))}
+        return {"roofline.png": draw_roofline(read_kernels_alone(path))}
     table, steps = read_step_stats(path)
     pictures = {}
     if len(table):
@@ -137,7 +120,7 @@ def pictures_of(path, title):
 
 
 def parse(argv):
-    parser = Parser("plot.py", __doc__)
+    parser = Parser("plot", __doc__)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="profile", help="folder or file")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where the pictures go (default: beside the profile)"
@@ -146,17 +129,11 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
+def draw(options):
     for path in options.profiles:
-        try:
-            pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
-        except Unreadable as error:
-            print(f"plot.py: error: {error}", file=sys.stderr)
-            return 2
+        pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
         if not pictures:
-            print(f"plot.py: {path} holds no kernels: did the program use the GPU?", file=sys.stderr)
-            return 1
+            raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
         folder = options.output or (path if path.is_dir() else path.parent)
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in pictures.items():
@@ -164,6 +141,10 @@ def main(argv=None):
             plt.close(figure)
             print(f"Picture: {folder / name}")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: draw(parse(argv)), "plot")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,9 @@
 
 import pandas as pd
 
-from profiling.kernel_stats import read_dispatches, read_ranges
+from profiling.readers import read_dispatches, read_ranges, steps_of
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
-
-
-def steps_of(ranges):
-    """Start and End of the measured steps."""
-    return ranges[ranges["Name"] == "step"].reset_index(drop=True)
 
 
 def typical_step(ranges):
@@ -22,7 +17,7 @@ def typical_step(ranges):
 
 
 def busy_ns(dispatches):
-    """The time in which at least one kernel ran; Name, Start and End in the order of Start."""
+    """The time in which at least one kernel ran, in ns, of Name, Start and End (ns) in the order of Start."""
     reached = dispatches["End"].cummax().shift(fill_value=0)  # by all kernels before
     begin = dispatches["Start"].where(dispatches["Start"] > reached, reached)
     return int((dispatches["End"] - begin).clip(lower=0).sum())

@@ -58,6 +58,10 @@ def execute(request):
             code = sys.argv.pop(1)
             sys.path[0] = ""
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        elif sys.argv[0] == "-m":
+            sys.path[:1] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""The doctor finds what it should, with stand-ins for each tool, device file and package, and never hangs."""
+"""The doctor finds what it should, with fakes of each tool, device file and package, and never hangs."""
 
 import json
 import os
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from profiling import doctor
+
 ROOT = Path(__file__).parent.parent
 DOCTOR = ROOT / "profiling" / "doctor.sh"
-sys.path.insert(0, str(DOCTOR.parent))
-
-import doctor  # noqa: E402
 
 
 class Machine:
