@@ -13,11 +13,11 @@ start_result hotspots/hotspot
 
 if [[ $TOOL == rocprofv3 ]]; then
     # CSV by name: with ROCm 7's default, a database, --stats writes nothing.
-    profile rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
+    run_or_fail rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
         -- "${PROGRAM[@]}"
     require_file '*_kernel_stats.csv'
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
 fi
 report hotspots "$RESULT"

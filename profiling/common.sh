@@ -239,7 +239,7 @@ stop() {
 
 # Prints a command line, runs it in the folder IN if that is set, and logs both; returns its status.
 # A process group of its own lets stop reach all of it, and tee outlives the others' last words.
-run() {
+run_logged() {
     local line status=0
     line="${IN:+cd $(quoted "$IN") && }$(quoted "$@")"
     if [[ -n $DRY_RUN ]]; then
@@ -261,10 +261,10 @@ run() {
     return "$status"
 }
 
-# run, or the end of the script with the same status and, where it is known, the reason.
-profile() {
+# run_logged, or the end of the script with the same status and, where it is known, the reason.
+run_or_fail() {
     local status=0
-    run "$@" || status=$?
+    run_logged "$@" || status=$?
     ((status == 0)) || fail "$status" "$(explain "$status")"
 }
 
@@ -316,7 +316,7 @@ require_file() {
 # report NAME ARGUMENTS: profiling/NAME.py reads the recordings; its output goes into the log as well.
 report() {
     module_command "$@"
-    profile "${COMMAND[@]}"
+    run_or_fail "${COMMAND[@]}"
 }
 
 # suggestion TEXT NAME ARGUMENTS: how to go on with profiling/NAME.py.

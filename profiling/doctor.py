@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def run(command, seconds, **variables):
+def answer_of(command, seconds, **variables):
     """(exit status, output) of a command; (None, reason) if it cannot be started or takes too long."""
     try:
         process = subprocess.Popen(
@@ -151,7 +151,7 @@ class Machine:
 
     def _ask(self, program, **variables):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        status, output = run([sys.executable, "-c", program], self.seconds, PYTHONPATH=path, **variables)
+        status, output = answer_of([sys.executable, "-c", program], self.seconds, PYTHONPATH=path, **variables)
         if status != 0:
             return None, output if status is None else f"exit status {status}: {last_line(output)}"
         answers = [line for line in output.splitlines() if line.startswith(("{", "["))]  # warnings may follow
@@ -361,7 +361,7 @@ def probe_profilers(machine):
 
 
 def describe_profiler(machine, name, path):
-    status, output = run([path, "--version"], machine.seconds)
+    status, output = answer_of([path, "--version"], machine.seconds)
     if status is None:
         return Finding("profilers", WARN, f"{name}: {path}: {output}", "try by hand whether it starts at all")
     versions = [line.strip() for line in output.splitlines() if re.search(r"\d+\.\d+", line)]

@@ -27,8 +27,7 @@ PROGRAM = ["--batch-size", "8", "--seq-len", "128", "--num-steps", "20"]
 
 
 def time_command(command):
-    """(standard output, seconds) of a command; raises Failure, with the end of what it printed, if it ends with another
-    status than 0."""
+    """(standard output, seconds) of a command; raises Failure with its last words if it did not succeed."""
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
     if done.returncode:

@@ -34,7 +34,7 @@ def colors_of(operations):
 
 
 def draw_kernels(table, steps, title):
-    """Bars of the kernels that take the most time, coloured by operation."""
+    """Bars of the kernels that take the most time, coloured by operation, of a table of readers.COLUMNS."""
     spots = hotspots(table, steps).head(TOP)[::-1]
     colors = colors_of(spots["operation"][::-1])
     figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4), layout="constrained")
@@ -49,31 +49,40 @@ def draw_kernels(table, steps, title):
     return figure
 
 
+def draw_bars(axes, start, rows, level, **style):
+    """Name, Start and End (ns) as bars, in ms since start. Returns [(left, width)], in ms."""
+    spans = [((a - start) / 1e6, (b - a) / 1e6) for a, b in zip(rows["Start"], rows["End"], strict=True)]
+    axes.broken_barh(spans, (level, 0.8), **style)
+    return spans
+
+
+def draw_ranges(axes, start, end, ranges):
+    """The step above its phases, with their names, above its layers in two shades of grey."""
+    for level, names in ((3, PHASES[:1]), (2, PHASES[1:])):
+        rows = ranges[ranges["Name"].isin(names)]
+        spans = draw_bars(axes, start, rows, level, color="0.85", edgecolor="0.4")
+        for (left, width), name in zip(spans, rows["Name"], strict=True):
+            if width > 0.04 * (end - start) / 1e6:  # else the name does not fit
+                axes.text(left + width / 2, level + 0.4, name, ha="center", va="center", fontsize=8)
+    layers = ranges[ranges["Name"].str.match(r"layers\.\d+ ")]
+    numbers = layers["Name"].str.extract(r"(\d+)")[0].astype(float)
+    for parity, color in enumerate(("0.75", "0.6")):
+        draw_bars(axes, start, layers[numbers % 2 == parity], 1, color=color)
+
+
 def draw_timeline(dispatches, ranges, title):
-    """One step: the phases, the layers, and the device's kernels below them, coloured by operation."""
+    """One step: the phases, the layers, and the device's kernels below them, coloured by operation.
+
+    dispatches and ranges are tables of Name, Start and End (ns) as the readers give them.
+    """
     start, end = typical_step(ranges)
-    inside = ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)]
     kernels = within(dispatches, (start, end))
     operations = kernels["Name"].astype(str).map(operation_of)
     totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
-    colors = colors_of(totals.index)
     figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
-
-    def bars(rows, level, **style):
-        spans = [((a - start) / 1e6, (b - a) / 1e6) for a, b in zip(rows["Start"], rows["End"], strict=True)]
-        axes.broken_barh(spans, (level, 0.8), **style)
-        return spans
-
-    for level, rows in ((3, inside[inside["Name"] == "step"]), (2, inside[inside["Name"].isin(PHASES[1:])])):
-        for (left, width), name in zip(bars(rows, level, color="0.85", edgecolor="0.4"), rows["Name"], strict=True):
-            if width > 0.04 * (end - start) / 1e6:
-                axes.text(left + width / 2, level + 0.4, name, ha="center", va="center", fontsize=8)
-    layers = inside[inside["Name"].str.match(r"layers\.\d+ ")]
-    for parity in (0, 1):
-        numbers = layers["Name"].str.extract(r"(\d+)")[0].astype(float)
-        bars(layers[numbers % 2 == parity], 1, color=("0.75", "0.6")[parity])
-    for name, color in colors.items():
-        bars(kernels[operations == name], 0, color=color, label=name)
+    draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
+    for name, color in colors_of(totals.index).items():
+        draw_bars(axes, start, kernels[operations == name], 0, color=color, label=name)
     axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
     axes.set_xlabel("ms since the step began")
     axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
@@ -82,7 +91,10 @@ def draw_timeline(dispatches, ranges, title):
 
 
 def draw_roofline(result):
-    """Kernels between the measured ceilings of bandwidth and arithmetic, as arithmetic intensity against speed."""
+    """Kernels between the measured ceilings of bandwidth and arithmetic, as arithmetic intensity against speed.
+
+    result is that of read_kernels_alone. Raises Unreadable if no kernel has bytes, arithmetic and time.
+    """
     bandwidth, arithmetic = result["ceilings"]["GB/s"] / 1e3, result["ceilings"]["TFLOP/s"]
     points = [k for k in result["kernels"] if k.get("flop") and k.get("bytes") and k["triton"]["ms"]]
     if not points:
@@ -90,12 +102,12 @@ def draw_roofline(result):
     intensity = np.array([k["flop"] / k["bytes"] for k in points])
     speed = np.array([k["flop"] / k["triton"]["ms"] / 1e9 for k in points])
     ridge = arithmetic / bandwidth
-    roof_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
+    ceiling_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
     figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-    axes.loglog(roof_x, np.minimum(arithmetic, roof_x * bandwidth), color="black")
-    left = roof_x[len(roof_x) // 10]
+    axes.loglog(ceiling_x, np.minimum(arithmetic, ceiling_x * bandwidth), color="black")
+    left = ceiling_x[len(ceiling_x) // 10]
     axes.text(left, left * bandwidth * 1.3, f"{bandwidth * 1e3:.4g} GB/s", ha="right", va="bottom", fontsize=8)
-    axes.text(roof_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
+    axes.text(ceiling_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
     colors = colors_of(k["name"] for k in points)
     for x, y, kernel in zip(intensity, speed, points, strict=True):
         axes.plot(x, y, "o", color=colors[kernel["name"]], label=kernel["name"])

@@ -14,7 +14,7 @@ import pytest
 import tiny_llama_v3 as llama
 from profiling import readers
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import COLUMNS, Unreadable, chrome, files, read_kernel_stats, rocpd
+from profiling.readers import COLUMNS, Unreadable, files, read_kernel_stats, rocpd
 
 sys.path.insert(0, str(Path(__file__).parent / "rocm_stand_ins"))
 import records  # noqa: E402  (it lies beside the stand-ins)
