@@ -151,7 +151,7 @@ rocm_release() {
 
 # Sets TOOL, and RELEASE (major * 100 + minor) for ROCm's, and says which is in use: the first line of every script.
 choose_tool() {
-    local candidate obstacle reason='' bundled release
+    local candidate obstacle reason='' release
     if [[ $TOOL == auto ]]; then
         for candidate in "${TOOLS[@]}"; do
             obstacle=$(obstacle_of "$candidate")
@@ -171,14 +171,20 @@ choose_tool() {
         # shellcheck disable=SC2034  # for the scripts
         RELEASE=$((${release%%.*} * 100 + ${release#*.}))
         note "Tool: $TOOL of ROCm $release"
-        module_command torch_rocm
-        bundled=$("${COMMAND[@]}" 2>/dev/null) || bundled=''
-        if [[ -n $bundled && $bundled != "$release" ]]; then
-            note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $release: it may record nothing," \
-                "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
-        fi
+        warn_of_second_rocm "$release"
         ;;
     esac
+}
+
+# A PyTorch wheel may bring a ROCm of its own.
+warn_of_second_rocm() {
+    local bundled
+    module_command torch_rocm
+    bundled=$("${COMMAND[@]}" 2>/dev/null) || return 0
+    if [[ -n $bundled && $bundled != "$1" ]]; then
+        note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $1: it may record nothing," \
+            "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
+    fi
 }
 
 # fall_back_to_torch REASON STATUS: where auto leaves the choice; else the end.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compare the kernels of two runs: what got faster, slower, appeared, vanished.
 
     python -m profiling.compare hotspots/hotspot_before hotspots/hotspot_after

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Print what the hardware counted for each kernel, and what follows from it.
 
     python -m profiling.counters counters/counter_20261121_120000

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Say what keeps the project from running well on this machine, and what to do about it.
 
     profiling/doctor.sh             each finding a line, OK, WARN or FAIL, with the remedy below it
@@ -27,6 +26,7 @@ from profiling.command_line import Parser, exit_code_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = Path("/dev")
+VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 TESTED_TORCH = (2, 7), (2, 13)
 TESTED_NUMPY = (1, 26), (2, 3)
 TESTED_ARCHITECTURES = {  # what is known of them
@@ -80,6 +80,7 @@ def version_tuple(text):
 
 
 def dotted(version):
+    """(6, 4) -> 6.4"""
     return ".".join(map(str, version))
 
 
@@ -173,7 +174,7 @@ class Machine:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Probes: each takes the machine and yields findings.
+# Probes: each takes the machine and yields findings. What is missing altogether, another probe has told already.
 
 
 def probe_python(machine):
@@ -282,18 +283,18 @@ def probe_gpu(machine):
         remedy = "on a cluster start a job with a GPU; in a container pass the devices"
         yield Finding("gpu", WARN, "PyTorch sees none, and there is no device file of one", remedy)
     for index, gpu in enumerate(gpus or ()):
-        gib = 2**30
-        text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
-        known = TESTED_ARCHITECTURES.get(gpu["arch"])
-        if not known:
-            yield Finding("gpu", WARN, f"{text}; nothing is known of it", "run: python tiny_llama_v3.py --check")
-        elif gpu["free"] < 0.5 * gpu["total"]:
-            yield Finding("gpu", WARN, f"{text}: someone else uses it", "times will differ; choose another GPU")
-        else:
-            yield Finding("gpu", OK, f"{text} ({known})")
+        yield describe_gpu(index, gpu)
 
 
-VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+def describe_gpu(index, gpu):
+    gib = 2**30
+    text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
+    known = TESTED_ARCHITECTURES.get(gpu["arch"])
+    if not known:
+        return Finding("gpu", WARN, f"{text}; nothing is known of it", "run: python tiny_llama_v3.py --check")
+    if gpu["free"] < 0.5 * gpu["total"]:
+        return Finding("gpu", WARN, f"{text}: someone else uses it", "times will differ; choose another GPU")
+    return Finding("gpu", OK, f"{text} ({known})")
 
 
 def probe_access(machine):

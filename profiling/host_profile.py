@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Profile the host side of a Python program: which functions its time goes to, and what called them.
 
     python -m profiling.host_profile FILE.pstats program.py [ARGUMENTS...]

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Print which kernels a training step spends its time in.
 
     python -m profiling.hotspots hotspots/hotspot_20261121_120000

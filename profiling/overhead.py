@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measure what profiling adds to a training step.
 
     python -m profiling.overhead                                     get_trace.sh and get_hotspots.sh

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Draw a profile: the top kernels, the timeline of one step, and the roofline.
 
     python -m profiling.plot hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder

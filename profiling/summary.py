@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Write triton_analysis_summary.md: launch overhead, bandwidth and utilisation, computed from a session's recordings.
 
     python -m profiling.summary rocprof_results/session_20261121_120000 --tool rocprofv3
@@ -36,6 +35,10 @@ def markdown(table):
     lines.append("|" + "|".join(" ---: " if is_number else " --- " for is_number in numeric) + "|")
     lines += ["| " + " | ".join(map(cell, row)) + " |" for row in table.itertuples(index=False, name=None)]
     return "\n".join(lines)
+
+
+# The sections take the figures of step_figures (None without steps), derived of counters.derive (empty if nothing was
+# counted) and alone of read_kernels_alone.
 
 
 def launch_section(figures, on_gpu):
@@ -136,7 +139,7 @@ def roofline_section(derived, alone):
 
 
 def summary(path, tool):
-    """The text of the summary of a session's folder."""
+    """The text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
     table, steps = read_step_stats(path)
     alone = read_kernels_alone(path / "kernels_alone.json")
     counters = read_counters(path)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Print the ROCm release that PyTorch was built for, 6.4 for example; an empty line if it was built for none.
 
     python -m profiling.torch_rocm

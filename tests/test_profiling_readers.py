@@ -171,6 +171,17 @@ def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, name):
     assert readers.step_window(tmp_path) == ((9000, 39000), 1)
 
 
+def test_the_last_kernels_of_a_step_that_outlive_its_range_count(tmp_path):
+    """torch.profiler records nothing but steps: no kernel of its trace is left out, of the folder or of the file."""
+    rows = [("user_annotation", "step", 0, 10), ("kernel", "early", 2, 3), ("kernel", "late", 11, 3)]
+    (tmp_path / "trace.json").write_text(
+        chrome_trace([{"cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in rows])
+    )
+    for path in (tmp_path, tmp_path / "trace.json"):
+        table, steps = readers.read_step_stats(path)
+        assert steps == 1 and set(table["Name"]) == {"early", "late"}
+
+
 def test_a_memset_counts_as_a_copy_does(tmp_path):
     (tmp_path / "trace.json").write_text(
         chrome_trace([{"cat": "gpu_memset", "name": "Memset (Device)", "ts": 3, "dur": 2}])

@@ -532,6 +532,19 @@ def test_help(machine, script):
     assert os.stat(ROOT / script).st_mode & stat.S_IXUSR
 
 
+def test_a_project_in_a_folder_with_spaces(machine):
+    """The reports start from wherever the script was started, and so do the command lines that it suggests."""
+    project = machine.folder / "my projects" / "llama"
+    shutil.copytree(ROOT / "profiling", project / "profiling", ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "get_hotspots.sh", project)
+    run = machine.with_rocm("7.0").run(project / "get_hotspots.sh", "--output", "out")
+    assert run.code == 0 and "Kernels of 3 steps" in run.out
+    (suggested,) = re.findall(r"^Compare with another run: (.*)$", run.out, flags=re.M)
+    command = suggested.replace("OTHER", str(machine.work / "out"))
+    done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Kernels: 6 same" in done.stdout, done.stderr
+
+
 def test_arguments_with_spaces_stay_whole(machine):
     run = machine.with_rocm("7.0").run("get_trace.sh", "--output", "my out", "--", "--learning-rate", "1 e")
     assert run.code == 0 and run.commands[0][-2:] == ["--learning-rate", "1 e"]
