@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from profiling import doctor
-
 ROOT = Path(__file__).parent.parent
 DOCTOR = ROOT / "profiling" / "doctor.sh"
+sys.path.insert(0, str(DOCTOR.parent))
+
+import doctor  # noqa: E402
 
 
 class Machine:

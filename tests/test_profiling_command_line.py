@@ -12,7 +12,7 @@ import pytest
 from profiling import hotspots
 from profiling.command_line import Failure, NothingRecorded, exit_code_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(hotspots.__file__).resolve().parents[1]
 WAITS = """
 import sys, time
 from profiling.command_line import exit_code_of
