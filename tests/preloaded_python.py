@@ -53,11 +53,16 @@ def execute(request):
     os.environ.update(request["env"])
     sys.executable = request["executable"]  # subprocesses start fast as well
     sys.argv = request["argv"]
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
         if sys.argv[0] == "-c":
             code = sys.argv.pop(1)
             sys.path[0] = ""
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        elif sys.argv[0] == "-m":
+            sys.path[0] = os.getcwd()
+            name = sys.argv.pop(1)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")

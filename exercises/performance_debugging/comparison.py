@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import tiny_llama_v3 as llama  # noqa: E402
-from profiling.kernel_stats import read_kernel_stats  # noqa: E402
+from profiling.readers import read_kernel_stats  # noqa: E402
 
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"

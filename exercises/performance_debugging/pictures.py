@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import roofline  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
-from profiling.kernel_stats import short_name  # noqa: E402
+from profiling.kernel_names import short_name  # noqa: E402
 
 BASELINE_COLOUR = "0.6"
 MARKERS = "os^vD<>pP*Xhd"
