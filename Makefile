@@ -2,6 +2,8 @@
 # Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA libraries.
 
 PYTHON ?= python3
+# The tests' scripts would run PYTHON instead of .venv's, whose parent it is.
+unexport PYTHON
 # AMD GPUs need PyTorch's ROCm wheels; empty means pip's own index.
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
