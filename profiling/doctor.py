@@ -29,7 +29,7 @@ from profiling.command_line import Parser  # noqa: E402
 
 DEVICES = Path("/dev")
 TESTED_TORCH = (2, 7), (2, 13)
-TESTED_NUMPY = (1, 26), (2, 4)
+TESTED_NUMPY = (1, 26), (2, 5)
 TESTED_ARCHITECTURES = {  # what is known of them
     "sm_90": "tested",
     "sm_80": "every kernel compiles for it, none was run on it",

@@ -129,7 +129,7 @@ def test_triton_without_an_owner_and_without_triton():
 
 
 @pytest.mark.parametrize("triton", ["3.6.0", "3.7.0", "3.10.0", None])
-@pytest.mark.parametrize("version, level", [("1.25.0", "WARN"), ("1.26.0", "OK"), ("2.3.9", "OK"), ("2.5.0", "WARN")])
+@pytest.mark.parametrize("version, level", [("1.25.0", "WARN"), ("1.26.0", "OK"), ("2.3.9", "OK"), ("2.6.0", "WARN")])
 def test_numpy_versions(version, level, triton):
     assert diagnose("numpy", Machine(numpy=version, triton=triton))[0] == level
 
