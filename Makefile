@@ -2,17 +2,20 @@
 # Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA libraries.
 
 PYTHON ?= python3
+# The tests' scripts would run PYTHON instead of .venv's, whose parent it is.
+unexport PYTHON
 # AMD GPUs need PyTorch's ROCm wheels; empty means pip's own index.
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test lint kernel-report clean force
+.PHONY: help run test lint publish kernel-report clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 	$(VENV_PYTHON) tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
+	@echo 'To go on: . .venv/bin/activate && python tiny_llama_v3.py --help'
 
 test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
 	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
@@ -22,16 +25,20 @@ lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff format --check .
 	find . -name .venv -prune -o \( -name '*.sh' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
-kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into profiling/KERNELS.md
-	$(VENV_PYTHON) profiling/kernel_report.py
+publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
+	$(VENV_PYTHON) -m benchmarks.publish
 
-clean: ## remove .venv and the caches
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
+	$(VENV_PYTHON) -m profiling.kernel_report
+
+clean: ## remove .venv, the caches and what pip built
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# A .venv that lost its interpreter or its packages is made anew, whatever its stamps say.
-healthy := $(shell $(VENV_PYTHON) -c 'from importlib.util import find_spec; \
-	print(all(map(find_spec, ["pip", "torch", "numpy"])))' 2>/dev/null)
+# A .venv that was moved, or lost its interpreter or packages, is made anew, whatever its stamps say.
+healthy := $(shell $(VENV_PYTHON) -c 'import sys; from importlib.util import find_spec; from pathlib import Path; \
+	here = Path(sys.prefix).as_uri() in Path(sys.prefix, "pip.conf").read_text(); \
+	print(here and all(map(find_spec, ["pip", "torch", "numpy"])))' 2>/dev/null)
 
 .venv/run.stamp: requirements.txt setup_env.sh $(if $(filter True,$(healthy)),,force)
 	PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ./setup_env.sh

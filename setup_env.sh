@@ -20,6 +20,7 @@ python=.venv/bin/python
     die "$parent cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv"
 
 imports() { "$1" -c "import $2" 2>/dev/null; }
+requirement() { grep -E "^$1[<>=;]" requirements.txt; }
 
 if imports "$parent" torch; then
     "$parent" -m venv --clear --system-site-packages .venv
@@ -32,24 +33,37 @@ if sys.prefix != sys.base_prefix:
 else
     "$parent" -m venv --clear .venv
     # Asked alone, the index cannot lose against a higher version elsewhere.
-    if [ -n "${TORCH_INDEX:-}" ]; then
-        "$python" -m pip install --index-url "$TORCH_INDEX" "$(grep '^torch' requirements.txt)"
-    fi
+    "$python" -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(requirement torch)"
 fi
 
-# The ROCm wheels name their triton differently: pip would put PyPI's triton beside it.
-keep=
-if imports "$python" torch; then
-    keep=torch
-    "$python" -c 'import torch; print(f"Keeping torch {torch.__version__} from {torch.__file__}")'
-    if imports "$python" triton || "$python" -c 'import sys, torch; sys.exit(torch.version.hip is None)'; then
-        keep='torch|triton'
-    fi
+"$python" -c 'import sys, torch
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.version import Version
+print(f"torch {torch.__version__} from {torch.__file__}")
+if Version(torch.__version__).base_version not in Requirement(sys.argv[1]).specifier:
+    print(f"setup_env.sh: warning: torch {torch.__version__} is kept; tested is {sys.argv[1]}", file=sys.stderr)
+' "$(requirement torch)"
+
+# ROCm's PyTorch has a triton of its own, under another name: pip would put PyPI's beside it.
+if ! imports "$python" triton && "$python" -c 'import sys, torch; sys.exit(torch.version.hip is not None)'; then
+    "$python" -m pip install "$(requirement triton)"
 fi
 
-# No dependency may replace what is kept: it is pinned, or shut out if it goes by another name.
-for name in ${keep//|/ }; do
-    "$python" -m pip list --format=freeze | grep "^$name==" || echo "$name<0"
-done >.venv/constraints.txt
-grep -vE "^(${keep:-none})[<>=;]" requirements.txt >.venv/requirements.txt
+# No dependency may replace torch or triton: each is pinned, or shut out if it goes by another name.
+{
+    for name in torch triton; do
+        "$python" -m pip list --format=freeze | grep "^$name==" || echo "$name<0"
+    done
+    # Up to 3.6, Triton's interpreter calls range() on 1-element arrays, which numpy 2.4 refuses.
+    if "$python" -c 'import sys, triton; sys.exit([*map(int, triton.__version__.split(".")[:2])] > [3, 6])' 2>/dev/null; then
+        echo 'numpy<2.4'
+    fi
+} >.venv/constraints.txt
+
+# What is installed by hand later must heed them too. A file:// address, for pip splits a path at its blanks.
+"$python" -c 'import pathlib, sys
+print("[global]", "constraint = " + pathlib.Path(sys.prefix, "constraints.txt").as_uri(), sep="\n")' >.venv/pip.conf
+
+# Named again, for a container's PIP_CONSTRAINT takes the place of pip.conf's.
+grep -vE '^(torch|triton)[<>=;]' requirements.txt >.venv/requirements.txt
 "$python" -m pip install -c .venv/constraints.txt -r .venv/requirements.txt

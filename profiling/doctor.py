@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = Path("/dev")
 VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 TESTED_TORCH = (2, 7), (2, 13)
-TESTED_NUMPY = (1, 26), (2, 3)
+TESTED_NUMPY = (1, 26), (2, 5)
 TESTED_ARCHITECTURES = {  # what is known of them
     "sm_90": "tested",
     "sm_80": "every kernel compiles for it, none was run on it",
@@ -247,8 +247,11 @@ def probe_numpy(machine):
     if not found["numpy"]:
         yield Finding("numpy", FAIL, f"cannot be imported: {found['numpy_error']}", INSTALL)
     elif not lowest <= version_tuple(found["numpy"]) <= highest:
-        remedy = "pip install 'numpy>=1.26,<2.4': Triton's interpreter, up to 3.6, fails with a newer one"
+        remedy = f"if something fails: pip install 'numpy>={dotted(lowest)},<{highest[0]}.{highest[1] + 1}'"
         yield Finding("numpy", WARN, f"{found['numpy']}; tested with {dotted(lowest)} to {dotted(highest)}", remedy)
+    elif found["triton"] and version_tuple(found["triton"]) <= (3, 6) and version_tuple(found["numpy"]) >= (2, 4):
+        text = f"{found['numpy']}: the interpreter of Triton {found['triton']} fails with it"
+        yield Finding("numpy", WARN, text, "pip install 'numpy<2.4', or Triton 3.7 or newer; a GPU does without it")
     else:
         yield Finding("numpy", OK, found["numpy"])
 

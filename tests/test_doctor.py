@@ -128,9 +128,16 @@ def test_triton_without_an_owner_and_without_triton():
     assert level == "WARN" and "ImportError: x" in text
 
 
-@pytest.mark.parametrize("version, level", [("1.25.0", "WARN"), ("1.26.0", "OK"), ("2.3.9", "OK"), ("2.4.0", "WARN")])
-def test_numpy_versions(version, level):
-    assert diagnose("numpy", Machine(numpy=version))[0] == level
+@pytest.mark.parametrize("triton", ["3.6.0", "3.7.0", "3.10.0", None])
+@pytest.mark.parametrize("version, level", [("1.25.0", "WARN"), ("1.26.0", "OK"), ("2.3.9", "OK"), ("2.6.0", "WARN")])
+def test_numpy_versions(version, level, triton):
+    assert diagnose("numpy", Machine(numpy=version, triton=triton))[0] == level
+
+
+@pytest.mark.parametrize("triton, level", [("3.3.1", "WARN"), ("3.6.0", "WARN"), ("3.7.0", "OK"), (None, "OK")])
+def test_numpy_that_old_triton_cannot_interpret_with(triton, level):
+    found, text, remedy = diagnose("numpy", Machine(numpy="2.4.6", triton=triton))
+    assert found == level and (level == "OK" or (triton in text and "numpy<2.4" in remedy))
 
 
 def test_missing_numpy():
