@@ -28,7 +28,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiny_llama_v3 as llama
 from measure.results import RESULTS, ResultFile, describe, header, require_finite, time_limit
-from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
 from nanogpt_triton.train import Settings, World, optimizer_step, preferred_attention, wrap_for_processes
@@ -294,10 +293,7 @@ def run(argv):
         raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.set_float32_matmul_precision("high")
-    try:
-        world = World(Settings())
-    except UsageError as error:
-        raise llama.UsageError(str(error)) from error
+    world = World(Settings())
     device = world.device
     size = "tiny" if options.tiny else "gpt2"
     batch_size, config = SIZES[size]

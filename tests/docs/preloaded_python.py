@@ -53,6 +53,7 @@ def execute(request):
     os.environ.update(request["env"])
     sys.executable = request["executable"]  # subprocesses start fast as well
     sys.argv = request["argv"]
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
         if sys.argv[0] == "-c":
             code = sys.argv.pop(1)

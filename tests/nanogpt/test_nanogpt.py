@@ -17,9 +17,9 @@ import torch
 
 import tiny_llama_v3 as llama
 from nanogpt_triton import checkpoint, sample, train
-from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.dataset import Batches, Characters, Writer, read_meta
 from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
+from tiny_llama_v3 import UsageError
 
 FOLDER = Path(train.__file__).parent
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from nanogpt_triton import dataset, sample, train
-from nanogpt_triton.configurator import UsageError, configure
+from nanogpt_triton.configurator import configure
 from nanogpt_triton.data import preparing
+from tiny_llama_v3 import UsageError
 
 FOLDER = Path(dataset.__file__).parent
 SHAKESPEARE = "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n" * 30
