@@ -1,18 +1,18 @@
-"""Write the measured tables into README.md, README_WORKSHOP.md and nanogpt_triton/README.md, from the newest results.
+"""Write what was measured into the pages, from the newest results.
 
     python -m benchmarks.publish            rewrite what stands between the markers
     python -m benchmarks.publish --check    print what would change, and exit with 1 if anything would
 
-The markers are <!-- begin: steps -->, <!-- end: steps -->, and the same with kernels, stages, layer_norm, gpt and
-scaling. Of a comparison each size comes from the newest result that has it, of the stages each precision and length
-of sequence; a result of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
+The markers are <!-- begin: NAME --> and <!-- end: NAME -->, with the names of SECTIONS; a page may have any of them. Of
+steps each size comes from the newest result that has it, of the stages each precision and length of sequence; a result
+of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
+
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
 
 import argparse
 import difflib
 import functools
-import json
 import os
 import re
 import shutil
@@ -21,41 +21,14 @@ import tempfile
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from exercises.performance_debugging import comparison
-from measure.results import RESULTS, ROOT
-from measure.tables import markdown_table, significant
+from benchmarks import stages
+from measure.results import RESULTS, ROOT, newest_first, read_result
+from measure.tables import cell, markdown_table, number
 from tiny_llama_v3 import exit_code_of
 
 NOT_MEASURED = "_Not measured yet._"
 MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
 SECTION = re.compile(r"<!-- begin: (\w+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
-
-
-class Record(dict):
-    """An object of a result's JSON, which knows its file: a field that is missing is told with it."""
-
-    def __init__(self, path, fields):
-        super().__init__(fields)
-        self.path = path
-
-    def __missing__(self, field):
-        raise llama.UsageError(f"{self.path} has no {field}: measure again, or take the file away")
-
-
-def read_result(path):
-    try:
-        result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
-    except (OSError, ValueError) as error:
-        raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
-    if not isinstance(result, Record):
-        raise llama.UsageError(f"{path} is no result: take the file away")
-    return result
-
-
-def newest_first(folder, benchmark):
-    """(name, result), the newest first."""
-    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
-    return sorted(results, key=lambda item: (item[1]["date"], item[0]), reverse=True)
 
 
 def provenance(name, result):
@@ -80,14 +53,14 @@ def steps_table(size_name, size, name, result):
         bold = "**" if row_name in ("triton graph", size["strongest_peer"]) else ""
         label = f"{bold}{row_name}{bold}"
         if row["error"]:
-            rows.append([label, row["error"].replace("|", "/"), "", "", "", ""])
+            rows.append([label, cell(row["error"]), "", "", "", ""])
             continue
         memory, mfu = row["peak_memory_mib"], row["mfu"]
         rows.append(
             [
                 label,
-                significant(row["ms"]["median"]),
-                f"{significant(row['ms']['p20'])} – {significant(row['ms']['p80'])}",
+                number(row["ms"]["median"]),
+                f"{number(row['ms']['p20'])} – {number(row['ms']['p80'])}",
                 f"{row['tokens_per_second']:,.0f}",
                 f"{100 * mfu:.1f} %" if mfu else "",
                 f"{memory:,.0f}" if memory else "",
@@ -122,7 +95,7 @@ def kernels_section(folder):
     rows = []
     for case in result["cases"]:
         if case.get("error"):
-            rows.append([case["case"], case["error"].replace("|", "/"), "", "", ""])
+            rows.append([case["case"], cell(case["error"]), "", "", ""])
             continue
         contenders = {name: row for name, row in case["contenders"].items() if not row["error"]}
         ours = contenders.pop("triton", None)
@@ -131,8 +104,8 @@ def kernels_section(folder):
         rows.append(
             [
                 case["case"],
-                f"{significant(ours['us'])} us, {significant(ours['rate'])} {case['unit']}" if ours else "",
-                f"{significant(theirs['us'])} us, {significant(theirs['rate'])} {case['unit']}" if theirs else "",
+                f"{number(ours['us'])} us, {number(ours['rate'])} {case['unit']}" if ours else "",
+                f"{number(theirs['us'])} us, {number(theirs['rate'])} {case['unit']}" if theirs else "",
                 peer or "",
                 f"{theirs['us'] / ours['us']:.2f}" if ours and theirs else "",
             ]
@@ -150,17 +123,17 @@ def stages_section(folder):
         newest.items(), key=lambda item: (item[0][0], item[0][1] != "fp32")
     ):
         config = result["config"]
-        lines = [f"- {title} ({mark}): {text}" for title, mark, text in comparison.observation_lines(result)]
+        lines = [f"- {title} ({mark}): {text}" for title, mark, text in stages.observation_lines(result)]
         parts += [
             f"**{config['batch_size']} x {seq_len} tokens, {precision}**, {config['num_steps']} steps",
-            comparison.markdown_table(result),
+            stages.comparison_markdown(result),
             "\n".join(lines),
             provenance(name, result),
         ]
         picture = Path(name).with_suffix(".png")
         if (folder / picture).exists():
             parts.append(f"![Loss, speed, phases and kernels of the stages](benchmarks/results/{picture})")
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in comparison.NOTES)]) if parts else NOT_MEASURED
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in stages.NOTES)]) if parts else NOT_MEASURED
 
 
 def ratio_to(ours, theirs):
@@ -185,14 +158,14 @@ def layer_norm_section(folder):
             ours = measured["triton"]
             if pass_name != "forward + backward":
                 share = f", {100 * ours['rate'] / copy_rate:.0f} %" if copy_rate else ""
-                row.append(f"{significant(ours['us'])} us{share}")
+                row.append(f"{number(ours['us'])} us{share}")
             else:
-                row.append(f"{significant(ours['us'])} us")
+                row.append(f"{number(ours['us'])} us")
             if pass_name != "backward":
                 row += [ratio_to(ours, measured.get(peer)) for peer in ("torch", "compile")]
         rows.append(row)
     header = ["", "forward", "x torch", "x compile", "backward", "forward + backward", "x torch", "x compile"]
-    ceiling = f"Percentages are of {significant(copy_rate)} TB/s, reading and writing.\n\n" if copy_rate else ""
+    ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing.\n\n" if copy_rate else ""
     return f"{markdown_table(header, rows)}\n\n{ceiling}{provenance(name, result)}"
 
 
@@ -204,14 +177,14 @@ def gpt_section(folder):
     rows = []
     for row_name, row in result["rows"].items():
         if row["error"] or "ms" not in row:
-            rows.append([row_name, (row["error"] or "not measured").replace("|", "/"), *[""] * 5])
+            rows.append([row_name, cell(row["error"] or "not measured"), *[""] * 5])
             continue
         ms, speedup = row["ms"], row.get("speedup")
         rows.append(
             [
                 row_name,
-                significant(ms["median"]),
-                f"{significant(ms['p20'])} – {significant(ms['p80'])}",
+                number(ms["median"]),
+                f"{number(ms['p20'])} – {number(ms['p80'])}",
                 f"{row['tokens_per_second']:,.0f}",
                 f"{100 * row['mfu']:.1f} %" if row["mfu"] else "",
                 f"{row['peak_memory_mib']:,.0f}" if row["peak_memory_mib"] else "",
@@ -230,24 +203,53 @@ def scaling_section(folder):
     rows = []
     for row_name, row in result["rows"].items():
         if row["error"]:
-            rows.append([row_name, row["error"].replace("|", "/"), "", "", ""])
+            rows.append([row_name, cell(row["error"]), "", "", ""])
             continue
         ms = row["ms"]
-        figures = [f"{significant(ms[mode])} ms" for mode in ("alone", "exchanging")]
+        figures = [f"{number(ms[mode])} ms" for mode in ("alone", "exchanging")]
         rows.append([row_name, *figures, f"{row['tokens_per_second']:,.0f}", f"{100 * row['efficiency']:.1f} %"])
-    number = result["processes"]
-    header = ["", "1 GPU", f"{number} GPUs", "tokens/s", f"of {number} times one"]
+    gpus = result["processes"]
+    header = ["", "1 GPU", f"{gpus} GPUs", "tokens/s", f"of {gpus} times one"]
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-SECTIONS = {
+PICTURES = {
+    "kernels_stage4.png": "The top kernels of stage 4",
+    "kernels_stage5.png": "The top kernels of stage 5",
+    "timeline_stage5.png": "One step of stage 5",
+    "roofline.png": "The roofline of each Triton kernel alone",
+}
+
+
+def pictures_section(folder):
+    present = {name: title for name, title in PICTURES.items() if (folder / name).exists()}
+    return "\n\n".join(f"![{title}](benchmarks/results/{name})" for name, title in present.items()) or NOT_MEASURED
+
+
+def overhead_section(folder):
+    path = folder / "overhead.json"
+    if not path.exists():
+        return NOT_MEASURED
+    result = read_result(path)
+    rows = [["no profiler", "", number(result["plain"]["ms"]), "1"]]
+    for script, row in result["scripts"].items():
+        rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
+    environment = result["environment"]
+    table = markdown_table(["", "tool", "ms a step", "times a step without"], rows)
+    return f"{table}\n\n{environment['device']}, PyTorch {environment['torch']}, {result['date'][:10]}."
+
+
+SECTIONS = {  # marker: the folder of results -> Markdown, its links from the top of the project
     "steps": steps_section,
     "kernels": kernels_section,
     "stages": stages_section,
     "layer_norm": layer_norm_section,
     "gpt": gpt_section,
     "scaling": scaling_section,
+    "overhead": overhead_section,
+    "pictures": pictures_section,
 }
+PAGES = ("README.md", "README_WORKSHOP.md", "README_PROFILING.md", "nanogpt_triton/README.md", "docs/measured.md")
 
 
 def rewrite(page, contents):
@@ -327,19 +329,22 @@ def section_of(folder, name):
         ) from error
 
 
+def pages_with_markers():
+    return [page for page in map(ROOT.joinpath, PAGES) if page.exists() and MARKER.search(page.read_text("utf-8"))]
+
+
 def run(argv):
     parser = llama.Parser(
         prog="publish.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
-    readmes = [ROOT / "README.md", ROOT / "README_WORKSHOP.md", ROOT / "nanogpt_triton" / "README.md"]
-    parser.add_argument("--readme", type=Path, nargs="+", default=readmes, help="the files to rewrite")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the results lie")
+    parser.add_argument("--pages", type=Path, nargs="+", metavar="FILE", help="what to rewrite (default: all pages)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
-    if not any(path for name in SECTIONS for path in options.results.glob(f"{name}_*.json")):
+    if not any(options.results.glob("*.json")):
         raise llama.UsageError(f"--results {options.results} holds no results: give a folder that the benchmarks wrote")
     contents = {name: functools.partial(section_of, options.results, name) for name in SECTIONS}
-    out_of_date = update(options.readme, contents, options.check)
+    out_of_date = update(options.pages or pages_with_markers(), contents, options.check)
     return int(options.check and out_of_date)
 
 

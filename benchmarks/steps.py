@@ -14,20 +14,20 @@ Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request can
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.metadata
 import math
 import sys
 import time
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from measure.results import RESULTS, ResultFile, Unavailable, describe, header, require_finite, time_limit
+from measure.accuracy import require_finite
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.timing import in_turns, percentiles, positive, release, time_limit
 from measure.work import SIZES
 from tiny_llama_v3 import exit_code_of
 
@@ -201,79 +201,64 @@ def make_step(row, config, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gate: loss and gradients of each implementation, by the rule of llama.check_gradients.
+# The gate: loss and gradients of each implementation, by the rule of tiny_llama_v3.py --check.
 
 
 def loss_and_gradients(implementation, config, device, batch):
-    """(loss, {our parameter name: gradient}) of one pass from the initial weights."""
+    """As llama.loss_and_gradients, of any implementation, under our parameters' names."""
     step = make_step(Row(implementation), config, device)
     step.load(*batch)
     step.forward()
     step.backward()
     named = step.model.named_parameters()
     gradients = step.gradients() if isinstance(step, HuggingFaceStep) else {name: p.grad for name, p in named}
-    return step.loss.detach().double(), gradients
-
-
-def relative_errors(measured, exact):
-    (loss, gradients), (exact_loss, exact_gradients) = measured, exact
-    errors = {"loss": float(abs(loss - exact_loss) / exact_loss)}
-    for name, reference in exact_gradients.items():
-        if gradients[name] is None:
-            errors[name] = math.inf
-        else:
-            distance = torch.linalg.vector_norm(gradients[name] - reference)
-            errors[name] = float(distance / torch.linalg.vector_norm(reference))
-    return errors
+    return {"loss": step.loss.detach().double(), **gradients}
 
 
 def check(implementations, config, device):
-    """{implementation: verdict}: an error may be twice plain PyTorch's in the same precision, plus a tolerance."""
+    """{implementation: what the result says of its gate}"""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
     batch = llama.DATA[config.data](config).next_batch()
-    tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
-    precise = dataclasses.replace(config, impl="torch", use_amp=False)
-    torch.set_float32_matmul_precision("highest")
-    exact = llama.loss_and_gradients(precise, device, batch, double=not config.use_amp)
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    release(device)
-    plain = relative_errors(loss_and_gradients("torch", config, device, batch), exact)
-    allowed = {name: 2 * error + tolerance for name, error in plain.items()}
-    verdicts = {}
+    exact = llama.exact_loss_and_gradients(config, device, batch)
+    release_all(device)
+    plain_errors = llama.relative_errors(loss_and_gradients("torch", config, device, batch), exact)
+    gates = {}
     for implementation in implementations:
-        release(device)
+        release_all(device)
         try:
-            errors = plain
+            errors = plain_errors
             if implementation != "torch":
-                errors = relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+                errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
         except Exception as error:  # whatever it is, the others are still worth measuring
-            verdicts[implementation] = {"passed": False, "error": describe(error)}
+            gates[implementation] = {"passed": False, "error": describe(error)}
             continue
-        failed = [name for name in errors if not errors[name] <= allowed[name]]  # NaN fails too
-        worst = max(failed or errors, key=lambda name: errors[name] / allowed[name])
-        verdicts[implementation] = {
-            "passed": not failed,
-            "error": f"wrong gradients: {len(failed)} of {len(errors)} differ, {worst} the most" if failed else None,
-            "worst": worst,
-            "relative_error": errors[worst] if math.isfinite(errors[worst]) else None,  # JSON has no infinity
-            "allowed": allowed[worst],
-        }
-    return verdicts
+        tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
+        gates[implementation] = gate(llama.judge(errors, plain_errors, tolerance))
+    return gates
+
+
+def gate(verdict):
+    failed, worst, error = verdict.failed, verdict.worst, verdict.errors[verdict.worst]
+    wrong = f"wrong gradients: {len(failed)} of {len(verdict.errors)} differ, {worst} the most"
+    return {
+        "passed": not failed,
+        "error": wrong if failed else None,
+        "worst": worst,
+        "relative_error": error if math.isfinite(error) else None,  # JSON has no infinity
+        "allowed": verdict.allowed[worst],
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring
 
 
-def release(device, compiled=False):
-    """Give the memory of what is no longer referenced back."""
-    gc.collect()
-    if compiled:
-        torch.compiler.reset()
+def release_all(device, compiled=False):
+    """As timing.release(), and what cuBLAS keeps for each stream: each contender shall bear its own."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # kept a stream: each contender shall bear its own
-        torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()
+    release(device, compiled)
 
 
 class Contender:
@@ -327,16 +312,8 @@ class Contender:
 def time_in_turns(contenders, num_windows):
     """For each contender, its windows; a window of the first is followed by one of the second, and so on."""
     for contender in contenders:
-        contender.window(1)  # takes back the memory that release() gave away
-    windows = [[] for _ in contenders]
-    for _ in range(num_windows):
-        for contender, own in zip(contenders, windows, strict=True):
-            own.append(contender.window())
-    return windows
-
-
-def percentiles(values):
-    return dict(zip(("p20", "median", "p80"), np.percentile(values, [20, 50, 80]).tolist(), strict=True))
+        contender.window(1)  # takes back the memory that release_all() gave away
+    return in_turns([contender.window for contender in contenders], num_windows)
 
 
 def summarize(contender, windows, config, reference=None, reference_windows=None):
@@ -391,7 +368,7 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
             record(row, {"error": describe(error)})
         finally:
             contender = None
-            release(device, compiled=row.compile)
+            release_all(device, compiled=row.compile)
     if reference:
         try:
             if not reference_windows:  # nobody to compare with
@@ -400,7 +377,7 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
         except Exception as error:
             record(reference.row, {"error": describe(error)})
     reference = None
-    release(device)
+    release_all(device)
 
 
 def compare_rows(ours, peer, rows):
@@ -443,7 +420,7 @@ def measure_size(config, rows, device, options, deadline, save):
     except Exception as error:  # there is nothing to compare with: no row can be admitted
         reason = f"no reference: {describe(error)}"
         result["gate"] = {name: {"passed": False, "error": reason} for name in implementations}
-    release(device)
+    release_all(device)
     for name, verdict in result["gate"].items():
         print(f"    gate {name:9} {verdict['error'] or 'passed'}", flush=True)
 
@@ -542,18 +519,14 @@ def parse(argv):
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
     parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
-    parser.add_argument("--windows", type=int, default=7, help="windows a row (default: 7)")
-    parser.add_argument("--steps", type=int, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
+    parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
+    parser.add_argument("--steps", type=positive, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
     parser.add_argument(
         "--time-limit", type=time_limit, default=540, metavar="SECONDS", help="no row is started later (default: 540)"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    options = parser.parse_args(argv)
-    for flag, value in (("--windows", options.windows), ("--steps", options.steps)):
-        if value is not None and value < 1:
-            raise llama.UsageError(f"{flag} {value} is not positive: give 1 or more")
-    return options
+    return parser.parse_args(argv)
 
 
 def run(argv):

@@ -1,9 +1,11 @@
-"""Results on disk: their header, their files, and why something has none."""
+"""Results on disk: their header, writing and reading them, and why something has none."""
 
-import argparse
-import math
+import functools
+import json
+import os
 import re
 import shlex
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -15,12 +17,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 class Unavailable(Exception):
     """Something cannot run here; the message says why."""
-
-
-def require_finite(loss):
-    """Arithmetic on NaN takes another time than that on numbers: a run that diverged has none to show."""
-    if not math.isfinite(loss):
-        raise Unavailable(f"the run diverged: the loss is {loss}")
 
 
 def describe(error):
@@ -42,6 +38,16 @@ def header(benchmark, device, argv):
     }
 
 
+def write_json(path, result):
+    """Replaces the file, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".tmp") as scratch:
+            os.replace(llama.write_new_json(Path(scratch), path.stem, result), path)
+    except OSError as error:
+        raise llama.UsageError(f"{path} cannot be written ({error.strerror}): free space or give another") from error
+
+
 class ResultFile:
     """<benchmark>_<device>_<date>_<time>.json, written whole or not at all as often as there is more to save."""
 
@@ -55,11 +61,32 @@ class ResultFile:
         if self.path is None:
             self.path = llama.write_new_json(self.folder, self.stem, result)
         else:
-            llama.write_json(self.path, result)
+            write_json(self.path, result)
 
 
-def time_limit(text):
-    """The type of --time-limit."""
-    if not float(text) >= 0:  # NaN is none either
-        raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
-    return float(text)
+class Record(dict):
+    """An object of a result's JSON, which knows its file: a field that is missing is told with it."""
+
+    def __init__(self, path, fields):
+        super().__init__(fields)
+        self.path = path
+
+    def __missing__(self, field):
+        raise llama.UsageError(f"{self.path} has no {field}: measure again, or take the file away")
+
+
+def read_result(path):
+    """The Record in a file; UsageError if it cannot be read or holds none."""
+    try:
+        result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
+    except (OSError, ValueError) as error:
+        raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
+    if not isinstance(result, Record):
+        raise llama.UsageError(f"{path} is no result: take the file away")
+    return result
+
+
+def newest_first(folder, benchmark):
+    """[(name, Record)] of a benchmark's results in a folder, the newest first."""
+    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
+    return sorted(results, key=lambda item: (item[1]["date"], item[0]), reverse=True)

@@ -45,7 +45,7 @@ import nanogpt_triton.kernels  # noqa: E402
 import tiny_llama_v3 as llama  # noqa: E402
 from measure import work  # noqa: E402
 from measure.results import RESULTS, ROOT  # noqa: E402
-from measure.tables import markdown_table  # noqa: E402
+from measure.tables import markdown_table, number  # noqa: E402
 from measure.work import SIZES  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
@@ -673,12 +673,6 @@ measured on an NVIDIA H200 are in [README.md](../README.md).
 - *MB*, *MFLOP* of one launch: what must move at least, each tensor once, and the operations of its formula.
 - *bound*: the longer of bytes / bandwidth and operations / peak. A launch costs some microseconds on top.
 """
-
-
-def number(value):
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def instruction_cell(row):

@@ -9,6 +9,8 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, kernels, layer_norm, steps
+from measure import timing
+from measure.results import Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +37,7 @@ def test_a_window_of_compare_is_ms_a_step_of_all_its_steps(ticking):
     assert contender.window() == pytest.approx((4.0, 4.0))
     assert contender.window(3) == pytest.approx((4.0, 4.0))
     contender.step.loss = torch.tensor(float("nan"))
-    with pytest.raises(steps.Unavailable, match="the loss is nan"):
+    with pytest.raises(Unavailable, match="the loss is nan"):
         contender.window()
 
 
@@ -101,40 +103,44 @@ def pretended_gpu(monkeypatch):
     for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return kernels.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32), compile_baselines=False)
+    return timing.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32))
 
 
 def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(pretended_gpu):
     called = []
     calls = [lambda index=index: called.append(index) for index in range(3)]
-    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / kernels.CALLS)
-    assert called == [0, 1, 2] + [index % 3 for index in range(kernels.CALLS)]
+    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / timing.CALLS)
+    assert called == [0, 1, 2] + [index % 3 for index in range(timing.CALLS)]
 
 
 def test_a_rate_is_the_work_over_the_time():
-    measured = kernels.measure(SimpleNamespace(microseconds=lambda calls: 50.0), [None], 2e9)
+    bench = timing.Bench(CPU)
+    bench.microseconds = lambda calls: 50.0
+    measured = kernels.measure(bench, [None], 2e9)
     assert measured["rate"] == pytest.approx(2e9 / 50e-6 / 1e12)
-    own_amount = kernels.measure(SimpleNamespace(microseconds=lambda calls: 50.0), ([None], 4e9), 2e9)
+    own_amount = kernels.measure(bench, ([None], 4e9), 2e9)
     assert own_amount["rate"] == pytest.approx(2 * measured["rate"])
 
 
 def test_the_work_of_each_case_by_hand(monkeypatch):
     if llama.triton is None or not llama.INTERPRETED:
         pytest.skip("the cases of a CPU need Triton's interpreter")
-    bench = kernels.Bench(CPU, compile_baselines=False)
+    bench = kernels.KernelBench(CPU)
     n = bench.elements * 4  # bytes of a tensor, in fp32
     work = {case: amount for name in kernels.CASES for case, amount, *_ in kernels.CASES[name](bench)}
+    rows, cols = bench.elements // 64, 64
+    weight, row_statistic = 4 * cols, 4 * rows
     weights = 2 * 16 * 16
     product = 2 * 1 * 2 * 32 * 32 * 16 / 2  # two operations a pair of queries and keys and dimension, half masked
     assert work == {
         "read and write (negation)": 2 * 4 * n,
-        "rmsnorm forward, N = 64": 2 * n,  # x, y
-        "rmsnorm backward, N = 64": 3 * n,  # y_grad, x, x_grad
-        "add + rmsnorm forward, N = 64": 4 * n,  # x, delta, their sum, y
-        "add + rmsnorm backward, N = 64": 4 * n,  # both gradients, the sum, x_grad
+        "rmsnorm forward, N = 64": 2 * n + weight + row_statistic,  # x, y
+        "rmsnorm backward, N = 64": 3 * n + weight + row_statistic,  # y_grad, x, x_grad
+        "add + rmsnorm forward, N = 64": 4 * n + weight + row_statistic,  # x, branch, their sum, y
+        "add + rmsnorm backward, N = 64": 4 * n + weight + row_statistic,  # both gradients, the sum, x_grad
         "swiglu forward, F = 64": 3 * n,
         "swiglu backward, F = 64": 5 * n,
-        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4,
+        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4 + 8 * (8 + 4),  # targets of 8 bytes, losses of 4
         "AdamW, 0 M parameters": 28 * weights,
         "attention forward (1, 32, 2/1, 16)": 2 * product,
         "attention forward + backward (1, 32, 2/1, 16)": 7 * product,
@@ -144,20 +150,21 @@ def test_the_work_of_each_case_by_hand(monkeypatch):
 def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
     amounts = {}
 
-    def measure(bench, calls, amount):
+    def rate(calls, amount):
         amounts.setdefault(len(amounts), amount)
         return {"us": 1.0, "rate": 1.0, "error": None}
 
-    monkeypatch.setattr(layer_norm, "measure", measure)
     monkeypatch.setattr(layer_norm, "check", lambda *args: 0.0)
-    bench = kernels.Bench(CPU, compile_baselines=False)
+    bench = timing.Bench(CPU)
+    bench.rate = rate
     case = layer_norm.measure_case(bench, (8, 16), {"triton": layer_norm.torch_layer_norm})
-    size = 8 * 16 * 4
+    size, statistics, weight = 8 * 16 * 4, 2 * 8 * 4, 16 * 4
+    forward, backward = 2 * size + statistics + 2 * weight, 3 * size + statistics + weight
     assert dict(zip(case["passes"], amounts.values(), strict=True)) == {
-        "forward": 2 * size, "forward + backward": 5 * size, "backward": 3 * size
+        "forward": forward, "forward + backward": forward + backward, "backward": backward
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    on_gpu = SimpleNamespace(on_gpu=True)
+    on_gpu = SimpleNamespace(on_gpu=True, device=SimpleNamespace(type="cuda"))
     assert layer_norm.wall_microseconds(on_gpu, [lambda: ticking(2e-6)]) == pytest.approx(2.0)
 
 
@@ -167,7 +174,7 @@ def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
     contender.step = lambda: ticking(0.004) or torch.tensor(1.0)
     assert contender.window(5) == pytest.approx(4.0)
     contender.step = lambda: torch.tensor(float("inf"))
-    with pytest.raises(steps.Unavailable, match="the loss is inf"):
+    with pytest.raises(Unavailable, match="the loss is inf"):
         contender.window(5)
     monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 2.0)
     model = SimpleNamespace(flops_per_token=lambda: 5e8)

@@ -217,7 +217,7 @@ def synthetic(tmp_path):
         (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    return readme, ["--readme", str(readme), "--results", str(tmp_path)]
+    return readme, ["--pages", str(readme), "--results", str(tmp_path)]
 
 
 @pytest.mark.parametrize("name", TABLE_NUMBERS)
@@ -239,7 +239,7 @@ def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
 def test_tables_of_a_real_result(comparison, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    assert publish.main(["--readme", str(readme), "--results", str(comparison[0])]) == 0
+    assert publish.main(["--pages", str(readme), "--results", str(comparison[0])]) == 0
     assert "| triton |" in readme.read_text() and publish.NOT_MEASURED in readme.read_text()
 
 
@@ -247,7 +247,7 @@ def test_tables_without_results(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README.replace("\nold\n", ""))
     (tmp_path / "scaling_x.json").write_text('{"date": "2026", "size": "tiny"}')
-    assert publish.main(["--readme", str(readme), "--results", str(tmp_path)]) == 0
+    assert publish.main(["--pages", str(readme), "--results", str(tmp_path)]) == 0
     assert readme.read_text().count(publish.NOT_MEASURED) == 2
 
 
@@ -268,7 +268,7 @@ def refused(capsys, flags, *pages):
 def test_tables_refuse_a_folder_without_results(synthetic, capsys, tmp_path, check):
     readme, _ = synthetic
     for folder in (tmp_path / "none", tmp_path / "empty"):
-        error = refused(capsys, ["--readme", str(readme), "--results", str(folder), *check], readme)
+        error = refused(capsys, ["--pages", str(readme), "--results", str(folder), *check], readme)
         assert f"--results {folder} holds no results" in error
         (tmp_path / "empty").mkdir(exist_ok=True)
 
@@ -320,7 +320,7 @@ def test_tables_name_a_page_with_wrong_markers_and_write_no_other(synthetic, cap
     other = readme.with_name("OTHER.md")
     other.write_text(f"# Other\n{page}\n")
     for order in ([readme, other], [other, readme]):
-        error = refused(capsys, [*flags, "--readme", *map(str, order)], readme, other)
+        error = refused(capsys, [*flags, "--pages", *map(str, order)], readme, other)
         assert f"{other} has" in error and reason in error
 
 
@@ -328,7 +328,7 @@ def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
     readme, flags = synthetic
     other = readme.with_name("OTHER.md")
     other.write_text(README)
-    pages = ["--readme", str(readme), str(other)]
+    pages = ["--pages", str(readme), str(other)]
     original = publish.shutil.copymode
 
     def full_disk(source, target):
@@ -343,7 +343,7 @@ def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
     assert publish.main([*flags, *pages]) == 0
     assert readme.read_text() == other.read_text() != README
     assert readme.stat().st_mode & 0o777 == 0o640
-    assert "other.md cannot be read" in refused(capsys, [*flags, "--readme", "other.md"])
+    assert "other.md cannot be read" in refused(capsys, [*flags, "--pages", "other.md"])
 
 
 def test_readme_shows_the_newest_results():
@@ -367,3 +367,42 @@ def test_cells_of_the_tables(synthetic, tmp_path):
     result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
     path.write_text(json.dumps(result))
     assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in publish.steps_section(tmp_path)
+
+
+def test_pictures_and_the_cost_of_profiling(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    text = "".join(f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in ("pictures", "overhead"))
+    page.write_text(f"a\n{text}z\n")
+    (tmp_path / "kernels_of_another_day.json").write_text("{}")
+    flags = ["--pages", str(page), "--results", str(tmp_path)]
+    assert publish.main([*flags, "--check"]) == 1 and publish.main(flags) == 0
+    assert page.read_text().count("_Not measured yet._") == 2
+    (tmp_path / "timeline_stage5.png").touch()
+    row = {"tool": "torch.profiler", "ms": 9.0, "ratio": 2.0, "seconds": 12.0}
+    result = {"environment": {"device": "A GPU", "torch": "2.11"}, "date": "2030-01-02T03:04:05"}
+    result |= {"plain": {"ms": 4.5, "seconds": 8.0}, "scripts": {"get_trace.sh": row}}
+    (tmp_path / "overhead.json").write_text(json.dumps(result))
+    assert publish.main(flags) == 0
+    new = page.read_text()
+    assert "![" in new and "(benchmarks/results/timeline_stage5.png)" in new and "Not measured" not in new
+    assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.00 |" in new and "A GPU, PyTorch 2.11, 2030-01-02" in new
+    assert new.startswith("a\n") and new.endswith("\nz\n") and publish.main([*flags, "--check"]) == 0
+    (tmp_path / "overhead.json").write_text("{")
+    capsys.readouterr()
+    assert publish.main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "overhead.json cannot be read" in error
+    (tmp_path / "overhead.json").unlink()
+    assert publish.main(flags) == 2  # what was measured is not dropped in silence
+    assert "has a table of overhead" in capsys.readouterr().err and page.read_text() == new
+
+
+def test_links_start_at_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("<!-- begin: pictures --><!-- end: pictures -->")
+    (tmp_path / "roofline.png").touch()
+    (tmp_path / "overhead.json").write_text("{}")
+    assert publish.main(["--pages", str(page), "--results", str(tmp_path)]) == 0
+    assert "](../benchmarks/results/roofline.png)" in page.read_text()

@@ -140,7 +140,7 @@ def test_tables_hold_the_figures(tmp_path):
         (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    flags = ["--readme", str(readme), "--results", str(tmp_path)]
+    flags = ["--pages", str(readme), "--results", str(tmp_path)]
     assert publish.main(flags) == 0
     text = readme.read_text()
     assert "| bf16, 4,096 x 768 | 100 us, 75 % | 2.34 |" in text

@@ -546,7 +546,7 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
         assert config.batch_size == len(batch[0]) == 2 and not config.compile and not config.graph
         exact = {"loss": torch.tensor(5.0).double(), "weight": torch.tensor([3.0, 4.0]).double()}
         values = exact | {which: exact[which] * (1 + errors[kind])}
-        return values["loss"], {"weight": values["weight"]}
+        return values
 
     monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
     config = dataclasses.replace(TINY, batch_size=7, compile=True, **changes)
@@ -571,7 +571,7 @@ def test_check_fails_where_there_is_no_gradient_or_no_number(monkeypatch, gpu):
 
         def loss_and_gradients(*args, spoilt=spoilt, calls=calls, **kwargs):
             calls.append(args)
-            return torch.tensor(1.0).double(), {"weight": spoilt if len(calls) == 3 else torch.ones(2)}
+            return {"loss": torch.tensor(1.0), "weight": spoilt if len(calls) == 3 else torch.ones(2)}
 
         monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
         assert not llama.check_gradients(TINY, gpu.device)

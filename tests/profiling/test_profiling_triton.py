@@ -71,13 +71,13 @@ def test_bytes_and_flop_of_a_call(run):
     _, _, _, result = run("--no-sweeps")
     size = {"bfloat16": 2, "float32": 4}[result["dtype"]]
     cases = {case["name"]: case for case in result["kernels"]}
-    assert cases["RMSNorm"]["bytes"] == 2 * 16 * 32 * size
+    assert cases["RMSNorm"]["bytes"] == (2 * 16 * 32 + 32) * size + 16 * 4  # x, y; weight; rstd
     assert cases["SwiGLU activation"]["bytes"] == 3 * 16 * 128 * size
-    assert cases["cross-entropy, loss and gradient"]["bytes"] == 2 * 16 * 40 * size
-    assert cases["attention"]["bytes"] == (2 * 16 * 32 + 2 * 16 * 16) * size  # q and o; k and v
+    assert cases["cross-entropy, loss and gradient"]["bytes"] == 2 * 16 * 40 * size + 16 * (8 + 4)  # targets and losses
+    assert cases["attention"]["bytes"] == (2 * 16 * 32 + 2 * 16 * 16) * size + 2 * 16 * 4  # q, o; k, v; lse
     assert cases["attention"]["flop"] == 2 * (2 * 2 * 16 * 16 * 16) // 2  # two products of two heads, half of it masked
     rows = 16 if result["environment"]["arch"] != "cpu" else 2
-    assert cases["SwiGLU matrix product, naive"]["flop"] == 2 * rows * 32 * 256
+    assert cases["SwiGLU matrix product, naive"]["flop"] == 2 * rows * 32 * 256 + 5 * rows * 128  # and the activation
 
 
 def test_a_wrong_kernel_is_found(run, monkeypatch):

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import publish
-from exercises.performance_debugging import ceilings, comparison, pictures, replay, report
+from benchmarks import publish, stages
+from exercises.performance_debugging import comparison, pictures, replay, report
+from measure import tables
+from measure.work import kernel_work
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
@@ -48,16 +50,16 @@ def test_dry_run_prints_commands_that_parse_and_writes_nothing(capsys, tmp_path)
         capsys, "--beyond", "--batch-size", "3", "--output", str(tmp_path / "results"), "--", "--seed", "7"
     )
     assert not (tmp_path / "results").exists()
-    stages = [title for title in planned if title.startswith("stage")]
-    assert [int(re.match(r"stage (\d)", title)[1]) for title in stages] == list(llama.STAGES)
-    for number, title in enumerate(stages, 1):
+    titles = [title for title in planned if title.startswith("stage")]
+    assert [int(re.match(r"stage (\d)", title)[1]) for title in titles] == list(llama.STAGES)
+    for number, title in enumerate(titles, 1):
         for command in planned[title]:
             words = [word for word in shlex.split(command) if not word.startswith("TRITON_CACHE_DIR=")]
             config = llama.parse_config(words[2:], words[1])
             assert (config.stage, config.batch_size, config.seed, config.seq_len) == (number, 3, 7, 128)
         with_own_cache = ["TRITON_CACHE_DIR" in command for command in planned[title]]
         assert with_own_cache == ([] if not planned[title] else [number == 7, False])
-    assert bool(planned[stages[7]]) == ON_GPU  # without a GPU, stage 8 is left out
+    assert bool(planned[titles[7]]) == ON_GPU  # without a GPU, stage 8 is left out
     assert "--impl torch" in planned["baseline, plain PyTorch"][0]
 
 
@@ -196,7 +198,7 @@ def replayed(tmp_path_factory):
 
 def test_a_replay_writes_every_file_of_its_own_and_no_other(replayed):
     folder, _ = replayed
-    expected = {"summary.json", "summary.md", "stages.png", "report.html", "roofs.json", "roofs_output.log"}
+    expected = {"summary.json", "summary.md", "stages.png", "report.html", "ceilings.json", "ceilings_output.log"}
     expected |= {"baseline.json", "baseline_output.log", ".lock"}
     expected |= {f"stage{n}{end}" for n in (5, 6) for end in (".json", "_profile.csv", "_output.log")}
     assert {path.name for path in folder.iterdir() if path.is_file()} == expected
@@ -226,7 +228,7 @@ def test_figures_are_those_of_the_runs(replayed):
         assert sum(kernel["share"] for kernel in stage["kernels"]) == pytest.approx(1)
     assert severed["speed_over_previous"] == pytest.approx(severed["samples_per_second"] / sound["samples_per_second"])
     assert sound["speed_over_previous"] is None  # stage 4 was not run
-    assert comparison.number(severed["speed_over_previous"]) in console
+    assert tables.number(severed["speed_over_previous"]) in console
     assert summary["command"] == f"./run_all_stages.sh --stages 5,6 {shlex.join(SIZES)} -- {TINY}"
     assert [seen["shown"] for seen in summary["observations"]] == [True, llama.triton is not None]
 
@@ -243,7 +245,7 @@ def step_of(ms):
 
 def stage_figures(number, **changes):
     figures = {
-        "stage": number, "title": comparison.short_title(number), "obstacle": None, "error": None,
+        "stage": number, "title": stages.short_title(number), "obstacle": None, "error": None,
         "implementation": "triton", "first_loss": 7.0, "final_loss": 6.9, "losses": [7.0, 6.9],
         "step_ms": [5.0, 5.0], "samples_per_second": 1600.0,
         "tokens_per_second": 2e5, "batch_ms": step_of(5.0), "mean_over_median": 1.0,
@@ -264,12 +266,12 @@ def gpu_summary(changes=None):
         "environment": llama.environment(llama.Device("cuda", "NVIDIA H200", "sm_90", 132, 32)),
         "config": comparison.shared_config(llama.dataclasses.asdict(llama.Config(seq_len=128))),
         "precision": "fp32",
-        "roofs": {"bytes_per_second": 4e12, "flop_per_second": 5e13, "peak_tflops": 66.9},
+        "ceilings": {"bytes_per_second": 4e12, "flop_per_second": 5e13, "peak_tflops": 66.9},
         "baseline": {k: v for k, v in stage_figures(5, samples_per_second=800.0, implementation="torch").items()
                      if k not in ("stage", "title", "obstacle", "error", "kernels", "attention_us", "swiglu_us")},
         "stages": [stage_figures(number, **changes.get(number, {})) for number in llama.STAGES],
     }  # fmt: skip
-    return summary | {"observations": comparison.observations(summary)}
+    return summary | {"observations": stages.observations(summary)}
 
 
 def observed(number, changes):
@@ -314,7 +316,7 @@ def test_an_observation_names_the_figure_that_is_missing():
     summary = gpu_summary()
     failed = {"stage": 4, "title": "slow kernels", "obstacle": None, "error": "measured run: killed\nthe log's end"}
     summary["stages"] = [stage_figures(8), failed]
-    assert [(seen["shown"], seen["text"]) for seen in comparison.observations(summary)] == [
+    assert [(seen["shown"], seen["text"]) for seen in stages.observations(summary)] == [
         (None, "stage 5 was not measured."), (None, "It failed: measured run: killed."),
     ]  # fmt: skip
 
@@ -325,7 +327,7 @@ def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch):
     summary["environment"]["arch"] = "cpu"
     for stage in summary["stages"]:
         stage |= {"implementation": "torch", "attention_us": None, "swiglu_us": None}
-    seen = {seen["stage"]: seen for seen in comparison.observations(summary)}
+    seen = {seen["stage"]: seen for seen in stages.observations(summary)}
     assert not any(seen[number]["shown"] for number in (2, 3, 4, 6))
     reasons = {2: "takes any layout", 3: "runs behind", 4: "did not run", 5: "noise", 6: "cannot be cut"}
     for number, reason in reasons.items():
@@ -341,7 +343,7 @@ def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
     def said(attention_us, **config):
         summary = gpu_summary({2: {"attention_us": attention_us}})
         summary["config"] |= config
-        return comparison.observations(summary)[1]
+        return stages.observations(summary)[1]
 
     small = said(8.0, seq_len=2048)
     assert small["shown"] and "2048 tokens a sequence in fp32" in small["text"]
@@ -367,36 +369,21 @@ def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
     ],
 )
 def test_numbers_have_three_digits_and_no_exponent(value, text):
-    assert comparison.number(value) == text
+    assert tables.number(value) == text
 
 
 def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
-    labels, rows = comparison.comparison_table(gpu_summary())
-    assert labels == ["baseline", *(f"{number} {comparison.short_title(number)}" for number in llama.STAGES)]
+    labels, rows = stages.comparison_table(gpu_summary())
+    assert labels == ["baseline", *(f"{number} {stages.short_title(number)}" for number in llama.STAGES)]
     figures = dict(rows)
     assert figures["speed, samples/s"][:2] == ["800", "1,600"]
     assert figures["attention kernel, us"][:2] == ["", "5.00"]
     assert set(map(len, figures.values())) == {len(labels)}
 
 
-def test_work_of_the_kernels_is_what_the_model_needs():
-    config = llama.Config(batch_size=2, seq_len=64, hidden_dim=128, num_layers=1, num_heads=4, vocab_size=96)
-    work, tokens = ceilings.kernel_work(config), 2 * 64
-    parameters = sum(p.numel() for p in llama.TinyLlamaTriton(config).parameters())
-    assert work["adamw_kernel"].bytes == 28 * parameters
-    # The first norm reads x and writes y; the other two read x and delta, and write the sum and y.
-    assert work["rmsnorm_kernel"].bytes == pytest.approx(4 * tokens * 128 * (2 + 4 + 4) / 3)
-    assert work["swiglu_kernel"].flop == 2 * tokens * 128 * (2 * 512)
-    assert work["flash_attention_kernel"].flop == 2 * (2 * tokens * 64 * 32 * 4) / 2
-    ours = {name for name in vars(llama) if name.endswith("_kernel")}
-    assert set(work) <= ours
-    both = [work[f"flash_attention_backward{part}_kernel"].flop for part in ("_dq", "_dkdv")]
-    assert sum(both) == work["flash_attention_backward_kernel"].flop * 7 / 5  # q k^T and o_grad v^T are made twice
-
-
 def test_points_of_the_roofline_lie_where_time_and_work_put_them():
     points = {(name, stage): (x, y) for name, stage, x, y in pictures.kernel_points(gpu_summary())}
-    work = ceilings.kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
+    work = kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
     assert points["flash_attention_kernel", 5] == pytest.approx((work.flop / work.bytes, work.flop / 5e-6))
     assert ("nvjet_gemm", 5) not in points
 
@@ -406,7 +393,7 @@ def test_the_roofline_s_dotted_line_is_the_peak_that_the_replay_found():
         figure, axes = pictures.plt.subplots()
         pictures.plt.close(figure)
         summary = gpu_summary()
-        pictures.draw_roofline(axes, summary | {"roofs": summary["roofs"] | {"peak_tflops": peak}})
+        pictures.draw_roofline(axes, summary | {"ceilings": summary["ceilings"] | {"peak_tflops": peak}})
         return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"]
 
     assert dotted(66.9) == [66.9]
@@ -446,11 +433,11 @@ def test_the_report_is_one_page_without_network():
 
 
 def test_the_report_of_an_interrupted_replay_says_so():
-    summary = gpu_summary() | {"interrupted": True, "roofs": None}
+    summary = gpu_summary() | {"interrupted": True, "ceilings": None}
     summary["stages"] = summary["stages"][:1] + [
         {"stage": 2, "title": "slow performance", "obstacle": None, "error": None}
     ]
-    summary["observations"] = comparison.observations(summary)
+    summary["observations"] = stages.observations(summary)
     page = report.render(summary)
     assert (
         "was interrupted" in page
