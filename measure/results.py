@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -40,12 +39,8 @@ def header(benchmark, device, argv):
 
 def write_json(path, result):
     """Replaces the file, whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".tmp") as scratch:
-            os.replace(llama.write_new_json(Path(scratch), path.stem, result), path)
-    except OSError as error:
-        raise llama.UsageError(f"{path} cannot be written ({error.strerror}): free space or give another") from error
+    with llama.scratch_beside(path) as scratch:
+        os.replace(llama.dump_json(scratch, result), path)
 
 
 class ResultFile:

@@ -86,33 +86,6 @@ def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     assert [(pair["ours"], pair["peer"]) for pair in result["comparisons"]] == [("triton", "sdpa"), ("triton", "torch")]
 
 
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """A device whose graph replays in 4 ms, ran or not."""
-
-    class Nothing:
-        def __init__(self, *args, **kwargs): ...
-        def __enter__(self): ...
-        def __exit__(self, *args): ...
-        def record(self): ...
-        def replay(self): ...
-        def synchronize(self): ...
-        def elapsed_time(self, end):
-            return 4.0
-
-    for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
-        monkeypatch.setattr(torch.cuda, name, Nothing)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return timing.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32))
-
-
-def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(pretended_gpu):
-    called = []
-    calls = [lambda index=index: called.append(index) for index in range(3)]
-    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / timing.CALLS)
-    assert called == [0, 1, 2] + [index % 3 for index in range(timing.CALLS)]
-
-
 def test_a_rate_is_the_work_over_the_time():
     bench = timing.Bench(CPU)
     bench.microseconds = lambda calls: 50.0

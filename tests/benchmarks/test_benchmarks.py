@@ -12,7 +12,6 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import kernels, publish, steps
-from measure import results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,19 +119,6 @@ def test_hugging_face_names_cover_the_model():
     theirs = sum((steps.hf_names(name) for name in names), [])
     assert len(set(theirs)) == len(theirs) == 2 + 9 * config.num_layers
     assert "model.layers.1.self_attn.k_proj.weight" in theirs and "model.norm.weight" in theirs
-
-
-def test_results_are_whole_and_never_overwritten(tmp_path):
-    result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
-    files = [results.ResultFile(tmp_path, result) for _ in range(2)]
-    for file in files:
-        file.stem = "steps_some-gpu-80-gb_20260101_000000"
-        file.save(result)
-    files[1].save(result | {"number": 2})
-    with pytest.raises(TypeError):
-        files[1].save({"number": object()})
-    assert [json.loads(file.path.read_text())["number"] for file in files] == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files[0].stem}.json", f"{files[0].stem}_1.json"]
 
 
 @pytest.mark.parametrize("script", [steps, kernels])

@@ -356,22 +356,6 @@ def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
 # --- tables and pictures
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (None, ""),
-        (0, "0"),
-        (0.01234, "0.0123"),
-        (1.0, "1.00"),
-        (99.96, "100.0"),
-        (123.4, "123"),
-        (12345.6, "12,346"),
-    ],
-)
-def test_numbers_have_three_digits_and_no_exponent(value, text):
-    assert tables.number(value) == text
-
-
 def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
     labels, rows = stages.comparison_table(gpu_summary())
     assert labels == ["baseline", *(f"{number} {stages.short_title(number)}" for number in llama.STAGES)]
