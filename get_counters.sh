@@ -38,7 +38,7 @@ start_result counters/counter
 if [[ $TOOL == rocprofv3 ]]; then
     format=csv
     ((RELEASE < 700)) || format=rocpd
-    profile rocprofv3 --kernel-trace --marker-trace --output-format "$format" -d "$RESULT" -o kernels -- "${PROGRAM[@]}"
+    run_or_fail rocprofv3 --kernel-trace --marker-trace --output-format "$format" -d "$RESULT" -o kernels -- "${PROGRAM[@]}"
     if [[ $format == csv ]]; then
         require_file '*_kernel_trace.csv'
     else
@@ -47,13 +47,13 @@ if [[ $TOOL == rocprofv3 ]]; then
     fi
     [[ -z $COUNT ]] || count_with_rocprofv3
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
     [[ $TOOL != ncu ]] || count_with_ncu
     [[ -z $COUNT || $TOOL == ncu ]] || note "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
 fi
-report hotspots.py "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
-[[ -z $COUNT || $TOOL == torch ]] || report counters.py "$RESULT"
+report hotspots "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
+[[ -z $COUNT || $TOOL == torch ]] || report counters "$RESULT"
 
 finish_result "The table as a file: $FINAL/kernels_of_the_steps.csv" \
-    "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER"
+    "$(suggestion "Compare with another run" compare "$FINAL" OTHER)"

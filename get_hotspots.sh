@@ -13,14 +13,14 @@ start_result hotspots/hotspot
 
 if [[ $TOOL == rocprofv3 ]]; then
     # CSV by name: with ROCm 7's default, a database, --stats writes nothing.
-    profile rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
+    run_or_fail rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
         -- "${PROGRAM[@]}"
     require_file '*_kernel_stats.csv'
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
 fi
-report hotspots.py "$RESULT"
+report hotspots "$RESULT"
 
-finish_result "Compare with another run: $PYTHON $ROOT/profiling/compare.py $FINAL OTHER" \
-    "Draw it: $PYTHON $ROOT/profiling/plot.py $FINAL"
+finish_result "$(suggestion "Compare with another run" compare "$FINAL" OTHER)" \
+    "$(suggestion "Draw it" plot "$FINAL")"

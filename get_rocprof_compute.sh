@@ -23,12 +23,12 @@ rocprof-compute)
         [[ $word != *[[:space:]\;\"\']* ]] || die "rocprof-compute cannot pass on \"$word\": no spaces, quotes or ;"
     done
     # The folder that -p or --path names depends on the release; below the working directory all agree.
-    IN=$RESULT profile rocprof-compute profile -n tiny_llama --no-roof -- "${PROGRAM[@]}"
+    IN=$RESULT run_or_fail rocprof-compute profile -n tiny_llama --no-roof -- "${PROGRAM[@]}"
     require_file sysinfo.csv
     workload=$(find "$RESULT/workloads" -name sysinfo.csv -printf '%h\n' 2>/dev/null | head -n 1) || true
     workload=${workload:-$RESULT/workloads/tiny_llama/GPU_MODEL}
     # Whole sections: the numbers of single metrics move between releases.
-    profile rocprof-compute analyze -p "$workload" -b 2 6.2 16.1 17.1
+    run_or_fail rocprof-compute analyze -p "$workload" -b 2 6.2 16.1 17.1
     finish_result "Everything that was measured: rocprof-compute analyze -p ${workload/"$RESULT"/"$FINAL"}" \
         "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2."
     exit
@@ -41,13 +41,13 @@ ncu)
     ;;
 esac
 if [[ $TOOL == ncu ]]; then
-    report counters.py "$RESULT"
+    report counters "$RESULT"
     finish_result "Open in Nsight Compute: ncu-ui $FINAL/ncu.ncu-rep" \
         "As text: ncu --import $FINAL/ncu.ncu-rep --page details"
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
-    report hotspots.py "$RESULT"
+    report hotspots "$RESULT"
     finish_result "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU." \
-        "Bandwidth and arithmetic of each Triton kernel, from what it must do: $PYTHON $ROOT/run_triton_profiling.py"
+        "Bandwidth and arithmetic of each Triton kernel, from what it must do: $(quoted "$PYTHON" "$ROOT/run_triton_profiling.py")"
 fi

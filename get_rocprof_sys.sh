@@ -13,15 +13,15 @@ start_result rocprof_sys/profile
 
 if [[ $TOOL == rocprof-sys ]]; then
     # -sample and not -run, which samples nothing by itself; -P alone would switch the trace off.
-    profile rocprof-sys-sample -T -P -o "$RESULT" -- "${PROGRAM[@]}"
+    run_or_fail rocprof-sys-sample -T -P -o "$RESULT" -- "${PROGRAM[@]}"
     require_file 'perfetto-trace*.proto'
     finish_result "Open the .proto file in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor." \
         "Thousands of lines of memory maps in log.txt mean that the program crashed: the reason stands above ### ERROR ###."
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
-    profile "$PYTHON" "$ROOT/profiling/host_profile.py" "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
+    report host_profile "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
     require_file host_profile.pstats
     finish_result "Open trace.json in https://ui.perfetto.dev" \
-        "What called what on the host: $PYTHON -m pstats $FINAL/host_profile.pstats"
+        "What called what on the host: $(quoted "$PYTHON" -m pstats "$FINAL/host_profile.pstats")"
 fi

@@ -13,10 +13,10 @@ choose_tool
 start_result traces/trace
 
 if [[ $TOOL == rocprofv3 ]]; then
-    profile rocprofv3 --runtime-trace --output-format pftrace -d "$RESULT" -o trace -- "${PROGRAM[@]}"
+    run_or_fail rocprofv3 --runtime-trace --output-format pftrace -d "$RESULT" -o trace -- "${PROGRAM[@]}"
     require_file '*_results.pftrace'
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
 fi
 

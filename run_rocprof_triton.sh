@@ -17,16 +17,16 @@ choose_tool
 start_result rocprof_results/session
 
 note "--- 1. Basic: each kernel alone, then the timeline of a training run"
-profile "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
+run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
 if [[ $TOOL == rocprofv3 ]]; then
-    profile rocprofv3 --runtime-trace --stats --output-format csv -d "$RESULT" -o basic -- "${PROGRAM[@]}"
+    run_or_fail rocprofv3 --runtime-trace --stats --output-format csv -d "$RESULT" -o basic -- "${PROGRAM[@]}"
     require_file '*_kernel_trace.csv'
     note "--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters"
     default_passes
     [[ " ${PASSES[*]} " != *Mfma* ]] || PASSES+=("MfmaFlops")
     count_with_rocprofv3
 else
-    profile "${PROGRAM[@]}" --profile "$RESULT"
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
     if [[ $TOOL == ncu ]]; then
         note "--- 2. to 4. Memory traffic, counters, roofline inputs: the kernels of one step"
@@ -35,8 +35,8 @@ else
         note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
     fi
 fi
-report plot.py "$RESULT" "$RESULT/kernels_alone.json"
-report summary.py "$RESULT" --tool "$TOOL"
+report plot "$RESULT" "$RESULT/kernels_alone.json"
+report summary "$RESULT" --tool "$TOOL"
 
 summary=$(dirname "$FINAL")/triton_analysis_summary.md
 [[ -z $OUTPUT ]] || summary=$FINAL/triton_analysis_summary.md

@@ -1,8 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the profiling scripts: their options, the choice of the tool, the folder of a result, running and logging.
 # After parse_arguments, choose_tool and start_result a script finds TOOL, RESULT (a folder) and PROGRAM (an array).
-
-: "${TOOLS:?the script that sources this file names its tools}"
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SCRIPT=$(basename "$0")
 : "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
@@ -22,9 +20,37 @@ die() {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Python
+
+# Sets PYTHON: the one that was asked for, the project's own, or the system's. Fails if there is none of that name.
+choose_python() {
+    local own=$ROOT/.venv/bin/python
+    if [[ -z ${PYTHON:-} ]]; then
+        PYTHON=python3
+        if [[ -x $own ]]; then PYTHON=$own; fi
+    fi
+    # A path: rocprof-compute of ROCm 6 does not look a command up.
+    local path
+    path=$(command -v "$PYTHON") && PYTHON=$path
+}
+
+# module_command NAME ARGUMENTS: sets COMMAND, which runs profiling/NAME.py whatever the working directory.
+module_command() {
+    COMMAND=(env "PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m "profiling.$1" "${@:2}")
+}
+
+# A command line as it can be typed again.
+quoted() {
+    local line
+    printf -v line '%q ' "$@"
+    echo "${line% }"
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Options
 
 # The comment at the top of a script is its help.
+# shellcheck disable=SC2153  # the script that sources this file names its TOOLS
 print_help() {
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
     cat <<TXT
@@ -43,6 +69,7 @@ TXT
 # parse_arguments "$@": a script names its TOOLS first, and handles options of its own in take_option (which shifts
 # nothing: it sets CONSUMED to the number of words that it took).
 parse_arguments() {
+    : "${TOOLS:?the script that sources this file names its tools}"
     OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto ARGUMENTS=()
     : "${STEPS:=10}"
     while (($#)); do
@@ -70,11 +97,7 @@ parse_arguments() {
     [[ -z $STAGE || $STAGE =~ ^[1-9][0-9]*$ ]] || die "--stage $STAGE is not a number: tiny_llama_v3.py --list-stages"
     REQUESTED=$TOOL
     [[ " ${TOOLS[*]} auto " == *" $TOOL "* ]] || die "--tool $TOOL: choose one of ${TOOLS[*]} auto"
-
-    local python=${PYTHON:-$ROOT/.venv/bin/python}
-    [[ -n ${PYTHON:-} || -x $python ]] || python=python3
-    # A path: rocprof-compute of ROCm 6 does not look a command up.
-    PYTHON=$(command -v "$python") || die "there is no Python at PYTHON=$python: run make, or give another"
+    choose_python || die "there is no Python at PYTHON=$PYTHON: run make, or give another"
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,18 +149,9 @@ rocm_release() {
     [[ $version =~ ^[0-9]+\.[0-9]+ ]] && echo "${BASH_REMATCH[0]}"
 }
 
-# The ROCm that a PyTorch wheel brings along, without the seconds that importing torch takes.
-torch_hip() {
-    "$PYTHON" - 2>/dev/null <<'PY' || true
-import importlib.util, pathlib, runpy
-folder = pathlib.Path(importlib.util.find_spec("torch").origin).parent
-print(".".join((runpy.run_path(str(folder / "version.py")).get("hip") or "").split(".")[:2]))
-PY
-}
-
 # Sets TOOL, and RELEASE (major * 100 + minor) for ROCm's, and says which is in use: the first line of every script.
 choose_tool() {
-    local candidate obstacle reason='' bundled release
+    local candidate obstacle reason='' release
     if [[ $TOOL == auto ]]; then
         for candidate in "${TOOLS[@]}"; do
             obstacle=$(obstacle_of "$candidate")
@@ -157,13 +171,20 @@ choose_tool() {
         # shellcheck disable=SC2034  # for the scripts
         RELEASE=$((${release%%.*} * 100 + ${release#*.}))
         note "Tool: $TOOL of ROCm $release"
-        bundled=$(torch_hip)
-        if [[ -n $bundled && $bundled != "$release" ]]; then
-            note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $release: it may record nothing," \
-                "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
-        fi
+        warn_of_second_rocm "$release"
         ;;
     esac
+}
+
+# A PyTorch wheel may bring a ROCm of its own.
+warn_of_second_rocm() {
+    local bundled
+    module_command torch_rocm
+    bundled=$("${COMMAND[@]}" 2>/dev/null) || return 0
+    if [[ -n $bundled && $bundled != "$1" ]]; then
+        note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $1: it may record nothing," \
+            "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
+    fi
 }
 
 # fall_back_to_torch REASON STATUS: where auto leaves the choice; else the end.
@@ -224,10 +245,9 @@ stop() {
 
 # Prints a command line, runs it in the folder IN if that is set, and logs both; returns its status.
 # A process group of its own lets stop reach all of it, and tee outlives the others' last words.
-run() {
+run_logged() {
     local line status=0
-    printf -v line '%q ' "$@"
-    line="${IN:+cd $(printf %q "$IN") && }${line% }"
+    line="${IN:+cd $(quoted "$IN") && }$(quoted "$@")"
     if [[ -n $DRY_RUN ]]; then
         note "$line"
         return
@@ -247,10 +267,10 @@ run() {
     return "$status"
 }
 
-# run, or the end of the script with the same status and, where it is known, the reason.
-profile() {
+# run_logged, or the end of the script with the same status and, where it is known, the reason.
+run_or_fail() {
     local status=0
-    run "$@" || status=$?
+    run_logged "$@" || status=$?
     ((status == 0)) || fail "$status" "$(explain "$status")"
 }
 
@@ -299,9 +319,16 @@ require_file() {
     note "Recorded: ${found/"$RESULT"/"$FINAL"}"
 }
 
-# report SCRIPT.py ARGUMENTS: Python of ours, whose output goes into the log as well.
+# report NAME ARGUMENTS: profiling/NAME.py reads the recordings; its output goes into the log as well.
 report() {
-    profile "$PYTHON" "$ROOT/profiling/$1" "${@:2}"
+    module_command "$@"
+    run_or_fail "${COMMAND[@]}"
+}
+
+# suggestion TEXT NAME ARGUMENTS: how to go on with profiling/NAME.py.
+suggestion() {
+    module_command "${@:2}"
+    echo "$1: $(quoted "${COMMAND[@]}")"
 }
 
 # finish_result "what to open it with"

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Compare the kernels of two runs: what got faster, slower, appeared, vanished.
 
-    python profiling/compare.py hotspots/hotspot_before hotspots/hotspot_after
+    python -m profiling.compare hotspots/hotspot_before hotspots/hotspot_after
 
-Reads what hotspots.py reads. Where both traces name their steps, a step is compared with a step, otherwise the whole
-recordings. Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
+Reads what profiling.hotspots reads. Where both traces name their steps, a step is compared with a step, otherwise the
+whole recordings. Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
 """
 
 import sys
@@ -13,16 +12,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.command_line import Parser, positive  # noqa: E402
-from profiling.hotspots import show  # noqa: E402
-from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
+from profiling.command_line import NothingRecorded, Parser, exit_code_of, positive
+from profiling.hotspots import show
+from profiling.kernel_names import operation_of, short_name
+from profiling.readers import read_step_stats
 
 SAME = 0.05  # a change of a kernel's time that is not worth a word
 
 
 def compare(before, after, steps=(1, 1)):
-    """A DataFrame with a row a kernel of either run: change, ms and calls a step of both, ratio; the largest first."""
+    """A DataFrame with a row a kernel of either run, the largest difference in time first.
+
+    before and after are tables of readers.COLUMNS, steps the number of steps that each covers. Columns: change (a
+    word), ms before, calls before, ms after, calls after (a step; gaps where a run lacks the kernel), ratio (after to
+    before).
+    """
     sides = []
     for side, table, count in zip(("before", "after"), (before, after), steps, strict=True):
         sums = table.set_index("Name")
@@ -50,27 +54,14 @@ def by_operation(compared):
 
 
 def parse(argv):
-    parser = Parser("compare.py", __doc__)
+    parser = Parser("compare", __doc__)
     parser.add_argument("before", type=Path, help="folder or file")
     parser.add_argument("after", type=Path, help="folder or file")
     parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    paths = options.before, options.after
-    try:
-        (before, steps_before), (after, steps_after) = map(read_step_stats, paths)
-    except Unreadable as error:
-        print(f"compare.py: error: {error}", file=sys.stderr)
-        return 2
-    for path, table in zip(paths, (before, after), strict=True):
-        if table.empty:
-            print(f"compare.py: {path} holds no kernels: did the program use the GPU?", file=sys.stderr)
-            return 1
-    by_step = steps_before and steps_after
-    compared = compare(before, after, (steps_before, steps_after) if by_step else (1, 1))
+def print_sums(compared, by_step):
     sums = compared[["ms before", "ms after", "calls before", "calls after"]].sum()
     print("A step of each" if by_step else "The whole recordings, as one of them does not name its steps", end=": ")
     print(
@@ -79,12 +70,27 @@ def main(argv=None):
     )
     counts = compared["change"].value_counts()
     print("Kernels: " + ", ".join(f"{count} {change}" for change, count in counts.items()) + "\n")
+
+
+def report(options):
+    paths = options.before, options.after
+    (before, steps_before), (after, steps_after) = map(read_step_stats, paths)
+    for path, table in zip(paths, (before, after), strict=True):
+        if table.empty:
+            raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+    by_step = steps_before and steps_after
+    compared = compare(before, after, (steps_before, steps_after) if by_step else (1, 1))
+    print_sums(compared, by_step)
     shown = compared.head(options.top).reset_index(names="kernel")
     shown["operation"], shown["kernel"] = shown["kernel"].map(operation_of), shown["kernel"].map(short_name)
     columns = ["change", "ms before", "ms after", "ratio", "calls before", "calls after", "operation", "kernel"]
     print(show(shown[columns]))
     print(f"\nBy operation:\n\n{show(by_operation(compared))}")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "compare")
 
 
 if __name__ == "__main__":

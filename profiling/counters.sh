@@ -37,7 +37,7 @@ count_with_rocprofv3() {
     for pass in "${PASSES[@]}"; do
         number=$((number + 1))
         # shellcheck disable=SC2086  # a list of names
-        profile rocprofv3 --pmc $pass --output-format csv -d "$RESULT/pass_$number" -o counters -- "${PROGRAM[@]}"
+        run_or_fail rocprofv3 --pmc $pass --output-format csv -d "$RESULT/pass_$number" -o counters -- "${PROGRAM[@]}"
         require_file '*_counter_collection.csv' "pass_$number" "the GPU may know none of: $pass (rocprofv3-avail list)"
     done
 }
@@ -45,11 +45,11 @@ count_with_rocprofv3() {
 # ncu runs each kernel of one step again for every group of counters, and leaves the clock alone.
 # Returns its status; the arguments are options that choose what is measured.
 run_ncu() {
-    run ncu --nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled "$@" \
+    run_logged ncu --nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled "$@" \
         -f -o "$RESULT/ncu" "${PROGRAM[@]}" --num-steps 1 --warmup-steps 1 || return
     [[ -n $DRY_RUN || -s $RESULT/ncu.ncu-rep ]] || return 1
     if [[ -n $DRY_RUN ]]; then
-        note "ncu --import $(printf %q "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
+        note "ncu --import $(quoted "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
     else
         ncu --import "$RESULT/ncu.ncu-rep" --csv --page raw --print-units base --print-kernel-base demangled \
             >"$RESULT/ncu_raw.csv" 2>>"$LOG"
@@ -68,7 +68,7 @@ count_with_ncu() {
 summarize_database() {
     if ! command -v rocpd >/dev/null; then
         note "No rocpd command here: the reports read the database themselves."
-    elif ! run rocpd summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
+    elif ! run_logged rocpd summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
         note "rocpd failed (another Python than it was made for, or no pandas): the reports read the database themselves."
     fi
 }

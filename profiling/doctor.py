@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Say what keeps the project from running well on this machine, and what to do about it.
 
     profiling/doctor.sh             each finding a line, OK, WARN or FAIL, with the remedy below it
@@ -23,11 +22,11 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.command_line import Parser  # noqa: E402
+from profiling.command_line import Parser, exit_code_of
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICES = Path("/dev")
+VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 TESTED_TORCH = (2, 7), (2, 13)
 TESTED_NUMPY = (1, 26), (2, 3)
 TESTED_ARCHITECTURES = {  # what is known of them
@@ -47,7 +46,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def run(command, seconds, **variables):
+def answer_of(command, seconds, **variables):
     """(exit status, output) of a command; (None, reason) if it cannot be started or takes too long."""
     try:
         process = subprocess.Popen(
@@ -81,6 +80,7 @@ def version_tuple(text):
 
 
 def dotted(version):
+    """(6, 4) -> 6.4"""
     return ".".join(map(str, version))
 
 
@@ -152,7 +152,7 @@ class Machine:
 
     def _ask(self, program, **variables):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        status, output = run([sys.executable, "-c", program], self.seconds, PYTHONPATH=path, **variables)
+        status, output = answer_of([sys.executable, "-c", program], self.seconds, PYTHONPATH=path, **variables)
         if status != 0:
             return None, output if status is None else f"exit status {status}: {last_line(output)}"
         answers = [line for line in output.splitlines() if line.startswith(("{", "["))]  # warnings may follow
@@ -174,7 +174,7 @@ class Machine:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Probes: each takes the machine and yields findings.
+# Probes: each takes the machine and yields findings. What is missing altogether, another probe has told already.
 
 
 def probe_python(machine):
@@ -283,18 +283,18 @@ def probe_gpu(machine):
         remedy = "on a cluster start a job with a GPU; in a container pass the devices"
         yield Finding("gpu", WARN, "PyTorch sees none, and there is no device file of one", remedy)
     for index, gpu in enumerate(gpus or ()):
-        gib = 2**30
-        text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
-        known = TESTED_ARCHITECTURES.get(gpu["arch"])
-        if not known:
-            yield Finding("gpu", WARN, f"{text}; nothing is known of it", "run: python tiny_llama_v3.py --check")
-        elif gpu["free"] < 0.5 * gpu["total"]:
-            yield Finding("gpu", WARN, f"{text}: someone else uses it", "times will differ; choose another GPU")
-        else:
-            yield Finding("gpu", OK, f"{text} ({known})")
+        yield describe_gpu(index, gpu)
 
 
-VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+def describe_gpu(index, gpu):
+    gib = 2**30
+    text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
+    known = TESTED_ARCHITECTURES.get(gpu["arch"])
+    if not known:
+        return Finding("gpu", WARN, f"{text}; nothing is known of it", "run: python tiny_llama_v3.py --check")
+    if gpu["free"] < 0.5 * gpu["total"]:
+        return Finding("gpu", WARN, f"{text}: someone else uses it", "times will differ; choose another GPU")
+    return Finding("gpu", OK, f"{text} ({known})")
 
 
 def probe_access(machine):
@@ -362,7 +362,7 @@ def probe_profilers(machine):
 
 
 def describe_profiler(machine, name, path):
-    status, output = run([path, "--version"], machine.seconds)
+    status, output = answer_of([path, "--version"], machine.seconds)
     if status is None:
         return Finding("profilers", WARN, f"{name}: {path}: {output}", "try by hand whether it starts at all")
     versions = [line.strip() for line in output.splitlines() if re.search(r"\d+\.\d+", line)]
@@ -499,25 +499,25 @@ def parse(argv):
     return options
 
 
-def main(argv=None):
-    options = parse(argv)
+def report(options):
     machine = Machine(options.time_limit)
     findings = []
-    try:
-        for probe in PROBES:
-            for finding in findings_of(probe, machine):
-                findings.append(finding)
-                if not options.json:
-                    show(finding)
-                    sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
+    for probe in PROBES:
+        for finding in findings_of(probe, machine):
+            findings.append(finding)
+            if not options.json:
+                show(finding)
+                sys.stdout.flush()
     counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, FAIL)}
     if options.json:
         print(json.dumps({"findings": [finding._asdict() for finding in findings], "counts": counts}, indent=1))
     else:
         print(f"\n{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL")
     return 1 if counts[FAIL] else 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "doctor.sh")
 
 
 if __name__ == "__main__":

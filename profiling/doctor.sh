@@ -2,16 +2,11 @@
 # Says what keeps the project from running well on this machine, and what to do about it; run it first.
 # Usage: [PYTHON=python3] profiling/doctor.sh [--json] [--time-limit SECONDS]
 set -euo pipefail
+# shellcheck source=profiling/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-root=$(dirname "$0")/..
-venv_python=$root/.venv/bin/python
-python=${PYTHON:-python3}
-if [ -z "${PYTHON:-}" ] && [ -x "$venv_python" ]; then
-    python=$venv_python
-fi
-
-if ! command -v "$python" >/dev/null; then
-    text="there is no $python here"
+if ! choose_python; then
+    text="there is no $PYTHON here"
     remedy="install Python 3.10 or newer, or name one: PYTHON=/path/to/python profiling/doctor.sh"
     if [[ " $* " == *" --json "* ]]; then
         printf '{"findings": [{"probe": "python", "level": "FAIL", "text": "%s", "remedy": "%s"}], "counts": {"OK": 0, "WARN": 0, "FAIL": 1}}\n' "$text" "$remedy"
@@ -20,4 +15,5 @@ if ! command -v "$python" >/dev/null; then
     fi
     exit 1
 fi
-exec "$python" "$(dirname "$0")/doctor.py" "$@"
+module_command doctor "$@"
+exec "${COMMAND[@]}"

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Print which kernels a training step spends its time in.
 
-    python profiling/hotspots.py hotspots/hotspot_20261121_120000
+    python -m profiling.hotspots hotspots/hotspot_20261121_120000
 
 Reads what any of the profiling scripts left, or a single file of rocprofv3 or torch.profiler. Where the trace names the
 steps (by the range "step"), only they count: compilation and warm-up are left out.
@@ -14,13 +13,16 @@ from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.command_line import Parser, positive  # noqa: E402
-from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
+from profiling.command_line import NothingRecorded, Parser, exit_code_of, positive
+from profiling.kernel_names import operation_of, short_name
+from profiling.readers import read_step_stats
 
 
 def hotspots(table, steps):
-    """The table with the operation of each kernel and, if the number of steps is known, ms and calls a step."""
+    """The table of readers.COLUMNS as share (%), ms and calls a step, us each, operation and kernel (shortened).
+
+    With 0 steps, their number being unknown, ms and calls are those of the whole run.
+    """
     per = max(steps, 1)
     return pd.DataFrame(
         {
@@ -35,6 +37,7 @@ def hotspots(table, steps):
 
 
 def by_operation(spots):
+    """share (%), ms and calls of each operation, the largest first."""
     sums = spots.groupby("operation")[["share", "ms", "calls"]].sum()
     return sums.sort_values("ms", ascending=False).reset_index()[["share", "ms", "calls", "operation"]]
 
@@ -53,23 +56,17 @@ def show(table):
 
 
 def parse(argv):
-    parser = Parser("hotspots.py", __doc__)
+    parser = Parser("hotspots", __doc__)
     parser.add_argument("profile", type=Path, help="folder or file")
     parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all of them, with rocprofv3's columns")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    try:
-        table, steps = read_step_stats(options.profile)
-    except Unreadable as error:
-        print(f"hotspots.py: error: {error}", file=sys.stderr)
-        return 2
+def report(options):
+    table, steps = read_step_stats(options.profile)
     if table.empty:
-        print(f"hotspots.py: {options.profile} holds no kernels: did the program use the GPU?", file=sys.stderr)
-        return 1
+        raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
     if options.csv:
         table.to_csv(options.csv, index=False)
     spots = hotspots(table, steps)
@@ -81,6 +78,10 @@ def main(argv=None):
         print(f"and {len(rest)} more kernels: {rest['share'].sum():.1f} %, {rest['ms'].sum():.3f} ms")
     print(f"\nBy operation:\n\n{show(by_operation(spots))}")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "hotspots")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Measure what profiling adds to a training step.
 
-    python profiling/overhead.py                                     get_trace.sh and get_hotspots.sh
-    python profiling/overhead.py --scripts get_trace.sh -- --use-amp
-    python profiling/overhead.py --json overhead.json
+    python -m profiling.overhead                                     get_trace.sh and get_hotspots.sh
+    python -m profiling.overhead --scripts get_trace.sh -- --use-amp
+    python -m profiling.overhead --json overhead.json
 
 Each script runs tiny_llama_v3.py once, after a run without any profiler; the median step of the one is compared with
 the median step that was recorded in the other. Exit codes: 0 done, 2 a run failed or its result cannot be read.
@@ -19,27 +18,20 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from profiling.command_line import Parser  # noqa: E402
-from profiling.kernel_stats import Unreadable, read_ranges  # noqa: E402
-from profiling.timeline import steps_of  # noqa: E402
+from profiling.command_line import Failure, Parser, exit_code_of
+from profiling.readers import Unreadable, read_ranges, steps_of
 
+ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ["--batch-size", "8", "--seq-len", "128", "--num-steps", "20"]
 
 
-class Failed(Exception):
-    """A run that did not succeed; the message holds the end of what it printed."""
-
-
-def run(command):
-    """(standard output, seconds) of a command."""
+def time_command(command):
+    """(standard output, seconds) of a command; raises Failure with its last words if it did not succeed."""
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
     if done.returncode:
-        raise Failed(
-            f"{Path(command[0]).name} ended with {done.returncode}: {(done.stderr or done.stdout)[-500:].strip()}"
-        )
+        last_words = (done.stderr or done.stdout)[-500:].strip()
+        raise Failure(f"{Path(command[0]).name} ended with {done.returncode}: {last_words}")
     return done.stdout, time.perf_counter() - start
 
 
@@ -65,18 +57,14 @@ def recorded_step_ms(folder):
 
 
 def measure(scripts, arguments):
-    """{"date", "environment", "plain": {"ms", "seconds"}, "scripts": {name: {"tool", "ms", "ratio", "seconds"}}}"""
+    """{"date", "environment", "plain": {"ms", "seconds"}, "scripts": {name: {"tool", "ms", "ratio", "seconds"}}}
+
+    ms is the median step, seconds the whole run, ratio that of a step to one of the plain run.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plain = [
-            sys.executable,
-            str(ROOT / "tiny_llama_v3.py"),
-            *PROGRAM,
-            "--output-dir",
-            str(folder / "plain"),
-            *arguments,
-        ]
-        _, seconds = run(plain)
+        own = [*PROGRAM, "--output-dir", str(folder / "plain")]
+        _, seconds = time_command([sys.executable, str(ROOT / "tiny_llama_v3.py"), *own, *arguments])
         result = {
             "date": datetime.now().isoformat(timespec="seconds"),
             "environment": result_of(folder / "plain")["environment"],
@@ -85,7 +73,7 @@ def measure(scripts, arguments):
         }
         for script in scripts:
             output = folder / script
-            text, seconds = run([str(ROOT / script), "--output", str(output), "--", *PROGRAM, *arguments])
+            text, seconds = time_command([str(ROOT / script), "--output", str(output), "--", *PROGRAM, *arguments])
             ms = recorded_step_ms(output)
             result["scripts"][script] = {
                 "tool": text.splitlines()[0].removeprefix("Tool: ").split(" (")[0],
@@ -97,20 +85,15 @@ def measure(scripts, arguments):
 
 
 def parse(argv):
-    parser = Parser("overhead.py", __doc__)
+    parser = Parser("overhead", __doc__)
     parser.add_argument("--scripts", nargs="+", default=["get_trace.sh", "get_hotspots.sh"], metavar="SCRIPT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("arguments", nargs="*", metavar="-- OPTIONS", help="of tiny_llama_v3.py")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    try:
-        result = measure(options.scripts, options.arguments)
-    except (Failed, Unreadable, OSError) as error:
-        print(f"overhead.py: error: {error}", file=sys.stderr)
-        return 2
+def report(options):
+    result = measure(options.scripts, options.arguments)
     plain = result["plain"]
     print(f"without a profiler: {plain['ms']:.3f} ms a step, the run {plain['seconds']:.1f} s")
     for script, row in result["scripts"].items():
@@ -119,6 +102,10 @@ def main(argv=None):
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "overhead")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-#!/usr/bin/env python3
 """Draw a profile: the top kernels, the timeline of one step, and the roofline.
 
-    python profiling/plot.py hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder
-    python profiling/plot.py profile.json --output pictures        roofline.png, from run_triton_profiling.py --json
+    python -m profiling.plot hotspots/hotspot_20261121_120000      kernels.png and timeline.png into that folder
+    python -m profiling.plot profile.json --output pictures        roofline.png, from run_triton_profiling.py --json
 
 Exit codes: 0 done, 1 there is nothing to draw, 2 the profile cannot be read.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,18 +15,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.command_line import Parser  # noqa: E402
+from profiling.command_line import NothingRecorded, Parser, exit_code_of  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
-from profiling.kernel_stats import (  # noqa: E402
-    Unreadable,
-    operation_of,
-    read_dispatches,
-    read_ranges,
-    read_step_stats,
-    reported,
-    within,
-)
+from profiling.kernel_names import operation_of  # noqa: E402
+from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within  # noqa: E402
+from profiling.readers.kernels_alone import read_kernels_alone  # noqa: E402
 from profiling.timeline import typical_step  # noqa: E402
 
 TOP = 12
@@ -42,7 +33,7 @@ def colors_of(operations):
 
 
 def draw_kernels(table, steps, title):
-    """Bars of the kernels that take the most time, coloured by operation."""
+    """Bars of the kernels that take the most time, coloured by operation, of a table of readers.COLUMNS."""
     spots = hotspots(table, steps).head(TOP)[::-1]
     colors = colors_of(spots["operation"][::-1])
     figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4), layout="constrained")
@@ -57,31 +48,40 @@ def draw_kernels(table, steps, title):
     return figure
 
 
+def draw_bars(axes, start, rows, level, **style):
+    """Name, Start and End (ns) as bars, in ms since start. Returns [(left, width)], in ms."""
+    spans = [((a - start) / 1e6, (b - a) / 1e6) for a, b in zip(rows["Start"], rows["End"], strict=True)]
+    axes.broken_barh(spans, (level, 0.8), **style)
+    return spans
+
+
+def draw_ranges(axes, start, end, ranges):
+    """The step above its phases, with their names, above its layers in two shades of grey."""
+    for level, names in ((3, PHASES[:1]), (2, PHASES[1:])):
+        rows = ranges[ranges["Name"].isin(names)]
+        spans = draw_bars(axes, start, rows, level, color="0.85", edgecolor="0.4")
+        for (left, width), name in zip(spans, rows["Name"], strict=True):
+            if width > 0.04 * (end - start) / 1e6:  # else the name does not fit
+                axes.text(left + width / 2, level + 0.4, name, ha="center", va="center", fontsize=8)
+    layers = ranges[ranges["Name"].str.match(r"layers\.\d+ ")]
+    numbers = layers["Name"].str.extract(r"(\d+)")[0].astype(float)
+    for parity, color in enumerate(("0.75", "0.6")):
+        draw_bars(axes, start, layers[numbers % 2 == parity], 1, color=color)
+
+
 def draw_timeline(dispatches, ranges, title):
-    """One step: the phases, the layers, and the device's kernels below them, coloured by operation."""
+    """One step: the phases, the layers, and the device's kernels below them, coloured by operation.
+
+    dispatches and ranges are tables of Name, Start and End (ns) as the readers give them.
+    """
     start, end = typical_step(ranges)
-    inside = ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)]
     kernels = within(dispatches, (start, end))
     operations = kernels["Name"].astype(str).map(operation_of)
     totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
-    colors = colors_of(totals.index)
     figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
-
-    def bars(rows, level, **style):
-        spans = [((a - start) / 1e6, (b - a) / 1e6) for a, b in zip(rows["Start"], rows["End"], strict=True)]
-        axes.broken_barh(spans, (level, 0.8), **style)
-        return spans
-
-    for level, rows in ((3, inside[inside["Name"] == "step"]), (2, inside[inside["Name"].isin(PHASES[1:])])):
-        for (left, width), name in zip(bars(rows, level, color="0.85", edgecolor="0.4"), rows["Name"], strict=True):
-            if width > 0.04 * (end - start) / 1e6:
-                axes.text(left + width / 2, level + 0.4, name, ha="center", va="center", fontsize=8)
-    layers = inside[inside["Name"].str.match(r"layers\.\d+ ")]
-    for parity in (0, 1):
-        numbers = layers["Name"].str.extract(r"(\d+)")[0].astype(float)
-        bars(layers[numbers % 2 == parity], 1, color=("0.75", "0.6")[parity])
-    for name, color in colors.items():
-        bars(kernels[operations == name], 0, color=color, label=name)
+    draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
+    for name, color in colors_of(totals.index).items():
+        draw_bars(axes, start, kernels[operations == name], 0, color=color, label=name)
     axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
     axes.set_xlabel("ms since the step began")
     axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
@@ -90,7 +90,10 @@ def draw_timeline(dispatches, ranges, title):
 
 
 def draw_roofline(result):
-    """Kernels between the measured ceilings of bandwidth and arithmetic, as arithmetic intensity against speed."""
+    """Kernels between the measured ceilings of bandwidth and arithmetic, as arithmetic intensity against speed.
+
+    result is that of read_kernels_alone. Raises Unreadable if no kernel has bytes, arithmetic and time.
+    """
     bandwidth, arithmetic = result["ceilings"]["GB/s"] / 1e3, result["ceilings"]["TFLOP/s"]
     points = [k for k in result["kernels"] if k.get("flop") and k.get("bytes") and k["triton"]["ms"]]
     if not points:
@@ -98,12 +101,12 @@ def draw_roofline(result):
     intensity = np.array([k["flop"] / k["bytes"] for k in points])
     speed = np.array([k["flop"] / k["triton"]["ms"] / 1e9 for k in points])
     ridge = arithmetic / bandwidth
-    roof_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
+    ceiling_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
     figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-    axes.loglog(roof_x, np.minimum(arithmetic, roof_x * bandwidth), color="black")
-    left = roof_x[len(roof_x) // 10]
+    axes.loglog(ceiling_x, np.minimum(arithmetic, ceiling_x * bandwidth), color="black")
+    left = ceiling_x[len(ceiling_x) // 10]
     axes.text(left, left * bandwidth * 1.3, f"{bandwidth * 1e3:.4g} GB/s", ha="right", va="bottom", fontsize=8)
-    axes.text(roof_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
+    axes.text(ceiling_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
     colors = colors_of(k["name"] for k in points)
     for x, y, kernel in zip(intensity, speed, points, strict=True):
         axes.plot(x, y, "o", color=colors[kernel["name"]], label=kernel["name"])
@@ -114,19 +117,10 @@ def draw_roofline(result):
     return figure
 
 
-def read_result(path):
-    """The JSON of run_triton_profiling.py."""
-    with reported(path):
-        result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"ceilings", "kernels", "environment"} <= result.keys():
-        raise Unreadable(f"{path} is no result of run_triton_profiling.py --json")
-    return result
-
-
 def pictures_of(path, title):
     """{file name: figure} of what can be drawn of a folder, a trace or a JSON."""
     if path.suffix == ".json" and path.name != "trace.json":
-        return {"roofline.png": draw_roofline(read_result(path))}
+        return {"roofline.png": draw_roofline(read_kernels_alone(path))}
     table, steps = read_step_stats(path)
     pictures = {}
     if len(table):
@@ -137,7 +131,7 @@ def pictures_of(path, title):
 
 
 def parse(argv):
-    parser = Parser("plot.py", __doc__)
+    parser = Parser("plot", __doc__)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="profile", help="folder or file")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where the pictures go (default: beside the profile)"
@@ -146,17 +140,11 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
+def draw(options):
     for path in options.profiles:
-        try:
-            pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
-        except Unreadable as error:
-            print(f"plot.py: error: {error}", file=sys.stderr)
-            return 2
+        pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
         if not pictures:
-            print(f"plot.py: {path} holds no kernels: did the program use the GPU?", file=sys.stderr)
-            return 1
+            raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
         folder = options.output or (path if path.is_dir() else path.parent)
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in pictures.items():
@@ -164,6 +152,10 @@ def main(argv=None):
             plt.close(figure)
             print(f"Picture: {folder / name}")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: draw(parse(argv)), "plot")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Write triton_analysis_summary.md: launch overhead, bandwidth and utilisation, computed from a session's recordings.
 
-    python profiling/summary.py rocprof_results/session_20261121_120000 --tool rocprofv3
+    python -m profiling.summary rocprof_results/session_20261121_120000 --tool rocprofv3
 
 Called by run_rocprof_triton.sh. Exit codes: 0 done, 2 a recording is missing or cannot be read.
 """
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from profiling.command_line import Parser  # noqa: E402
-from profiling.counters import derive, read_counters  # noqa: E402
-from profiling.hotspots import hotspots  # noqa: E402
-from profiling.kernel_stats import Unreadable, operation_of, read_step_stats, short_name  # noqa: E402
-from profiling.plot import read_result  # noqa: E402
-from profiling.timeline import step_figures  # noqa: E402
+from profiling.command_line import Parser, exit_code_of
+from profiling.counters import derive
+from profiling.hotspots import hotspots
+from profiling.kernel_names import operation_of, short_name
+from profiling.readers import read_counters, read_step_stats
+from profiling.readers.kernels_alone import read_kernels_alone
+from profiling.timeline import step_figures
 
 TOP = 10
 TOOLS = {"rocprofv3": "rocprofv3", "ncu": "torch.profiler (times) and ncu (counters)", "torch": "torch.profiler"}
@@ -36,6 +35,10 @@ def markdown(table):
     lines.append("|" + "|".join(" ---: " if is_number else " --- " for is_number in numeric) + "|")
     lines += ["| " + " | ".join(map(cell, row)) + " |" for row in table.itertuples(index=False, name=None)]
     return "\n".join(lines)
+
+
+# The sections take the figures of step_figures (None without steps), derived of counters.derive (empty if nothing was
+# counted) and alone of read_kernels_alone.
 
 
 def launch_section(figures, on_gpu):
@@ -136,9 +139,9 @@ def roofline_section(derived, alone):
 
 
 def summary(path, tool):
-    """The text of the summary of a session's folder."""
+    """The text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
     table, steps = read_step_stats(path)
-    alone = read_result(path / "kernels_alone.json")
+    alone = read_kernels_alone(path / "kernels_alone.json")
     counters = read_counters(path)
     derived = derive(counters, table) if len(counters) else pd.DataFrame()
     figures = step_figures(path)
@@ -178,22 +181,21 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 
 
 def parse(argv):
-    parser = Parser("summary.py", __doc__)
+    parser = Parser("summary", __doc__)
     parser.add_argument("session", type=Path, help="folder of the session")
     parser.add_argument("--tool", choices=list(TOOLS), required=True, help="what recorded it")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    options = parse(argv)
-    try:
-        text = summary(options.session, options.tool)
-    except Unreadable as error:
-        print(f"summary.py: error: {error}", file=sys.stderr)
-        return 2
+def report(options):
+    text = summary(options.session, options.tool)
     (options.session / "triton_analysis_summary.md").write_text(text)
     print(f"\n{text}")
     return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: report(parse(argv)), "summary")
 
 
 if __name__ == "__main__":

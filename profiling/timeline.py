@@ -2,14 +2,9 @@
 
 import pandas as pd
 
-from profiling.kernel_stats import read_dispatches, read_ranges
+from profiling.readers import read_dispatches, read_ranges, steps_of, within
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
-
-
-def steps_of(ranges):
-    """Start and End of the measured steps."""
-    return ranges[ranges["Name"] == "step"].reset_index(drop=True)
 
 
 def typical_step(ranges):
@@ -22,10 +17,26 @@ def typical_step(ranges):
 
 
 def busy_ns(dispatches):
-    """The time in which at least one kernel ran; Name, Start and End in the order of Start."""
+    """The time in which at least one kernel ran, in ns, of Name, Start and End (ns) in the order of Start."""
     reached = dispatches["End"].cummax().shift(fill_value=0)  # by all kernels before
     begin = dispatches["Start"].where(dispatches["Start"] > reached, reached)
     return int((dispatches["End"] - begin).clip(lower=0).sum())
+
+
+def figures_of(window, kernels, launches):
+    """What step_figures gives, of one step: its (start, end) in ns, its kernels and its launch calls."""
+    start, end = window
+    busy = busy_ns(kernels)
+    span = kernels["End"].max() - kernels["Start"].min() if len(kernels) else 0
+    return {
+        "step_us": (end - start) / 1e3,
+        "kernels": len(kernels),
+        "kernel_us": (kernels["End"] - kernels["Start"]).sum() / 1e3,
+        "busy": busy / (end - start),
+        "gap_us": (span - busy) / 1e3 / max(len(kernels) - 1, 1),
+        "launches": len(launches),
+        "launch_us": (launches["End"] - launches["Start"]).sum() / 1e3,
+    }
 
 
 def step_figures(path):
@@ -39,23 +50,8 @@ def step_figures(path):
         return None
     dispatches, calls = read_dispatches(path), read_ranges(path, "calls")
     launches = calls[calls["Name"].str.match(LAUNCH)] if len(calls) else calls
-    rows = []
-    for start, end in zip(steps["Start"], steps["End"], strict=True):
-        kernels = dispatches[dispatches["Start"].between(start, end)]
-        issued = launches[launches["Start"].between(start, end)]
-        busy = busy_ns(kernels)
-        span = kernels["End"].max() - kernels["Start"].min() if len(kernels) else 0
-        rows.append(
-            {
-                "step_us": (end - start) / 1e3,
-                "kernels": len(kernels),
-                "kernel_us": (kernels["End"] - kernels["Start"]).sum() / 1e3,
-                "busy": busy / (end - start),
-                "gap_us": (span - busy) / 1e3 / max(len(kernels) - 1, 1),
-                "launches": len(issued),
-                "launch_us": (issued["End"] - issued["Start"]).sum() / 1e3,
-            }
-        )
+    windows = zip(steps["Start"], steps["End"], strict=True)
+    rows = [figures_of(window, within(dispatches, window), within(launches, window)) for window in windows]
     figures = pd.DataFrame(rows).mean().to_dict()
     figures["mean_launch_us"] = figures["launch_us"] / figures["launches"] if figures["launches"] else None
     return {"steps": len(steps)} | figures

@@ -17,7 +17,7 @@ from benchmarks.stages import (
     setting,
     short_title,
 )
-from profiling.kernel_stats import read_kernel_stats
+from profiling.readers import read_kernel_stats
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Figures

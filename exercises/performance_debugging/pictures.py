@@ -11,7 +11,7 @@ import tiny_llama_v3 as llama  # noqa: E402
 from benchmarks.stages import device_of, setting  # noqa: E402
 from measure.tables import number  # noqa: E402
 from measure.work import kernel_work  # noqa: E402
-from profiling.kernel_stats import short_name  # noqa: E402
+from profiling.kernel_names import short_name  # noqa: E402
 
 BASELINE_COLOUR = "0.6"
 MARKERS = "os^vD<>pP*Xhd"

@@ -1,4 +1,4 @@
-"""In the interpreter's place: tiny_llama_v3.py and what it leaves, at once; other scripts run as they are."""
+"""In the interpreter's place: tiny_llama_v3.py and what it leaves, at once; other programs run as they are."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import records
 
-name = Path(sys.argv[1]).name if len(sys.argv) > 1 else ""
-if name not in ("tiny_llama_v3.py", "host_profile.py", "run_triton_profiling.py"):
+words = sys.argv[2:] if sys.argv[1] == "-m" else sys.argv[1:]
+name, arguments = Path(words[0]).name, words[1:]
+if name not in ("tiny_llama_v3.py", "profiling.host_profile", "run_triton_profiling.py"):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
-arguments = sys.argv[2:]
 print("tiny llama:", *arguments, flush=True)
 
 
@@ -24,7 +24,7 @@ def interrupted(*_):
 
 signal.signal(signal.SIGINT, interrupted)
 time.sleep(float(os.environ.get("PROGRAM_SLEEP", 0)))
-if name == "host_profile.py":
+if name == "profiling.host_profile":
     Path(arguments[0]).write_bytes(b"pstats")
 if "--json" in arguments:
     Path(arguments[arguments.index("--json") + 1]).write_text(os.environ["PROGRAM_JSON"])

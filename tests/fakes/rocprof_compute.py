@@ -58,7 +58,7 @@ def profile(options, program):
         status = subprocess.run(words).returncode
         if status:
             finish(status)
-    if not os.environ.get("STAND_IN_NOTHING"):
+    if not os.environ.get("FAKE_NOTHING"):
         folder.mkdir(parents=True)
         (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
         (folder / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name\n0,rmsnorm_kernel\n")

@@ -38,7 +38,7 @@ def main():
     complain()
     status = subprocess.run(program).returncode
     folder = Path(output or f"rocprofsys-{Path(program[0]).name}-output", time.strftime("%Y-%m-%d_%H.%M"))
-    if not os.environ.get("STAND_IN_NOTHING"):
+    if not os.environ.get("FAKE_NOTHING"):
         folder.mkdir(parents=True)
         (folder / "metadata-10470.json").write_text("{}")
         profiled = given & {"-P", "--profile", "-F", "--flat-profile"}

@@ -78,7 +78,7 @@ def make_parser():
 
 def write(options, traced, status):
     """The files of one process; a domain without records has none."""
-    run = records.make_run(int(os.environ.get("STAND_IN_STEPS", 3)))
+    run = records.make_run(int(os.environ.get("FAKE_STEPS", 3)))
     prefix = options.output_file or f"{socket.gethostname()}/{os.getpid()}"
     prefix = str(Path(options.output_directory or ".") / prefix)
     bundle = "runtime-trace" in traced or "sys-trace" in traced
@@ -139,7 +139,7 @@ def main():
     complain()
     environment = os.environ | {"ROCP_TOOL_LIBRARIES": "librocprofiler-sdk-tool.so"}
     status = subprocess.run(program, env=environment).returncode
-    if not os.environ.get("STAND_IN_NOTHING"):
+    if not os.environ.get("FAKE_NOTHING"):
         write(options, traced, status)
     finish(status)
 

@@ -1,4 +1,4 @@
-"""The doctor finds what it should, with stand-ins for each tool, device file and package, and never hangs."""
+"""The doctor finds what it should, with fakes of each tool, device file and package, and never hangs."""
 
 import json
 import os

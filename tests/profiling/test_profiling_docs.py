@@ -1,7 +1,6 @@
 """The profiling guide: its commands run, its messages are the scripts', its pictures and figures are measured ones."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +25,9 @@ def test_scripts_understand_the_commands(command, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Tool: "), done.stderr
 
 
-@pytest.mark.parametrize("script", sorted({shlex.split(command)[1] for command in PYTHON}))
-def test_python_scripts_say_what_they_do(script):
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True)
+@pytest.mark.parametrize("words", sorted({re.match(r"python ((?:-m )?\S+)", command)[1] for command in PYTHON}))
+def test_python_programs_say_what_they_do(words):
+    done = subprocess.run([sys.executable, *words.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout and "Exit codes: 0 done" in done.stdout
 
 

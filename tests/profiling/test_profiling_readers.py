@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 import tiny_llama_v3 as llama
-from profiling import kernel_stats
-from profiling.kernel_stats import COLUMNS, Unreadable, operation_of, read_kernel_stats, short_name
+from profiling import readers
+from profiling.kernel_names import operation_of, short_name
+from profiling.readers import COLUMNS, Unreadable, files, read_kernel_stats, rocpd
 from tests.fakes import records
 
 RUN = records.make_run(steps=3)
@@ -63,12 +64,12 @@ def profile(request, tmp_path):
 
 def test_every_kind_of_file_gives_the_same_table(profile, monkeypatch):
     assert_equal(read_kernel_stats(profile), expected(RUN.dispatches))
-    monkeypatch.setattr(kernel_stats, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(files, "CHUNK_ROWS", 7)
     assert_equal(read_kernel_stats(profile), expected(RUN.dispatches))
 
 
 def test_steps_alone(profile):
-    window, steps = kernel_stats.step_window(profile)
+    window, steps = readers.step_window(profile)
     assert steps == 3
     table = read_kernel_stats(profile, window)
     assert_equal(table, expected(in_steps(RUN.dispatches)))
@@ -76,8 +77,8 @@ def test_steps_alone(profile):
 
 
 def test_dispatches_come_in_order(profile, monkeypatch):
-    monkeypatch.setattr(kernel_stats, "CHUNK_ROWS", 11)
-    dispatches = kernel_stats.read_dispatches(profile)
+    monkeypatch.setattr(files, "CHUNK_ROWS", 11)
+    dispatches = readers.read_dispatches(profile)
     assert list(dispatches.astype({"Name": str}).itertuples(index=False, name=None)) == [
         tuple(d) for d in RUN.dispatches
     ]
@@ -100,7 +101,7 @@ def test_passes_of_counters_are_no_timings(tmp_path):
 
 def test_summary_of_rocpd(tmp_path):
     reference = expected(RUN.dispatches)
-    table = reference.rename(columns={new: old for old, new in kernel_stats.ROCPD_SUMMARY.items()})
+    table = reference.rename(columns={new: old for old, new in rocpd.SUMMARY.items()})
     table.loc[table["Calls"] == 1, "STD_DEV"] = None  # SQL divides by zero
     table.to_csv(tmp_path / "out_kernels_summary.csv", index=False)
     assert_equal(read_kernel_stats(tmp_path), reference)
@@ -109,7 +110,7 @@ def test_summary_of_rocpd(tmp_path):
 def test_durations_agree_with_the_view_in_microseconds(tmp_path):
     records.write_rocpd(tmp_path / "a.db", RUN)
     sql = "SELECT name, total_duration FROM top_kernels LIMIT 1"
-    top = pd.concat(kernel_stats.query(tmp_path / "a.db", sql, ["name", "us"])).iloc[0]
+    top = pd.concat(rocpd.query(tmp_path / "a.db", sql, ["name", "us"])).iloc[0]
     row = read_kernel_stats(tmp_path / "a.db").iloc[0]
     assert row["Name"] == top["name"] and row["TotalDurationNs"] == pytest.approx(1000 * top["us"])
 
@@ -137,8 +138,8 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     np.testing.assert_allclose(table["StdDev"], [float(row["StdDev"]) for row in rows], rtol=1e-6, atol=1e-6)
     # Not which comes first: a process that is interrupted inside a view makes that one the longest.
     assert {"matrix product", "optimizer", "softmax", "elementwise"} <= set(table["Name"].map(operation_of))
-    window, steps = kernel_stats.step_window(tmp_path / "p")
-    dispatches = kernel_stats.read_dispatches(tmp_path / "p", window)
+    window, steps = readers.step_window(tmp_path / "p")
+    dispatches = readers.read_dispatches(tmp_path / "p", window)
     assert steps == 3 and "aten::mm" in set(dispatches["Name"])
     assert (dispatches["Start"].to_numpy()[1:] >= dispatches["End"].to_numpy()[:-1]).all()  # never two at once
 
@@ -164,7 +165,18 @@ def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, name):
         ("rmsnorm_kernel", 2250),
         ("Memcpy HtoD", 1000),
     ]
-    assert kernel_stats.step_window(tmp_path) == ((9000, 39000), 1)
+    assert readers.step_window(tmp_path) == ((9000, 39000), 1)
+
+
+def test_the_last_kernels_of_a_step_that_outlive_its_range_count(tmp_path):
+    """torch.profiler records nothing but steps: no kernel of its trace is left out, of the folder or of the file."""
+    rows = [("user_annotation", "step", 0, 10), ("kernel", "early", 2, 3), ("kernel", "late", 11, 3)]
+    (tmp_path / "trace.json").write_text(
+        chrome_trace([{"cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in rows])
+    )
+    for path in (tmp_path, tmp_path / "trace.json"):
+        table, steps = readers.read_step_stats(path)
+        assert steps == 1 and set(table["Name"]) == {"early", "late"}
 
 
 def test_a_memset_counts_as_a_copy_does(tmp_path):
@@ -175,10 +187,8 @@ def test_a_memset_counts_as_a_copy_does(tmp_path):
 
 
 def test_a_kernel_belongs_to_the_step_in_which_it_starts():
-    dispatches = kernel_stats.frame(
-        [("before", 80, 120), ("inside", 110, 130), ("beyond", 190, 230), ("later", 210, 220)]
-    )
-    assert list(kernel_stats.within(dispatches, (100, 200))["Name"]) == ["inside", "beyond"]
+    dispatches = files.intervals([("before", 80, 120), ("inside", 110, 130), ("beyond", 190, 230), ("later", 210, 220)])
+    assert list(readers.within(dispatches, (100, 200))["Name"]) == ["inside", "beyond"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -206,7 +216,7 @@ def test_a_table_without_kernels_is_empty(tmp_path):
     for name in ("a_kernel_stats.csv", "b_kernel_trace.csv", "c.db"):
         table = read_kernel_stats(tmp_path / name)
         assert list(table.columns) == COLUMNS and len(table) == 0
-    assert len(kernel_stats.read_dispatches(tmp_path / "c.db")) == 0
+    assert len(readers.read_dispatches(tmp_path / "c.db")) == 0
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30, 70, 200])
@@ -250,8 +260,8 @@ def test_another_table_under_the_name(tmp_path):
 def test_a_million_dispatches(tmp_path, kind, monkeypatch):
     """In bounded memory: no more than a chunk at a time."""
     sizes = []
-    statistics_of = kernel_stats.statistics_of
-    monkeypatch.setattr(kernel_stats, "statistics_of", lambda chunk: sizes.append(len(chunk)) or statistics_of(chunk))
+    statistics_of = readers.statistics_of
+    monkeypatch.setattr(readers, "statistics_of", lambda chunk: sizes.append(len(chunk)) or statistics_of(chunk))
     dispatches = [
         records.Record(d.name, d.start + 10**9 * i, d.end + 10**9 * i) for i in range(20) for d in RUN.dispatches
     ]
@@ -267,7 +277,7 @@ def test_a_million_dispatches(tmp_path, kind, monkeypatch):
     else:
         path = tmp_path / "a.db"
         records.write_rocpd(path, RUN._replace(dispatches=dispatches))
-        connection = kernel_stats.sqlite3.connect(path)
+        connection = rocpd.sqlite3.connect(path)
         (table,) = connection.execute(
             "SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_kernel_dispatch_%'"
         ).fetchone()
@@ -283,7 +293,7 @@ def test_a_million_dispatches(tmp_path, kind, monkeypatch):
     assert table["Calls"].sum() == thousands * len(dispatches) >= 1_000_000
     assert list(table["Calls"]) == list(reference["Calls"] * thousands)
     assert list(table["TotalDurationNs"]) == list(reference["TotalDurationNs"] * thousands)
-    assert len(sizes) >= 5 and max(sizes) <= kernel_stats.CHUNK_ROWS
+    assert len(sizes) >= 5 and max(sizes) <= files.CHUNK_ROWS
 
 
 # ----------------------------------------------------------------------------------------------------------------------

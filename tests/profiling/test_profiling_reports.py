@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 import tiny_llama_v3 as llama
-from profiling import compare, counters, hotspots, kernel_stats, overhead, plot, summary, timeline
-from profiling.kernel_stats import Unreadable, read_kernel_stats
+from profiling import compare, counters, hotspots, overhead, plot, readers, summary, timeline
+from profiling.command_line import Failure
+from profiling.readers import Unreadable, files, read_kernel_stats
 from tests.fakes import records
 
 RUN = records.make_run(steps=3)
@@ -45,7 +46,7 @@ def session(tmp_path):
 
 
 def test_hotspots_are_per_step(session):
-    table, steps = kernel_stats.read_step_stats(session)
+    table, steps = readers.read_step_stats(session)
     spots = hotspots.hotspots(table, steps)
     assert dict(zip(spots["kernel"].str[:12], spots["calls"], strict=True))["rmsnorm_kern"] == 4
     assert spots["share"].sum() == pytest.approx(100)
@@ -72,7 +73,7 @@ def test_reports_of_nothing(module, tmp_path, capsys):
 
 def table_of(**ns):
     rows = [[name, 2, 2 * t, t, 0.0, t, t, 0.0] for name, t in ns.items()]
-    return pd.DataFrame(rows, columns=kernel_stats.COLUMNS)
+    return pd.DataFrame(rows, columns=readers.COLUMNS)
 
 
 def test_compare():
@@ -112,7 +113,7 @@ def test_compare_a_step_with_a_step(session, tmp_path, capsys):
 
 
 def test_counters_of_several_passes(session):
-    counted = counters.read_counters(session)
+    counted = readers.read_counters(session)
     assert set(counted) == {"FETCH_SIZE", "WRITE_SIZE", "TCC_HIT_sum", "TCC_MISS_sum", "MfmaFlops"}
     norms = [records.Record(d.name, d.start, d.end + 10**6) for d in RUN.dispatches if d.name == "rmsnorm_kernel"]
     fetched = np.mean([records.counter_value("FETCH_SIZE", d) for d in norms])
@@ -128,7 +129,7 @@ def test_counters_of_several_passes(session):
 def test_counters_in_a_database(tmp_path):
     records.write_counters(tmp_path / "csv" / "counters_counter_collection.csv", (7, 0), RUN.dispatches, ["SQ_WAVES"])
     records.write_rocpd(tmp_path / "db" / "counters_results.db", RUN, ["SQ_WAVES"])
-    from_csv, from_database = (counters.read_counters(tmp_path / kind) for kind in ("csv", "db"))
+    from_csv, from_database = (readers.read_counters(tmp_path / kind) for kind in ("csv", "db"))
     pd.testing.assert_frame_equal(from_csv, from_database, check_names=False)
 
 
@@ -140,11 +141,11 @@ def test_ncu(tmp_path):
         '"1","rmsnorm_kernel","(128, 1, 1)","2,000,000","500,000","2,000"',
     ]
     (tmp_path / "ncu_raw.csv").write_text("\n".join(lines) + "\n")
-    derived = counters.derive(counters.read_counters(tmp_path)).loc["rmsnorm_kernel"]
+    derived = counters.derive(readers.read_counters(tmp_path)).loc["rmsnorm_kernel"]
     assert (derived["ns"], derived["bytes"]) == (1500, 2_000_000) and derived["GB/s"] == pytest.approx(2e6 / 1500)
     (tmp_path / "ncu_raw.csv").write_text("==ERROR== no kernels\n")
     with pytest.raises(Unreadable, match="ncu_raw.csv"):
-        counters.read_counters(tmp_path)
+        readers.read_counters(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_ncu(tmp_path):
 
 
 def frame(*rows):
-    return kernel_stats.frame(rows)
+    return files.intervals(rows)
 
 
 def test_busy_time_counts_what_overlaps_once():
@@ -205,7 +206,7 @@ def test_pictures_of_a_profile(session):
     assert set(pictures) == {"kernels.png", "timeline.png"}
     kernels, step = pictures["kernels.png"].axes[0], pictures["timeline.png"].axes[0]
     widths = sorted(bar.get_width() for bar in kernels.patches)
-    table, steps = kernel_stats.read_step_stats(session)
+    table, steps = readers.read_step_stats(session)
     np.testing.assert_allclose(widths, sorted(table["TotalDurationNs"] / 1e6 / steps))
     assert {"step", "forward", "backward", "matrix product", "RMSNorm"} <= texts(pictures["timeline.png"])
     assert sum(len(bars.get_paths()) for bars in step.collections) == 3 + 19  # step and phases; kernels
@@ -267,8 +268,8 @@ def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys):
     assert row["tool"].startswith("torch.profiler") and row["ms"] > 0 and result["plain"]["ms"] > 0
     assert row["ratio"] == pytest.approx(row["ms"] / result["plain"]["ms"])
     assert f"get_hotspots.sh: {row['ms']:.3f} ms a step" in capsys.readouterr().out
-    with pytest.raises(overhead.Failed, match="ended with 3: so it goes"):
-        overhead.run([sys.executable, "-c", "import sys; print('so it goes'); sys.exit(3)"])
+    with pytest.raises(Failure, match="ended with 3: so it goes"):
+        overhead.time_command([sys.executable, "-c", "import sys; print('so it goes'); sys.exit(3)"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
 
 def test_busy_time_of_what_lies_within_a_longer_kernel():
     rows = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
-    assert timeline.busy_ns(kernel_stats.frame(rows)) == 130
+    assert timeline.busy_ns(files.intervals(rows)) == 130
 
 
 def test_hotspots_by_hand():

@@ -1,4 +1,4 @@
-"""The shell scripts against stand-ins for the profilers of ROCm 6.4, 7.0 and 7.1, and for ncu."""
+"""The shell scripts against fakes of the profilers of ROCm 6.4, 7.0 and 7.1, and for ncu."""
 
 import itertools
 import json
@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from profiling.kernel_stats import read_kernel_stats, read_step_stats
+from profiling.readers import read_kernel_stats, read_step_stats
 
 ROOT = Path(__file__).resolve().parents[2]
-STAND_INS = ROOT / "tests" / "fakes"
+FAKES = ROOT / "tests" / "fakes"
 RELEASES = ("6.4", "7.1")
 FOLDERS = {
     "get_trace.sh": "traces/trace",
@@ -55,9 +55,9 @@ class Machine:
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
         self.env["PYTHON"] = str(self.install(self.bin / "python", "program.py"))
 
-    def install(self, path, stand_in, **variables):
-        settings = {"PYTHONPATH": str(STAND_INS), "PYTHONDONTWRITEBYTECODE": "1"} | variables
-        words = [*(f"{name}={value}" for name, value in settings.items()), sys.executable, str(STAND_INS / stand_in)]
+    def install(self, path, fake, **variables):
+        settings = {"PYTHONDONTWRITEBYTECODE": "1"} | variables
+        words = [*(f"{name}={value}" for name, value in settings.items()), sys.executable, str(FAKES / fake)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
         path.chmod(0o755)
@@ -74,8 +74,8 @@ class Machine:
         }
         if release >= "7.1":
             tools["rocpd"] = "rocpd.py"
-        for name, stand_in in tools.items():
-            self.install(rocm / "bin" / name, stand_in, STAND_IN_ROCM=release)
+        for name, fake in tools.items():
+            self.install(rocm / "bin" / name, fake, FAKE_ROCM=release)
         (self.folder / "kfd").touch()
         return self
 
@@ -110,7 +110,7 @@ class Machine:
 
 def commands_of(out):
     """The words of the command lines that were printed."""
-    lines = [line.removeprefix("+ ") for line in out.splitlines() if re.match(r"(\+ )?(/|rocp|ncu |cd )", line)]
+    lines = [line.removeprefix("+ ") for line in out.splitlines() if re.match(r"(\+ )?(/|env |rocp|ncu |cd )", line)]
     return [shlex.split(line) for line in lines]
 
 
@@ -242,8 +242,7 @@ def test_two_rocm_installations_are_noticed(machine):
     (torch / "__init__.py").write_text("raise SystemExit('importing torch takes seconds')")
     for hip, noticed in (("6.4.43482-0f2d60242", True), ("7.0.51831", False)):
         (torch / "version.py").write_text(f"hip = {hip!r}\n")
-        machine.install(machine.bin / "python", "program.py", PYTHONPATH=f"{STAND_INS}:{torch.parent}")
-        run = machine.run("get_trace.sh", "--dry-run")
+        run = machine.run("get_trace.sh", "--dry-run", PYTHONPATH=str(torch.parent))
         assert ("two ROCm installations. PyTorch brings ROCm 6.4" in run.out) is noticed
 
 
@@ -350,12 +349,12 @@ def test_ncu_counts(machine):
 @pytest.mark.parametrize("arguments", [["get_rocprof_compute.sh"], ["get_counters.sh", "--pmc"]])
 def test_without_permission_for_counters(machine, complaint, reason, arguments):
     machine.with_nvidia()
-    run = machine.run(*arguments, STAND_IN_COMPLAINT=complaint)
+    run = machine.run(*arguments, FAKE_COMPLAINT=complaint)
     assert run.code == 0 and f"Tool: torch.profiler from here on ({reason[:4]}" in run.out.replace(
         "the driver ", ""
     ).replace("ncu ", "")
     assert reason in run.out and "Kernels of 3 steps" in run.out
-    run = machine.run(*arguments, "--tool", "ncu", "--output", "out", STAND_IN_COMPLAINT=complaint, STAND_IN_STATUS="9")
+    run = machine.run(*arguments, "--tool", "ncu", "--output", "out", FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
     assert run.code == 9 and reason in run.err and "out.failed" in machine.results()
 
 
@@ -407,14 +406,14 @@ def test_the_status_of_the_program_comes_back(machine, script, rocm):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_status_of_the_profiler_comes_back(machine, script):
     complaint = "Request exceeds the capabilities of the hardware to collect"
-    run = machine.with_rocm("7.0").run(script, "--output", "out", STAND_IN_COMPLAINT=complaint, STAND_IN_STATUS="134")
+    run = machine.with_rocm("7.0").run(script, "--output", "out", FAKE_COMPLAINT=complaint, FAKE_STATUS="134")
     assert run.code == 134 and "too many counters for one pass" in run.err and machine.results() == ["out.failed"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("release", RELEASES)
 def test_nothing_recorded_is_a_failure(machine, script, release):
-    run = machine.with_rocm(release).run(script, "--output", "out", STAND_IN_NOTHING="1")
+    run = machine.with_rocm(release).run(script, "--output", "out", FAKE_NOTHING="1")
     assert run.code == 1 and "recorded nothing" in run.err and machine.results() == ["out.failed"]
 
 
@@ -429,7 +428,7 @@ def test_nothing_recorded_is_a_failure(machine, script, release):
     ],
 )
 def test_known_complaints_are_explained(machine, complaint, reason):
-    run = machine.with_rocm("6.4").run("get_rocprof_compute.sh", STAND_IN_COMPLAINT=complaint)
+    run = machine.with_rocm("6.4").run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
     assert run.code == 1 and reason in run.err
 
 
@@ -531,6 +530,19 @@ def test_help(machine, script):
     for option in ("--output DIR", "--stage N", "--tool NAME", "--dry-run", "-- OPTIONS"):
         assert option in run.out
     assert os.stat(ROOT / script).st_mode & stat.S_IXUSR
+
+
+def test_a_project_in_a_folder_with_spaces(machine):
+    """The reports start from wherever the script was started, and so do the command lines that it suggests."""
+    project = machine.folder / "my projects" / "llama"
+    shutil.copytree(ROOT / "profiling", project / "profiling", ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "get_hotspots.sh", project)
+    run = machine.with_rocm("7.0").run(project / "get_hotspots.sh", "--output", "out")
+    assert run.code == 0 and "Kernels of 3 steps" in run.out
+    (suggested,) = re.findall(r"^Compare with another run: (.*)$", run.out, flags=re.M)
+    command = suggested.replace("OTHER", str(machine.work / "out"))
+    done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Kernels: 6 same" in done.stdout, done.stderr
 
 
 def test_arguments_with_spaces_stay_whole(machine):

@@ -1,0 +1,65 @@
+"""The operation of the model that a kernel computes, and its name without decoration."""
+
+import functools
+import re
+
+# The first pattern found in a kernel's name decides. Triton kernels keep the names of their functions; a matrix product
+# is known by the library that made it, and which layer wanted it is not in its name.
+OPERATIONS = {
+    # tiny_llama_v3.py and nanogpt_triton
+    r"^rmsnorm_kernel": "RMSNorm",
+    r"^(rmsnorm_backward|column_sum)_kernel": "RMSNorm backward",
+    r"^layer_?norm\w*backward|^_?layer_?norm_bwd": "LayerNorm backward",
+    r"^_?layer_?norm": "LayerNorm",
+    r"^flash_attention_backward": "attention backward",
+    r"^flash_attention_kernel": "attention",
+    r"^rope_kernel": "rotary embedding",
+    r"^swiglu_kernel": "SwiGLU matrix product, naive",
+    r"^swiglu_activation_backward_kernel": "SwiGLU backward",
+    r"^swiglu_activation_kernel": "SwiGLU",
+    r"^(cross_entropy|scale)_kernel": "cross-entropy",
+    r"^embedding_backward_kernel": "embedding backward",
+    r"^adamw_kernel": "optimizer",
+    # PyTorch's fused attention: flash, cuDNN, memory-efficient, AOTriton
+    r"(flash|fmha|sdpa|attention|attn|_efficient_).*(bwd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
+    r"flash_fwd|fmha|sdpa|scaled_dot_product|flash_attention|attn_fwd": "attention",
+    # libraries' matrix products: rocBLAS and hipBLASLt (Tensile), cuBLAS, CUTLASS
+    r"^Cijk_|rocblas|hipblas|cublas|cutlass|nvjet|gemm|gemv|splitK|xmma|wgmma|aten::(mm|bmm|addmm|matmul|linear)$": (
+        "matrix product"
+    ),
+    # what torch.compile generates
+    r"^triton_(poi|per|red|tem|for)_": "fused by torch.compile",
+    # PyTorch's own kernels, and on a CPU its operators
+    r"(multi_tensor|foreach|[Ff]used).*([Aa]dam|addc)|aten::_(fused_adam|foreach_)": "optimizer",
+    r"lpnorm|LpNorm|linalg_vector_norm|NormTwo": "gradient norm",
+    r"nll_loss|log_softmax|LogSoftMax|cross_entropy": "cross-entropy",
+    r"[Ss]oft_?[Mm]ax": "softmax",
+    r"embedding_(dense_)?backward|embedding.*[Gg]rad|compute_grad_weight": "embedding backward",
+    r"embedding|index_?select|indexSelect|gather": "embedding",
+    r"(layer|rms)_?norm.*([Bb]ackward|[Gg]rad|[Bb]wd)|GammaBeta": "norm backward",
+    r"(layer|rms)_?norm|RowwiseMoments": "norm",
+    r"Mem(cpy|set)|copy|Fill|fill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
+    r"distribution|philox|random": "random numbers",
+    r"reduce|aten::(sum|mean|max|norm)": "reduction",
+    r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",
+}
+OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in OPERATIONS.items()]
+
+
+@functools.cache
+def operation_of(kernel_name):
+    """The operation of the model that a kernel computes, or "other"."""
+    return next((operation for pattern, operation in OPERATION_PATTERNS if pattern.search(kernel_name)), "other")
+
+
+def short_name(kernel_name, width=60):
+    """A kernel's name without the decoration of C++ and cuBLAS, cut in its middle to the width."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bat::", "", kernel_name)
+    name = re.sub(r"\((?!anonymous)[^()]*\)( \[clone[^]]*\])?$", "", name)
+    name = re.sub(r"^cutlass::Kernel2<(\w+)>$", r"\1", name)
+    name = re.sub(r"(b?f\d+)(_?\1)+(?=_)", r"\1", name)  # cuBLAS names the type of each operand
+    name = re.sub(r"(tilesize\w+?)_stage\d\w+_execute((_split_k)?)_kernel__5x_cublas$", r"\1\2", name)
+    if len(name) <= width:
+        return name
+    head = (width - 1) * 2 // 3
+    return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"

@@ -1,0 +1,70 @@
+"""What the readers share: complaints about files, CSV files in bounded memory, and tables of intervals."""
+
+import contextlib
+import sqlite3
+
+import pandas as pd
+
+from profiling.command_line import Failure
+
+CHUNK_ROWS = 200_000  # of a trace that are in memory at a time
+
+
+class Unreadable(Failure):
+    """A profile that cannot be read; the message names the file, what is wrong with it and what to do."""
+
+
+@contextlib.contextmanager
+def reported(path):
+    """Turns what the parsers complain of into Unreadable."""
+    try:
+        yield
+    except (ValueError, sqlite3.Error, EOFError, OSError) as error:  # UnicodeDecodeError and pandas' are ValueErrors
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unreadable(f"{path} is damaged or incomplete ({lines[0]}): profile again") from error
+
+
+def csv_header(path):
+    """The columns of a CSV file. The profilers end every line, so a last one without its end was cut off."""
+    with reported(path), open(path, "rb") as file:
+        if file.seek(0, 2) == 0:
+            raise Unreadable(f"{path} is empty: the program ended before the profiler wrote it")
+        file.seek(-1, 2)
+        if file.read() != b"\n":
+            raise Unreadable(f"{path} is cut off in its last line: profile again")
+        return list(pd.read_csv(path, nrows=0).columns)
+
+
+def csv_chunks(path, columns, words=("Name",)):
+    """Tables of the columns {name in the file: new name}, CHUNK_ROWS at a time, at least one.
+
+    All but words must be numbers without gaps. Raises Unreadable if a column is missing or a line damaged.
+    """
+    header = csv_header(path)
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise Unreadable(f"{path} has no column {missing[0]}: it is not what its name says")
+    with reported(path), pd.read_csv(path, usecols=list(columns), chunksize=CHUNK_ROWS) as reader:
+        for chunk in reader:
+            yield require_numbers(chunk.rename(columns=columns), path, words)
+
+
+def require_numbers(table, path, words):
+    if "StdDev" in table:
+        table.loc[table["Calls"] == 1, "StdDev"] = 0.0  # SQL has no deviation of a single call
+    numbers = table.drop(columns=list(words))
+    is_numeric = all(pd.api.types.is_numeric_dtype(kind) for kind in numbers.dtypes)
+    if len(table) and (numbers.isna().any(axis=None) or not is_numeric):
+        raise Unreadable(f"{path} has rows without all their numbers: profile again")
+    return table
+
+
+def intervals(rows=()):
+    """A table of Name, Start and End (integers, ns): of kernels on the device, or of ranges on the host."""
+    table = pd.DataFrame(rows, columns=["Name", "Start", "End"])
+    return table.astype({"Name": object, "Start": "int64", "End": "int64"})
+
+
+def within(dispatches, window):
+    """The intervals that start within (start, end), in ns; all of them without a window."""
+    return dispatches if window is None else dispatches[dispatches["Start"].between(*window)]

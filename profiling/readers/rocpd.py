@@ -1,0 +1,71 @@
+"""The rocpd databases of rocprofv3 since ROCm 7, read through their views, and the CSV of `rocpd summary`."""
+
+import contextlib
+import sqlite3
+
+import pandas as pd
+
+from profiling.readers import files
+from profiling.readers.files import Unreadable, csv_chunks, csv_header, intervals, reported
+from profiling.readers.statistics import COLUMNS, counter_means
+
+PATTERNS = {
+    "kernels": ("*kernels_summary.csv",),
+    "dispatches": ("*.db",),
+    "markers": ("*.db",),
+    "calls": ("*.db",),
+    "counters": ("*counters_results.db",),
+}
+RECORDS_WARM_UP = True
+
+SUMMARY = {
+    "Name": "Name",
+    "Calls": "Calls",
+    "DURATION (nsec)": "TotalDurationNs",
+    "AVERAGE (nsec)": "AverageNs",
+    "PERCENT (INC)": "Percentage",
+    "MIN (nsec)": "MinNs",
+    "MAX (nsec)": "MaxNs",
+    "STD_DEV": "StdDev",
+}
+DISPATCHES = 'SELECT name, start, "end" FROM kernels'
+RANGES = """SELECT name, start, "end" FROM regions WHERE category LIKE '{}%'"""
+CATEGORIES = {"markers": "MARKER", "calls": "HIP"}  # how those of the regions begin
+COUNTERS = "SELECT kernel_name, counter_name, value FROM counters_collection"
+
+
+def recognizes(path, content):
+    if content == "kernels":
+        return path.suffix == ".csv" and "DURATION (nsec)" in csv_header(path)
+    return path.suffix == ".db"
+
+
+def kernel_tables(path):
+    return (chunk[COLUMNS] for chunk in csv_chunks(path, SUMMARY))
+
+
+def dispatches(path):
+    return map(intervals, query(path, DISPATCHES, ["Name", "Start", "End"]))
+
+
+def ranges(path, content):
+    return map(intervals, query(path, RANGES.format(CATEGORIES[content]), ["Name", "Start", "End"]))
+
+
+def counters(path):
+    return counter_means(
+        chunk.astype({"Value": float}) for chunk in query(path, COUNTERS, ["Name", "Counter", "Value"])
+    )
+
+
+def query(path, sql, columns):
+    """The rows that a query finds in a database, as tables of these columns: CHUNK_ROWS at a time, at least one."""
+    address = f"{path.resolve().as_uri()}?mode=ro"
+    with reported(path), contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+        ((size,),) = connection.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
+        if path.stat().st_size < size:
+            raise Unreadable(f"{path} is cut off: {path.stat().st_size} of {size} bytes; profile again")
+        cursor = connection.execute(sql)
+        while rows := cursor.fetchmany(files.CHUNK_ROWS):
+            yield pd.DataFrame(rows, columns=columns)
+        yield pd.DataFrame([], columns=columns)
