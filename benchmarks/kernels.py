@@ -62,7 +62,7 @@ def check(name, function, inputs, ours):
 
 
 def gradients(function):
-    """The function of inputs, then of the gradient of each output of function, that returns the inputs' gradients."""
+    """What takes function's inputs, then a gradient for each of its outputs, and returns those of the inputs."""
 
     def backward(*arguments):
         number = len(inspect.signature(function).parameters)
@@ -100,43 +100,41 @@ def torch_add_norm(x, branch, weight):
 def rmsnorm_cases(bench):
     for n_cols in (512, 1024, 2048, 4096, 8192) if bench.on_gpu else (64,):
         shape = (bench.elements // n_cols, n_cols)
-        weight = bench.randn(n_cols).requires_grad_()
+        weight = bench.randn(n_cols)
         sets = [[bench.randn(*shape) for _ in range(4)] for _ in range(2)]  # x, branch, y_grad, residual_grad
-        for with_branch in (False, True):
-            yield from rmsnorm_directions(bench, weight, sets, with_branch)
+        yield from rmsnorm_directions(bench, "", torch_norm, weight, [(x, None, y, None) for x, _, y, _ in sets])
+        yield from rmsnorm_directions(bench, "add + ", torch_add_norm, weight, sets)
 
 
-def rmsnorm_directions(bench, weight, sets, with_branch):
-    function = torch_add_norm if with_branch else torch_norm
-    inputs = [[x.detach().requires_grad_() for x in s[: 1 + with_branch]] + [weight] for s in sets]
-    upstreams = [s[2 : 3 + with_branch] for s in sets]
-    forward, backward = [], []
-    for (x, *branch, _), (y_grad, *residual_grad) in zip(inputs, upstreams, strict=True):
-        branch, residual_grad = next(iter(branch), None), next(iter(residual_grad), None)
-        branch = None if branch is None else branch.detach()
-        forward.append(functools.partial(llama.rmsnorm_forward, x.detach(), branch, weight.detach(), EPS))
-        residual, y, rstd = forward[-1]()
-        arguments = y_grad, residual_grad, residual, weight.detach(), rstd
-        backward.append(functools.partial(llama.rmsnorm_backward, *arguments))
-        if len(forward) == 1:
-            x_grad, weight_grad = backward[0]()
-            check("RMSNorm", function, inputs[0], (y, residual)[: 1 + with_branch])
-            ours = (x_grad,) * (1 + with_branch) + (weight_grad,)
-            check("RMSNorm's gradient", gradients(function), (*inputs[0], *upstreams[0]), ours)
-            norm = work.rmsnorm(x, weight, y, rstd, branch, branch)
-            gradient = work.rmsnorm_backward(y_grad, x, weight, rstd, x_grad, residual_grad)
+def rmsnorm_directions(bench, note, function, weight, sets):
+    """Forward and backward; a branch and a residual_grad of None are no arguments of the function."""
+    forward = [functools.partial(llama.rmsnorm_forward, x, branch, weight, EPS) for x, branch, *_ in sets]
+    backward = []
+    for call, (_, _, y_grad, residual_grad) in zip(forward, sets, strict=True):
+        residual, _, rstd = call()
+        backward.append(functools.partial(llama.rmsnorm_backward, y_grad, residual_grad, residual, weight, rstd))
 
-    case = f"{'add + ' * with_branch}rmsnorm {{}}, N = {weight.numel()}"
+    x, branch, y_grad, residual_grad = sets[0]
+    inputs = [[t.detach().requires_grad_() for t in (*s[:2], weight) if t is not None] for s in sets]
+    upstreams = [[t for t in s[2:] if t is not None] for s in sets]
+    (residual, y, rstd), (x_grad, weight_grad) = forward[0](), backward[0]()
+    added = branch is not None
+    check("RMSNorm", function, inputs[0], (y, residual) if added else y)
+    ours = (x_grad, x_grad, weight_grad) if added else (x_grad, weight_grad)
+    check("RMSNorm's gradient", gradients(function), (*inputs[0], *upstreams[0]), ours)
+
     calls = {"triton": forward}
     for name, baseline in baselines(bench, function):
         # Without no_grad(): what backward needs is part of the forward pass.
         calls[name] = [functools.partial(baseline, *x) for x in inputs]
-    yield case.format("forward"), norm.bytes, "TB/s", calls
+    amount = work.rmsnorm(x, weight, y, rstd, branch, residual if added else None).bytes
+    yield f"{note}rmsnorm forward, N = {len(weight)}", amount, "TB/s", calls
     calls = {"triton": backward}
     for name, baseline in baselines(bench, function):
         with bench.on_stream():
             calls[name] = [gradient_call(baseline, x, u) for x, u in zip(inputs, upstreams, strict=True)]
-    yield case.format("backward"), gradient.bytes, "TB/s", calls
+    amount = work.rmsnorm_backward(y_grad, x, weight, rstd, x_grad, residual_grad).bytes
+    yield f"{note}rmsnorm backward, N = {len(weight)}", amount, "TB/s", calls
 
 
 def torch_activation(gate_up):

@@ -19,9 +19,10 @@ def times(factor):
     return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
 
 
-def markdown_table(header, rows):
-    """The first column to the left, the others to the right."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+def markdown_table(header, rows, right=None):
+    """Lines of text. right: for each column whether it is aligned there; default: all but the first are."""
+    right = right or [False] + [True] * (len(header) - 1)
+    lines = [header, ["---:" if at_right else "---" for at_right in right], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

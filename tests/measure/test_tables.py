@@ -27,6 +27,7 @@ def test_numbers_have_three_digits_and_no_exponent(value, text):
 
 def test_a_table_of_markdown():
     assert tables.markdown_table(["", "ms"], [["a", "1"]]) == "|  | ms |\n| --- | ---: |\n| a | 1 |"
+    assert tables.markdown_table(["a", "b"], [], right=[True, False]).endswith("| ---: | --- |")
     assert tables.cell("a | b") == "a / b"
 
 
