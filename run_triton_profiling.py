@@ -274,12 +274,12 @@ def sweep_tiles(bench, config):
             row = {
                 "queries": m,
                 "keys": n,
-                "usual": (m, n) == (usual.m, usual.n),
+                "usual": (m, n) == (usual.BLOCK_M, usual.BLOCK_N),
                 "ms": None,
                 "TFLOP/s": None,
                 "error": None,
             }
-            tile = usual._replace(m=m, n=n)
+            tile = usual._replace(BLOCK_M=m, BLOCK_N=n)
             with mock.patch.object(llama, "attention_tile", lambda *_, tile=tile: tile):
                 try:
                     row["ms"] = bench.flushed_ms(lambda: llama.flash_attention_forward(q, k, v))

@@ -63,7 +63,7 @@ try:
     import triton.language as tl
 except ImportError:  # macOS, Windows, a CPU-only PyTorch: the kernels stay plain functions that nothing calls
     triton = None
-    tl = SimpleNamespace(constexpr=None)
+    tl = SimpleNamespace(constexpr=float)
 jit = triton.jit if triton else lambda kernel: kernel
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def print_stages():
 # ----------------------------------------------------------------------------------------------------------------------
 # The device: what it is, what it can reach, and how kernels are launched on it. Every vendor branch is in this section.
 
-LOG2_E = math.log2(math.e)
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own variable: kernels run on the CPU, in Python
 
@@ -318,12 +318,11 @@ class Device:
     warp_size: int
 
     @property
-    def is_amd(self):
-        return self.arch.startswith("gfx")
-
-    @property
-    def is_hopper(self):
-        return self.arch == "sm_90"
+    def family(self):
+        """What has the same tiles."""
+        if self.arch.startswith("gfx"):
+            return "amd"
+        return "interpreter" if self.type == "cpu" else "hopper" if self.arch == "sm_90" else "nvidia"
 
 
 @functools.cache
@@ -417,8 +416,10 @@ def next_power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
-# Launch configurations. warps x warp_size may not exceed 1024 threads, and an AMD wave has 64: half the warps there.
-# The operands of a tile must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90, 99 on NVIDIA's smallest.
+# Tiles. Of num_warps * warp_size threads there may be 1024 at most, and an AMD wave has 64: half the warps there. The
+# operands of a product must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90, 99 on NVIDIA's smallest.
+# "Measured" is on an H200 against the neighbouring powers of two; "compiled" is by the registers, spills and occupancy
+# that the compiler reports (docs/compiled_kernels.md), where there was no GPU to measure on.
 
 
 class NormTile(NamedTuple):
@@ -429,86 +430,107 @@ class NormTile(NamedTuple):
 
 
 class AttentionTile(NamedTuple):
-    m: int  # queries
-    n: int  # keys
-    warps: int
-    stages: int
+    BLOCK_M: int  # queries
+    BLOCK_N: int  # keys
+    num_warps: int
+    num_stages: int
     options: dict = {}  # what else the compiler is told
 
 
-AMD_ATTENTION_TILES = {  # (bytes an element, dimensions of a head up to): (queries, keys)
-    (2, 32): {"forward": (128, 32), "dq": (64, 32), "dkdv": (32, 64), "short": (32, 64)},
-    (2, 64): {"forward": (128, 64), "dq": (64, 32), "dkdv": (32, 64), "short": (32, 64)},
-    (2, 128): {"forward": (128, 32), "dq": (64, 32), "dkdv": (32, 32), "short": (32, 32)},
-    (4, 64): {"forward": (64, 32), "dq": (64, 32), "dkdv": (16, 64), "short": (32, 32)},
-    (4, 128): {"forward": (64, 16), "dq": (64, 16), "dkdv": (16, 32), "short": (16, 16)},
-}
+PASSES = ("forward", "dq", "dkdv", "fused")
+# (family, operands of tl.dot, dimensions of a head up to): a tile for each of PASSES; the first row that fits counts.
+ATTENTION_TILES = {
+    # Compiled: with more rows the gradients' kernels take up to 456 registers a thread, at one wave a unit, or spill.
+    ("amd", "half", 32): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
+    ("amd", "half", 64): ((128, 64, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
+    ("amd", "half", 128): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
+    ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    # Measured. 64 rows are one wgmma instruction; the fused pass is too short for its loads to fill a pipeline.
+    ("hopper", "half", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
+    ("hopper", "half", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1)),
+    # Measured. TF32's instructions want 64 rows; full fp32 has none, and half the rows took two thirds of the time.
+    ("hopper", "tf32", 64): ((64, 32, 4, 1),) * 4,
+    ("hopper", "ieee", 64): ((32, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    ("hopper", "any", 128): ((32, 32, 4, 1),) * 4,
+    # Compiled for sm_80: 8 warps share the rows of what would otherwise spill.
+    ("nvidia", "half", 64): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
+    ("nvidia", "half", 128): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+    ("nvidia", "any", 128): ((32, 32, 8, 1),) * 4,
+    ("interpreter", "any", 128): ((32, 32, 4, 1),) * 4,
+}  # fmt: skip
+COLUMN_SUM_TILE = (128, 16, 8)  # rows, columns, warps
+NORM_ELEMENTS = {"forward": 4096, "backward": 8192}  # of a tile
+ROPE_BLOCK = 2048  # elements; like the two below 8 or more a thread, so that a load of 16-bit types is 16 bytes wide
+SWIGLU_BLOCK = 1024
+NAIVE_SWIGLU_BLOCK = 128  # part of the mistake: a program has one dot product
+SCALE_BLOCK = 4096
+EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns
+ADAMW_BLOCK = 1024  # measured: 92 % of the bandwidth of a copy; more elements a thread took no less time
 
 
 @functools.cache
 def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
-    """Tiles of 4096 elements forward and 8192 backward, smaller where they would leave multiprocessors idle.
+    """Tiles of NORM_ELEMENTS, smaller where they would leave multiprocessors idle.
 
     The backward pass has two programs a multiprocessor, which walk over the rows.
     """
     device = get_device(device_type)
     cols = block_size or next_power_of_2(n_cols)
     fill = next_power_of_2(cdiv(n_rows, device.num_sms))
-    rows = max(1, min((8192 if backward else 4096) // cols, fill))
+    rows = max(1, min(NORM_ELEMENTS["backward" if backward else "forward"] // cols, fill))
     warps = 4 if cols <= 4096 else min(cols // 1024, 16)
     if backward:
         warps = 4 if cols <= 8192 else min(cols // 2048, 16)
-        if not device.is_amd and not device.is_hopper:
+        if device.family == "nvidia":
             warps = min(2 * warps, 16)  # as many threads as on an AMD GPU: with half of them registers spill
-    elif device.is_amd:
+    elif device.family == "amd":
         warps //= 2
     programs = min(cdiv(n_rows, rows), 2 * device.num_sms) if backward else cdiv(n_rows, rows)
     return NormTile(rows, cols, warps, programs)
 
 
 @functools.cache
-def attention_tile(kernel, itemsize, block_d, precision, device_type):
-    """Tile of kernel "forward", "dq", "dkdv" or "short" for elements of itemsize bytes, heads of block_d dimensions.
+def attention_tile(pass_name, itemsize, block_d, precision, device_type):
+    """Tile of pass "forward", "dq", "dkdv" or "fused" for elements of itemsize bytes, heads of block_d dimensions.
 
     precision is tl.dot's input_precision for fp32.
     """
-    device = get_device(device_type)
-    if device.type == "cpu":
-        return AttentionTile(32, 32, 4, 1)
-    if device.is_amd:
-        tile = AMD_ATTENTION_TILES[itemsize, max(block_d, 32 if itemsize == 2 else 64)][kernel]
-        # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
-        return AttentionTile(*tile, 4, 1, {"matrix_instr_nonkdim": 16})
-    if itemsize == 4 and device.is_hopper:
-        many_rows = block_d <= 64 and (precision == "tf32" or kernel == "dkdv")
-        return AttentionTile(64 if many_rows else 32, 32, 4, 1)
-    if itemsize == 4:
-        return AttentionTile(32, 32, 8, 1)
-    if device.is_hopper:
-        wide = {"forward": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (32, 64, 4, 3), "short": (64, 64, 4, 1)}
-        narrow = wide | {"dq": (128, 64, 8, 3), "dkdv": (64, 64, 4, 3)}
-        return AttentionTile(*(narrow if block_d <= 64 else wide)[kernel])
-    stages = 1 if kernel == "short" else 2
-    if kernel in ("forward", "dq"):
-        return AttentionTile(64, 64, 4, stages)
-    return AttentionTile(32, 64, 4, stages) if block_d <= 64 else AttentionTile(64, 64, 8, stages)
+    family = get_device(device_type).family
+    operands = "half" if itemsize == 2 else precision
+    # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
+    options = {"matrix_instr_nonkdim": 16} if family == "amd" else {}
+    for (a_family, some_operands, most_dimensions), tiles in ATTENTION_TILES.items():
+        if a_family == family and some_operands in (operands, "any") and block_d <= most_dimensions:
+            return AttentionTile(*tiles[PASSES.index(pass_name)], options)
+    raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
+
+
+@functools.cache
+def cross_entropy_tile(n_cols, device_type):
+    """(columns, warps). Measured: a row of up to 8192 in registers, a longer one in pieces; 16 elements a thread."""
+    cols = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
+    warps = max(4, cols // 512)
+    return cols, warps // 2 if get_device(device_type).family == "amd" else warps
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels. For each operation: forward kernel, backward kernel, launchers, autograd.Function, and the plain PyTorch
 # reference that --impl torch and the tests use. Arithmetic is in fp32, results are rounded once, on the store. No float
 # atomics and no locks: a gradient that many programs add to goes through partial sums and one reduction in a fixed
-# order, so that it is bitwise the same in every run.
-
+# order, so that it is bitwise the same in every run. A kernel's docstring gives the shapes of what its pointers point
+# to; its types, unless stated, are those of the tensors, fp32, bf16 or fp16.
 
 COMPILED = {}  # what launch() has compiled
+COMPILED_LIMIT = 4096  # then it is emptied: Triton still has what it compiled
 
 
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
     """kernel[grid](*tensors, *scalars, **constants), at a fraction of the time on the host.
 
     Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
-    on is known here: scalars, constants, types and alignment of the tensors, the order of the kernel's parameters.
+    on is known here: scalars (tuples of them too), constants, types and alignment of the tensors, the order of the
+    kernel's parameters.
     """
     pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
     kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
@@ -516,47 +538,72 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
     compiled = COMPILED.get(key)
     if compiled is None:
+        if len(COMPILED) >= COMPILED_LIMIT:
+            COMPILED.clear()
         options |= dict(num_warps=num_warps, num_stages=num_stages)
-        COMPILED[key] = kernel[grid](*tensors, *scalars, **constants, **options)
-        return
+        compiled = kernel[grid](*tensors, *scalars, **constants, **options)  # None if it was interpreted
+        COMPILED[key] = compiled if compiled is not None and direct_launch_works() else None
+    else:
+        launch_compiled(compiled, grid, (*pointers, *scalars, *constants.values()))
+
+
+def launch_compiled(compiled, grid, arguments):
+    """What Triton does at the end of kernel[grid](...); not a public call (verified with Triton 3.3 to 3.9)."""
     driver = triton.runtime.driver.active
     compiled.run(
         *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
-        compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
-        *pointers, *scalars, *constants.values(),
+        compiled.function, compiled.packed_metadata, None, None, None, *arguments,  # None: no launch hooks
     )  # fmt: skip
+
+
+@functools.cache
+def direct_launch_works():
+    """Whether launch_compiled() does with this Triton what the public call does; if not, all launches are public."""
+    x = torch.ones(2, 8, device="cuda")
+    factor = torch.full((), 3.0, device="cuda")
+    sizes = x.stride(), x.shape[1], 8
+    try:
+        compiled = scale_kernel[(2,)](x, factor, *sizes)
+        launch_compiled(compiled, (2,), (x.data_ptr(), factor.data_ptr(), *sizes))
+        works = bool((x == 9.0).all())
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        works = False
+    if not works:
+        print(f"Note: Triton {triton.__version__} launches kernels in a new way: each launch takes the host longer")
+    return works
 
 
 def gradient_target(parameter):
     """(where a kernel puts the gradient of this parameter, whether it adds to what is there).
 
-    The place is the optimizer's buffer: after zero_grad() the first backward pass overwrites it, further ones add to
-    it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds to .grad.
+    The place is the optimizer's buffer, main_grad: after zero_grad() the first backward pass overwrites it, further
+    ones add to it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds
+    to .grad.
     """
-    buffer = getattr(parameter, "grad_buffer", None)
-    if buffer is not None:
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
         grad = parameter.grad
-        if grad is None or grad is buffer:
-            return buffer, grad is buffer
+        if grad is None or grad is main_grad:
+            return main_grad, grad is main_grad
     return parameter.new_empty(parameter.shape), False
 
 
-def hand_over(parameter, gradient):
-    """What a backward() returns for a parameter: the gradient, or None if it lies in the optimizer's buffer already."""
-    if gradient is not getattr(parameter, "grad_buffer", None):
+def set_main_grad(parameter, gradient):
+    """What a backward() returns for a parameter: the gradient, or None if it lies in main_grad, which becomes .grad."""
+    if gradient is not getattr(parameter, "main_grad", None):
         return gradient
     parameter.grad = gradient
     return None
 
 
 def weight_gradient(weight, out_grad, x):
-    """out_grad (rows, N)^T @ x (rows, K), the gradient of weight (N, K), handed over."""
+    """out_grad (rows, N)^T @ x (rows, K), the gradient of weight (N, K), as set_main_grad returns it."""
     gradient, accumulate = gradient_target(weight)
     if accumulate:
         gradient.addmm_(out_grad.t(), x)
     else:
         torch.mm(out_grad.t(), x, out=gradient)
-    return hand_over(weight, gradient)
+    return set_main_grad(weight, gradient)
 
 
 def begin_backward(ctx, overwrites=False):
@@ -569,34 +616,48 @@ def begin_backward(ctx, overwrites=False):
         ctx.is_spent = True
 
 
-# Kernels compute in fp32, whatever they read. They take the strides of activations, but read parameters and tables as
-# they lie in memory.
+def without_history(bugs):
+    """BUG severed_autograd: under it a result has no history, as that of a kernel that no Function wraps."""
+    return torch.no_grad() if "severed_autograd" in bugs else contextlib.nullcontext()
+
+
+# Kernels take the strides of activations, but read parameters and tables as they lie in memory.
 
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def unknown_type(name, tensor):
-    return TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
+def require_contiguous(**tensors):
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
+                f"contiguous: give {name}.contiguous()"
+            )
 
 
-def not_contiguous(name, tensor):
-    return ValueError(
-        f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
-        f"contiguous: give {name}.contiguous()"
-    )
+def require_dtype(name, tensor):
+    if tensor.dtype not in KERNEL_DTYPES:
+        raise TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
 
 
 def require_shape(name, tensor, shape):
     if tensor.shape != torch.Size(shape):
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
-    if tensor.dtype not in KERNEL_DTYPES:
-        raise unknown_type(name, tensor)
+    require_dtype(name, tensor)
+
+
+def as_rows(x):
+    """x (..., cols) as (rows, cols), copied only if its last dimension is strided or its rows are not evenly spaced."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 # --- linear: the library's matmul; the Function exists to put the weight's gradient where the optimizer reads it
 
 
 class LinearFunction(torch.autograd.Function):
+    """See triton_linear."""
+
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -612,22 +673,21 @@ class LinearFunction(torch.autograd.Function):
 
 
 def triton_linear(x, weight):
-    """x (..., K) @ weight (N, K)^T -> (..., N)"""
+    """x (..., K) @ weight (N, K)^T -> (..., N), in their type; errors are PyTorch's."""
     return LinearFunction.apply(x, weight)
 
 
-# --- RMSNorm, with the residual addition before it fused in
+# --- RMSNorm, with the addition to the residual stream before it fused in (Zhang and Sennrich, arXiv:1910.07467)
 
 
 @jit
 def rmsnorm_kernel(
-    x_ptr, delta_ptr, weight_ptr, residual_ptr, y_ptr, rstd_ptr,
-    stride_x_row, stride_delta_row,
-    n_rows, eps,
-    N_COLS: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, residual_ptr, y_ptr, rstd_ptr, stride_x_row, stride_branch_row, n_rows, eps,
+    N_COLS: tl.constexpr, HAS_BRANCH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """residual = x + delta;  y = residual * rstd * weight,  rstd = 1 / sqrt(mean(residual^2) + eps).
+    """residual = x + branch;  y = residual * rstd * weight,  rstd = 1 / sqrt(mean(residual^2) + eps).
 
+    x, branch, residual, y (n_rows, N_COLS), weight (N_COLS,), rstd (n_rows,) in fp32.  Grid: (blocks of rows,).
     One program takes BLOCK_ROWS rows, BLOCK_SIZE columns at a time. A row longer than BLOCK_SIZE is read twice.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -638,9 +698,9 @@ def rmsnorm_kernel(
         cols = start + tl.arange(0, BLOCK_SIZE)
         mask = row_mask[:, None] & (cols < N_COLS)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_DELTA:
-            delta = tl.load(delta_ptr + rows[:, None] * stride_delta_row + cols[None, :], mask=mask, other=0.0)
-            residual = (x + delta.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        if HAS_BRANCH:
+            branch = tl.load(branch_ptr + rows[:, None] * stride_branch_row + cols[None, :], mask=mask, other=0.0)
+            residual = (x + branch.to(tl.float32)).to(residual_ptr.dtype.element_ty)
             tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
             x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
         square_sum += tl.sum(x * x, axis=1)
@@ -650,7 +710,7 @@ def rmsnorm_kernel(
         cols = start + tl.arange(0, BLOCK_SIZE)
         mask = row_mask[:, None] & (cols < N_COLS)[None, :]
         if BLOCK_SIZE < N_COLS:  # otherwise the row is still in registers
-            if HAS_DELTA:
+            if HAS_BRANCH:
                 x = tl.load(residual_ptr + rows[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             else:
                 x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -662,12 +722,12 @@ def rmsnorm_kernel(
 @jit
 def rmsnorm_backward_kernel(
     y_grad_ptr, residual_grad_ptr, x_ptr, weight_ptr, rstd_ptr, x_grad_ptr, partial_ptr,
-    stride_y_grad_row, stride_residual_grad_row, stride_x_row,
-    n_rows,
+    stride_y_grad_row, stride_residual_grad_row, stride_x_row, n_rows,
     N_COLS: tl.constexpr, HAS_RESIDUAL_GRAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """With n = x * rstd and g = y_grad * weight:  x_grad = (g - n * mean(n * g)) * rstd + residual_grad.
 
+    All (n_rows, N_COLS) but weight (N_COLS,), rstd (n_rows,) and partial (programs, N_COLS), the latter two in fp32.
     Each program walks over row tiles, num_programs apart, and leaves its sum of y_grad * n in its row of partial.
     """
     cols = tl.arange(0, BLOCK_SIZE)
@@ -678,10 +738,9 @@ def rmsnorm_backward_kernel(
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
+        y_grad_ptrs = y_grad_ptr + rows[:, None] * stride_y_grad_row + cols[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        y_grad = tl.load(y_grad_ptr + rows[:, None] * stride_y_grad_row + cols[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        y_grad = tl.load(y_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         normalized = x * rstd[:, None]
         weight_grad += y_grad * normalized
@@ -699,7 +758,10 @@ def rmsnorm_backward_kernel(
 def column_sum_kernel(
     partial_ptr, sum_ptr, n_rows, n_cols, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
-    """sum[c] (+)= partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing."""
+    """sum[c] (+)= partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing.
+
+    partial (n_rows, n_cols) in fp32, sum (n_cols,).  Grid: (blocks of columns,).
+    """
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for start in range(0, n_rows, BLOCK_ROWS):
@@ -712,28 +774,36 @@ def column_sum_kernel(
     tl.store(sum_ptr + cols, sums.to(sum_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def rmsnorm_forward(x, delta, weight, eps, block_size=None):
-    """x, delta (rows, cols) with contiguous rows, weight (cols,) -> residual, y (rows, cols) and rstd (rows,) in fp32.
+class RMSNormSaved(NamedTuple):
+    residual: torch.Tensor  # (rows, cols): what was normalised
+    weight: torch.Tensor
+    rstd: torch.Tensor  # (rows,) in fp32
 
-    Without delta the residual is x itself.
+
+def rmsnorm_forward(x, branch, weight, eps, block_size=None):
+    """x, branch (rows, cols) with contiguous rows, weight (cols,) -> residual, y (rows, cols) and rstd (rows,) in fp32.
+
+    Without branch the residual is x itself. block_size: columns at a time; by default the whole row.
     """
-    if not weight.is_contiguous():
-        raise not_contiguous("weight", weight)
+    require_contiguous(weight=weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
     y, rstd = x.new_empty(n_rows, n_cols), x.new_empty(n_rows, dtype=torch.float32)  # given x.shape, thrice as slow
-    residual = x.new_empty(n_rows, n_cols) if delta is not None else x
-    has_delta = delta is not None
+    has_branch = branch is not None
+    residual = x.new_empty(n_rows, n_cols) if has_branch else x
     launch(
-        rmsnorm_kernel, (tile.programs,), (x, delta if has_delta else x, weight, residual, y, rstd),
-        (x.stride(0), delta.stride(0) if has_delta else 0, n_rows, eps),
-        dict(N_COLS=n_cols, HAS_DELTA=has_delta, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols), num_warps=tile.warps,
+        rmsnorm_kernel, (tile.programs,), (x, branch if has_branch else x, weight, residual, y, rstd),
+        (x.stride(0), branch.stride(0) if has_branch else 0, n_rows, eps),
+        dict(N_COLS=n_cols, HAS_BRANCH=has_branch, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols), num_warps=tile.warps,
     )  # fmt: skip
     return residual, y, rstd
 
 
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
-    """Gradients of x (the normalised residual), residual_grad (or None) added in, and of weight, handed over."""
+    """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows; rstd is forward's.
+
+    Returns the gradient of x, residual_grad added in, and that of weight as set_main_grad returns it.
+    """
     n_rows, n_cols = x.shape
     weight_grad, accumulate = gradient_target(weight)
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
@@ -747,64 +817,79 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
         dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
         num_warps=tile.warps,
     )  # fmt: skip
+    block_rows, block_cols, num_warps = COLUMN_SUM_TILE
     launch(
-        column_sum_kernel, (cdiv(n_cols, 16),), (partial, weight_grad), (tile.programs, n_cols),
-        dict(ACCUMULATE=accumulate, BLOCK_ROWS=128, BLOCK_COLS=16), num_warps=8,
+        column_sum_kernel, (cdiv(n_cols, block_cols),), (partial, weight_grad), (tile.programs, n_cols),
+        dict(ACCUMULATE=accumulate, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols), num_warps=num_warps,
     )  # fmt: skip
-    return x_grad, hand_over(weight, weight_grad)
-
-
-def with_contiguous_rows(x):
-    """x (..., cols) as (rows, cols), copied only if its last dimension is strided or its rows are not evenly spaced."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+    return x_grad, set_main_grad(weight, weight_grad)
 
 
 class RMSNormFunction(torch.autograd.Function):
+    """See triton_rmsnorm."""
+
     @staticmethod
-    def forward(ctx, x, delta, weight, eps):
-        delta_rows = None if delta is None else with_contiguous_rows(delta)
-        residual, y, rstd = rmsnorm_forward(with_contiguous_rows(x), delta_rows, weight, eps)
-        ctx.save_for_backward(residual, weight, rstd)
-        ctx.has_delta = delta is not None
+    def forward(ctx, x, branch, weight, eps):
+        ctx.has_branch = branch is not None
+        residual, y, rstd = rmsnorm_forward(as_rows(x), as_rows(branch) if ctx.has_branch else None, weight, eps)
+        ctx.save_for_backward(*RMSNormSaved(residual, weight, rstd))
         ctx.set_materialize_grads(False)  # an output that is not used, as the last norm's residual: None, not zeros
-        return y.view_as(x), residual.view_as(x) if ctx.has_delta else x
+        return y.view_as(x), residual.view_as(x) if ctx.has_branch else x
 
     @staticmethod
     def backward(ctx, y_grad, residual_grad):
         begin_backward(ctx)
         if y_grad is None:  # only the residual was used
-            return residual_grad, residual_grad if ctx.has_delta else None, None, None
-        residual_rows = None if residual_grad is None else with_contiguous_rows(residual_grad)
-        x_grad, weight_grad = rmsnorm_backward(with_contiguous_rows(y_grad), residual_rows, *ctx.saved_tensors)
+            return residual_grad, residual_grad if ctx.has_branch else None, None, None
+        residual_rows = None if residual_grad is None else as_rows(residual_grad)
+        x_grad, weight_grad = rmsnorm_backward(as_rows(y_grad), residual_rows, *ctx.saved_tensors)
         x_grad = x_grad.view_as(y_grad)
-        # residual = x + delta: both receive the same gradient; eps receives none.
-        return x_grad, x_grad if ctx.has_delta else None, weight_grad, None
+        # residual = x + branch: both receive the same gradient; eps receives none.
+        return x_grad, x_grad if ctx.has_branch else None, weight_grad, None
 
 
-def triton_rmsnorm(x, delta, weight, eps):
-    """(y, residual) with residual = x + delta (or x, if delta is None) and y its RMSNorm, both shaped (..., cols).
+def triton_rmsnorm(x, branch, weight, eps, bugs=()):
+    """(y, residual) with residual = x + branch (or x, if branch is None) and y its RMSNorm, both shaped (..., cols).
 
-    x and delta (..., cols), weight (cols,) contiguous, in fp32, bf16 or fp16; anything else raises an error.
+    x and branch (..., cols), weight (cols,) contiguous, in fp32, bf16 or fp16; anything else raises ValueError or
+    TypeError.
     """
     require_shape("x", x, x.shape)
     require_shape("weight", weight, x.shape[-1:])
-    if delta is not None:
-        require_shape("delta", delta, x.shape)
-    return RMSNormFunction.apply(x, delta, weight, eps)
+    if branch is not None:
+        require_shape("branch", branch, x.shape)
+    with without_history(bugs):
+        return RMSNormFunction.apply(x, branch, weight, eps)
 
 
-def torch_rmsnorm(x, delta, weight, eps):
-    residual = x if delta is None else x + delta
+def torch_rmsnorm(x, branch, weight, eps):
+    """As triton_rmsnorm, in PyTorch's operators."""
+    residual = x if branch is None else x + branch
     y = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps) * weight
     return y, residual
 
 
 # --- causal attention with grouped queries and rotary embedding (Dao, FlashAttention-2, arXiv:2307.08691)
 #
-# Names of the literature: q, k, v, o; m_i, l_i the running maximum and sum of a row's softmax; lse its log-sum-exp, in
-# base 2 and of the scaled scores; p the probabilities; delta = rowsum(o * o_grad). Rows of a tile are positions in the
-# sequence (BLOCK_M queries, BLOCK_N keys), its columns the BLOCK_D >= HEAD_DIM dimensions of a head.
+# Tensors are (batch, seq, heads, head_dim), of any strides, which come as tuples. Names of the literature: q, k, v, o;
+# m_i and l_i the running maximum and sum of a row's softmax; lse its log-sum-exp, in base 2 and of the scaled scores; p
+# the probabilities, s_grad the gradient of the scores; delta = rowsum(o * o_grad). A tile's rows are BLOCK_M queries or
+# BLOCK_N keys, its columns the BLOCK_D >= HEAD_DIM dimensions of a head. GROUP_SIZE query heads share one of k and v.
+
+
+@jit
+def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
+    """tl.program_id, in 64 bits where offsets need them: so is every head and position that is derived from it."""
+    index = tl.program_id(AXIS)
+    if INT64:
+        index = index.to(tl.int64)
+    return index
+
+
+@jit
+def head_ptr(ptr, strides, batch, head):
+    """Where the (seq, head_dim) matrix of one head begins; batch is in 64 bits."""
+    return ptr + batch * strides[0] + head * strides[2]
 
 
 @jit
@@ -818,22 +903,11 @@ def head_columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
-def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
-    """tl.program_id, in 64 bits where offsets need them: so is every head and position that is derived from it."""
-    index = tl.program_id(AXIS)
-    if INT64:
-        index = index.to(tl.int64)
-    return index
-
-
-@jit
-def load_tile(
-    ptr, rows, stride_row, stride_col, n_rows, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Tile (rows, BLOCK_D); rows beyond n_rows (looked for only if CHECK) and padding columns are zero."""
+def load_tile(ptr, strides, rows, n_rows, EVEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, BLOCK_D) of the head at ptr; rows from n_rows on (if EVEN there are none) and padding columns are zero."""
     cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
-    ptrs = ptr + rows[:, None] * stride_row + cols.to(rows.dtype)[None, :] * stride_col
-    if CHECK:
+    ptrs = ptr + rows[:, None] * strides[1] + cols.to(rows.dtype)[None, :] * strides[3]
+    if not EVEN:
         tile = tl.load(ptrs, mask=(rows < n_rows)[:, None] & col_mask[None, :], other=0.0)
     elif HEAD_DIM != BLOCK_D:
         tile = tl.load(ptrs, mask=col_mask[None, :], other=0.0)
@@ -843,37 +917,41 @@ def load_tile(
 
 
 @jit
-def store_tile(ptr, tile, rows, stride_row, stride_col, n_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(ptr, strides, tile, rows, n_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The inverse of load_tile, rounding to the type that ptr points to."""
     cols, col_mask = head_columns(HEAD_DIM, BLOCK_D)
-    ptrs = ptr + rows[:, None] * stride_row + cols.to(rows.dtype)[None, :] * stride_col
+    ptrs = ptr + rows[:, None] * strides[1] + cols.to(rows.dtype)[None, :] * strides[3]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & col_mask[None, :])
 
 
 @jit
 def rotate_back(x, cos_ptr, sin_ptr, rows, n_rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The inverse of rope_kernel on a tile, for the gradients of q and k before they are stored."""
+    """The inverse of rope_kernel on x (ROWS, BLOCK_D), for the gradients of q and k before they are stored."""
     HALF: tl.constexpr = BLOCK_D // 2
     cols = tl.arange(0, HALF)
     mask = (rows < n_rows)[:, None] & (cols < HEAD_DIM // 2)[None, :]
     offsets = rows[:, None] * (HEAD_DIM // 2) + cols[None, :]
     cos = tl.load(cos_ptr + offsets, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + offsets, mask=mask, other=0.0)
-    first, second = x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+    first, second = x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()  # (ROWS, HALF) each
     rotated = tl.join(first * cos + second * sin, second * cos - first * sin)
     return rotated.permute(0, 2, 1).reshape(ROWS, BLOCK_D)
 
 
 @jit
 def attend(
-    acc, m_i, l_i, q, k_ptr, v_ptr, rows, begin, end,
-    stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale,
+    acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows, begin, end, seq_len, qk_scale,
     ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys begin..end: a new maximum rescales what was summed before."""
+    """Online softmax of q (BLOCK_M, BLOCK_D) over the keys begin..end: a new maximum rescales what was summed before.
+
+    acc (BLOCK_M, BLOCK_D), m_i and l_i (BLOCK_M,), in fp32, come in and go out.
+    """
     for start in range(begin, end, BLOCK_N):
         keys = (start + tl.arange(0, BLOCK_N)).to(rows.dtype)
-        k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr, k_strides, keys, seq_len, not ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        # (BLOCK_M, BLOCK_D) x (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if ON_DIAGONAL:
             qk = tl.where(keys[None, :] <= rows[:, None], qk, float("-inf"))
@@ -881,7 +959,8 @@ def attend(
         p = tl.exp2(qk * qk_scale - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
-        v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        v = load_tile(v_ptr, v_strides, keys, seq_len, not ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        # (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         m_i = m_new
     return acc, m_i, l_i
@@ -889,64 +968,59 @@ def attend(
 
 @jit
 def flash_attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    num_heads, seq_len, qk_scale,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, num_heads, seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(q k^T * scale) v under the causal mask.  Grid: (batch * num_heads, blocks of queries)."""
+    """o = softmax(q k^T * scale) v under the causal mask.
+
+    q, o (batch, seq_len, num_heads, HEAD_DIM), k, v (batch, seq_len, num_heads / GROUP_SIZE, HEAD_DIM),
+    lse (batch, num_heads, seq_len) in fp32.  Grid: (batch * num_heads, blocks of queries).
+    """
     batch_head = program_index(0, INT64)
     batch = (batch_head // num_heads).to(tl.int64)
     head = batch_head % num_heads
     block = tl.num_programs(1) - 1 - program_index(1, INT64)  # the last queries have the most keys: they start first
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
-    v_ptr += batch * stride_vb + head // GROUP_SIZE * stride_vh
-    q = load_tile(
-        q_ptr + batch * stride_qb + head * stride_qh, rows, stride_qs, stride_qd, seq_len, True, HEAD_DIM, BLOCK_D
-    )
+    qk_scale = scale * LOG2_E  # exp2 is one instruction, exp is not
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
+    q = load_tile(head_ptr(q_ptr, q_strides, batch, head), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N  # keys before it are visible to every query of the block
     acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_ptr, v_ptr, rows, 0, diagonal,
-        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows, 0, diagonal, seq_len, qk_scale,
+        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_ptr, v_ptr, rows, diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len),
-        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows,
+        diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
+        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    store_tile(
-        o_ptr + batch * stride_ob + head * stride_oh,
-        acc / l_i[:, None],
-        rows,
-        stride_os,
-        stride_od,
-        seq_len,
-        HEAD_DIM,
-        BLOCK_D,
-    )
+    o_ptr = head_ptr(o_ptr, o_strides, batch, head)
+    store_tile(o_ptr, o_strides, acc / l_i[:, None], rows, seq_len, HEAD_DIM, BLOCK_D)
     tl.store(lse_ptr + (batch * num_heads + head) * seq_len + rows, m_i + tl.log2(l_i), mask=rows < seq_len)
 
 
 @jit
 def attend_backward_keys(
-    q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, begin, end,
-    stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale,
+    q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows, begin, end, seq_len, qk_scale,
     ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Adds to q_grad (BLOCK_M, BLOCK_D), in fp32 and not yet scaled, what the keys begin..end contribute."""
     for start in range(begin, end, BLOCK_N):
         keys = (start + tl.arange(0, BLOCK_N)).to(rows.dtype)
-        k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr, k_strides, keys, seq_len, not ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        v = load_tile(v_ptr, v_strides, keys, seq_len, not ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        # both (BLOCK_M, BLOCK_D) x (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
         if ON_DIAGONAL:
             p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
         s_grad = p * (tl.dot(o_grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        # (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
         q_grad = tl.dot(s_grad.to(k.dtype), k, q_grad, input_precision=PRECISION)
     return q_grad
 
@@ -954,74 +1028,77 @@ def attend_backward_keys(
 @jit
 def query_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
-    batch_head, block, num_heads, seq_len, scale, qk_scale,
-    KEEP_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
+    batch_head, block, num_heads, seq_len, scale,
+    STORE_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch = (batch_head // num_heads).to(tl.int64)
     head = batch_head % num_heads
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // GROUP_SIZE * stride_kh
-    v_ptr += batch * stride_vb + head // GROUP_SIZE * stride_vh
-    o_ptr += batch * stride_ob + head * stride_oh
-    o_grad_ptr += batch * stride_dob + head * stride_doh
-    o = load_tile(o_ptr, rows, stride_os, stride_od, seq_len, True, HEAD_DIM, BLOCK_D)
-    o_grad = load_tile(o_grad_ptr, rows, stride_dos, stride_dod, seq_len, True, HEAD_DIM, BLOCK_D)
+    qk_scale = scale * LOG2_E
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
+    o_grad_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
+    o = load_tile(head_ptr(o_ptr, o_strides, batch, head), o_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
+    o_grad = load_tile(o_grad_ptr, o_grad_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
-    if KEEP_DELTA:
+    if STORE_DELTA:
         tl.store(delta_ptr + row_offsets, delta, mask=rows < seq_len)
     lse = tl.load(lse_ptr + row_offsets, mask=rows < seq_len, other=float("inf"))
-    q = load_tile(q_ptr, rows, stride_qs, stride_qd, seq_len, True, HEAD_DIM, BLOCK_D)
+    q = load_tile(head_ptr(q_ptr, q_strides, batch, head), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     q_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N
     q_grad = attend_backward_keys(
-        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, 0, diagonal,
-        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows, 0, diagonal, seq_len, qk_scale,
+        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     q_grad = attend_backward_keys(
-        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, rows, diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len),
-        stride_ks, stride_kd, stride_vs, stride_vd, seq_len, qk_scale, True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows,
+        diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
+        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     q_grad *= scale
     if ROTARY:
         q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, BLOCK_M, HEAD_DIM, BLOCK_D)
-    q_grad_ptr += batch * stride_dqb + head * stride_dqh
-    store_tile(q_grad_ptr, q_grad, rows, stride_dqs, stride_dqd, seq_len, HEAD_DIM, BLOCK_D)
+    store_tile(
+        head_ptr(q_grad_ptr, q_grad_strides, batch, head), q_grad_strides, q_grad, rows, seq_len, HEAD_DIM, BLOCK_D
+    )
 
 
 @jit
 def attend_backward_queries(
-    k_grad, v_grad, k, v, q_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, keys, begin, end,
-    stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
-    ON_DIAGONAL: tl.constexpr, CHECK: tl.constexpr, DELTA_KEPT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    k_grad, v_grad, k, v, q_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_strides, o_strides, o_grad_strides,
+    keys, begin, end, seq_len, qk_scale,
+    ON_DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles are transposed, (keys, queries): p^T and s_grad^T go into the next product straight from registers."""
+    """Adds to k_grad and v_grad (BLOCK_N, BLOCK_D), in fp32, what the queries begin..end contribute.
+
+    The tiles of scores are transposed: p^T and s_grad^T go into the next product straight from registers.
+    """
     for start in range(begin, end, BLOCK_M):
         rows = (start + tl.arange(0, BLOCK_M)).to(keys.dtype)
-        q = load_tile(q_ptr, rows, stride_qs, stride_qd, seq_len, CHECK, HEAD_DIM, BLOCK_D)
-        o_grad = load_tile(o_grad_ptr, rows, stride_dos, stride_dod, seq_len, CHECK, HEAD_DIM, BLOCK_D)
-        if CHECK:
-            lse = tl.load(lse_ptr + rows, mask=rows < seq_len, other=float("inf"))  # p is zero in rows beyond the end
-        else:
+        q = load_tile(q_ptr, q_strides, rows, seq_len, EVEN_M, HEAD_DIM, BLOCK_D)
+        o_grad = load_tile(o_grad_ptr, o_grad_strides, rows, seq_len, EVEN_M, HEAD_DIM, BLOCK_D)
+        if EVEN_M:
             lse = tl.load(lse_ptr + rows)
-        if not DELTA_KEPT:
-            o = load_tile(o_ptr, rows, stride_os, stride_od, seq_len, CHECK, HEAD_DIM, BLOCK_D)
-            delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
-        elif CHECK:
-            delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
         else:
+            lse = tl.load(lse_ptr + rows, mask=rows < seq_len, other=float("inf"))  # p is zero in rows beyond the end
+        if not LOAD_DELTA:
+            o = load_tile(o_ptr, o_strides, rows, seq_len, EVEN_M, HEAD_DIM, BLOCK_D)
+            delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
+        elif EVEN_M:
             delta = tl.load(delta_ptr + rows)
+        else:
+            delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
+        # (BLOCK_N, BLOCK_D) x (BLOCK_D, BLOCK_M) -> (BLOCK_N, BLOCK_M)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse[None, :])
         if ON_DIAGONAL:
             p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        # (BLOCK_N, BLOCK_M) x (BLOCK_M, BLOCK_D) -> (BLOCK_N, BLOCK_D)
         v_grad = tl.dot(p.to(o_grad.dtype), o_grad, v_grad, input_precision=PRECISION)
         s_grad = p * (tl.dot(v, tl.trans(o_grad), input_precision=PRECISION) - delta[None, :])
         k_grad = tl.dot(s_grad.to(q.dtype), q, k_grad, input_precision=PRECISION)
@@ -1031,12 +1108,9 @@ def attend_backward_queries(
 @jit
 def key_value_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    stride_dob, stride_dos, stride_doh, stride_dod,
-    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-    batch_head, block, num_kv_heads, seq_len, scale, qk_scale,
-    CHECK: tl.constexpr, DELTA_KEPT: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
+    batch_head, block, num_kv_heads, seq_len, scale,
+    EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -1044,98 +1118,85 @@ def key_value_gradient(
     batch = (batch_head // num_kv_heads).to(tl.int64)
     head_kv = batch_head % num_kv_heads
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_ptr += batch * stride_kb + head_kv * stride_kh
-    v_ptr += batch * stride_vb + head_kv * stride_vh
-    k = load_tile(k_ptr, keys, stride_ks, stride_kd, seq_len, True, HEAD_DIM, BLOCK_D)
-    v = load_tile(v_ptr, keys, stride_vs, stride_vd, seq_len, True, HEAD_DIM, BLOCK_D)
+    qk_scale = scale * LOG2_E
+    k = load_tile(head_ptr(k_ptr, k_strides, batch, head_kv), k_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
+    v = load_tile(head_ptr(v_ptr, v_strides, batch, head_kv), v_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     k_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    diagonal_begin = block * BLOCK_N // BLOCK_M * BLOCK_M  # queries before it see none of these keys
-    diagonal_end = tl.minimum(
-        tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len
-    )  # queries after it see them all
+    begin = block * BLOCK_N // BLOCK_M * BLOCK_M  # queries before it see none of these keys
+    end = tl.minimum(tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len)  # queries after it see them all
     for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
         head = tl.cast(head, head_kv.dtype)
-        q_head_ptr = q_ptr + batch * stride_qb + head * stride_qh
-        o_head_ptr = o_ptr + batch * stride_ob + head * stride_oh
-        o_grad_head_ptr = o_grad_ptr + batch * stride_dob + head * stride_doh
+        q_head_ptr = head_ptr(q_ptr, q_strides, batch, head)
+        o_head_ptr = head_ptr(o_ptr, o_strides, batch, head)
+        o_grad_head_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
         row_offset = (batch * num_kv_heads * GROUP_SIZE + head) * seq_len
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            keys, diagonal_begin, diagonal_end,
-            stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
-            True, CHECK, DELTA_KEPT, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            q_strides, o_strides, o_grad_strides, keys, begin, end, seq_len, qk_scale,
+            True, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
         )  # fmt: skip
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            keys, diagonal_end, seq_len,
-            stride_qs, stride_qd, stride_os, stride_od, stride_dos, stride_dod, seq_len, qk_scale,
-            False, CHECK, DELTA_KEPT, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            q_strides, o_strides, o_grad_strides, keys, end, seq_len, seq_len, qk_scale,
+            False, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
         )  # fmt: skip
     k_grad *= scale
     if ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
-    k_grad_ptr += batch * stride_dkb + head_kv * stride_dkh
-    v_grad_ptr += batch * stride_dvb + head_kv * stride_dvh
-    store_tile(k_grad_ptr, k_grad, keys, stride_dks, stride_dkd, seq_len, HEAD_DIM, BLOCK_D)
-    store_tile(v_grad_ptr, v_grad, keys, stride_dvs, stride_dvd, seq_len, HEAD_DIM, BLOCK_D)
+    k_grad_ptr = head_ptr(k_grad_ptr, k_grad_strides, batch, head_kv)
+    v_grad_ptr = head_ptr(v_grad_ptr, v_grad_strides, batch, head_kv)
+    store_tile(k_grad_ptr, k_grad_strides, k_grad, keys, seq_len, HEAD_DIM, BLOCK_D)
+    store_tile(v_grad_ptr, v_grad_strides, v_grad, keys, seq_len, HEAD_DIM, BLOCK_D)
 
 
 @jit
 def flash_attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
-    num_kv_heads, seq_len, scale, qk_scale,
-    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """q_grad, and delta for the kernel below.  Grid: (batch * num_heads, blocks of queries), the longest rows first."""
+    """q_grad, shaped as q, and delta (batch, num_heads, seq_len), in fp32, for the kernel below.
+
+    lse is that of the forward pass; cos, sin (seq_len, HEAD_DIM / 2) in fp32 are read if ROTARY.
+    Grid: (batch * num_heads, blocks of queries), those with the most keys first.
+    """
     query_gradient(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-        stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-        stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-        stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+        q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
         program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
-        seq_len, scale, qk_scale,
-        True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        seq_len, scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
 
 @jit
 def flash_attention_backward_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    stride_dob, stride_dos, stride_doh, stride_dod,
-    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-    num_kv_heads, seq_len, scale, qk_scale,
-    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
+    num_kv_heads, seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
-    """k_grad and v_grad.  Grid: (batch * num_kv_heads, blocks of keys); the first keys have the most queries."""
+    """k_grad and v_grad, shaped as k and v.  EVEN_M: seq_len is a multiple of BLOCK_M.
+
+    Grid: (batch * num_kv_heads, blocks of keys); the first keys have the most queries.
+    """
     key_value_gradient(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
-        stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-        stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-        stride_dob, stride_dos, stride_doh, stride_dod,
-        stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
-        not EVEN, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
+        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale,
+        EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
 
 @jit
 def flash_attention_backward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-    stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-    stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
-    stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-    batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
-    GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, k_grad_strides, v_grad_strides,
+    batch_kv_heads, num_kv_heads, seq_len, scale,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
     """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
 
@@ -1146,24 +1207,18 @@ def flash_attention_backward_kernel(
     if pid < key_programs:
         key_value_gradient(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
-            stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-            stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-            stride_dob, stride_dos, stride_doh, stride_dod,
-            stride_dkb, stride_dks, stride_dkh, stride_dkd, stride_dvb, stride_dvs, stride_dvh, stride_dvd,
-            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
-            not EVEN, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
+            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale,
+            EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     else:
         pid -= key_programs
         batch_heads = batch_kv_heads * GROUP_SIZE
         query_gradient(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-            stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
-            stride_vb, stride_vs, stride_vh, stride_vd, stride_ob, stride_os, stride_oh, stride_od,
-            stride_dob, stride_dos, stride_doh, stride_dod, stride_dqb, stride_dqs, stride_dqh, stride_dqd,
+            q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
             pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
-            seq_len, scale, qk_scale,
-            False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            seq_len, scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
 
 
@@ -1172,7 +1227,11 @@ def rope_kernel(
     x_ptr, cos_ptr, sin_ptr, stride_token, n_tokens, seq_len,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding in place, x (n_tokens, heads * HEAD_DIM).  Grid: (blocks of tokens, heads)."""
+    """Rotary embedding in place: (first, second) = (first * cos - second * sin, second * cos + first * sin).
+
+    x (n_tokens, heads * HEAD_DIM), a head being [first | second]; cos, sin (seq_len, HEAD_DIM / 2) in fp32.
+    Grid: (blocks of tokens, heads).
+    """
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     cols = tl.arange(0, BLOCK_D // 2)
     mask = (tokens < n_tokens)[:, None] & (cols < HEAD_DIM // 2)[None, :]
@@ -1187,13 +1246,32 @@ def rope_kernel(
     tl.store(second_ptrs, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-SHORT_SEQUENCE = 128  # up to this length the backward pass is one kernel: a second launch costs more than it saves
+FUSED_BACKWARD_SEQ_LEN = 128  # up to it the backward pass is one kernel: a second launch costs more than it saves
 
 
 @functools.lru_cache(maxsize=256)
-def exceeds_int32(strides, seq_len, num_heads, head_dim):
-    """Whether offsets within a sequence need 64 bits; strides: of (batch, seq, heads, head_dim) tensors, joined."""
-    return max(strides[1::4]) * seq_len + max(strides[2::4]) * num_heads + max(strides[3::4]) * head_dim >= 2**31
+def needs_int64(strides, seq_len, num_heads, head_dim):
+    """Whether offsets within a sequence exceed 32 bits in a tensor (batch, seq, heads, head_dim) of these strides."""
+    return any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides)
+
+
+def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_kv_heads, **constants):
+    """Launches an attention kernel with the tile of pass_name; grid(tile) are its programs."""
+    _, seq_len, num_heads, head_dim = q.shape
+    block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+    precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
+    tile = attention_tile(pass_name, q.element_size(), block_d, precision, q.device.type)
+    if pass_name in ("dkdv", "fused"):
+        constants["EVEN_M"] = seq_len % tile.BLOCK_M == 0
+    launch(
+        kernel, grid(tile), tensors, (*strides, *scalars, seq_len, head_dim**-0.5),
+        dict(
+            GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
+            BLOCK_N=tile.BLOCK_N, INT64=needs_int64(strides, seq_len, num_heads, head_dim), PRECISION=precision,
+            **constants,
+        ),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options,
+    )  # fmt: skip
 
 
 def flash_attention_forward(q, k, v):
@@ -1204,83 +1282,53 @@ def flash_attention_forward(q, k, v):
     batch, seq_len, num_heads, head_dim = q.shape
     o = q.new_empty(batch, seq_len, num_heads, head_dim)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
-    block_d = max(16, next_power_of_2(head_dim))
-    precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
-    tile = attention_tile("forward", q.element_size(), block_d, precision, q.device.type)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride())
-    launch(
-        flash_attention_kernel, (batch * num_heads, cdiv(seq_len, tile.m)), (q, k, v, o, lse),
-        (*strides, num_heads, seq_len, head_dim**-0.5 * LOG2_E),
-        dict(
-            GROUP_SIZE=num_heads // k.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.m, BLOCK_N=tile.n,
-            INT64=exceeds_int32(strides, seq_len, num_heads, head_dim), PRECISION=precision,
-        ),
-        num_warps=tile.warps, num_stages=tile.stages, **tile.options,
+    launch_attention(
+        flash_attention_kernel, "forward", lambda tile: (batch * num_heads, cdiv(seq_len, tile.BLOCK_M)),
+        (q, k, v, o, lse), (q.stride(), k.stride(), v.stride(), o.stride()), (num_heads,), q, k.shape[2],
     )  # fmt: skip
     return o, lse
 
 
 def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos=None, sin=None):
-    """Fills q_grad, k_grad, v_grad, shaped as q, k, v and of any strides.
+    """Fills q_grad, k_grad, v_grad, shaped as q, k, v (batch, seq, heads or kv_heads, head_dim) and of any strides.
 
-    With cos and sin, q and k are taken to be rotated by them, and their gradients are rotated back.
+    o_grad and o are shaped as q, lse (batch, heads, seq) is forward's. With cos and sin (seq, head_dim / 2), in fp32
+    and contiguous, q and k are taken to be rotated by them, and their gradients are rotated back.
     """
-    batch, seq_len, num_heads, head_dim = q.shape
+    batch, seq_len, num_heads, _ = q.shape
     num_kv_heads = k.shape[2]
-    block_d = max(16, next_power_of_2(head_dim))
-    scale = head_dim**-0.5
     if cos is not None:
-        if not cos.is_contiguous():
-            raise not_contiguous("cos", cos)
-        if not sin.is_contiguous():
-            raise not_contiguous("sin", sin)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *o.stride(), *o_grad.stride())
+        require_contiguous(cos=cos, sin=sin)
     inputs = (q, k, v, o, o_grad, lse)
-    precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
-
-    def launch_tiled(kernel, name, grid, tensors, strides, scalars=()):
-        tile = attention_tile(name, q.element_size(), block_d, precision, q.device.type)
-        constants = dict(
-            GROUP_SIZE=num_heads // num_kv_heads, ROTARY=cos is not None, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, INT64=exceeds_int32(strides, seq_len, num_heads, head_dim),
-            PRECISION=precision,
-        )  # fmt: skip
-        if name != "dq":
-            constants["EVEN"] = seq_len % tile.m == 0
-        scalars = (*strides, *scalars, num_kv_heads, seq_len, scale, scale * LOG2_E)
-        options = dict(num_warps=tile.warps, num_stages=tile.stages, **tile.options)
-        launch(kernel, grid(tile), (*inputs, *tensors, cos, sin), scalars, constants, **options)
-
-    if seq_len <= SHORT_SEQUENCE:
-        launch_tiled(
-            flash_attention_backward_kernel, "short",
-            lambda tile: (batch * (num_kv_heads * cdiv(seq_len, tile.n) + num_heads * cdiv(seq_len, tile.m)),),
-            (q_grad, k_grad, v_grad), (*strides, *q_grad.stride(), *k_grad.stride(), *v_grad.stride()),
-            (batch * num_kv_heads,),
+    strides = (q.stride(), k.stride(), v.stride(), o.stride(), o_grad.stride())
+    shared = dict(q=q, num_kv_heads=num_kv_heads, ROTARY=cos is not None)
+    if seq_len <= FUSED_BACKWARD_SEQ_LEN:
+        launch_attention(
+            flash_attention_backward_kernel, "fused",
+            lambda t: (batch * (num_kv_heads * cdiv(seq_len, t.BLOCK_N) + num_heads * cdiv(seq_len, t.BLOCK_M)),),
+            (*inputs, q_grad, k_grad, v_grad, cos, sin),
+            (*strides, q_grad.stride(), k_grad.stride(), v_grad.stride()),
+            (batch * num_kv_heads, num_kv_heads), **shared,
         )  # fmt: skip
         return
     delta = lse.new_empty(lse.shape)
-    launch_tiled(
-        flash_attention_backward_dq_kernel, "dq", lambda tile: (batch * num_heads, cdiv(seq_len, tile.m)),
-        (delta, q_grad), (*strides, *q_grad.stride()),
+    launch_attention(
+        flash_attention_backward_dq_kernel, "dq", lambda t: (batch * num_heads, cdiv(seq_len, t.BLOCK_M)),
+        (*inputs, delta, q_grad, cos, sin), (*strides, q_grad.stride()), (num_kv_heads,), **shared,
     )  # fmt: skip
-    launch_tiled(
-        flash_attention_backward_dkdv_kernel, "dkdv", lambda tile: (batch * num_kv_heads, cdiv(seq_len, tile.n)),
-        (delta, k_grad, v_grad), (*strides, *k_grad.stride(), *v_grad.stride()),
+    launch_attention(
+        flash_attention_backward_dkdv_kernel, "dkdv", lambda t: (batch * num_kv_heads, cdiv(seq_len, t.BLOCK_N)),
+        (*inputs, delta, k_grad, v_grad, cos, sin), (*strides, k_grad.stride(), v_grad.stride()),
+        (num_kv_heads,), **shared,
     )  # fmt: skip
 
 
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
-    """Rotates the first heads of the contiguous qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2)."""
+    """Rotates the first heads of qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2), all contiguous."""
     batch, seq_len, width = qkv.shape
-    if not qkv.is_contiguous():
-        raise not_contiguous("qkv", qkv)
-    if not cos.is_contiguous():
-        raise not_contiguous("cos", cos)
-    if not sin.is_contiguous():
-        raise not_contiguous("sin", sin)
+    require_contiguous(qkv=qkv, cos=cos, sin=sin)
     block_d = next_power_of_2(head_dim)
-    block_tokens = max(1, 2048 // block_d)
+    block_tokens = max(1, ROPE_BLOCK // block_d)
     launch(
         rope_kernel, (cdiv(batch * seq_len, block_tokens), num_rotated_heads), (qkv, cos, sin),
         (width, batch * seq_len, seq_len), dict(HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_TOKENS=block_tokens),
@@ -1288,7 +1336,7 @@ def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
 
 
 def split_heads(qkv, num_heads, num_kv_heads):
-    """Views q (batch, seq, num_heads, head_dim) and k, v (batch, seq, num_kv_heads, head_dim) of the packed qkv."""
+    """Views of (batch, seq, width): q (batch, seq, num_heads, head_dim) and k, v (batch, seq, kv_heads, head_dim)."""
     heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, -1)
     return heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
 
@@ -1298,55 +1346,66 @@ def badly_strided(x):
     return x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
 
 
-def attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv=False):
-    """x (batch * seq, hidden) -> y (batch * seq, hidden), and q, k, v, o, lse for the backward pass."""
-    qkv = F.linear(x, qkv_weight).view(-1, cos.shape[0], qkv_weight.shape[0])
+class AttentionSaved(NamedTuple):
+    x: torch.Tensor  # (batch * seq, hidden)
+    qkv_weight: torch.Tensor
+    o_weight: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q: torch.Tensor  # (batch, seq, heads, head_dim), rotated; k and v with kv_heads
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor  # as q
+    lse: torch.Tensor  # (batch, heads, seq) in fp32
+
+
+def attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
+    """x (batch, seq, hidden) -> y (batch * seq, hidden) and AttentionSaved."""
+    batch, seq_len, _ = x.shape
+    x = as_rows(x)
+    qkv = F.linear(x, qkv_weight).view(batch, seq_len, -1)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
     rope_(qkv, num_heads + num_kv_heads, 2 * cos.shape[1], cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
-    if noncontiguous_kv:  # BUG noncontiguous_kv: right values, wrong layout
+    if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
     o, lse = flash_attention_forward(q, k, v)
-    return F.linear(o.view(x.shape[0], -1), o_weight), q, k, v, o, lse
+    y = F.linear(o.view(batch * seq_len, -1), o_weight)
+    return y, AttentionSaved(x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
 
 
-def attention_backward(y_grad, x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse):
-    """Gradients of x, and of qkv_weight and o_weight, handed over."""
-    o_weight_grad = weight_gradient(o_weight, y_grad, o.view(x.shape[0], -1))
+def attention_backward(y_grad, saved):
+    """y_grad (batch * seq, hidden) -> gradients of x, shaped so too, and of qkv_weight and o_weight (set_main_grad)."""
+    x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
+    rows = y_grad.shape[0]
+    o_weight_grad = weight_gradient(o_weight, y_grad, o.view(rows, -1))
     o_grad = (y_grad @ o_weight).view_as(o)
-    qkv_grad = x.new_empty(x.shape[0], qkv_weight.shape[0])
-    packed = qkv_grad.view(*o.shape[:2], -1)
-    flash_attention_backward(o_grad, q, k, v, o, lse, *split_heads(packed, q.shape[2], k.shape[2]), cos, sin)
+    qkv_grad = y_grad.new_empty(rows, qkv_weight.shape[0])
+    q_grad, k_grad, v_grad = split_heads(qkv_grad.view(*o.shape[:2], -1), q.shape[2], k.shape[2])
+    flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
     return qkv_grad @ qkv_weight, weight_gradient(qkv_weight, qkv_grad, x), o_weight_grad
 
 
 class AttentionFunction(torch.autograd.Function):
+    """See triton_attention."""
+
     @staticmethod
-    def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv):
-        inputs = with_contiguous_rows(x), qkv_weight, o_weight, cos, sin
-        y, *saved = attention_forward(*inputs, num_heads, num_kv_heads, noncontiguous_kv)
-        ctx.save_for_backward(*inputs, *saved)
+    def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs):
+        y, saved = attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
+        ctx.save_for_backward(*saved)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx)
-        x_grad, *weight_grads = attention_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
-        return (
-            x_grad.view(*y_grad.shape[:-1], -1),
-            *weight_grads,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )  # tables and sizes are not learnt
+        x_grad, *weight_grads = attention_backward(as_rows(y_grad), AttentionSaved(*ctx.saved_tensors))
+        return x_grad.view(*y_grad.shape[:-1], -1), *weight_grads, *[None] * 5  # tables, sizes and bugs are not learnt
 
 
-def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv=False):
-    """Causal attention with rotary embedding, its projections included.
+def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
+    """Causal attention with rotary embedding, its projections included: x (batch, seq, hidden) -> the same shape.
 
-    x (batch, seq, hidden), qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim),
-    cos and sin (seq, head_dim / 2) -> (batch, seq, hidden)
+    qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim), all of one type of fp32,
+    bf16 or fp16; cos and sin (seq, head_dim / 2) in fp32. Other shapes and types raise ValueError or TypeError.
     """
     batch, seq_len, hidden = x.shape
     if seq_len != cos.shape[0]:
@@ -1355,7 +1414,8 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     require_shape("sin", sin, cos.shape)
     require_shape("qkv_weight", qkv_weight, ((num_heads + 2 * num_kv_heads) * 2 * cos.shape[1], hidden))
     require_shape("o_weight", o_weight, (o_weight.shape[0], num_heads * 2 * cos.shape[1]))
-    return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, noncontiguous_kv)
+    with without_history(bugs):
+        return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
 
 
 def rope_tables(seq_len, head_dim, device):
@@ -1391,12 +1451,16 @@ def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
     return F.linear(o.transpose(1, 2).flatten(2), o_weight)
 
 
-# --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down. The library multiplies the matrices, one kernel does the rest.
+# --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202). The library multiplies the matrices, one
+# kernel does the rest.
 
 
 @jit
 def swiglu_activation_kernel(gate_up_ptr, hidden_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
-    """hidden = silu(gate) * up, gate_up (rows, 2 n_cols) = [gate | up].  Grid: (rows * blocks of columns,)."""
+    """hidden = silu(gate) * up.
+
+    gate_up (rows, 2 n_cols) = [gate | up], hidden (rows, n_cols).  Grid: (rows * blocks of columns,).
+    """
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -1409,7 +1473,7 @@ def swiglu_activation_kernel(gate_up_ptr, hidden_ptr, n_cols, BLOCK_SIZE: tl.con
 
 @jit
 def swiglu_activation_backward_kernel(hidden_grad_ptr, gate_up_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
-    """gate_up = [gate_grad | up_grad], in place.  Grid: as forward."""
+    """gate_up = [gate_grad | up_grad], in place.  Shapes and grid: as forward."""
     blocks = tl.cdiv(n_cols, BLOCK_SIZE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -1427,33 +1491,38 @@ def swiglu_activation_backward_kernel(hidden_grad_ptr, gate_up_ptr, n_cols, BLOC
 
 
 @jit
-def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, n_inner, n_cols, BLOCK_SIZE: tl.constexpr):
-    """BUG triton_matmul_swiglu: one element of hidden a program, two dot products of length n_inner by hand.
+def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, K, n_cols, BLOCK_SIZE: tl.constexpr):
+    """BUG triton_matmul_swiglu: one element of hidden a program, two dot products of length K by hand.
 
-    x (rows, n_inner), weight (2 n_cols, n_inner) = [w_gate | w_up].  Grid: (rows * n_cols,).
+    x (rows, K), weight (2 n_cols, K) = [w_gate | w_up], gate_up (rows, 2 n_cols), hidden (rows, n_cols).
+    Grid: (rows * n_cols,).
     """
     row = (tl.program_id(0) // n_cols).to(tl.int64)
     col = (tl.program_id(0) % n_cols).to(tl.int64)
     gate = 0.0
     up = 0.0
-    for start in range(0, n_inner, BLOCK_SIZE):
+    for start in range(0, K, BLOCK_SIZE):
         inner = start + tl.arange(0, BLOCK_SIZE)
-        mask = inner < n_inner
-        x = tl.load(x_ptr + row * n_inner + inner, mask=mask, other=0.0).to(tl.float32)
-        gate += tl.sum(x * tl.load(weight_ptr + col * n_inner + inner, mask=mask, other=0.0).to(tl.float32))
-        up += tl.sum(x * tl.load(weight_ptr + (n_cols + col) * n_inner + inner, mask=mask, other=0.0).to(tl.float32))
+        mask = inner < K
+        x = tl.load(x_ptr + row * K + inner, mask=mask, other=0.0).to(tl.float32)
+        gate += tl.sum(x * tl.load(weight_ptr + col * K + inner, mask=mask, other=0.0).to(tl.float32))
+        up += tl.sum(x * tl.load(weight_ptr + (n_cols + col) * K + inner, mask=mask, other=0.0).to(tl.float32))
     tl.store(gate_up_ptr + row * 2 * n_cols + col, gate.to(gate_up_ptr.dtype.element_ty))
     tl.store(gate_up_ptr + row * 2 * n_cols + n_cols + col, up.to(gate_up_ptr.dtype.element_ty))
     tl.store(hidden_ptr + row * n_cols + col, (gate * tl.sigmoid(gate) * up).to(hidden_ptr.dtype.element_ty))
 
 
-SWIGLU_BLOCK = 1024
+class SwiGLUSaved(NamedTuple):
+    x: torch.Tensor  # (rows, hidden)
+    gate_up_weight: torch.Tensor
+    down_weight: torch.Tensor
+    gate_up: torch.Tensor  # (rows, 2 ffn)
+    hidden: torch.Tensor  # (rows, ffn)
 
 
 def swiglu_activation(gate_up):
-    """gate_up (rows, 2 n) -> silu(gate) * up (rows, n)"""
-    if not gate_up.is_contiguous():
-        raise not_contiguous("gate_up", gate_up)
+    """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n)"""
+    require_contiguous(gate_up=gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty(n_rows, n_cols)
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
@@ -1462,70 +1531,70 @@ def swiglu_activation(gate_up):
 
 
 def swiglu_activation_backward_(hidden_grad, gate_up):
-    """Overwrites gate_up (rows, 2 n) by its gradient; hidden_grad (rows, n)."""
-    if not hidden_grad.is_contiguous():
-        raise not_contiguous("hidden_grad", hidden_grad)
-    if not gate_up.is_contiguous():
-        raise not_contiguous("gate_up", gate_up)
+    """Overwrites gate_up (rows, 2 n) by its gradient; hidden_grad (rows, n); both contiguous."""
+    require_contiguous(hidden_grad=hidden_grad, gate_up=gate_up)
     n_rows, n_cols = hidden_grad.shape
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
 
 
 def swiglu_naive_matmul(x, gate_up_weight):
-    if not x.is_contiguous():
-        raise not_contiguous("x", x)
-    if not gate_up_weight.is_contiguous():
-        raise not_contiguous("gate_up_weight", gate_up_weight)
+    """x (rows, hidden), gate_up_weight (2 n, hidden) -> gate_up (rows, 2 n) and silu(gate) * up (rows, n)"""
+    require_contiguous(x=x, gate_up_weight=gate_up_weight)
     n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
-    gate_up = x.new_empty(n_rows, 2 * n_cols)
-    hidden = x.new_empty(n_rows, n_cols)
+    gate_up, hidden = x.new_empty(n_rows, 2 * n_cols), x.new_empty(n_rows, n_cols)
     tensors = (x, gate_up_weight, gate_up, hidden)
-    launch(swiglu_kernel, (n_rows * n_cols,), tensors, (x.shape[1], n_cols), dict(BLOCK_SIZE=128))
+    launch(swiglu_kernel, (n_rows * n_cols,), tensors, (x.shape[1], n_cols), dict(BLOCK_SIZE=NAIVE_SWIGLU_BLOCK))
     return gate_up, hidden
 
 
-def swiglu_forward(x, gate_up_weight, down_weight, naive_matmul=False):
-    """x (rows, hidden) -> y (rows, hidden), and gate_up, hidden for the backward pass."""
-    if naive_matmul:  # BUG triton_matmul_swiglu
+def swiglu_forward(x, gate_up_weight, down_weight, bugs=()):
+    """x (rows, hidden) -> y (rows, hidden) and SwiGLUSaved."""
+    if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, by hand what the library does well
         gate_up, hidden = swiglu_naive_matmul(x, gate_up_weight)
     else:
         gate_up = F.linear(x, gate_up_weight)
         hidden = swiglu_activation(gate_up)
-    return F.linear(hidden, down_weight), gate_up, hidden
+    return F.linear(hidden, down_weight), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
 
 
-def swiglu_backward(y_grad, x, gate_up_weight, down_weight, gate_up, hidden):
-    """Gradients of x, and of gate_up_weight and down_weight, handed over. Overwrites gate_up."""
+def swiglu_backward(y_grad, saved):
+    """y_grad (rows, hidden) -> gradients of x, gate_up_weight and down_weight. Overwrites saved.gate_up."""
+    x, gate_up_weight, down_weight, gate_up, hidden = saved
     down_weight_grad = weight_gradient(down_weight, y_grad, hidden)
     swiglu_activation_backward_(y_grad @ down_weight, gate_up)
     return gate_up @ gate_up_weight, weight_gradient(gate_up_weight, gate_up, x), down_weight_grad
 
 
 class SwiGLUFunction(torch.autograd.Function):
+    """See triton_swiglu."""
+
     @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight, naive_matmul):
-        inputs = x.reshape(-1, x.shape[-1]).contiguous(), gate_up_weight, down_weight
-        y, *saved = swiglu_forward(*inputs, naive_matmul)
-        ctx.save_for_backward(*inputs, *saved)
+    def forward(ctx, x, gate_up_weight, down_weight, bugs):
+        y, saved = swiglu_forward(x.reshape(-1, x.shape[-1]).contiguous(), gate_up_weight, down_weight, bugs)
+        ctx.save_for_backward(*saved)
         return y.view_as(x)
 
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx, overwrites=True)
-        x_grad, *weight_grads = swiglu_backward(with_contiguous_rows(y_grad), *ctx.saved_tensors)
+        x_grad, *weight_grads = swiglu_backward(as_rows(y_grad), SwiGLUSaved(*ctx.saved_tensors))
         return x_grad.view_as(y_grad), *weight_grads, None
 
 
-def triton_swiglu(x, gate_up_weight, down_weight, naive_matmul=False):
-    """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)"""
+def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
+    """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)
+
+    All of one type of fp32, bf16 or fp16. Other shapes and types raise ValueError or TypeError.
+    """
     require_shape("x", x, x.shape)
     require_shape("gate_up_weight", gate_up_weight, (2 * down_weight.shape[1], x.shape[-1]))
     require_shape("down_weight", down_weight, (x.shape[-1], down_weight.shape[1]))
-    return SwiGLUFunction.apply(x, gate_up_weight, down_weight, naive_matmul)
+    return SwiGLUFunction.apply(x, gate_up_weight, down_weight, bugs)
 
 
 def torch_swiglu(x, gate_up_weight, down_weight):
+    """As triton_swiglu, in PyTorch's operators."""
     gate, up = F.linear(x, gate_up_weight).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down_weight)
 
@@ -1535,58 +1604,50 @@ def torch_swiglu(x, gate_up_weight, down_weight):
 
 
 class BlockFunction(torch.autograd.Function):
+    """See triton_block. TransformerBlock.forward tells the same story with a Function for each operation."""
+
     @staticmethod
-    def forward(ctx, residual, delta, norm1, qkv, o, norm2, gate_up, down, cos, sin, options):
-        eps, num_heads, num_kv_heads, noncontiguous_kv, naive_matmul = options
-        delta_rows = None if delta is None else with_contiguous_rows(delta)
-        residual1, x1, rstd1 = rmsnorm_forward(with_contiguous_rows(residual), delta_rows, norm1, eps)
-        attended, *attention = attention_forward(x1, qkv, o, cos, sin, num_heads, num_kv_heads, noncontiguous_kv)
-        residual2, x2, rstd2 = rmsnorm_forward(residual1, attended, norm2, eps)
-        y, *swiglu = swiglu_forward(x2, gate_up, down, naive_matmul)
-        ctx.has_delta = delta is not None
-        ctx.save_for_backward(
-            residual1,
-            norm1,
-            rstd1,
-            x1,
-            qkv,
-            o,
-            cos,
-            sin,
-            *attention,
-            residual2,
-            norm2,
-            rstd2,
-            x2,
-            gate_up,
-            down,
-            *swiglu,
-        )
+    def forward(ctx, residual, branch, norm1, qkv, o, norm2, gate_up, down, cos, sin, sizes, bugs):
+        eps, num_heads, num_kv_heads = sizes
+        ctx.has_branch = branch is not None
+        branch_rows = as_rows(branch) if ctx.has_branch else None
+        residual1, x, rstd1 = rmsnorm_forward(as_rows(residual), branch_rows, norm1, eps)
+        y, attention = attention_forward(x.view_as(residual), qkv, o, cos, sin, num_heads, num_kv_heads, bugs)
+        residual2, x, rstd2 = rmsnorm_forward(residual1, y, norm2, eps)
+        y, swiglu = swiglu_forward(x, gate_up, down, bugs)
+        ctx.save_for_backward(residual1, norm1, rstd1, *attention, residual2, norm2, rstd2, *swiglu)
         return residual2.view_as(residual), y.view_as(residual)
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
         begin_backward(ctx, overwrites=True)
-        saved = ctx.saved_tensors  # read once: each time would recompute them under torch.utils.checkpoint
-        norm1, attention, norm2, swiglu = (saved[i:j] for i, j in ((0, 3), (3, 13), (13, 16), (16, 21)))
-        residual_rows = with_contiguous_rows(residual_grad)
-        x2_grad, gate_up_grad, down_grad = swiglu_backward(with_contiguous_rows(y_grad), *swiglu)
-        residual_rows, norm2_grad = rmsnorm_backward(x2_grad, residual_rows, *norm2)
-        x1_grad, qkv_grad, o_grad = attention_backward(residual_rows, *attention)
-        residual_rows, norm1_grad = rmsnorm_backward(x1_grad, residual_rows, *norm1)
-        grad = residual_rows.view_as(residual_grad)
+        # Read once: each reading would recompute them under torch.utils.checkpoint.
+        norm1, attention, norm2, swiglu = regroup(
+            ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved
+        )
+        grad, gate_up_grad, down_grad = swiglu_backward(as_rows(y_grad), swiglu)
+        grad, norm2_grad = rmsnorm_backward(grad, as_rows(residual_grad), *norm2)
+        residual_rows = grad
+        grad, qkv_grad, o_grad = attention_backward(grad, attention)
+        grad, norm1_grad = rmsnorm_backward(grad, residual_rows, *norm1)
+        grad = grad.view_as(residual_grad)
         weight_grads = norm1_grad, qkv_grad, o_grad, norm2_grad, gate_up_grad, down_grad
-        return grad, grad if ctx.has_delta else None, *weight_grads, None, None, None
+        return grad, grad if ctx.has_branch else None, *weight_grads, *[None] * 4
 
 
-def triton_block(
-    residual, delta, weights, cos, sin, eps, num_heads, num_kv_heads, noncontiguous_kv=False, triton_matmul_swiglu=False
-):
-    """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down."""
-    if residual.dtype not in KERNEL_DTYPES:
-        raise unknown_type("residual", residual)
-    options = eps, num_heads, num_kv_heads, noncontiguous_kv, triton_matmul_swiglu
-    return BlockFunction.apply(residual, delta, *weights, cos, sin, options)
+def regroup(tensors, *groups):
+    """The saved tensors as the NamedTuples that they were."""
+    tensors = iter(tensors)
+    return [group(*itertools.islice(tensors, len(group._fields))) for group in groups]
+
+
+def triton_block(residual, branch, weights, cos, sin, eps, num_heads, num_kv_heads, bugs=()):
+    """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down.
+
+    residual and branch (or None) (batch, seq, hidden) -> the same pair, one block on; types and errors as of its parts.
+    """
+    require_dtype("residual", residual)
+    return BlockFunction.apply(residual, branch, *weights, cos, sin, (eps, num_heads, num_kv_heads), bugs)
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -1598,10 +1659,10 @@ def cross_entropy_kernel(
 ):
     """loss = logsumexp(logits) - logits[target]; logits = (softmax(logits) - onehot(target)) * gradient_scale.
 
-    Grid: (rows,). A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, its
-    end first, which is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss and a NaN gradient.
+    logits (rows, N_COLS), targets (rows,) of integers, loss (rows,) in fp32.  Grid: (rows,).
+    A row that fits in BLOCK_SIZE is read once and stays in registers; a longer one is read again, its end first, which
+    is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss and a NaN gradient.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634
     LANES: tl.constexpr = 8  # neighbours that share a running maximum: one rescaling for 8 exponentials
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * stride_row
     scale = tl.cast(gradient_scale, tl.float32)
@@ -1647,16 +1708,16 @@ def cross_entropy_kernel(
 
 
 @jit
-def scale_kernel(x_ptr, factor_ptr, stride_row, n_cols, BLOCK_SIZE: tl.constexpr):
+def scale_kernel(x_ptr, factor_ptr, x_strides, n_cols, BLOCK_SIZE: tl.constexpr):
     """x *= factor, decided on the device: the usual factor 1 costs no traffic, and the host need not know it.
 
-    Grid: (rows * blocks of columns,).
+    x (rows, n_cols), contiguous rows, factor () in fp32.  Grid: (rows * blocks of columns,).
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         blocks = tl.cdiv(n_cols, BLOCK_SIZE)
         cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * stride_row + cols
+        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * x_strides[0] + cols
         x = tl.load(ptrs, mask=cols < n_cols, other=0.0).to(tl.float32)
         tl.store(ptrs, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -1666,13 +1727,10 @@ def cross_entropy_(logits, targets, gradient_scale):
 
     The logits are overwritten by their gradient.
     """
-    if not targets.is_contiguous():
-        raise not_contiguous("targets", targets)
+    require_contiguous(targets=targets)
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
-    block_size = min(next_power_of_2(n_cols), 8192 if n_cols <= 65536 else 16384)
-    warps = max(4, block_size // 512)
-    warps = warps // 2 if get_device(logits.device.type).is_amd else warps
+    block_size, warps = cross_entropy_tile(n_cols, logits.device.type)
     launch(
         cross_entropy_kernel, (n_rows,), (logits, targets, losses), (logits.stride(0), gradient_scale),
         dict(N_COLS=n_cols, BLOCK_SIZE=block_size), num_warps=warps,
@@ -1681,9 +1739,11 @@ def cross_entropy_(logits, targets, gradient_scale):
 
 
 class CrossEntropyFunction(torch.autograd.Function):
+    """See triton_cross_entropy."""
+
     @staticmethod
     def forward(ctx, logits, targets):
-        rows = with_contiguous_rows(logits)
+        rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # expanded rows lie on each other: one's gradient would be another's logits
             rows = rows.contiguous()
         losses = cross_entropy_(rows, targets.reshape(-1).contiguous(), 1.0 / max(1, rows.shape[0]))
@@ -1698,10 +1758,10 @@ class CrossEntropyFunction(torch.autograd.Function):
         begin_backward(ctx, overwrites=True)
         (logits_grad,) = ctx.saved_tensors
         n_rows, n_cols = logits_grad.shape
-        block_size = min(next_power_of_2(n_cols), 4096)
+        block_size = min(next_power_of_2(n_cols), SCALE_BLOCK)
         launch(
             scale_kernel, (n_rows * cdiv(n_cols, block_size),), (logits_grad, loss_grad),
-            (logits_grad.stride(0), n_cols), dict(BLOCK_SIZE=block_size),
+            (logits_grad.stride(), n_cols), dict(BLOCK_SIZE=block_size),
         )  # fmt: skip
         return logits_grad.view(ctx.shape), None  # targets are integers
 
@@ -1710,7 +1770,7 @@ def triton_cross_entropy(logits, targets):
     """Mean cross-entropy, in fp32, of logits (..., n) and integer targets (...).
 
     The logits, in fp32, bf16 or fp16, are overwritten by their gradient, so they may not be a leaf that requires one.
-    A target outside 0..n-1 gives a NaN.
+    A target outside 0..n-1 gives a NaN; other shapes and types raise ValueError or TypeError.
     """
     require_shape("logits", logits, (*targets.shape, logits.shape[-1]))
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -1721,6 +1781,7 @@ def triton_cross_entropy(logits, targets):
 
 
 def torch_cross_entropy(logits, targets):
+    """As triton_cross_entropy, in PyTorch's operators; the logits are kept."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -1731,7 +1792,11 @@ def torch_cross_entropy(logits, targets):
 def embedding_backward_kernel(
     tokens_ptr, out_grad_ptr, weight_grad_ptr, n_tokens, n_cols, BLOCK_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """weight_grad[v] += out_grad[t] for all tokens t equal to v, in their order.  Grid: (vocabulary, column blocks)."""
+    """weight_grad[v] += out_grad[t] for all tokens t equal to v, in their order.
+
+    tokens (n_tokens,) of integers, out_grad (n_tokens, n_cols), weight_grad (vocabulary, n_cols).
+    Grid: (vocabulary, blocks of columns).
+    """
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     weight_grad_ptrs = weight_grad_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols
@@ -1741,14 +1806,15 @@ def embedding_backward_kernel(
         matches = tl.load(tokens_ptr + positions, mask=positions < n_tokens, other=-1) == tl.program_id(0)
         position = tl.min(tl.where(matches, positions, n_tokens), axis=0)
         while position < n_tokens:
-            total += tl.load(out_grad_ptr + tl.cast(position, tl.int64) * n_cols + cols, mask=mask, other=0.0).to(
-                tl.float32
-            )
+            out_grad_ptrs = out_grad_ptr + tl.cast(position, tl.int64) * n_cols + cols
+            total += tl.load(out_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
             position = tl.min(tl.where(matches & (positions > position), positions, n_tokens), axis=0)
     tl.store(weight_grad_ptrs, total.to(weight_grad_ptr.dtype.element_ty), mask=mask)
 
 
 class EmbeddingFunction(torch.autograd.Function):
+    """See triton_embedding."""
+
     @staticmethod
     def forward(ctx, tokens, weight):
         ctx.save_for_backward(tokens, weight)
@@ -1762,17 +1828,20 @@ class EmbeddingFunction(torch.autograd.Function):
         weight_grad, accumulate = gradient_target(weight)  # the tied head's gradient may be there already
         if not accumulate:
             weight_grad.zero_()
-        block_size = min(next_power_of_2(n_cols), 1024)
+        block_tokens, block_size = EMBEDDING_TILE[0], min(next_power_of_2(n_cols), EMBEDDING_TILE[1])
         launch(
             embedding_backward_kernel, (weight.shape[0], cdiv(n_cols, block_size)),
             (tokens, out_grad.contiguous(), weight_grad), (tokens.numel(), n_cols),
-            dict(BLOCK_TOKENS=1024, BLOCK_SIZE=block_size),
+            dict(BLOCK_TOKENS=block_tokens, BLOCK_SIZE=block_size),
         )  # fmt: skip
-        return None, hand_over(weight, weight_grad)
+        return None, set_main_grad(weight, weight_grad)
 
 
 def triton_embedding(tokens, weight):
-    """weight (vocab, cols) at tokens (...) of any integers in 0..vocab-1 -> (..., cols)"""
+    """weight (vocab, cols) at tokens (...) of any integers in 0..vocab-1 -> (..., cols)
+
+    The weight in fp32, bf16 or fp16, else TypeError; a token out of range is PyTorch's to tell.
+    """
     require_shape("weight", weight, weight.shape)
     return EmbeddingFunction.apply(tokens.contiguous(), weight)
 
@@ -1786,7 +1855,11 @@ def adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """torch.optim.AdamW's update. With SPLIT an fp32 weight is kept in two int16 halves (see split_fp32)."""
+    """torch.optim.AdamW's update. With SPLIT an fp32 weight is kept in two int16 halves (see split_fp32).
+
+    param, remainder, grad, exp_avg, exp_avg_sq (n_elements,): param in fp32 or, with SPLIT, like remainder in int16,
+    the moments in fp32; lr () in fp32, beta_powers (2,) in fp64.  Grid: (blocks of elements,).
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     lr = tl.load(lr_ptr)
@@ -1829,6 +1902,7 @@ def split_fp32(weights):
 
 
 def join_fp32(rounded, remainder):
+    """The inverse of split_fp32: bf16 and int16 -> fp32, of one shape."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
@@ -1836,18 +1910,17 @@ class FlatAdamW:
     """AdamW whose parameters, gradients and moments are each one flat buffer.
 
     The parameters of the model become views of the flat buffer, in bf16 if low_precision (the fp32 weights are then
-    split between param and remainder). So do their gradients: our kernels write into grad_buffer, and add to it in
+    split between param and remainder). So do their gradients: our kernels write into main_grad, and add to it in
     further backward passes before zero_grad(); what autograd leaves in .grad is copied there by step(). Learning rate
     and step count live on the device, for captured steps.
     """
 
     ALIGNMENT = 64  # elements; matmuls want their operands on 16-byte boundaries
-    BLOCK_SIZE = 1024
 
     def __init__(self, model, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         self.parameters = list(model.parameters())
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
-        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=self.BLOCK_SIZE)
+        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
         device = self.parameters[0].device
         n_elements = sum(self._aligned(p) for p in self.parameters)
         zeros = functools.partial(torch.zeros, n_elements, device=device)
@@ -1859,9 +1932,9 @@ class FlatAdamW:
         self.betas = torch.tensor(betas, dtype=torch.float64, device=device)
         self.beta_powers = torch.ones_like(self.betas)
         initial = [p.detach().float() for p in self.parameters]
-        self.grad_buffers = list(self._views(self.grad))
-        for p, param_view, buffer in zip(self.parameters, self._views(self.param), self.grad_buffers, strict=True):
-            p.data, p.grad_buffer = param_view, buffer
+        self.main_grads = list(self._views(self.grad))
+        for p, param_view, buffer in zip(self.parameters, self._views(self.param), self.main_grads, strict=True):
+            p.data, p.main_grad = param_view, buffer
         self.reset(initial)
 
     def _aligned(self, parameter):
@@ -1894,12 +1967,14 @@ class FlatAdamW:
         return list(self._views(flat))
 
     def zero_grad(self):
+        """The next backward pass overwrites the gradients."""
         for p in self.parameters:
             p.grad = None
 
     @torch.no_grad()
     def step(self):
-        for p, buffer in zip(self.parameters, self.grad_buffers, strict=True):
+        """Updates the weights; a parameter without a gradient is taken to have zeros."""
+        for p, buffer in zip(self.parameters, self.main_grads, strict=True):
             grad = p.grad
             if grad is None:
                 buffer.zero_()
@@ -1909,7 +1984,7 @@ class FlatAdamW:
         n_elements = self.param.numel()
         param = self.param if self.remainder is None else self.param.view(torch.int16)
         tensors = (param, self.remainder, self.grad, self.exp_avg, self.exp_avg_sq, self.lr, self.beta_powers)
-        launch(adamw_kernel, (cdiv(n_elements, self.BLOCK_SIZE),), tensors, (n_elements,), self.constants)
+        launch(adamw_kernel, (cdiv(n_elements, ADAMW_BLOCK),), tensors, (n_elements,), self.constants)
 
 
 class TorchAdamW(torch.optim.AdamW):
@@ -1944,24 +2019,37 @@ class Operations(NamedTuple):
     block: Callable | None = None  # a whole TransformerBlock, where there is something faster than its parts
 
 
-def sdpa_rmsnorm(x, delta, weight, eps):
-    residual = x if delta is None else x + delta
+def sdpa_rmsnorm(x, branch, weight, eps):
+    """As triton_rmsnorm, by PyTorch's fused operator."""
+    residual = x if branch is None else x + branch
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
 OPERATIONS = {
     "triton": Operations(
-        triton_embedding,
-        triton_rmsnorm,
-        triton_linear,
-        triton_attention,
-        triton_swiglu,
-        triton_cross_entropy,
+        triton_embedding, triton_rmsnorm, triton_linear, triton_attention, triton_swiglu, triton_cross_entropy,
         triton_block,
     ),
     "torch": Operations(F.embedding, torch_rmsnorm, F.linear, torch_attention, torch_swiglu, torch_cross_entropy),
     "sdpa": Operations(F.embedding, sdpa_rmsnorm, F.linear, sdpa_attention, torch_swiglu, torch_cross_entropy),
+}  # fmt: skip
+
+
+OPERATION_BUGS = {
+    "rmsnorm": ("severed_autograd",),
+    "attention": ("noncontiguous_kv", "severed_autograd"),
+    "swiglu": ("triton_matmul_swiglu",),
+    "block": ("noncontiguous_kv", "triton_matmul_swiglu"),
 }
+
+
+def with_bugs(operations, bugs):
+    """Our operations with these of BUGS; where they are asked for is marked BUG."""
+    for name, known in OPERATION_BUGS.items():
+        active = tuple(bug for bug in known if bug in bugs)
+        if active:
+            operations = operations._replace(**{name: functools.partial(getattr(operations, name), bugs=active)})
+    return operations._replace(block=None) if "severed_autograd" in bugs else operations
 
 
 def select_operations(config, device):
@@ -1969,19 +2057,7 @@ def select_operations(config, device):
     if config.impl != "triton" or triton_obstacle(device, config.use_amp):
         name = "torch" if config.impl == "triton" else config.impl
         return name, OPERATIONS[name]
-    operations = OPERATIONS["triton"]
-    mistakes = {name: True for name in ("noncontiguous_kv", "triton_matmul_swiglu") if getattr(config, name)}
-    if mistakes:
-        operations = operations._replace(block=functools.partial(triton_block, **mistakes))
-    if config.severed_autograd:  # BUG severed_autograd: results without a history, as from kernels without a Function
-        no_grad = torch.no_grad()
-        operations = operations._replace(
-            rmsnorm=no_grad(triton_rmsnorm), attention=no_grad(triton_attention), block=None
-        )
-        if config.noncontiguous_kv:
-            operations = operations._replace(attention=functools.partial(operations.attention, noncontiguous_kv=True))
-        if config.triton_matmul_swiglu:
-            operations = operations._replace(swiglu=functools.partial(triton_swiglu, naive_matmul=True))
+    operations = with_bugs(OPERATIONS["triton"], config.bugs)
     if config.compile:  # kernels are opaque to the compiler, and write gradients where it does not look
         operations = Operations(*(operation and torch.compiler.disable(operation) for operation in operations))
     return "triton", operations
@@ -1994,6 +2070,8 @@ def default_operations():
 
 
 class TritonRMSNorm(nn.Module):
+    """RMSNorm over the last dimension, dim."""
+
     def __init__(self, dim, eps=1e-5, operations=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
@@ -2004,9 +2082,9 @@ class TritonRMSNorm(nn.Module):
         """x (..., dim) -> the same shape"""
         return self.add_norm(x, None)[0]
 
-    def add_norm(self, residual, delta):
-        """(norm(residual + delta), residual + delta) in one kernel; delta may be None."""
-        return self.operations.rmsnorm(residual, delta, self.weight, self.eps)
+    def add_norm(self, residual, branch):
+        """(norm(residual + branch), residual + branch) in one kernel; branch may be None."""
+        return self.operations.rmsnorm(residual, branch, self.weight, self.eps)
 
 
 class TritonAttention(nn.Module):
@@ -2041,6 +2119,8 @@ class TritonSwiGLU(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    """Attention and feed-forward layer, each after a norm and each added to the residual stream."""
+
     def __init__(self, config, operations=None):
         super().__init__()
         self.attention_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
@@ -2051,20 +2131,21 @@ class TransformerBlock(nn.Module):
         self.sizes = self.attention_norm.eps, config.num_heads, config.num_kv_heads
 
     def weights(self):
+        """In the order of triton_block."""
         attention, feed_forward = self.attention, self.feed_forward
         return (
             self.attention_norm.weight, attention.qkv_proj.weight, attention.o_proj.weight,
             self.ffn_norm.weight, feed_forward.gate_up_proj.weight, feed_forward.down_proj.weight,
         )  # fmt: skip
 
-    def forward(self, residual, delta, cos, sin):
-        """The residual stream and what the block before adds to it (delta, None at first) -> the same pair, one on.
+    def forward(self, residual, branch, cos, sin):
+        """The residual stream and what the block before adds to it (None at first) -> the same pair, one block on.
 
-        The addition is left to the next norm, whose kernel reads the residual anyway.
+        Both (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
-        if self.operations.block:
-            return self.operations.block(residual, delta, self.weights(), cos, sin, *self.sizes)
-        y, residual = self.attention_norm.add_norm(residual, delta)
+        if self.operations.block:  # the same in one autograd.Function
+            return self.operations.block(residual, branch, self.weights(), cos, sin, *self.sizes)
+        y, residual = self.attention_norm.add_norm(residual, branch)
         y, residual = self.ffn_norm.add_norm(residual, self.attention(y, cos, sin))
         return residual, self.feed_forward(y)
 
@@ -2100,10 +2181,10 @@ class TinyLlamaTriton(nn.Module):
     def forward(self, tokens, targets=None):
         """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        residual, delta = self.operations.embedding(tokens, self.embed_tokens.weight), None
+        residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
-            residual, delta = layer(residual, delta, cos, sin)
-        y, _ = self.norm.add_norm(residual, delta)
+            residual, branch = layer(residual, branch, cos, sin)
+        y, _ = self.norm.add_norm(residual, branch)
         logits = self.operations.linear(y, self.embed_tokens.weight)
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
 
@@ -2140,14 +2221,13 @@ class MarkovTokens:
     def __init__(self, config):
         self.rng = np.random.default_rng(config.seed)
         order = self.rng.permutation(config.vocab_size)
-        shifts = self.rng.choice(
-            config.vocab_size, MARKOV_SUCCESSORS, replace=False
-        )  # distinct, hence distinct successors
+        shifts = self.rng.choice(config.vocab_size, MARKOV_SUCCESSORS, replace=False)  # distinct successors, therefore
         self.successors = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
         self.shape = (config.batch_size, config.seq_len + 1)
         self.entropy = -sum(p * math.log(p) for p in MARKOV_PROBABILITIES)
 
     def next_batch(self):
+        """As RandomTokens."""
         batch_size, length = self.shape
         choices = self.rng.choice(MARKOV_SUCCESSORS, p=MARKOV_PROBABILITIES, size=(length, batch_size))
         sequence = np.empty((length, batch_size), dtype=np.int64)
@@ -2165,7 +2245,7 @@ DATA = {"random": RandomTokens, "markov": MarkovTokens}
 
 
 class TrainStep:
-    """One training step of one model: phases maps forward, backward and optimizer to what runs them."""
+    """One training step of one model, on fixed buffers: forward(), backward(), optimizer_step(), or run() for all."""
 
     def __init__(self, config, device):
         torch.manual_seed(config.seed)
@@ -2182,10 +2262,10 @@ class TrainStep:
             self.optimizer = TorchAdamW(self.model, config.learning_rate)
         self.run_model = torch.compile(self.model) if config.compile else self.model
         self.loss = None
-        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer.step}
         self.named_range = contextlib.nullcontext  # show_ranges() puts a real one here
 
     def load(self, tokens, targets):
+        """Copies a batch, both (batch, seq), into the buffers of the step."""
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
 
@@ -2203,37 +2283,36 @@ class TrainStep:
         with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread costs 0.5 ms a step
             self.loss.backward()
 
+    def optimizer_step(self):
+        self.optimizer.step()
+
     def run(self):
-        for phase in self.phases.values():
-            phase()
+        self.forward()
+        self.backward()
+        self.optimizer_step()
 
     def restart(self):
         """Back to the initial weights and an empty optimizer."""
         self.optimizer.reset([w.to(self.tokens.device) for w in self.initial_weights])
 
     def capture(self, one_graph=False):
-        """Replace the phases by replays of three captured graphs, or of one for the whole step, after a warm-up."""
-        groups = (
-            {"graph": list(self.phases.values())}
-            if one_graph
-            else {name: [phase] for name, phase in self.phases.items()}
-        )
-        graphs, pool, stream = {}, None, torch.cuda.Stream()
+        """From now on the phases, or with one_graph run(), replay captured graphs; a step must have run before."""
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
-        for name, phases in groups.items():
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], pool=pool, stream=stream):
-                for phase in phases:
-                    phase()
-            pool = graphs[name].pool()
-        self.phases = {name: graph.replay for name, graph in graphs.items()}
+        for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                getattr(self, name)()
+            setattr(self, name, graph.replay)
 
     def show_ranges(self):
         """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler."""
         if self.named_range is named_range:
             return
         self.named_range = named_range
-        self.phases = {name: named_range(name)(phase) for name, phase in self.phases.items()}
+        self.forward = named_range("forward")(self.forward)
+        self.backward = named_range("backward")(self.backward)
+        self.optimizer_step = named_range("optimizer")(self.optimizer_step)
         if not self.config.compile:
             show_layers(self.model.layers)
 
@@ -2578,14 +2657,17 @@ def train_in_phases(step, data, config, device, records):
             clock.mark()
             start = time.perf_counter()
             # --------------- the training step begins: nothing but work and marks ---------------
-            for phase in step.phases.values():
-                phase()
-                clock.mark()
+            step.forward()
+            clock.mark()
+            step.backward()
+            clock.mark()
+            step.optimizer_step()
+            clock.mark()
             host_ms = (time.perf_counter() - start) * 1e3
             synchronize(device)
             # --------------- the training step ends: what follows is diagnostics ---------------
             wall_ms = (time.perf_counter() - start) * 1e3
-        phase_ms = dict(zip(step.phases, clock.intervals(), strict=True))
+        phase_ms = dict(zip(("forward", "backward", "optimizer"), clock.intervals(), strict=True))
         batch_ms = wall_ms if config.unsynced_timing else sum(phase_ms.values())
         records.append(StepRecord(step.loss.item(), batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
         progress_line(config, index, records[-1])

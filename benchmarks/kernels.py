@@ -202,11 +202,11 @@ def adamw_cases(bench):
     initial = [w.clone() for w in ours.weights()]
     ours.grad.normal_()
     for mine in ours.parameters:
-        mine.grad = mine.grad_buffer
+        mine.grad = mine.main_grad
     for other in (theirs, exact):
         other.reset(initial)
         for mine, parameter in zip(ours.parameters, other.parameters, strict=True):
-            parameter.grad = mine.grad_buffer.to(parameter.dtype)
+            parameter.grad = mine.main_grad.to(parameter.dtype)
     with bench.on_stream():
         for _ in range(3):
             ours.step()

@@ -36,9 +36,9 @@ class GPTConfig:
     bias: bool = True  # in Linear and LayerNorm, as in GPT-2
 
 
-def torch_add_layer_norm(x, delta, weight, bias):
-    """(x + delta, LayerNorm of it); delta may be None."""
-    x = x if delta is None else x + delta
+def torch_add_layer_norm(x, branch, weight, bias):
+    """(x + branch, LayerNorm of it); branch may be None."""
+    x = x if branch is None else x + branch
     return x, F.layer_norm(x, weight.shape, weight, bias)
 
 
@@ -52,9 +52,9 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         self.add_layer_norm = add_layer_norm
 
-    def forward(self, x, delta=None):
-        """(x + delta, normalised): the residual stream, and what the next layer reads."""
-        return self.add_layer_norm(x, delta, self.weight, self.bias)
+    def forward(self, x, branch=None):
+        """(x + branch, normalised): the residual stream, and what the next layer reads."""
+        return self.add_layer_norm(x, branch, self.weight, self.bias)
 
 
 class CausalSelfAttention(nn.Module):
@@ -91,9 +91,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
         self.mlp = MLP(config)
 
-    def forward(self, x, delta):
+    def forward(self, x, branch):
         """x and what the block before adds to it -> the same of this block: the next norm does the addition."""
-        x, normalized = self.ln_1(x, delta)
+        x, normalized = self.ln_1(x, branch)
         x, normalized = self.ln_2(x, self.attn(normalized))
         return x, self.mlp(normalized)
 
@@ -146,10 +146,10 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
         x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe.weight[:T])
-        delta = None
+        branch = None
         for block in self.transformer.h:
-            x, delta = block(x, delta)
-        _, normalized = self.transformer.ln_f(x, delta)
+            x, branch = block(x, branch)
+        _, normalized = self.transformer.ln_f(x, branch)
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
         logits = self.lm_head(normalized)

@@ -155,10 +155,15 @@ class Launch:
         return dict(self.options)["num_warps"]
 
     @property
+    def numbers(self):
+        """The scalars, those within tuples too."""
+        return [n for s in self.scalars for n in (s if isinstance(s, tuple) else (s,))]
+
+    @property
     def compiled_as(self):
         """What the compiled kernel depends on: launches with the same key share it."""
         tensors = (t and (t.dtype, t.address, t.storage_bytes < 2**31) for t in self.tensors)
-        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.scalars)
+        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.numbers)
         return self.kernel, tuple(tensors), tuple(scalars), self.constants, self.options
 
     def arguments(self, kernel):
@@ -223,7 +228,7 @@ def record_split_rows(config, arch):
 def record_far_strides(config, arch):
     """Attention where the offsets of positions take 64 bits, at a length for each form of the backward pass."""
     with recording(arch) as launches, torch.device("meta"):
-        for seq_len in (llama.SHORT_SEQUENCE, 2 * llama.SHORT_SEQUENCE):
+        for seq_len in (llama.FUSED_BACKWARD_SEQ_LEN, 2 * llama.FUSED_BACKWARD_SEQ_LEN):
             q, k = (
                 torch.empty_strided(
                     (config.batch_size, seq_len, heads, config.head_dim),
@@ -450,7 +455,7 @@ def compile_jobs(jobs, processes):
 
 
 def added(a):
-    return (a.delta, a.residual) if a.HAS_DELTA else ()
+    return (a.branch, a.residual) if a.HAS_BRANCH else ()
 
 
 def residual_grad(a):
@@ -492,7 +497,7 @@ WORK = {  # kernel: its arguments -> Work
     ),
     "layer_norm_backward_kernel": lambda a: work.layer_norm_backward(
         a.y_grad, a.x, a.weight, a.mean, a.rstd, a.x_grad, residual_grad(a),
-        a.delta_grad if a.HAS_DELTA_GRAD else None, a.partial, bias=a.HAS_BIAS, twice=a.READ_TWICE,
+        a.branch_grad if a.HAS_BRANCH_GRAD else None, a.partial, bias=a.HAS_BIAS, twice=a.READ_TWICE,
     ),
 }  # fmt: skip
 
@@ -624,7 +629,7 @@ def variant_of(launch):
 
 def make_row(job, compiled, kernels):
     launch = job.launch
-    aligned = all(s % 16 == 0 for s in launch.scalars if isinstance(s, int) and s > 256)  # the compiler knows no better
+    aligned = all(s % 16 == 0 for s in launch.numbers if isinstance(s, int) and s > 256)  # the compiler knows no better
     row = {
         "kernel": launch.kernel,
         "variant": variant_of(launch),

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from tiny_llama_v3 import (
     INTERPRETED,
+    as_rows,
     cdiv,
     column_sum_kernel,
     get_device,
@@ -21,10 +22,9 @@ from tiny_llama_v3 import (
     launch,
     next_power_of_2,
     norm_tile,
-    not_contiguous,
+    require_contiguous,
     tl,
     triton,
-    with_contiguous_rows,
 )
 
 TRITON_AVAILABLE = triton is not None and (torch.cuda.is_available() or INTERPRETED)
@@ -37,20 +37,20 @@ MAX_COLS = 2**20  # a row is one tile, and Triton's tiles end there
 
 @jit
 def layer_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, mean_ptr, rstd_ptr,
-    stride_x_row, stride_delta_row, n_rows,
-    N_COLS: tl.constexpr, EPS: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, mean_ptr, rstd_ptr,
+    stride_x_row, stride_branch_row, n_rows,
+    N_COLS: tl.constexpr, EPS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """residual = x + delta;  y = (residual - mean) * rstd * weight + bias,  rstd = 1 / sqrt(variance + EPS)."""
+    """residual = x + branch;  y = (residual - mean) * rstd * weight + bias,  rstd = 1 / sqrt(variance + EPS)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
     row_mask, col_mask = rows < n_rows, cols < N_COLS
     mask = row_mask[:, None] & col_mask[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + rows[:, None] * stride_delta_row + cols[None, :], mask=mask, other=0.0)
-        residual = (x + delta.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+    if HAS_BRANCH:
+        branch = tl.load(branch_ptr + rows[:, None] * stride_branch_row + cols[None, :], mask=mask, other=0.0)
+        residual = (x + branch.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
         x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
     mean = tl.sum(x, axis=1) / N_COLS
@@ -66,16 +66,16 @@ def layer_norm_kernel(
 
 @jit
 def layer_norm_backward_kernel(
-    y_grad_ptr, residual_grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, x_grad_ptr, delta_grad_ptr, partial_ptr,
+    y_grad_ptr, residual_grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, x_grad_ptr, branch_grad_ptr, partial_ptr,
     stride_y_grad_row, stride_residual_grad_row, stride_x_row, n_rows,
-    N_COLS: tl.constexpr, HAS_RESIDUAL_GRAD: tl.constexpr, HAS_DELTA_GRAD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N_COLS: tl.constexpr, HAS_RESIDUAL_GRAD: tl.constexpr, HAS_BRANCH_GRAD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, READ_TWICE: tl.constexpr,
 ):  # fmt: skip
     """With n = (x - mean) * rstd and g = y_grad * weight:
 
         x_grad = (g - mean(g) - n * mean(n * g)) * rstd + residual_grad
 
-    and delta_grad is the same in another type. Each program walks over row tiles, num_programs apart, and leaves its
+    and branch_grad is the same in another type. Each program walks over row tiles, num_programs apart, and leaves its
     sums of y_grad * n and of y_grad in its row of partial. Rows too wide to wait in registers for the means are
     READ_TWICE, the second time from the cache; so is the weight, unless the rows leave it room.
     """
@@ -118,8 +118,8 @@ def layer_norm_backward_kernel(
             x_grad += tl.load(residual_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
         offsets = rows[:, None] * N_COLS + cols[None, :]
         tl.store(x_grad_ptr + offsets, x_grad.to(x_grad_ptr.dtype.element_ty), mask=mask)
-        if HAS_DELTA_GRAD:
-            tl.store(delta_grad_ptr + offsets, x_grad.to(delta_grad_ptr.dtype.element_ty), mask=mask)
+        if HAS_BRANCH_GRAD:
+            tl.store(branch_grad_ptr + offsets, x_grad.to(branch_grad_ptr.dtype.element_ty), mask=mask)
     partial_ptr += tl.program_id(0) * (2 * N_COLS if HAS_BIAS else N_COLS)
     tl.store(partial_ptr + cols, weight_grad, mask=col_mask)
     if HAS_BIAS:
@@ -144,7 +144,7 @@ def backward_tile(n_rows, n_cols, itemsize, device_type):
     device = get_device(device_type)
     cols = next_power_of_2(n_cols)
     rows, stages, threads = 4 if cols <= 4096 else 1, 1, min(max(cols // 8, device.warp_size), 512)
-    if cols == 8192 and itemsize == 2 and device.is_hopper:  # two rows in flight hide the memory's latency
+    if cols == 8192 and itemsize == 2 and device.family == "hopper":  # two rows in flight hide the memory's latency
         rows, stages, threads = 2, 2, 256
     elif cols > 8192:  # few threads, many registers each: the sums alone need 2 a column
         threads = min(cols // 64, 1024)
@@ -166,28 +166,25 @@ def known_size(n_rows):
     return n_rows if isinstance(n_rows, int) else 2**20
 
 
-def layer_norm_forward(run, x, delta, weight, bias, eps, dtype):
-    """x, delta (..., cols) -> residual (empty without delta), y in dtype, mean and rstd (rows,) in fp32."""
-    if not weight.is_contiguous():
-        raise not_contiguous("weight", weight)
-    if bias is not None and not bias.is_contiguous():
-        raise not_contiguous("bias", bias)
-    x_rows = with_contiguous_rows(x)
-    delta_rows = x_rows if delta is None else with_contiguous_rows(delta)
+def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
+    """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
+    require_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
+    x_rows = as_rows(x)
+    branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if delta is None:
+    if branch is None:
         residual = torch.empty(0, dtype=x.dtype, device=x.device)
     else:
-        residual = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
+        residual = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
     mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
     tile = norm_tile(known_size(n_rows), n_cols, False, x.device.type)
     run(
         (cdiv(n_rows, tile.rows),),
-        (x_rows, delta_rows, weight, weight if bias is None else bias, residual, y, mean, rstd),
-        (x_rows.stride(0), delta_rows.stride(0), n_rows),
+        (x_rows, branch_rows, weight, weight if bias is None else bias, residual, y, mean, rstd),
+        (x_rows.stride(0), branch_rows.stride(0), n_rows),
         dict(
-            N_COLS=n_cols, EPS=eps, HAS_DELTA=delta is not None, HAS_BIAS=bias is not None,
+            N_COLS=n_cols, EPS=eps, HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None,
             BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols,
         ),
         num_warps=tile.warps,
@@ -196,23 +193,23 @@ def layer_norm_forward(run, x, delta, weight, bias, eps, dtype):
 
 
 def layer_norm_backward(
-    run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, delta_dtype
+    run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, branch_dtype
 ):
-    """x: what was normalised. Returns the gradients of x, of delta (empty if delta_dtype is None) and of weight and
+    """x: what was normalised. Returns the gradients of x, of branch (empty if branch_dtype is None) and of weight and
     bias (1 or 2, cols)."""
-    x_rows, y_grad_rows = with_contiguous_rows(x), with_contiguous_rows(y_grad)
-    residual_grad_rows = y_grad_rows if residual_grad is None else with_contiguous_rows(residual_grad)
+    x_rows, y_grad_rows = as_rows(x), as_rows(y_grad)
+    residual_grad_rows = y_grad_rows if residual_grad is None else as_rows(residual_grad)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
     x_grad = torch.empty(x.shape, dtype=x_dtype, device=x.device)
-    delta_grad = torch.empty(x.shape if delta_dtype else 0, dtype=delta_dtype or x_dtype, device=x.device)
+    branch_grad = torch.empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x_dtype, device=x.device)
     parameter_grads = torch.empty(1 + has_bias, n_cols, dtype=weight.dtype, device=x.device)
     tile = backward_tile(known_size(n_rows), n_cols, x.element_size(), x.device.type)
     partial = torch.empty(tile.programs, 1 + has_bias, n_cols, dtype=torch.float32, device=x.device)
     run(
-        (tile.programs,), (y_grad_rows, residual_grad_rows, x_rows, weight, mean, rstd, x_grad, delta_grad, partial),
+        (tile.programs,), (y_grad_rows, residual_grad_rows, x_rows, weight, mean, rstd, x_grad, branch_grad, partial),
         (y_grad_rows.stride(0), residual_grad_rows.stride(0), x_rows.stride(0), n_rows),
         dict(
-            N_COLS=n_cols, HAS_RESIDUAL_GRAD=residual_grad is not None, HAS_DELTA_GRAD=delta_dtype is not None,
+            N_COLS=n_cols, HAS_RESIDUAL_GRAD=residual_grad is not None, HAS_BRANCH_GRAD=branch_dtype is not None,
             HAS_BIAS=has_bias, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols, STAGES=tile.stages,
             READ_TWICE=tile.read_twice,
         ),
@@ -223,7 +220,7 @@ def layer_norm_backward(
         dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=16),
         num_warps=8,
     )  # fmt: skip
-    return x_grad, delta_grad, parameter_grads
+    return x_grad, branch_grad, parameter_grads
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,44 +228,48 @@ def layer_norm_backward(
 
 
 class TritonLayerNorm(torch.autograd.Function):
-    """apply(x, weight, bias=None, eps=1e-5, dtype=None, delta=None) -> y, or (x + delta, y)."""
+    """apply(x, weight, bias=None, eps=1e-5, dtype=None, branch=None) -> y, or (x + branch, y)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias=None, eps=1e-5, dtype=None, delta=None):
+    def forward(ctx, x, weight, bias=None, eps=1e-5, dtype=None, branch=None):
         run = functools.partial(launch, layer_norm_kernel)
-        residual, y, mean, rstd = layer_norm_forward(run, x, delta, weight, bias, eps, dtype or x.dtype)
-        ctx.save_for_backward(x if delta is None else residual, weight, mean, rstd)
-        ctx.has_bias, ctx.x_dtype, ctx.delta_dtype = bias is not None, x.dtype, None if delta is None else delta.dtype
+        residual, y, mean, rstd = layer_norm_forward(run, x, branch, weight, bias, eps, dtype or x.dtype)
+        ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
+        ctx.has_bias, ctx.x_dtype, ctx.branch_dtype = (
+            bias is not None,
+            x.dtype,
+            None if branch is None else branch.dtype,
+        )
         ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
-        return y if delta is None else (residual, y)
+        return y if branch is None else (residual, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         launches = functools.partial(launch, layer_norm_backward_kernel), functools.partial(launch, column_sum_kernel)
         residual_grad, y_grad = grads if len(grads) == 2 else (None, *grads)
-        x_grad, weight_grad, bias_grad, delta_grad = input_gradients(
+        x_grad, weight_grad, bias_grad, branch_grad = input_gradients(
             functools.partial(layer_norm_backward, *launches), ctx, residual_grad, y_grad
         )
-        return x_grad, weight_grad, bias_grad, None, None, delta_grad
+        return x_grad, weight_grad, bias_grad, None, None, branch_grad
 
 
 def input_gradients(backward, ctx, residual_grad, y_grad):
-    """The gradients of x, weight, bias and delta, from what forward() left in ctx; None for what there is not."""
+    """The gradients of x, weight, bias and branch, from what forward() left in ctx; None for what there is not."""
     x, weight, mean, rstd = ctx.saved_tensors
     if y_grad is None:
         if residual_grad is None:
             return None, None, None, None
         y_grad = torch.zeros_like(x)
-    other_dtype = None if ctx.delta_dtype == ctx.x_dtype else ctx.delta_dtype
-    x_grad, delta_grad, parameter_grads = backward(
+    other_dtype = None if ctx.branch_dtype == ctx.x_dtype else ctx.branch_dtype
+    x_grad, branch_grad, parameter_grads = backward(
         y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, ctx.x_dtype, other_dtype
     )
-    if ctx.delta_dtype is None:
-        delta_grad = None
+    if ctx.branch_dtype is None:
+        branch_grad = None
     elif other_dtype is None:
-        delta_grad = x_grad
-    return x_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, delta_grad
+        branch_grad = x_grad
+    return x_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, branch_grad
 
 
 if triton:
@@ -279,14 +280,14 @@ if triton:
     @make_operator("nanogpt_triton::layer_norm", mutates_args=())
     def layer_norm_operator(
         x: torch.Tensor,
-        delta: torch.Tensor | None,
+        branch: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         run = functools.partial(plain_launch, wrap_triton(layer_norm_kernel))
-        return layer_norm_forward(run, x, delta, weight, bias, eps, dtype)
+        return layer_norm_forward(run, x, branch, weight, bias, eps, dtype)
 
     @make_operator("nanogpt_triton::layer_norm_backward", mutates_args=())
     def layer_norm_backward_operator(
@@ -298,12 +299,12 @@ if triton:
         rstd: torch.Tensor,
         has_bias: bool,
         x_dtype: torch.dtype,
-        delta_dtype: torch.dtype | None,
+        branch_dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         run = functools.partial(plain_launch, wrap_triton(layer_norm_backward_kernel))
         run_column_sum = functools.partial(plain_launch, wrap_triton(column_sum_kernel))
         return layer_norm_backward(
-            run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, delta_dtype
+            run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, branch_dtype
         )
 
     def no_launch(*args, **kwargs):
@@ -314,19 +315,23 @@ if triton:
         layer_norm_backward_operator.register_fake(functools.partial(layer_norm_backward, no_launch, no_launch))
 
     def setup_context(ctx, inputs, output):
-        x, delta, weight, bias, _, _ = inputs
+        x, branch, weight, bias, _, _ = inputs
         residual, _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.save_for_backward(x if delta is None else residual, weight, mean, rstd)
-        ctx.has_bias, ctx.x_dtype, ctx.delta_dtype = bias is not None, x.dtype, None if delta is None else delta.dtype
+        ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
+        ctx.has_bias, ctx.x_dtype, ctx.branch_dtype = (
+            bias is not None,
+            x.dtype,
+            None if branch is None else branch.dtype,
+        )
         ctx.set_materialize_grads(False)
 
     def operator_backward(ctx, residual_grad, y_grad, mean_grad, rstd_grad):
-        residual_grad = None if ctx.delta_dtype is None else residual_grad
-        x_grad, weight_grad, bias_grad, delta_grad = input_gradients(
+        residual_grad = None if ctx.branch_dtype is None else residual_grad
+        x_grad, weight_grad, bias_grad, branch_grad = input_gradients(
             layer_norm_backward_operator, ctx, residual_grad, y_grad
         )
-        return x_grad, delta_grad, weight_grad, bias_grad, None, None
+        return x_grad, branch_grad, weight_grad, bias_grad, None, None
 
     layer_norm_operator.register_autograd(operator_backward, setup_context=setup_context)
 
@@ -344,27 +349,27 @@ def triton_layer_norm(x, weight, bias=None, eps=1e-5):
     return triton_add_layer_norm(x, None, weight, bias, eps)[1]
 
 
-def triton_add_layer_norm(x, delta, weight, bias=None, eps=1e-5):
-    """(x + delta, LayerNorm of it) in one pass, as triton_layer_norm() otherwise. delta may be None."""
-    check_shapes(x, delta, weight, bias)
-    reason = obstacle(x, delta, weight, bias)
+def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
+    """(x + branch, LayerNorm of it) in one pass, as triton_layer_norm() otherwise. branch may be None."""
+    check_shapes(x, branch, weight, bias)
+    reason = obstacle(x, branch, weight, bias)
     if reason:
         if not torch.compiler.is_compiling():
             say_once(f"LayerNorm runs on PyTorch instead of Triton: {reason}")
-        residual = x if delta is None else x + delta
+        residual = x if branch is None else x + branch
         return residual, F.layer_norm(residual, weight.shape, weight, bias, eps)
-    dtype = x.dtype if delta is None else torch.promote_types(x.dtype, delta.dtype)
+    dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     if torch.compiler.is_compiling():
-        residual, y, _, _ = layer_norm_operator(x, delta, weight, bias, eps, dtype)
-        return x if delta is None else residual, y
-    if delta is None:
+        residual, y, _, _ = layer_norm_operator(x, branch, weight, bias, eps, dtype)
+        return x if branch is None else residual, y
+    if branch is None:
         return x, TritonLayerNorm.apply(x, weight, bias, eps, dtype)
-    return TritonLayerNorm.apply(x, weight, bias, eps, dtype, delta)
+    return TritonLayerNorm.apply(x, weight, bias, eps, dtype, branch)
 
 
-def check_shapes(x, delta, weight, bias):
+def check_shapes(x, branch, weight, bias):
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"LayerNorm of {tuple(x.shape)} needs a weight of its last dimension, not {tuple(weight.shape)}"
@@ -373,17 +378,17 @@ def check_shapes(x, delta, weight, bias):
         raise ValueError(
             f"weight {tuple(weight.shape)} in {weight.dtype} and bias {tuple(bias.shape)} in {bias.dtype} must be alike"
         )
-    if delta is not None and delta.shape != x.shape:
-        raise ValueError(f"x and delta must have one shape: {tuple(x.shape)}, {tuple(delta.shape)}")
+    if branch is not None and branch.shape != x.shape:
+        raise ValueError(f"x and branch must have one shape: {tuple(x.shape)}, {tuple(branch.shape)}")
 
 
-def obstacle(x, delta, weight, bias):
+def obstacle(x, branch, weight, bias):
     """Why the kernels cannot take these tensors, in words, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     if x.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {x.device}"
-    if any(t is not None and t.dtype not in DTYPES for t in (x, delta, weight)):
+    if any(t is not None and t.dtype not in DTYPES for t in (x, branch, weight)):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return f"the shape is {tuple(x.shape)}"

@@ -131,16 +131,17 @@ def test_severed_autograd_at_the_default_sizes():
 def test_severed_autograd_stops_learning(monkeypatch):
     """The flag's own path with PyTorch's operations in it, which the interpreter need not run."""
 
-    def attention(*args, noncontiguous_kv=False):
-        return llama.torch_attention(*args)
+    def rmsnorm(*args, bugs=()):
+        with llama.without_history(bugs):
+            return llama.torch_rmsnorm(*args)
 
-    def swiglu(*args, naive_matmul=False):
-        return llama.torch_swiglu(*args)
+    def attention(*args, bugs=()):
+        with llama.without_history(bugs):
+            return llama.torch_attention(*args)
 
     if not torch.cuda.is_available():
-        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
-        for name, operation in (("rmsnorm", llama.torch_rmsnorm), ("attention", attention), ("swiglu", swiglu)):
-            monkeypatch.setattr(llama, f"triton_{name}", operation)
+        operations = llama.OPERATIONS["torch"]._replace(rmsnorm=rmsnorm, attention=attention)
+        monkeypatch.setitem(llama.OPERATIONS, "triton", operations)
 
     def final_loss(**changes):
         config = dataclasses.replace(

@@ -126,7 +126,7 @@ def test_backward_passes_before_a_step_add_up(parts):
             (logits**2).sum().backward()
             (exact(batch_of(parts, seed), llama.OPERATIONS["torch"]) ** 2).sum().backward()
         for (name, p), q in zip(parts.named_parameters(), exact.parameters(), strict=True):
-            assert p.grad is p.grad_buffer, name
+            assert p.grad is p.main_grad, name
             assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), f"{name}, round {round_}"
 
 
@@ -197,35 +197,35 @@ def test_column_sums(randn, rows, accumulate):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 5, 96), (2, 7, 123), (65, 512), (9, 41), (3, 1, 2048), (2, 5000)])
-@pytest.mark.parametrize("with_delta", [True, False])
-def test_rmsnorm(randn, shape, dtype, with_delta):
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_rmsnorm(randn, shape, dtype, with_branch):
     x, weight = randn(*shape), randn(shape[-1])
-    delta = randn(*shape) if with_delta else None
+    branch = randn(*shape) if with_branch else None
     upstream = [randn(*shape), randn(*shape)]
-    if not with_delta:  # the residual is the input itself
+    if not with_branch:  # the residual is the input itself
 
-        def ours(x, delta, weight):
-            return llama.triton_rmsnorm(x, delta, weight, 1e-5)[0]
+        def ours(x, branch, weight):
+            return llama.triton_rmsnorm(x, branch, weight, 1e-5)[0]
 
-        def reference(x, delta, weight):
-            return llama.torch_rmsnorm(x, delta, weight, 1e-5)[0]
+        def reference(x, branch, weight):
+            return llama.torch_rmsnorm(x, branch, weight, 1e-5)[0]
     else:
 
-        def ours(x, delta, weight):
-            return llama.triton_rmsnorm(x, delta, weight, 1e-5)
+        def ours(x, branch, weight):
+            return llama.triton_rmsnorm(x, branch, weight, 1e-5)
 
-        def reference(x, delta, weight):
-            return llama.torch_rmsnorm(x, delta, weight, 1e-5)
+        def reference(x, branch, weight):
+            return llama.torch_rmsnorm(x, branch, weight, 1e-5)
 
-    assert_as_accurate_as_torch(ours, reference, [x, delta, weight], upstream, dtype)
+    assert_as_accurate_as_torch(ours, reference, [x, branch, weight], upstream, dtype)
 
 
 def test_rmsnorm_strided(randn):
-    x, delta, weight = strided_like(randn(4, 6, 40)), randn(4, 40, 6).transpose(1, 2), randn(40)
+    x, branch, weight = strided_like(randn(4, 6, 40)), randn(4, 40, 6).transpose(1, 2), randn(40)
     upstream = [strided_like(randn(4, 6, 40)), randn(1, 1, 40).expand(4, 6, 40)]
     ours = lambda *inputs: llama.triton_rmsnorm(*inputs, 1e-5)  # noqa: E731
-    expected = run(lambda *inputs: llama.torch_rmsnorm(*inputs, 1e-5), [x, delta, weight], upstream, torch.float64)
-    inputs = [t.requires_grad_() for t in (x, delta, weight)]
+    expected = run(lambda *inputs: llama.torch_rmsnorm(*inputs, 1e-5), [x, branch, weight], upstream, torch.float64)
+    inputs = [t.requires_grad_() for t in (x, branch, weight)]
     outputs = ours(*inputs)
     torch.autograd.backward(outputs, upstream)
     for actual, exact in zip((*outputs, *(t.grad for t in inputs)), expected, strict=False):
@@ -248,8 +248,8 @@ def test_rmsnorm_with_a_different_padding_for_each_argument(randn):
 # The interpreter does not round to bf16, it cuts off.
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_rmsnorm_normalises_the_residual_that_it_stores(randn, dtype):
-    x, delta, weight = randn(20, 256).to(dtype), randn(20, 256).to(dtype), torch.ones(256, device=randn(1).device)
-    y, residual = llama.triton_rmsnorm(x, delta, weight.to(dtype), 1e-5)
+    x, branch, weight = randn(20, 256).to(dtype), randn(20, 256).to(dtype), torch.ones(256, device=randn(1).device)
+    y, residual = llama.triton_rmsnorm(x, branch, weight.to(dtype), 1e-5)
     exact, _ = llama.torch_rmsnorm(residual.double(), None, weight.double(), 1e-5)
     # Rounded once: half a unit in the last place, and a little for fp32.
     torch.testing.assert_close(y.double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=0)
@@ -257,21 +257,21 @@ def test_rmsnorm_normalises_the_residual_that_it_stores(randn, dtype):
 
 @pytest.mark.parametrize("block_size", [64, 128, 256, 512, 1024])
 def test_rmsnorm_block_smaller_than_the_row(randn, block_size):
-    x, delta, weight = randn(5, 600), randn(5, 600), randn(600)
-    residual, y, rstd = llama.rmsnorm_forward(x, delta, weight, 1e-5, block_size)
-    expected, expected_residual = llama.torch_rmsnorm(x.double(), delta.double(), weight.double(), 1e-5)
+    x, branch, weight = randn(5, 600), randn(5, 600), randn(600)
+    residual, y, rstd = llama.rmsnorm_forward(x, branch, weight, 1e-5, block_size)
+    expected, expected_residual = llama.torch_rmsnorm(x.double(), branch.double(), weight.double(), 1e-5)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(residual.double(), expected_residual, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_delta", [True, False])
-def test_rmsnorm_of_which_only_the_residual_is_used(randn, with_delta):
-    x, delta, weight = (t.requires_grad_() for t in (randn(3, 8), randn(3, 8), randn(8)))
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_rmsnorm_of_which_only_the_residual_is_used(randn, with_branch):
+    x, branch, weight = (t.requires_grad_() for t in (randn(3, 8), randn(3, 8), randn(8)))
     upstream = randn(3, 8)
-    _, residual = llama.triton_rmsnorm(x * 1, delta if with_delta else None, weight, 1e-5)
+    _, residual = llama.triton_rmsnorm(x * 1, branch if with_branch else None, weight, 1e-5)
     residual.backward(upstream)
     assert torch.equal(x.grad, upstream) and weight.grad is None
-    assert torch.equal(delta.grad, upstream) if with_delta else delta.grad is None
+    assert torch.equal(branch.grad, upstream) if with_branch else branch.grad is None
 
 
 def test_rmsnorm_adds_eps_to_the_mean_square(device):
@@ -289,7 +289,7 @@ def test_rmsnorm_refuses_what_it_would_read_wrongly(randn):
         llama.triton_rmsnorm(x, None, strided_like(weight), 1e-5)
     with pytest.raises(ValueError, match=r"weight has the shape \(7,\), and \(8,\) is needed"):
         llama.triton_rmsnorm(x, None, weight[:7], 1e-5)
-    with pytest.raises(ValueError, match=r"delta has the shape \(1, 8\), and \(3, 8\) is needed"):
+    with pytest.raises(ValueError, match=r"branch has the shape \(1, 8\), and \(3, 8\) is needed"):
         llama.triton_rmsnorm(x, x[:1], weight, 1e-5)
     with pytest.raises(TypeError, match="x is torch.float64, and the kernels compute in fp32"):
         llama.triton_rmsnorm(x.double(), None, weight, 1e-5)
@@ -354,7 +354,7 @@ def test_attention_projections(randn):
 @pytest.mark.parametrize("seq_len", [40, 150])
 def test_attention_with_badly_strided_kv(randn, seq_len):
     qkv, upstream, arguments = attention_inputs(randn, 2, seq_len, 4, 2, 16)
-    ours = on_qkv(llama.triton_attention, arguments, noncontiguous_kv=True)
+    ours = on_qkv(llama.triton_attention, arguments, bugs=("noncontiguous_kv",))
     assert_as_accurate_as_torch(ours, on_qkv(llama.torch_attention, arguments), [qkv], [upstream], torch.float32)
 
 
@@ -488,14 +488,14 @@ def test_swiglu(randn, shape, dtype):
 
 def test_swiglu_naive_matmul(randn):
     inputs = [randn(2, 3, 150), randn(2 * 7, 150) * 0.1, randn(150, 7)]
-    ours = lambda *args: llama.triton_swiglu(*args, naive_matmul=True)  # noqa: E731
+    ours = lambda *args: llama.triton_swiglu(*args, bugs=("triton_matmul_swiglu",))  # noqa: E731
     assert_as_accurate_as_torch(ours, llama.torch_swiglu, inputs, [randn(2, 3, 150)], torch.float32)
 
 
 def test_swiglu_refuses_what_it_would_read_wrongly(randn):
     x, gate_up, down = randn(3, 8), randn(12, 8), randn(8, 6)
     with pytest.raises(ValueError, match="gate_up_weight of shape"):
-        llama.triton_swiglu(x, strided_like(gate_up), down, naive_matmul=True)
+        llama.triton_swiglu(x, strided_like(gate_up), down, bugs=("triton_matmul_swiglu",))
     with pytest.raises(ValueError, match="gate_up_weight has the shape"):
         llama.triton_swiglu(x, gate_up[:11], down)
     with pytest.raises(ValueError, match="gate_up of shape"):

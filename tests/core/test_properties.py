@@ -90,16 +90,16 @@ def draw_shape(data, cols=SIZES):
 
 @fast
 @given(st.data(), TYPES, st.booleans())
-def test_rmsnorm(data, dtype, with_delta):
+def test_rmsnorm(data, dtype, with_branch):
     shape = draw_shape(data, st.integers(1, 300))
     inputs = [data.draw(laid_out(shape, dtype)), data.draw(laid_out(shape[-1:], dtype)).contiguous()]
-    if with_delta:
+    if with_branch:
         inputs.append(data.draw(expanded(shape, dtype)))
     upstream = [data.draw(expanded(shape, dtype)) for _ in range(2)]
-    outputs = slice(None) if with_delta else slice(0, 1)  # without delta the residual is the input itself
+    outputs = slice(None) if with_branch else slice(0, 1)  # without branch the residual is the input itself
 
     def with_norm(norm):
-        return lambda x, weight, delta=None: norm(x, delta, weight, 1e-5)[outputs]
+        return lambda x, weight, branch=None: norm(x, branch, weight, 1e-5)[outputs]
 
     assert_as_accurate_as_torch(
         with_norm(llama.triton_rmsnorm), with_norm(llama.torch_rmsnorm), inputs, upstream, dtype
@@ -184,24 +184,24 @@ def test_swiglu(data, dtype, naive_matmul):
 
 @slow
 @given(st.data(), DOT_TYPES, st.booleans())
-def test_block(data, dtype, with_delta):
+def test_block(data, dtype, with_branch):
     batch, seq_len, heads, head_dim, ffn = 2, data.draw(st.integers(1, 20)), 4, 8, data.draw(st.integers(1, 40))
     hidden = heads * head_dim
     shapes = [(hidden,), (2 * hidden, hidden), (hidden, hidden), (hidden,), (2 * ffn, hidden), (hidden, ffn)]
     weights = [data.draw(laid_out(shape, dtype, shape[-1] ** -0.5)) for shape in shapes]
     weights[0], weights[3] = weights[0].contiguous(), weights[3].contiguous()
-    streams = [data.draw(laid_out([batch, seq_len, hidden], dtype)) for _ in range(1 + with_delta)]
+    streams = [data.draw(laid_out([batch, seq_len, hidden], dtype)) for _ in range(1 + with_branch)]
     upstream = [data.draw(expanded([batch, seq_len, hidden], dtype)) for _ in range(2)]
     tables = llama.rope_tables(seq_len, head_dim, DEVICE)
 
     def ours(*tensors):
-        residual, delta = tensors[:2] if with_delta else (tensors[0], None)
-        return llama.triton_block(residual, delta, tensors[-6:], *tables, 1e-5, heads, 2)
+        residual, branch = tensors[:2] if with_branch else (tensors[0], None)
+        return llama.triton_block(residual, branch, tensors[-6:], *tables, 1e-5, heads, 2)
 
     def reference(*tensors):
-        residual, delta = tensors[:2] if with_delta else (tensors[0], None)
+        residual, branch = tensors[:2] if with_branch else (tensors[0], None)
         norm1, qkv, o, norm2, gate_up, down = tensors[-6:]
-        y, residual = llama.torch_rmsnorm(residual, delta, norm1, 1e-5)
+        y, residual = llama.torch_rmsnorm(residual, branch, norm1, 1e-5)
         y, residual = llama.torch_rmsnorm(residual, llama.torch_attention(y, qkv, o, *tables, heads, 2), norm2, 1e-5)
         return residual, llama.torch_swiglu(y, gate_up, down)
 
@@ -307,16 +307,16 @@ def test_adamw(data, low_precision):
 @fast
 @given(st.data(), TYPES, st.booleans(), st.booleans())
 @pytest.mark.filterwarnings("ignore:LayerNorm runs on PyTorch")
-def test_layer_norm(data, dtype, with_bias, with_delta):
+def test_layer_norm(data, dtype, with_bias, with_branch):
     shape = draw_shape(data, st.integers(2, 300))  # a single column is its own mean: rounding over sqrt(eps)
     inputs = [data.draw(expanded(shape, dtype))]
-    inputs += [data.draw(laid_out(shape, dtype))] if with_delta else []
+    inputs += [data.draw(laid_out(shape, dtype))] if with_branch else []
     inputs += [data.draw(laid_out(shape[-1:], dtype)) for _ in range(1 + with_bias)]
-    upstream = [data.draw(expanded(shape, dtype)) for _ in range(1 + with_delta)]
+    upstream = [data.draw(expanded(shape, dtype)) for _ in range(1 + with_branch)]
 
     def with_norm(add_layer_norm, layer_norm):
         def function(x, *rest):
-            if with_delta:
+            if with_branch:
                 return add_layer_norm(x, *rest)
             return layer_norm(x, *rest)
 
@@ -325,8 +325,8 @@ def test_layer_norm(data, dtype, with_bias, with_delta):
     def torch_layer_norm(x, weight, bias=None):
         return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
 
-    def torch_add_layer_norm(x, delta, weight, bias=None):
-        return x + delta, torch_layer_norm(x + delta, weight, bias)
+    def torch_add_layer_norm(x, branch, weight, bias=None):
+        return x + branch, torch_layer_norm(x + branch, weight, bias)
 
     ours = with_norm(triton_add_layer_norm, triton_layer_norm)
     assert_as_accurate_as_torch(ours, with_norm(torch_add_layer_norm, torch_layer_norm), inputs, upstream, dtype)

@@ -17,8 +17,8 @@ BACKEND = "inductor" if ON_GPU else "aot_eager"  # Triton's interpreter is no C+
 randn, poisoned_memory, many = test_kernels.randn, test_kernels.poisoned_memory, test_kernels.many
 
 
-def reference(x, delta, weight, bias):
-    residual = x if delta is None else x + delta
+def reference(x, branch, weight, bias):
+    residual = x if branch is None else x + branch
     return residual, F.layer_norm(residual, weight.shape, weight, bias)
 
 
@@ -41,13 +41,13 @@ def normalized(function):
     "shape", [(64,), (1, 64), (3, 5, 96), (2, 7, 123), (37, 768), (9, 41), (3, 1, 2048), (2, 5000), (2, 3)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("with_delta", [True, False])
-def test_layer_norm(randn, shape, dtype, with_bias, with_delta):
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_layer_norm(randn, shape, dtype, with_bias, with_branch):
     width = shape[-1]
-    inputs = [randn(*shape), randn(*shape) if with_delta else None, randn(width), randn(width) if with_bias else None]
+    inputs = [randn(*shape), randn(*shape) if with_branch else None, randn(width), randn(width) if with_bias else None]
     ours, theirs = triton_add_layer_norm, reference
     upstream = [randn(*shape), randn(*shape)]
-    if not with_delta:  # the residual is the input itself
+    if not with_branch:  # the residual is the input itself
         ours, theirs, upstream = normalized(ours), normalized(theirs), upstream[1:]
     test_kernels.assert_as_accurate_as_torch(ours, theirs, inputs, upstream, dtype)
 
@@ -77,10 +77,10 @@ def test_mean_far_from_zero(randn):
 
 def test_strided_input_and_gradient(randn):
     x, weight, bias = test_kernels.strided_like(randn(4, 6, 40)), randn(40), randn(40)
-    delta = randn(4, 40, 6).transpose(1, 2)
+    branch = randn(4, 40, 6).transpose(1, 2)
     upstream = [test_kernels.strided_like(randn(4, 6, 40)), randn(1, 1, 40).expand(4, 6, 40)]
-    expected = test_kernels.run(reference, [x, delta, weight, bias], upstream, torch.float64)
-    inputs = [t.requires_grad_() for t in (x, delta, weight, bias)]
+    expected = test_kernels.run(reference, [x, branch, weight, bias], upstream, torch.float64)
+    inputs = [t.requires_grad_() for t in (x, branch, weight, bias)]
     outputs = triton_add_layer_norm(*inputs)
     torch.autograd.backward(outputs, upstream)
     for actual, exact in zip((*outputs, *(t.grad for t in inputs)), expected, strict=True):
@@ -89,15 +89,15 @@ def test_strided_input_and_gradient(randn):
 
 def test_residual_gradient_alone(randn):
     """What comes after the norm may be unused, and so may the sum."""
-    x, delta, weight = randn(3, 48).requires_grad_(), randn(3, 48).requires_grad_(), randn(48)
+    x, branch, weight = randn(3, 48).requires_grad_(), randn(3, 48).requires_grad_(), randn(48)
     upstream = randn(3, 48)
-    residual, _ = triton_add_layer_norm(x, delta, weight)
+    residual, _ = triton_add_layer_norm(x, branch, weight)
     residual.backward(upstream)
     torch.testing.assert_close(x.grad, upstream)
-    torch.testing.assert_close(delta.grad, upstream)
+    torch.testing.assert_close(branch.grad, upstream)
     x.grad = None
-    triton_add_layer_norm(x, delta, weight)[1].backward(upstream)
-    exact = test_kernels.run(normalized(reference), [x, delta, weight, None], [upstream], torch.float64)
+    triton_add_layer_norm(x, branch, weight)[1].backward(upstream)
+    exact = test_kernels.run(normalized(reference), [x, branch, weight, None], [upstream], torch.float64)
     torch.testing.assert_close(x.grad.double(), exact[1], rtol=1e-5, atol=1e-5)
 
 
@@ -105,9 +105,9 @@ def test_residual_gradient_alone(randn):
 def test_mixed_types_under_autocast(randn, device, compiled):
     """fp32 stream and weights, a bf16 addend: y is exact to bf16's last bit, the stream and its gradient to fp32's."""
     shape = (13, 96)
-    x, delta, weight, bias = randn(*shape), randn(*shape).bfloat16(), randn(96), randn(96)
+    x, branch, weight, bias = randn(*shape), randn(*shape).bfloat16(), randn(96), randn(96)
     upstream = [randn(*shape), randn(*shape).bfloat16()]
-    inputs = [t.clone().requires_grad_() for t in (x, delta, weight, bias)]
+    inputs = [t.clone().requires_grad_() for t in (x, branch, weight, bias)]
     function = (
         torch.compile(triton_add_layer_norm, fullgraph=True, backend=BACKEND) if compiled else triton_add_layer_norm
     )
@@ -115,7 +115,7 @@ def test_mixed_types_under_autocast(randn, device, compiled):
         outputs = function(*inputs)
     assert [t.dtype for t in outputs] == [torch.float32, torch.bfloat16]
     torch.autograd.backward(outputs, upstream)
-    exact = test_kernels.run(reference, [x, delta, weight, bias], upstream, torch.float64)
+    exact = test_kernels.run(reference, [x, branch, weight, bias], upstream, torch.float64)
     for actual, expected in zip((*outputs, *(t.grad for t in inputs)), exact, strict=True):
         tolerance = 2**-8 if actual.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(
@@ -134,19 +134,19 @@ def test_gradients_are_the_same_bits_every_time(randn):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("with_delta", [True, False])
-def test_compiled_without_a_graph_break(randn, dynamic, with_delta):
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_compiled_without_a_graph_break(randn, dynamic, with_branch):
     torch._dynamo.reset()
 
-    def model(x, delta, weight, bias):
-        residual, y = triton_add_layer_norm(torch.sin(x), delta, weight, bias)
+    def model(x, branch, weight, bias):
+        residual, y = triton_add_layer_norm(torch.sin(x), branch, weight, bias)
         return triton_add_layer_norm(residual, torch.cos(y), weight, None)
 
     backend = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     compilations = []
     for rows in (5, 8, 11)[: 3 if dynamic else 1]:
-        inputs = [randn(rows, 2, 48), randn(rows, 2, 48) if with_delta else None, randn(48), randn(48)]
+        inputs = [randn(rows, 2, 48), randn(rows, 2, 48) if with_branch else None, randn(48), randn(48)]
         upstream = [randn(rows, 2, 48), randn(rows, 2, 48)]
         eager, traced = (test_kernels.run(f, inputs, upstream, torch.float32) for f in (model, compiled))
         for a, b in zip(eager, traced, strict=True):
