@@ -6,8 +6,9 @@
     python run_triton_profiling.py --json profile.json               all of it as a file
 
 "ms" is the device's time of one call, by events, the cache flushed before it and launches left out (the call is
-captured in a graph); wall time is that of calls issued one after the other, launches included. An error may be twice
-that of PyTorch in the same precision, plus a rounding. Bandwidth counts the bytes that must be moved at least, and its
+captured in a graph); wall time is that of calls issued one after the other, launches included. An error is that of the
+element that is furthest off, relative to the largest of the result; it may be twice that of PyTorch in the same
+precision, plus a rounding. Bandwidth counts the bytes that must be moved at least, and its
 ceiling is measured here, by a kernel that reads and writes; that of arithmetic by a large matrix product. Without a GPU
 Triton's interpreter runs the kernels at small sizes: the errors count, the times mean nothing.
 
@@ -17,11 +18,10 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met or the file
 
 import argparse
 import functools
+import math
 import os
 import shlex
-import statistics
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -32,12 +32,15 @@ import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-import kernels  # noqa: E402
-from common import exit_code_of, llama  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402
+from benchmarks import kernels  # noqa: E402
+from measure import accuracy, work  # noqa: E402
+from measure.accuracy import promoted  # noqa: E402
+from measure.results import describe, write_json  # noqa: E402
+from measure.timing import Bench, copy_calls, gradient_call, wall_seconds  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
-FLUSHED_BYTES = 512 * 2**20  # more than any cache holds, MI300's 256 MiB included
 MEASURED_SECONDS = 0.1
 SIZES = {  # model sizes that suit the device; each is an option
     "cuda": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_heads=16, vocab_size=32000),
@@ -52,8 +55,7 @@ class Case(NamedTuple):
     ours: object
     theirs: object
     exact: object  # the same in float64
-    bytes: int  # that must be moved at least
-    flop: int
+    work: work.Work
     by_bytes: bool  # what its speed is limited by, and rated by
 
 
@@ -61,24 +63,20 @@ class Case(NamedTuple):
 # Cases: each generator yields the Cases of one operation, forward and backward
 
 
-def doubled(tensors):
-    return [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
-
-
 def directions(bench, name, function, inputs, upstream, forward, backward, costs, by_bytes=True):
-    """Cases of function(*inputs), a tensor, and its gradients; costs is (bytes, flop) of each direction."""
+    """Cases of function(*inputs), a tensor, and its gradients; costs: the Work of each direction."""
 
     def exact_forward():
-        return (function(*doubled(inputs)).detach(),)
+        return (function(*promoted(inputs)).detach(),)
 
     def exact_backward():
-        exact = doubled(inputs)
-        return torch.autograd.grad(function(*exact), [x for x in exact if x.requires_grad], upstream.double())
+        exact = promoted(inputs)
+        return torch.autograd.grad(function(*exact), [x for x in exact if x.requires_grad], *promoted([upstream]))
 
-    yield Case(name, forward, lambda: (function(*inputs),), exact_forward, *costs[0], by_bytes)
+    yield Case(name, forward, lambda: (function(*inputs),), exact_forward, costs[0], by_bytes)
     with bench.on_stream():
-        theirs = kernels.gradient_call(function, inputs, upstream)
-    yield Case(f"{name} backward", backward, theirs, exact_backward, *costs[1], by_bytes)
+        theirs = gradient_call(function, inputs, upstream)
+    yield Case(f"{name} backward", backward, theirs, exact_backward, costs[1], by_bytes)
 
 
 def rmsnorm_cases(bench, config):
@@ -86,8 +84,8 @@ def rmsnorm_cases(bench, config):
     weight = bench.randn(config.hidden_dim).requires_grad_()
     upstream = bench.randn(*x.shape)
     plain = x.detach(), None, weight.detach()
-    *_, rstd = llama.rmsnorm_forward(*plain, kernels.EPS)
-    costs = (2 * x.nbytes, 4 * x.numel()), (3 * x.nbytes, 8 * x.numel())
+    _, y, rstd = llama.rmsnorm_forward(*plain, kernels.EPS)
+    costs = work.rmsnorm(x, weight, y, rstd), work.rmsnorm_backward(y, x, weight, rstd, x)
     yield from directions(
         bench, "RMSNorm", kernels.torch_norm, (x, weight), upstream,
         lambda: llama.rmsnorm_forward(*plain, kernels.EPS)[1:2],
@@ -104,10 +102,10 @@ def swiglu_cases(bench, config):
         llama.swiglu_activation_backward_(upstream, overwritten)
         return (overwritten,)
 
-    size, count = upstream.nbytes, upstream.numel()
+    costs = work.swiglu_activation(gate_up, upstream), work.swiglu_activation_backward(upstream, gate_up)
     yield from directions(
         bench, "SwiGLU activation", kernels.torch_activation, (gate_up,), upstream,
-        lambda: (llama.swiglu_activation(gate_up.detach()),), backward, ((3 * size, 6 * count), (5 * size, 12 * count)),
+        lambda: (llama.swiglu_activation(gate_up.detach()),), backward, costs,
     )  # fmt: skip
 
 
@@ -119,10 +117,10 @@ def naive_matmul_cases(bench, config):
     def function(x, weight):
         return (kernels.torch_activation(F.linear(x, weight)),)
 
-    moved = x.nbytes + weight.nbytes + rows * config.ffn_dim * x.itemsize
+    gate_up, hidden = llama.swiglu_naive_matmul(x, weight)
     yield Case(
         "SwiGLU matrix product, naive", lambda: llama.swiglu_naive_matmul(x, weight)[1:], lambda: function(x, weight),
-        lambda: function(*doubled((x, weight))), moved, 2 * rows * weight.numel(), by_bytes=False,
+        lambda: function(*promoted((x, weight))), work.swiglu_matmul(x, weight, gate_up, hidden), by_bytes=False,
     )  # fmt: skip
 
 
@@ -140,12 +138,11 @@ def attention_cases(bench, config):
         llama.flash_attention_backward(upstream, q, k, v, o, lse, *gradients)
         return gradients
 
-    flop = 2 * config.seq_len * q.numel()  # two products, half of each masked
-    moved = 2 * q.nbytes + 2 * k.nbytes
+    costs = work.attention(q, k, v, o, lse), work.attention_backward(q, k, v, o, upstream, lse, q, k, v)
     yield from directions(
         bench, "attention", function, [x.clone().requires_grad_() for x in (q, k, v)], upstream,
         lambda: llama.flash_attention_forward(q, k, v)[:1], backward,
-        ((moved, flop), (2 * moved, 5 * flop // 2)), by_bytes=False,
+        costs, by_bytes=False,
     )  # fmt: skip
 
 
@@ -167,8 +164,8 @@ def cross_entropy_cases(bench, config):
         return function(logits.detach().requires_grad_())
 
     yield Case(
-        "cross-entropy, loss and gradient", ours, theirs, lambda: function(*doubled((logits,))),
-        2 * logits.nbytes, 5 * logits.numel(), by_bytes=True,
+        "cross-entropy, loss and gradient", ours, theirs, lambda: function(*promoted((logits,))),
+        work.cross_entropy(logits, targets, logits[:, 0].float()), by_bytes=True,
     )  # fmt: skip
 
 
@@ -184,65 +181,24 @@ CASES = {
 # Measuring
 
 
-def error_of(case, dtype):
-    """(the largest error of any element, what is allowed), of the tensor that comes closest to failing."""
-    worst = (0.0, 1.0)
+def verdict_of(case, dtype):
+    """The Verdict on the element of each output that is furthest off, relative to the largest of its output."""
     # Copies: what is computed in place, or in a buffer that is used again, is gone at the next call.
-    ours = [x.detach().double() for x in case.ours()]
-    theirs = [x.detach().double() for x in case.theirs()]
-    for a, b, exact in zip(ours, theirs, case.exact(), strict=True):
-        allowed = 2 * float((b - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
-        error = float((a - exact).abs().max())
-        if not error / allowed <= worst[0] / worst[1]:  # a NaN too
-            worst = (error, allowed)
-    return worst
-
-
-@functools.cache
-def flush_buffer():
-    return torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
-
-
-def device_ms(bench, call):
-    """The median device time of a captured call, the cache flushed before each."""
-    if not bench.on_gpu:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    with bench.on_stream():
-        call()  # compiles, and initialises the libraries
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=bench.stream):
-        call()
-
-    def replay():
-        flush_buffer().zero_()  # also gives the host the time to be ahead
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    first = min(replay() for _ in range(3))
-    count = max(10, min(100, int(MEASURED_SECONDS * 1e3 / first)))
-    return statistics.median(replay() for _ in range(count))
+    outputs = (
+        {number: x.detach().double() for number, x in enumerate(call())}
+        for call in (case.ours, case.theirs, case.exact)
+    )
+    return accuracy.compare(*outputs, torch.finfo(dtype).eps, order=math.inf)
 
 
 def wall_ms(bench, call):
     """The time of a call when many follow each other, launches included."""
     if not bench.on_gpu:
-        return device_ms(bench, call)
+        return bench.flushed_ms(call)
     with bench.on_stream():
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        count = max(5, min(200, int(MEASURED_SECONDS / (time.perf_counter() - start))))
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3 / count
+        seconds = wall_seconds([call], 1, bench.device)
+        count = max(5, min(200, int(MEASURED_SECONDS / seconds)))
+        return wall_seconds([call], count, bench.device) * 1e3
 
 
 def memory_mib(bench, call):
@@ -258,8 +214,8 @@ def memory_mib(bench, call):
 
 def measure_ceilings(bench):
     """{"GB/s", "TFLOP/s"} that this device reaches when it does nothing else."""
-    ((_, moved, _, calls),) = kernels.copy_cases(bench)
-    copy_us = bench.microseconds(calls["torch"])
+    copies, moved = copy_calls(bench, 2**28 if bench.on_gpu else 2**13)
+    copy_us = bench.microseconds(copies)
     size = 8192 if bench.on_gpu else 128
     a, b = bench.randn(size, size), bench.randn(size, size)
     product_us = bench.microseconds([functools.partial(torch.mm, a, b)])
@@ -269,17 +225,18 @@ def measure_ceilings(bench):
 def profile(bench, case, ceilings):
     """All figures of a Case as a dict."""
     with bench.on_stream():
-        error, allowed = error_of(case, bench.dtype)
-    result = {"name": case.name, "error": error, "allowed": allowed, "bytes": case.bytes, "flop": case.flop}
+        verdict = verdict_of(case, bench.dtype)
+    error, allowed = verdict.errors[verdict.worst], verdict.allowed[verdict.worst]
+    result = {"name": case.name, "error": error, "allowed": allowed, "bytes": case.work.bytes, "flop": case.work.flop}
     for contender, call in (("triton", case.ours), ("torch", case.theirs)):
         result[contender] = {
-            "ms": device_ms(bench, call),
+            "ms": bench.flushed_ms(call),
             "wall_ms": wall_ms(bench, call),
             "memory_mib": memory_mib(bench, call),
         }
     unit = "GB/s" if case.by_bytes else "TFLOP/s"
     ms = result["triton"]["ms"]
-    rate = case.bytes / ms / 1e6 if case.by_bytes else case.flop / ms / 1e9
+    rate = case.work.bytes / ms / 1e6 if case.by_bytes else case.work.flop / ms / 1e9
     result |= {"speedup": result["torch"]["ms"] / ms, "unit": unit, "rate": rate, "share": rate / ceilings[unit]}
     return result
 
@@ -290,7 +247,7 @@ def sweep_block_sizes(bench, config):
     results = []
     for block_size in BLOCK_SIZES:
         llama.COMPILED.clear()  # what is compiled below is what is asked for
-        ms = device_ms(bench, lambda size=block_size: llama.rmsnorm_forward(x, None, weight, kernels.EPS, size))
+        ms = bench.flushed_ms(lambda size=block_size: llama.rmsnorm_forward(x, None, weight, kernels.EPS, size))
         tile = llama.norm_tile(*x.shape, False, bench.device.type, block_size)
         row = {
             "block_size": block_size,
@@ -308,7 +265,7 @@ def sweep_tiles(bench, config):
     """Attention forward with tiles of queries x keys; what does not fit into shared memory says so."""
     q = bench.randn(config.batch_size, config.seq_len, config.num_heads, config.head_dim)
     k, v = (bench.randn(config.batch_size, config.seq_len, config.num_kv_heads, config.head_dim) for _ in range(2))
-    flop = 2 * config.seq_len * q.numel()
+    flop = work.attention(q, k, v, q, None).flop
     block_d, precision = llama.next_power_of_2(config.head_dim), llama.dot_precision(bench.device)
     usual = llama.attention_tile("forward", q.element_size(), block_d, precision, bench.device.type)
     results = []
@@ -317,18 +274,18 @@ def sweep_tiles(bench, config):
             row = {
                 "queries": m,
                 "keys": n,
-                "usual": (m, n) == (usual.m, usual.n),
+                "usual": (m, n) == (usual.BLOCK_M, usual.BLOCK_N),
                 "ms": None,
                 "TFLOP/s": None,
                 "error": None,
             }
-            tile = usual._replace(m=m, n=n)
+            tile = usual._replace(BLOCK_M=m, BLOCK_N=n)
             with mock.patch.object(llama, "attention_tile", lambda *_, tile=tile: tile):
                 try:
-                    row["ms"] = device_ms(bench, lambda: llama.flash_attention_forward(q, k, v))
+                    row["ms"] = bench.flushed_ms(lambda: llama.flash_attention_forward(q, k, v))
                     row["TFLOP/s"] = flop / row["ms"] / 1e9
                 except Exception as error:  # of this tile alone
-                    row["error"] = kernels.describe(error)
+                    row["error"] = describe(error)
             results.append(row)
     return results
 
@@ -398,7 +355,7 @@ def run(argv):
         replaced = os.path.lexists(options.json)
         llama.writable_folder("--json", os.path.dirname(os.path.abspath(options.json)) if replaced else options.json)
     torch.manual_seed(0)
-    bench = kernels.Bench(device, compile_baselines=False)
+    bench = Bench(device)
     if not bench.on_gpu:
         print("There is no GPU: Triton's interpreter runs the kernels, and times mean nothing here.", file=sys.stderr)
     ceilings = measure_ceilings(bench)
@@ -436,13 +393,12 @@ def run(argv):
     if not bench.on_gpu:
         print("Times mean nothing: this was Triton's interpreter on a CPU.")
     if options.json is not None:
-        llama.write_json(Path(options.json), result)
+        write_json(Path(options.json), result)
         print(f"Results: {options.json}")
     wrong = [case["name"] for case in result["kernels"] if not case["error"] <= case["allowed"]]
     for name in wrong:
-        print(
-            f"run_triton_profiling.py: {name} differs from PyTorch in float64 by more than is allowed", file=sys.stderr
-        )
+        reason = "differs from PyTorch in higher precision by more than is allowed"
+        print(f"run_triton_profiling.py: {name} {reason}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -2424,57 +2424,83 @@ CHECK_BATCH = 2  # sequences; the reference keeps every score matrix in memory
 CHECK_ATOL = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2}  # relative to the norm of the reference
 
 
+class Verdict(NamedTuple):
+    """The rule: an error may be twice that of plain PyTorch in the same precision, plus a tolerance."""
+
+    errors: dict  # {name: distance from the reference, relative to its norm}; inf where there is no gradient
+    allowed: dict
+
+    @property
+    def failed(self):
+        """The names of what is beyond what is allowed; a NaN is too."""
+        return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
+
+    @property
+    def worst(self):
+        """The name of what is furthest beyond what is allowed, or comes closest to it."""
+        return max(self.failed or self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+
+
+def judge(errors, plain_errors, tolerance):
+    """The Verdict on {name: error} beside those of plain PyTorch in the same precision."""
+    return Verdict(errors, {name: 2 * error + tolerance for name, error in plain_errors.items()})
+
+
+def relative_errors(results, exact, order=2):
+    """{name: norm(result - exact) / norm(exact)} of {name: tensor}; inf for a result that is None.
+
+    order is the norm's: 2 looks at all elements together, inf at the one that is furthest off.
+    """
+    norm = functools.partial(torch.linalg.vector_norm, ord=order)
+    return {
+        name: math.inf if results[name] is None else float(norm(results[name] - reference) / norm(reference))
+        for name, reference in exact.items()
+    }
+
+
 def loss_and_gradients(config, device, batch, double=False):
-    """The loss and {parameter: gradient} of one forward and backward pass from the initial weights."""
+    """{"loss" or parameter: the loss or its gradient} of one forward and backward pass from the initial weights."""
     step = TrainStep(config, device)
     if double:
         step.model.double()
     step.load(*batch)
     step.forward()
     step.backward()
-    return step.loss.detach().double(), {name: p.grad for name, p in step.model.named_parameters()}
+    return {"loss": step.loss.detach().double(), **{name: p.grad for name, p in step.model.named_parameters()}}
+
+
+def exact_loss_and_gradients(config, device, batch):
+    """Those of --impl torch in fp64, or in full fp32 for a bf16 run."""
+    torch.set_float32_matmul_precision("highest")
+    plain = dataclasses.replace(config, impl="torch", use_amp=False)
+    exact = loss_and_gradients(plain, device, batch, double=not config.use_amp)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    return exact
 
 
 def check_gradients(config, device):
-    """True if our errors against a reference in higher precision are at most twice those of plain PyTorch in ours.
-
-    The reference is --impl torch in fp64, or in full fp32 for a bf16 run.
-    """
+    """True if loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
-    batch = DATA[config.data](config).next_batch()
     plain = dataclasses.replace(config, impl="torch")
-    torch.set_float32_matmul_precision("highest")
-    exact_loss, exact = loss_and_gradients(
-        dataclasses.replace(plain, use_amp=False), device, batch, double=not config.use_amp
-    )
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    precision = precision_name(config, device)
+    batch = DATA[config.data](config).next_batch()
+    exact = exact_loss_and_gradients(config, device, batch)
+    plain_errors = relative_errors(loss_and_gradients(plain, device, batch), exact)
+    errors = relative_errors(loss_and_gradients(config, device, batch), exact)
+    verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
+    print_verdict(verdict, "fp32" if config.use_amp else "fp64")
+    return not verdict.failed
 
-    def relative_errors(config):
-        loss, gradients = loss_and_gradients(config, device, batch)
-        errors = {"loss": float(abs(loss - exact_loss) / exact_loss)}
-        for name, reference in exact.items():
-            if gradients[name] is None:
-                errors[name] = math.inf
-            else:
-                errors[name] = float(
-                    torch.linalg.vector_norm(gradients[name] - reference) / torch.linalg.vector_norm(reference)
-                )
-        return errors
 
-    plain_errors, errors = relative_errors(plain), relative_errors(config)
-    allowed = {name: 2 * error + CHECK_ATOL[precision] for name, error in plain_errors.items()}
-    worst = max(errors, key=lambda name: errors[name] / allowed[name])
-    failed = [name for name in errors if not errors[name] <= allowed[name]]
-    verdict = f"FAILED in {len(failed)} of {len(errors)}" if failed else "passed"
+def print_verdict(verdict, reference):
+    errors, allowed, failed, worst = *verdict, verdict.failed, verdict.worst
     print(
-        f"Check against PyTorch in {'fp32' if config.use_amp else 'fp64'}: {verdict} (loss and gradients of "
-        f"{len(exact)} parameters; worst {worst}: error {errors[worst]:.1e}, allowed {allowed[worst]:.1e})"
+        f"Check against PyTorch in {reference}: "
+        f"{f'FAILED in {len(failed)} of {len(errors)}' if failed else 'passed'} (loss and gradients of "
+        f"{len(errors) - 1} parameters; worst {worst}: error {errors[worst]:.1e}, allowed {allowed[worst]:.1e})"
     )
     for name in failed[:10]:
         reason = "no gradient" if errors[name] == math.inf else f"error {errors[name]:.1e}, allowed {allowed[name]:.1e}"
         print(f"    {name}: {reason}")
-    return not failed
 
 
 # ----------------------------------------------------------------------------------------------------------------------

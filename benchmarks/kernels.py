@@ -1,36 +1,35 @@
-#!/usr/bin/env python3
 """Time each kernel alone against PyTorch, on the device's clock.
 
-    python benchmarks/kernels.py                        bf16, against eager PyTorch
-    python benchmarks/kernels.py --compile-baselines    and against torch.compile of the same function
-    python benchmarks/kernels.py --only attention
+    python -m benchmarks.kernels                        bf16, against eager PyTorch
+    python -m benchmarks.kernels --compile-baselines    and against torch.compile of the same function
+    python -m benchmarks.kernels --only attention
 
 Several calls are captured in one graph, and the median replay counts: launches are left out. Buffers exceed the L2
 cache, except for attention, which has the sizes of models. Bandwidth is that of the bytes that must be moved at least;
-the first row is the ceiling. Results are checked against PyTorch's before anything is timed.
+the first row is the ceiling. Before anything is timed, results are compared with those in higher precision, by the rule
+of tiny_llama_v3.py --check.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import argparse
-import contextlib
 import functools
-import gc
-import math
-import statistics
+import inspect
 import sys
-import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tiny_llama_v3 as llama
+from measure import work
+from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.results import RESULTS, ResultFile, describe, header
+from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
+from tiny_llama_v3 import exit_code_of
+
 EPS = 1e-5
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-3}  # relative to the norm of PyTorch's result
-CALLS = 8  # in one graph
-REPLAY_SECONDS = 0.15
 
 ATTENTION_SHAPES = (  # batch, seq, heads, kv_heads, head_dim
     (8, 128, 8, 4, 64),
@@ -42,75 +41,35 @@ ATTENTION_SHAPES = (  # batch, seq, heads, kv_heads, head_dim
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
 
 
-class Bench:
-    """The device, the sizes that suit it, and how a call is timed on it."""
+class KernelBench(Bench):
+    """With the size of a tensor: 128 MiB in bf16, more than an L2 cache holds; the interpreter gets little."""
 
-    def __init__(self, device, compile_baselines):
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32  # the interpreter multiplies bf16 wrongly
+    def __init__(self, device, compile_baselines=False):
+        super().__init__(device)
         self.compile_baselines = compile_baselines
-        self.stream = torch.cuda.Stream() if self.on_gpu else None
-        self.elements = 2**26 if self.on_gpu else 2**11  # of a tensor: 128 MiB in bf16
-
-    def randn(self, *shape, dtype=None):
-        return torch.randn(*shape, device=self.device.type, dtype=dtype or self.dtype)
-
-    @contextlib.contextmanager
-    def on_stream(self):
-        """Autograd runs a backward pass on the stream of its forward pass: both must be on the one that is captured."""
-        if not self.on_gpu:
-            yield
-            return
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.synchronize()
-
-    def microseconds(self, calls):
-        """Device time of one call, the median of replays of a graph that goes round the list."""
-        if not self.on_gpu:
-            start = time.perf_counter()
-            calls[0]()
-            return (time.perf_counter() - start) * 1e6
-        with self.on_stream():
-            for call in calls:  # compiles, and initialises the libraries
-                call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            for index in range(CALLS):
-                calls[index % len(calls)]()
-
-        def replay():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end)
-
-        replay()
-        milliseconds = replay()
-        num_replays = max(5, min(50, math.ceil(REPLAY_SECONDS * 1e3 / milliseconds)))
-        return statistics.median(replay() for _ in range(num_replays)) * 1e3 / CALLS
+        self.elements = 2**26 if self.on_gpu else 2**11
 
 
-def check(name, ours, theirs, dtype):
-    """The largest relative distance of corresponding tensors; refuses one that is beyond bf16's rounding."""
-    distances = []
-    for a, b in zip(ours, theirs, strict=True):
-        a, b = a.detach().float(), b.detach().float()
-        distances.append(float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b)))
-    if not max(distances) <= TOLERANCE[dtype]:
-        raise ArithmeticError(f"{name} differs from PyTorch by {max(distances):.1e}, allowed {TOLERANCE[dtype]:.0e}")
-    return max(distances)
+def check(name, function, inputs, ours):
+    """ArithmeticError unless our results are as good as those of function(*inputs) in plain PyTorch."""
+
+    def named(outputs):
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return {f"output {number} of {name}": x.detach() for number, x in enumerate(outputs, 1)}
+
+    plain, exact = function(*inputs), function(*promoted(inputs))
+    require(named(ours), named(plain), named(exact), KERNEL_TOLERANCE[inputs[0].dtype])
 
 
-def gradient_call(function, inputs, upstream):
-    """A call of the backward pass alone of function(*inputs); the graph behind it is kept."""
-    outputs = function(*inputs)
-    needed = [x for x in inputs if x.requires_grad]
-    return functools.partial(torch.autograd.grad, outputs, needed, upstream, retain_graph=True)
+def gradients(function):
+    """What takes function's inputs, then a gradient for each of its outputs, and returns those of the inputs."""
+
+    def backward(*arguments):
+        number = len(inspect.signature(function).parameters)
+        inputs = [x.detach().requires_grad_() for x in arguments[:number]]
+        return torch.autograd.grad(function(*inputs), inputs, arguments[number:])
+
+    return backward
 
 
 def baselines(bench, function):
@@ -125,61 +84,57 @@ def baselines(bench, function):
 
 
 def copy_cases(bench):
-    sets = [(bench.randn(4 * bench.elements), bench.randn(4 * bench.elements)) for _ in range(2)]
-    # A kernel that reads and writes: a plain copy inside a graph goes to the copy engine, which is slower.
-    calls = {"torch": [functools.partial(torch.neg, x, out=y) for x, y in sets]}
-    yield "read and write (negation)", 2 * sets[0][0].nbytes, "TB/s", calls
+    calls, amount = copy_calls(bench, 4 * bench.elements)
+    yield "read and write (negation)", amount, "TB/s", {"torch": calls}
 
 
 def torch_norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def torch_add_norm(x, delta, weight):
-    residual = x + delta
+def torch_add_norm(x, branch, weight):
+    residual = x + branch
     return F.rms_norm(residual, weight.shape, weight, EPS), residual
 
 
 def rmsnorm_cases(bench):
-    widths = (512, 1024, 2048, 4096, 8192) if bench.on_gpu else (64,)
-    for n_cols in widths:
+    for n_cols in (512, 1024, 2048, 4096, 8192) if bench.on_gpu else (64,):
         shape = (bench.elements // n_cols, n_cols)
-        size = bench.elements * bench.dtype.itemsize
-        weight = bench.randn(n_cols).requires_grad_()
-        sets = [[bench.randn(*shape) for _ in range(4)] for _ in range(2)]  # x, delta, y_grad, residual_grad
-        for x, delta, *_ in sets:
-            x.requires_grad_(), delta.requires_grad_()
-        for with_delta in (False, True):
-            function = torch_add_norm if with_delta else torch_norm
-            inputs = [(x, delta, weight) if with_delta else (x, weight) for x, delta, *_ in sets]
-            upstreams = [(y_grad, residual_grad) if with_delta else (y_grad,) for *_, y_grad, residual_grad in sets]
-            forward, backward, saved = [], [], []
-            for x, delta, y_grad, residual_grad in sets:
-                x, delta = x.detach(), delta.detach() if with_delta else None
-                forward.append(functools.partial(llama.rmsnorm_forward, x, delta, weight.detach(), EPS))
-                residual, y, rstd = forward[-1]()
-                saved.append((y, residual))
-                arguments = y_grad, residual_grad if with_delta else None, residual, weight.detach(), rstd
-                backward.append(functools.partial(llama.rmsnorm_backward, *arguments))
+        weight = bench.randn(n_cols)
+        sets = [[bench.randn(*shape) for _ in range(4)] for _ in range(2)]  # x, branch, y_grad, residual_grad
+        yield from rmsnorm_directions(bench, "", torch_norm, weight, [(x, None, y, None) for x, _, y, _ in sets])
+        yield from rmsnorm_directions(bench, "add + ", torch_add_norm, weight, sets)
 
-            plain = function(*inputs[0])
-            plain = plain if with_delta else (plain,)
-            check("RMSNorm", saved[0][: len(plain)], plain, bench.dtype)
-            plain_grads = torch.autograd.grad(plain, inputs[0], upstreams[0])
-            check("RMSNorm's gradient", backward[0](), (plain_grads[0], plain_grads[-1]), bench.dtype)
-            del plain, plain_grads
 
-            note = "add + " * with_delta
-            calls = {"triton": forward}
-            for name, baseline in baselines(bench, function):
-                # Without no_grad(): what backward needs is part of the forward pass.
-                calls[name] = [functools.partial(baseline, *x) for x in inputs]
-            yield f"{note}rmsnorm forward, N = {n_cols}", (8 if with_delta else 4) * size // 2, "TB/s", calls
-            calls = {"triton": backward}
-            for name, baseline in baselines(bench, function):
-                with bench.on_stream():
-                    calls[name] = [gradient_call(baseline, x, u) for x, u in zip(inputs, upstreams, strict=True)]
-            yield f"{note}rmsnorm backward, N = {n_cols}", (8 if with_delta else 6) * size // 2, "TB/s", calls
+def rmsnorm_directions(bench, note, function, weight, sets):
+    """Forward and backward; a branch and a residual_grad of None are no arguments of the function."""
+    forward = [functools.partial(llama.rmsnorm_forward, x, branch, weight, EPS) for x, branch, *_ in sets]
+    backward = []
+    for call, (_, _, y_grad, residual_grad) in zip(forward, sets, strict=True):
+        residual, _, rstd = call()
+        backward.append(functools.partial(llama.rmsnorm_backward, y_grad, residual_grad, residual, weight, rstd))
+
+    x, branch, y_grad, residual_grad = sets[0]
+    inputs = [[t.detach().requires_grad_() for t in (*s[:2], weight) if t is not None] for s in sets]
+    upstreams = [[t for t in s[2:] if t is not None] for s in sets]
+    (residual, y, rstd), (x_grad, weight_grad) = forward[0](), backward[0]()
+    added = branch is not None
+    check("RMSNorm", function, inputs[0], (y, residual) if added else y)
+    ours = (x_grad, x_grad, weight_grad) if added else (x_grad, weight_grad)
+    check("RMSNorm's gradient", gradients(function), (*inputs[0], *upstreams[0]), ours)
+
+    calls = {"triton": forward}
+    for name, baseline in baselines(bench, function):
+        # Without no_grad(): what backward needs is part of the forward pass.
+        calls[name] = [functools.partial(baseline, *x) for x in inputs]
+    amount = work.rmsnorm(x, weight, y, rstd, branch, residual if added else None).bytes
+    yield f"{note}rmsnorm forward, N = {len(weight)}", amount, "TB/s", calls
+    calls = {"triton": backward}
+    for name, baseline in baselines(bench, function):
+        with bench.on_stream():
+            calls[name] = [gradient_call(baseline, x, u) for x, u in zip(inputs, upstreams, strict=True)]
+    amount = work.rmsnorm_backward(y_grad, x, weight, rstd, x_grad, residual_grad).bytes
+    yield f"{note}rmsnorm backward, N = {len(weight)}", amount, "TB/s", calls
 
 
 def torch_activation(gate_up):
@@ -192,29 +147,29 @@ def swiglu_cases(bench):
         n_rows = bench.elements // n_cols
         sets = [(bench.randn(n_rows, 2 * n_cols).requires_grad_(), bench.randn(n_rows, n_cols)) for _ in range(2)]
         gate_up, hidden_grad = sets[0]
-        plain = torch_activation(gate_up)
-        check("SwiGLU", (llama.swiglu_activation(gate_up.detach()),), (plain,), bench.dtype)
+        check("SwiGLU", torch_activation, (gate_up,), (llama.swiglu_activation(gate_up.detach()),))
         grad = gate_up.detach().clone()
         llama.swiglu_activation_backward_(hidden_grad, grad)
-        check("SwiGLU's gradient", (grad,), torch.autograd.grad(plain, gate_up, hidden_grad), bench.dtype)
-        del plain, grad
+        check("SwiGLU's gradient", gradients(torch_activation), (gate_up, hidden_grad), (grad,))
+        del grad
 
         calls = {"triton": [functools.partial(llama.swiglu_activation, x.detach()) for x, _ in sets]}
         for name, baseline in baselines(bench, torch_activation):
             calls[name] = [functools.partial(baseline, x) for x, _ in sets]
-        size = bench.elements * bench.dtype.itemsize
-        yield f"swiglu forward, F = {n_cols}", 3 * size, "TB/s", calls
+        yield f"swiglu forward, F = {n_cols}", work.swiglu_activation(gate_up, hidden_grad).bytes, "TB/s", calls
         # In place: what a second call reads is a gradient, which takes as long.
         copies = [(grad, x.detach().clone()) for x, grad in sets]
         calls = {"triton": [functools.partial(llama.swiglu_activation_backward_, *pair) for pair in copies]}
         for name, baseline in baselines(bench, torch_activation):
             with bench.on_stream():
                 calls[name] = [gradient_call(baseline, (x,), (grad,)) for x, grad in sets]
-        yield f"swiglu backward, F = {n_cols}", 5 * size, "TB/s", calls
+        amount = work.swiglu_activation_backward(hidden_grad, gate_up).bytes
+        yield f"swiglu backward, F = {n_cols}", amount, "TB/s", calls
 
 
 def torch_loss_and_gradient(logits, targets, cross_entropy=F.cross_entropy):
-    return torch.autograd.grad(cross_entropy(logits, targets), logits)
+    loss = cross_entropy(logits, targets)
+    return loss, *torch.autograd.grad(loss, logits)
 
 
 def cross_entropy_cases(bench):
@@ -223,44 +178,50 @@ def cross_entropy_cases(bench):
         logits = bench.randn(n_rows, vocab).requires_grad_()
         targets = torch.randint(vocab, (n_rows,), device=bench.device.type)
         grad = logits.detach().clone()
-        llama.cross_entropy_(grad, targets, 1.0 / n_rows)
-        check("cross-entropy's gradient", (grad,), torch_loss_and_gradient(logits, targets), bench.dtype)
+        losses = llama.cross_entropy_(grad, targets, 1.0 / n_rows)
+        check("cross-entropy", torch_loss_and_gradient, (logits, targets), (losses.mean(), grad))
         calls = {"triton": [functools.partial(llama.cross_entropy_, grad, targets, 1.0 / n_rows)]}
         calls["torch"] = [functools.partial(torch_loss_and_gradient, logits, targets)]
         if bench.compile_baselines:
             compiled = torch.compile(F.cross_entropy, dynamic=False)
             calls["compile"] = [functools.partial(torch_loss_and_gradient, logits, targets, compiled)]
-        yield f"cross-entropy, loss and gradient, V = {vocab}", 2 * logits.nbytes, "TB/s", calls
+        amount = work.cross_entropy(logits, targets, losses).bytes
+        yield f"cross-entropy, loss and gradient, V = {vocab}", amount, "TB/s", calls
 
 
 def adamw_cases(bench):
     width, count = (4096, 12) if bench.on_gpu else (16, 2)
 
-    def make_model():
+    def make_model(dtype=torch.float32):
         with torch.device(bench.device.type):
-            return nn.ParameterList(torch.randn(width, width) for _ in range(count))
+            return nn.ParameterList(torch.randn(width, width, dtype=dtype) for _ in range(count))
 
     ours = llama.FlatAdamW(make_model(), 3e-4, low_precision=bench.on_gpu)
     theirs = llama.TorchAdamW(make_model(), 3e-4)
+    exact = llama.TorchAdamW(make_model(torch.float64), 3e-4)
     initial = [w.clone() for w in ours.weights()]
-    theirs.reset(initial)
     ours.grad.normal_()
-    for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
+    for mine in ours.parameters:
         mine.grad = mine.main_grad
-        other.grad = mine.main_grad.float()
+    for other in (theirs, exact):
+        other.reset(initial)
+        for mine, parameter in zip(ours.parameters, other.parameters, strict=True):
+            parameter.grad = mine.main_grad.to(parameter.dtype)
     with bench.on_stream():
         for _ in range(3):
             ours.step()
             theirs.step()
-    updated = ours.weights(), [p.detach() for p in theirs.parameters]
-    changes = [torch._foreach_sub(weights, initial) for weights in updated]
-    check("AdamW", *changes, torch.float32)
-    del initial, updated, changes
-    number = ours.param.numel()
-    # Ours: both halves of the weight twice, a bf16 gradient, the moments twice; torch's: the same in fp32.
-    amount = (26 if bench.on_gpu else 28) * number
-    calls = {"triton": [ours.step], "torch": ([theirs.step], 28 * number)}
-    yield f"AdamW, {number / 1e6:.0f} M parameters", amount, "TB/s", calls
+            exact.step()
+    changes = (
+        {f"AdamW's change of weight {n}": w.detach() - i for n, (w, i) in enumerate(zip(weights, initial, strict=True))}
+        for weights in (ours.weights(), theirs.parameters, exact.parameters)
+    )
+    require(*changes, KERNEL_TOLERANCE[torch.float32])
+    del initial, exact, changes
+    amount = work.adamw(ours.param, ours.remainder, ours.grad, ours.exp_avg, ours.exp_avg_sq).bytes
+    fp32 = ours.exp_avg  # as large as all that torch's has: weights, gradient and two moments
+    calls = {"triton": [ours.step], "torch": ([theirs.step], work.adamw(fp32, None, fp32, fp32, fp32).bytes)}
+    yield f"AdamW, {ours.param.numel() / 1e6:.0f} M parameters", amount, "TB/s", calls
 
 
 def torch_attention(q, k, v, backend):
@@ -288,24 +249,26 @@ def attention_cases(bench):
     for batch, seq_len, heads, kv_heads, head_dim in ATTENTION_SHAPES if bench.on_gpu else ((1, 32, 2, 1, 16),):
         q, o_grad = (bench.randn(batch, seq_len, heads, head_dim) for _ in range(2))
         k, v = (bench.randn(batch, seq_len, kv_heads, head_dim) for _ in range(2))
-        ours = triton_attention_gradients(q, k, v, o_grad)
+        # Plain PyTorch is the attention that keeps its scores, whatever the contenders below are.
+        plain = functools.partial(torch_attention_gradients, backend="math")
+        check("attention", plain, (q, k, v, o_grad), triton_attention_gradients(q, k, v, o_grad))
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         forward = {"triton": [functools.partial(llama.flash_attention_forward, q, k, v)]}
         both = {"triton": [functools.partial(triton_attention_gradients, q, k, v, o_grad)]}
         for backend in ("flash", "cudnn") if bench.on_gpu else ("math",):
             try:
-                theirs = torch_attention_gradients(*leaves, o_grad, backend)
+                torch_attention_gradients(*leaves, o_grad, backend)
             except RuntimeError as error:  # a backend that this build or device lacks
                 forward[backend] = both[backend] = error
                 continue
-            check(f"attention (against {backend})", ours, theirs, bench.dtype)
             # With gradients required, as in training: the log-sum-exp is stored.
             forward[backend] = [functools.partial(torch_attention, *leaves, backend)]
             both[backend] = [functools.partial(torch_attention_gradients, *leaves, o_grad, backend)]
         case = f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})"
-        flop = 2 * batch * heads * seq_len**2 * head_dim  # two products, half of each masked
+        flop = work.attention(q, k, v, q, None).flop
+        gradient = work.attention_backward(q, k, v, q, o_grad, None, q, k, v).flop
         yield f"attention forward {case}", flop, "TFLOP/s", forward
-        yield f"attention forward + backward {case}", 3.5 * flop, "TFLOP/s", both
+        yield f"attention forward + backward {case}", flop + gradient, "TFLOP/s", both
 
 
 CASES = {
@@ -323,14 +286,7 @@ CASES = {
 
 def measure(bench, calls, amount):
     """{"us", "rate" in TB/s or TFLOP/s} of one contender, or {"error"}."""
-    try:
-        if isinstance(calls, Exception):
-            raise calls
-        calls, amount = calls if isinstance(calls, tuple) else (calls, amount)
-        us = bench.microseconds(calls)
-        return {"us": us, "rate": amount / us / 1e6, "error": None}
-    except Exception as error:  # of this contender alone
-        return {"error": describe(error)}
+    return bench.rate(*calls) if isinstance(calls, tuple) else bench.rate(calls, amount)
 
 
 def format_contender(name, measured, unit, ours):
@@ -355,11 +311,7 @@ def measure_group(bench, name, entries):
         print(f"{name:45} {describe(error)}", flush=True)
         return not isinstance(error, ArithmeticError)
     finally:
-        gc.collect()
-        if bench.on_gpu:
-            torch.cuda.empty_cache()
-        if bench.compile_baselines:
-            torch.compiler.reset()
+        release(bench.device, compiled=bench.compile_baselines)
     return True
 
 
@@ -381,11 +333,9 @@ def run(argv):
         raise llama.UsageError(f"the kernels need a GPU: {obstacle}")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     if options.compile_baselines:
-        from torch._functorch import config as functorch_config
-
-        functorch_config.donated_buffer = False  # a backward pass is repeated on the same saved tensors
+        repeat_compiled_backward()
     torch.manual_seed(0)
-    bench = Bench(device, options.compile_baselines)
+    bench = KernelBench(device, options.compile_baselines)
     result = header("kernels", device, argv) | {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}", flush=True)

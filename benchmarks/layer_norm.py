@@ -1,34 +1,36 @@
-#!/usr/bin/env python3
 """Time nanogpt_triton's LayerNorm against F.layer_norm, eager and compiled, over widths 256 to 16384.
 
-    python benchmarks/layer_norm.py                       fp32 and bf16, all widths
-    python benchmarks/layer_norm.py --dtypes bf16 --widths 768 4096
+    python -m benchmarks.layer_norm                       fp32 and bf16, all widths
+    python -m benchmarks.layer_norm --dtypes bf16 --widths 768 4096
 
 The first case of a type is GPT-2's, 12 x 1024 x 768; the others have tensors of 128 MiB. "us" is device time: calls
 captured in one graph, the median replay. "wall us" is what a loop of calls takes with the host's part. Bandwidth is
 that of the bytes that must be moved at least: forward x and y, backward y_grad, x and x_grad. Results are compared with
-float64 before anything is timed.
+those in higher precision before anything is timed.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import argparse
 import functools
-import gc
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, time_limit
-from kernels import Bench, copy_cases, gradient_call, measure
 
+import tiny_llama_v3 as llama
+from measure import work
+from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.results import RESULTS, ResultFile, describe, header
+from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, time_limit, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
+from tiny_llama_v3 import exit_code_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}  # beyond twice PyTorch's own error
 WALL_CALLS = 100
+COPIED = 2**28  # elements, for the ceiling
 ROTATION = 2**28  # bytes that calls go round, far beyond the L2 cache
 
 
@@ -42,45 +44,25 @@ def forward_and_backward(function, x, weight, bias, y_grad):
     return torch.autograd.grad(function(*inputs), inputs, y_grad)
 
 
-def relative_errors(function, inputs, y_grad, exact):
-    """Distance of y and of each gradient from float64, relative to its norm."""
-    results = function(*inputs), *forward_and_backward(function, *inputs, y_grad)
-    return [
-        float(torch.linalg.vector_norm(a.double() - e) / torch.linalg.vector_norm(e))
-        for a, e in zip(results, exact, strict=True)
-    ]
+def results_of(function, inputs, y_grad):
+    gradients = forward_and_backward(function, *inputs, y_grad)
+    return dict(zip(("y", "x_grad", "weight_grad", "bias_grad"), (function(*inputs), *gradients), strict=True))
 
 
 def check(inputs, y_grad):
-    """Our error, at most twice PyTorch's in the same type plus a little; otherwise ArithmeticError."""
+    """Our largest error; ArithmeticError where the rule of measure/accuracy.py does not allow it."""
     rows = min(len(inputs[0]), 4096)
     inputs, y_grad = (inputs[0][:rows], *inputs[1:]), y_grad[:rows]
-    doubles = [t.double() for t in (*inputs, y_grad)]
-    exact = torch_layer_norm(*doubles[:3]), *forward_and_backward(torch_layer_norm, *doubles)
-    ours = relative_errors(triton_layer_norm, inputs, y_grad, exact)
-    plain = relative_errors(torch_layer_norm, inputs, y_grad, exact)
-    for name, mine, theirs in zip(("y", "x_grad", "weight_grad", "bias_grad"), ours, plain, strict=True):
-        if not mine <= 2 * theirs + TOLERANCE[y_grad.dtype]:
-            raise ArithmeticError(f"{name} is {mine:.1e} from float64, and PyTorch's {theirs:.1e}")
-    return max(ours)
+    exact = results_of(torch_layer_norm, promoted(inputs), *promoted([y_grad]))
+    ours, plain = (results_of(function, inputs, y_grad) for function in (triton_layer_norm, torch_layer_norm))
+    return max(require(ours, plain, exact, KERNEL_TOLERANCE[y_grad.dtype]).errors.values())
 
 
 def wall_microseconds(bench, calls):
     """Time of a call in a loop, host and device together."""
-
-    def seconds(number):
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for index in range(number):
-            calls[index % len(calls)]()
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     number = WALL_CALLS if bench.on_gpu else 1
-    seconds(number)
-    return seconds(number) / number * 1e6
+    wall_seconds(calls, number, bench.device)
+    return wall_seconds(calls, number, bench.device) * 1e6
 
 
 def measure_case(bench, shape, contenders):
@@ -93,19 +75,22 @@ def measure_case(bench, shape, contenders):
         weight, bias = weight.to(bench.dtype), bias.to(bench.dtype)  # F.layer_norm takes one type
     sets = [((bench.randn(*shape), weight, bias), bench.randn(*shape)) for _ in range(number)]
     case = {"shape": list(shape), "bytes": size, "worst_error": check(*sets[0]), "passes": {}}
+    x, statistic = sets[0][0][0], torch.empty(shape[0], device="meta")
+    forward_bytes = work.layer_norm(x, weight, x, statistic, statistic, bias).bytes
+    backward_bytes = work.layer_norm_backward(x, x, weight, statistic, statistic, x).bytes
     for name, function in contenders.items():
         forward = [functools.partial(function, *inputs) for inputs, _ in sets]
         both = [functools.partial(forward_and_backward, function, *inputs, y_grad) for inputs, y_grad in sets]
-        passes = {"forward": (forward, 2 * size), "forward + backward": (both, 5 * size)}
+        passes = {"forward": (forward, forward_bytes), "forward + backward": (both, forward_bytes + backward_bytes)}
         try:
             with bench.on_stream():
                 leaves = [[t.detach().requires_grad_() for t in inputs] for inputs, _ in sets]
                 backward = [gradient_call(function, x, y_grad) for x, (_, y_grad) in zip(leaves, sets, strict=True)]
-            passes["backward"] = backward, 3 * size
+            passes["backward"] = backward, backward_bytes
         except Exception as error:  # of this contender alone
             passes["backward"] = error, 0
         for pass_name, (calls, amount) in passes.items():
-            measured = measure(bench, calls, amount)
+            measured = bench.rate(calls, amount)
             if not measured["error"] and pass_name != "backward":
                 measured["wall_us"] = wall_microseconds(bench, calls)
             case["passes"].setdefault(pass_name, {})[name] = measured
@@ -157,17 +142,16 @@ def run(argv):
     if obstacle:
         raise llama.UsageError(f"the kernels need a GPU: {obstacle}")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    from torch._functorch import config as functorch_config
-
-    functorch_config.donated_buffer = False  # a backward pass is repeated on the same saved tensors
+    repeat_compiled_backward()
     torch.manual_seed(0)
-    bench = Bench(device, compile_baselines=False)
+    bench = Bench(device)
     result = header("layer_norm", device, argv) | {"copy_rate": None, "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
     if bench.on_gpu:
-        for _, amount, _, calls in copy_cases(bench):
-            result["copy_rate"] = measure(bench, calls["torch"], amount)["rate"]
+        calls, amount = copy_calls(bench, COPIED)
+        result["copy_rate"] = bench.rate(calls, amount)["rate"]
+        del calls
         print(f"read and write: {result['copy_rate']:.2f} TB/s", flush=True)
     all_right = True
     elements = 2**20 * 128 if bench.on_gpu else 2**13  # bytes of a tensor
@@ -191,10 +175,7 @@ def run(argv):
                 print(f"{dtype} {name}: {entry['error']}", flush=True)
             result["cases"].append(entry)
             file.save(result)
-            gc.collect()
-            torch.compiler.reset()
-            if bench.on_gpu:
-                torch.cuda.empty_cache()
+            release(device, compiled=True)
     print(f"\nResults: {file.path}")
     return 0 if all_right else 1
 

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Time the SwiGLU kernels of tiny_llama_v3.py over their block sizes, beside the library's product.
 
-    python exercises/sweep_swiglu.py
+    python -m exercises.sweep_swiglu
 
-Every result is compared with PyTorch's before it is timed. Times are medians of the device's clock, the cache flushed
-before each call. Without a GPU a small size is interpreted: results are checked, times are left out.
+Every result is compared with one in higher precision before it is timed. Times are medians of the device's clock, the
+cache flushed before each call. Without a GPU a small size is interpreted: results are checked, times are left out.
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met.
 """
 
@@ -12,7 +11,6 @@ import argparse
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +18,34 @@ import torch.nn.functional as F
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from common import exit_code_of, llama  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402
+from measure import work  # noqa: E402
+from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 NAIVE_BLOCKS = (32, 64, 128, 256, 512)
 ACTIVATION_BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
 
-def report(label, call, result, expected, work, unit):
-    """Prints a line; False if the result, which call must have filled, is wrong. work: FLOP or bytes of a call."""
+def report(label, call, result, plain, exact, amount, unit):
+    """Prints a line; False if the result, which call must have filled, is wrong. amount: FLOP or bytes of a call."""
     call()
-    error = float(torch.linalg.vector_norm(result.float() - expected) / torch.linalg.vector_norm(expected))
-    if not error < 2e-2:
-        print(f"{label:34} WRONG: relative error {error:.1e}")
+    verdict = compare({"": result}, {"": plain}, {"": exact}, KERNEL_TOLERANCE[result.dtype])
+    if verdict.failed:
+        print(f"{label:34} WRONG: relative error {verdict.errors['']:.1e}, allowed {verdict.allowed['']:.1e}")
         return False
     if ON_GPU:
         ms = llama.triton.testing.do_bench(call, return_mode="median")
-        print(f"{label:34} {ms * 1e3:10.1f} us {work / ms / 1e9:10.3g} {unit}", flush=True)
+        print(f"{label:34} {ms * 1e3:10.1f} us {amount / ms / 1e9:10.3g} {unit}", flush=True)
     else:
         print(f"{label:34} right (interpreted: not timed)", flush=True)
     return True
+
+
+def activation(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def sweep():
@@ -50,20 +55,20 @@ def sweep():
     randn = partial(torch.randn, device="cuda", dtype=torch.bfloat16) if ON_GPU else torch.randn
     x, weight = randn(rows, inner), randn(2 * cols, inner) * inner**-0.5
     gate_up, hidden = randn(rows, 2 * cols), randn(rows, cols)
-    product = F.linear(x.float(), weight.float())
-    activated = F.silu(product[:, :cols]) * product[:, cols:]
-    flop, moved = 4 * rows * inner * cols, 3 * hidden.nbytes
+    product, exact_product = F.linear(x, weight), F.linear(*promoted((x, weight)))
+    activated, exact = activation(product), activation(exact_product)
+    flop, moved = work.swiglu_matmul(x, weight, gate_up, hidden).flop, work.swiglu_activation(gate_up, hidden).bytes
     print(f"x ({rows}, {inner}), weight ({2 * cols}, {inner}), {x.dtype}")
     for block in NAIVE_BLOCKS:
         kernel = llama.swiglu_kernel[(rows * cols,)]
         call = partial(kernel, x, weight, gate_up, hidden, inner, cols, BLOCK_SIZE=block)
-        yield report(f"swiglu_kernel, BLOCK_SIZE {block}", call, hidden, activated, flop, "TFLOP/s")
+        yield report(f"swiglu_kernel, BLOCK_SIZE {block}", call, hidden, activated, exact, flop, "TFLOP/s")
     library = partial(torch.mm, x, weight.t(), out=gate_up)
-    yield report("the library's product", library, gate_up, product, flop, "TFLOP/s")
+    yield report("the library's product", library, gate_up, product, exact_product, flop, "TFLOP/s")
     for block in ACTIVATION_BLOCKS:
         kernel = llama.swiglu_activation_kernel[(rows * llama.cdiv(cols, block),)]
         call = partial(kernel, gate_up, hidden, cols, BLOCK_SIZE=block)
-        yield report(f"activation, BLOCK_SIZE {block}", call, hidden, activated, moved, "TB/s")
+        yield report(f"activation, BLOCK_SIZE {block}", call, hidden, activated, exact, moved, "TB/s")
 
 
 def run(argv):

@@ -14,9 +14,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.dataset import Characters, check_description, describe, description, fits
 from nanogpt_triton.model import GPTConfig
+from tiny_llama_v3 import UsageError
 
 NAME = "ckpt.pt"
 INTERRUPTED = "ckpt_interrupted.pt"  # the state at a signal, where ckpt.pt is kept for the best validation loss

@@ -13,12 +13,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tiny_llama_v3 import UsageError
+
 NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what ast.literal_eval may raise
 LARGEST = 2**31 - 1
-
-
-class UsageError(Exception):
-    """The request cannot be met; the message names the key, the value and the remedy."""
 
 
 def setting(default, help, at_least=None, at_most=None, choices=None):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanogpt_triton.configurator import UsageError
+from tiny_llama_v3 import UsageError
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")

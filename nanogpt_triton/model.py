@@ -13,9 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm
-from tiny_llama_v3 import INTERPRETED
+from tiny_llama_v3 import INTERPRETED, UsageError
 
 IGNORED = -1  # as a target: no loss
 GPT2_SIZES = {

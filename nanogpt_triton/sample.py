@@ -18,7 +18,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
-from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
+from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import DATA, BytePairs, dataset_folder, fits, make_tokenizer, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from nanogpt_triton.train import (  # noqa: E402
@@ -28,7 +28,7 @@ from nanogpt_triton.train import (  # noqa: E402
     select_device,
     select_dtype,
 )
-from tiny_llama_v3 import exit_code_of  # noqa: E402
+from tiny_llama_v3 import UsageError, exit_code_of  # noqa: E402
 
 
 @dataclass(frozen=True)

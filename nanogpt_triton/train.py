@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
-from nanogpt_triton.configurator import UsageError, configure, setting  # noqa: E402
+from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
-from tiny_llama_v3 import dot_precision, exit_code_of, get_device, peak_tflops  # noqa: E402
+from tiny_llama_v3 import UsageError, dot_precision, exit_code_of, get_device, peak_tflops  # noqa: E402
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it tells its processes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Compile every Triton kernel for AMD and NVIDIA GPUs that need not be there, check the outcome, and report it.
 
-    python profiling/kernel_report.py                   write profiling/kernels.json and profiling/KERNELS.md
-    python profiling/kernel_report.py --check           only check, in more configurations than the report shows
-    python profiling/kernel_report.py --check --architectures gfx942 --cases medium --precisions bf16
+    python -m profiling.kernel_report                   write docs/compiled_kernels.md and its JSON
+    python -m profiling.kernel_report --check           only check, in more configurations than the report shows
+    python -m profiling.kernel_report --check --architectures gfx942 --cases medium --precisions bf16
 
 Launches are recorded, not listed: the training step runs on tensors without memory, once for each architecture, and
 every kernel is compiled with the configuration and the argument attributes that its launch would have had. A check
@@ -37,20 +36,20 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would be in the compiler's place
 
 import torch  # noqa: E402
-from common import exit_code_of  # noqa: E402  (these three lie in benchmarks/)
-from compare import SIZES  # noqa: E402
-from tables import markdown_table  # noqa: E402
 
 import nanogpt_triton.kernels  # noqa: E402
 import tiny_llama_v3 as llama  # noqa: E402
+from measure import work  # noqa: E402
+from measure.results import RESULTS, ROOT  # noqa: E402
+from measure.tables import markdown_table, number  # noqa: E402
+from measure.work import SIZES  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
-PAGE, RESULT = ROOT / "profiling" / "KERNELS.md", ROOT / "profiling" / "kernels.json"
+PAGE, RESULT = ROOT / "docs" / "compiled_kernels.md", RESULTS / "compiled_kernels.json"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The GPUs: one of each architecture, as PyTorch shows it (a die of an MI250X). Matrix peaks are in tiny_llama_v3.py.
@@ -128,13 +127,12 @@ class Tensor:
     address: int  # modulo 16
     storage_bytes: int
 
-    @property
     def numel(self):
         return math.prod(self.shape)
 
     @property
     def nbytes(self):
-        return self.numel * self.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
 
     def data_ptr(self):
         return self.address
@@ -453,79 +451,55 @@ def compile_jobs(jobs, processes):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Work of a launch: each kernel's bytes that must move at least, and its operations
+# Work of a launch, from the arguments of its kernel
 
 
-def moved(a, *names):
-    return sum(getattr(a, name).nbytes for name in names)
+def added(a):
+    return (a.branch, a.residual) if a.HAS_BRANCH else ()
 
 
-def norm_forward_work(statistics, bias):
-    def work(a):
-        names = ["x", "weight", "y", *statistics, *(["branch", "residual"] if a.HAS_BRANCH else [])]
-        names += ["bias"] if bias and a.HAS_BIAS else []
-        return moved(a, *names), a.x.numel * (4 + 2 * bias + a.HAS_BRANCH)
-
-    return work
+def residual_grad(a):
+    return a.residual_grad if a.HAS_RESIDUAL_GRAD else None
 
 
-def norm_backward_work(statistics, second):
-    def work(a):
-        names = ["y_grad", "x", "weight", "x_grad", "partial", *statistics]
-        names += ["residual_grad"] if a.HAS_RESIDUAL_GRAD else []
-        names += ["branch_grad"] if second and a.HAS_BRANCH_GRAD else []
-        return moved(a, *names), a.x.numel * (8 + 2 * second + a.HAS_RESIDUAL_GRAD)
-
-    return work
+def tables(a):
+    return (a.cos, a.sin) if a.ROTARY else ()
 
 
-def attention_work(products, *names):
-    def work(a):
-        batch, seq_len, num_heads, head_dim = a.q.shape
-        tables = ["cos", "sin"] if getattr(a, "ROTARY", False) else []
-        # Half of each product of (seq, seq) is masked.
-        return moved(a, *names, *tables), products * batch * num_heads * seq_len**2 * head_dim
-
-    return work
-
-
-def rope_work(a):
-    rotated = a.n_tokens * a.grid[1] * a.HEAD_DIM
-    return 2 * rotated * a.x.dtype.itemsize + moved(a, "cos", "sin"), 3 * rotated
-
-
-BACKWARD_INPUTS = "q", "k", "v", "o", "o_grad", "lse"
-WORK = {  # kernel: its arguments -> (bytes, operations)
-    "rmsnorm_kernel": norm_forward_work(["rstd"], bias=False),
-    "rmsnorm_backward_kernel": norm_backward_work(["rstd"], second=False),
-    "column_sum_kernel": lambda a: (moved(a, "partial", "sum"), a.partial.numel),
-    "flash_attention_kernel": attention_work(2, "q", "k", "v", "o", "lse"),
-    "flash_attention_backward_dq_kernel": attention_work(3, *BACKWARD_INPUTS, "delta", "q_grad"),
-    "flash_attention_backward_dkdv_kernel": attention_work(4, *BACKWARD_INPUTS, "delta", "k_grad", "v_grad"),
-    "flash_attention_backward_kernel": attention_work(7, *BACKWARD_INPUTS, "q_grad", "k_grad", "v_grad"),
-    "rope_kernel": rope_work,
-    "swiglu_activation_kernel": lambda a: (moved(a, "gate_up", "hidden"), 5 * a.hidden.numel),
-    "swiglu_activation_backward_kernel": lambda a: (
-        moved(a, "hidden_grad", "gate_up", "gate_up"),
-        10 * a.hidden_grad.numel,
+WORK = {  # kernel: its arguments -> Work
+    "rmsnorm_kernel": lambda a: work.rmsnorm(a.x, a.weight, a.y, a.rstd, *added(a)),
+    "rmsnorm_backward_kernel": lambda a: work.rmsnorm_backward(
+        a.y_grad, a.x, a.weight, a.rstd, a.x_grad, residual_grad(a), a.partial
     ),
-    "swiglu_kernel": lambda a: (
-        moved(a, "x", "weight", "gate_up", "hidden"),
-        4 * a.hidden.numel * a.K,
+    "column_sum_kernel": lambda a: work.column_sum(a.partial, a.sum),
+    "flash_attention_kernel": lambda a: work.attention(a.q, a.k, a.v, a.o, a.lse),
+    "flash_attention_backward_dq_kernel": lambda a: work.attention_backward_dq(
+        a.q, a.k, a.v, a.o, a.o_grad, a.lse, a.delta, a.q_grad, *tables(a)
     ),
-    "cross_entropy_kernel": lambda a: (moved(a, "logits", "logits", "targets", "loss"), 8 * a.logits.numel),
-    "scale_kernel": lambda a: (moved(a, "factor"), 0),  # the usual factor of 1 leaves x alone
-    "embedding_backward_kernel": lambda a: (
-        moved(a, "tokens", "out_grad", "weight_grad", "weight_grad"),
-        a.out_grad.numel,
+    "flash_attention_backward_dkdv_kernel": lambda a: work.attention_backward_dkdv(
+        a.q, a.k, a.v, a.o_grad, a.lse, a.delta, a.k_grad, a.v_grad, *tables(a)
     ),
-    "adamw_kernel": lambda a: (
-        2 * moved(a, "param", "exp_avg", "exp_avg_sq", *(["remainder"] if a.SPLIT else [])) + a.grad.nbytes,
-        15 * a.n_elements,
+    "flash_attention_backward_kernel": lambda a: work.attention_backward_fused(
+        a.q, a.k, a.v, a.o, a.o_grad, a.lse, a.q_grad, a.k_grad, a.v_grad, *tables(a)
     ),
-    "layer_norm_kernel": norm_forward_work(["mean", "rstd"], bias=True),
-    "layer_norm_backward_kernel": norm_backward_work(["mean", "rstd"], second=True),
-}
+    "rope_kernel": lambda a: work.rope(a.n_tokens * a.grid[1] * a.HEAD_DIM, a.x.dtype.itemsize, a.cos, a.sin),
+    "swiglu_activation_kernel": lambda a: work.swiglu_activation(a.gate_up, a.hidden),
+    "swiglu_activation_backward_kernel": lambda a: work.swiglu_activation_backward(a.hidden_grad, a.gate_up),
+    "swiglu_kernel": lambda a: work.swiglu_matmul(a.x, a.weight, a.gate_up, a.hidden),
+    "cross_entropy_kernel": lambda a: work.cross_entropy(a.logits, a.targets, a.loss),
+    "scale_kernel": lambda a: work.scale(a.factor),
+    "embedding_backward_kernel": lambda a: work.embedding_backward(a.tokens, a.out_grad, a.weight_grad),
+    "adamw_kernel": lambda a: work.adamw(
+        a.param, a.remainder if a.SPLIT else None, a.grad, a.exp_avg, a.exp_avg_sq
+    ),
+    "layer_norm_kernel": lambda a: work.layer_norm(
+        a.x, a.weight, a.y, a.mean, a.rstd, a.bias if a.HAS_BIAS else None, *added(a)
+    ),
+    "layer_norm_backward_kernel": lambda a: work.layer_norm_backward(
+        a.y_grad, a.x, a.weight, a.mean, a.rstd, a.x_grad, residual_grad(a),
+        a.branch_grad if a.HAS_BRANCH_GRAD else None, a.partial, bias=a.HAS_BIAS, twice=a.READ_TWICE,
+    ),
+}  # fmt: skip
 
 
 def bound(arch, precision, has_dot, nbytes, operations):
@@ -706,12 +680,6 @@ measured on an NVIDIA H200 are in [README.md](../README.md).
 """
 
 
-def number(value):
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
 def instruction_cell(row):
     """Matrix instructions first."""
     names = sorted(row["instructions"], key=lambda name: ("load" in name or "store" in name, name))
@@ -745,7 +713,8 @@ def case_title(case):
 
 def page(result):
     """The Markdown of a result; it shows bf16."""
-    parts = [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ([kernels.json](kernels.json))"]
+    link = f"[{RESULT.name}](../benchmarks/results/{RESULT.name})"
+    parts = [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ({link})"]
     rows = [row for row in result["rows"] if row["precision"] == "bf16"]
     for arch in dict.fromkeys(row["arch"] for row in rows):
         chip = CHIPS[arch]
@@ -801,7 +770,7 @@ def run(argv):
         wrong += missing_kernels(find_kernels(kernel_modules()), (job.launch for job in jobs))
     summary = f"{len(rows)} launches for {', '.join(options.architectures)}: {len(wrong)} violations"
     print("\n".join([*wrong, summary]))
-    command = shlex.join(["python", "profiling/kernel_report.py", *argv])
+    command = shlex.join(["python", "-m", "profiling.kernel_report", *argv])
     result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
     if not options.check:
         write_result(RESULT, result)

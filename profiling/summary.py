@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from measure.tables import cell, markdown_table, number
 from profiling.command_line import Parser, exit_code_of
 from profiling.counters import derive
 from profiling.hotspots import hotspots
@@ -23,18 +24,16 @@ TOOLS = {"rocprofv3": "rocprofv3", "ncu": "torch.profiler (times) and ncu (count
 
 
 def markdown(table):
-    """A table in Markdown; numbers to four figures, gaps as dashes."""
-    numeric = [pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
+    """A table in Markdown; gaps as dashes."""
 
-    def cell(value):
+    def text(value):
         if isinstance(value, float):
-            return "-" if pd.isna(value) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-        return str(value).replace("|", "\\|")
+            return "-" if pd.isna(value) else number(value)
+        return cell(str(value))
 
-    lines = ["| " + " | ".join(table.columns) + " |"]
-    lines.append("|" + "|".join(" ---: " if is_number else " --- " for is_number in numeric) + "|")
-    lines += ["| " + " | ".join(map(cell, row)) + " |" for row in table.itertuples(index=False, name=None)]
-    return "\n".join(lines)
+    rows = [list(map(text, row)) for row in table.itertuples(index=False, name=None)]
+    right = [pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
+    return markdown_table(list(table.columns), rows, right)
 
 
 # The sections take the figures of step_figures (None without steps), derived of counters.derive (empty if nothing was

@@ -5,11 +5,12 @@ import io
 import matplotlib
 
 matplotlib.use("Agg")
-import comparison  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
-import roofline  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
+from benchmarks.stages import device_of, setting  # noqa: E402
+from measure.tables import number  # noqa: E402
+from measure.work import kernel_work  # noqa: E402
 from profiling.kernel_names import short_name  # noqa: E402
 
 BASELINE_COLOUR = "0.6"
@@ -45,7 +46,7 @@ def draw_speed(axes, summary):
         bars.insert(0, ("baseline", summary["baseline"], BASELINE_COLOUR))
     names, runs, colours = zip(*bars, strict=True)
     drawn = axes.barh(names, [run["samples_per_second"] for run in runs], color=colours)
-    axes.bar_label(drawn, [f" {comparison.number(run['samples_per_second'])}" for run in runs], fontsize="small")
+    axes.bar_label(drawn, [f" {number(run['samples_per_second'])}" for run in runs], fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="speed, samples/s (all steps)", title="Speed")
@@ -83,14 +84,14 @@ def draw_kernels(axes, summary):
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.barh(rows, [100 - start for start in left], left=left, color="0.85", label="all others")
     axes.invert_yaxis()
-    of_what = "the device's" if comparison.device_of(summary).type == "cuda" else "the operators'"
+    of_what = "the device's" if device_of(summary).type == "cuda" else "the operators'"
     axes.set(xlim=(0, 100), xlabel=f"share of {of_what} time, %", title="Longest kernels of each stage")
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
 
 
 def kernel_points(summary):
     """(kernel, stage, FLOP per byte, FLOP per second) of each of our kernels in each profiled stage."""
-    work = roofline.kernel_work(llama.Config(**summary["config"]))
+    work = kernel_work(llama.Config(**summary["config"]))
     for stage in measured(summary):
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:
@@ -104,16 +105,18 @@ def kernel_points(summary):
 
 
 def draw_roofline(axes, summary):
-    """One symbol a kernel, one colour a stage. Below the slanted roof memory limits, below the level one arithmetic."""
-    roofs = summary["roofs"]
+    """One symbol a kernel, one colour a stage. Below the slanted line memory limits, below the level one arithmetic."""
+    ceilings = summary["ceilings"]
     points = list(kernel_points(summary))
-    ridge = roofs["flop_per_second"] / roofs["bytes_per_second"]
+    ridge = ceilings["flop_per_second"] / ceilings["bytes_per_second"]
     intensities = [x for _, _, x, _ in points] + [ridge]
     ends = min(0.1, *intensities) / 2, max(intensities) * 4
-    roof = [min(x * roofs["bytes_per_second"], roofs["flop_per_second"]) / 1e12 for x in (ends[0], ridge, ends[1])]
-    axes.plot((ends[0], ridge, ends[1]), roof, color="black", label="reached by a copy and by the library's matmul")
-    if roofs["peak_tflops"]:
-        axes.axhline(roofs["peak_tflops"], color="black", linestyle=":", label="peak arithmetic of the datasheet")
+    line = [
+        min(x * ceilings["bytes_per_second"], ceilings["flop_per_second"]) / 1e12 for x in (ends[0], ridge, ends[1])
+    ]
+    axes.plot((ends[0], ridge, ends[1]), line, color="black", label="reached by a copy and by the library's matmul")
+    if ceilings["peak_tflops"]:
+        axes.axhline(ceilings["peak_tflops"], color="black", linestyle=":", label="peak arithmetic of the datasheet")
     names = sorted({name for name, *_ in points})
     for name, stage, x, y in points:
         axes.plot(x, y / 1e12, MARKERS[names.index(name)], color=colour(stage), alpha=0.7)
@@ -138,8 +141,8 @@ def pictures(summary):
         return {}
     if any(stage["kernels"] for stage in measured(summary)):
         chosen["kernels"] = (draw_kernels, "Share of the longest kernels in every stage")
-    if summary["roofs"]:
-        chosen["roofline"] = (draw_roofline, "Our kernels under the memory and arithmetic roofs of the device")
+    if summary["ceilings"]:
+        chosen["roofline"] = (draw_roofline, "Our kernels under the device's ceilings of bandwidth and arithmetic")
     return chosen
 
 
@@ -161,6 +164,6 @@ def write_overview(summary, path):
         draw(axes, summary)
     for axes in grid.flat[len(chosen) :]:
         axes.set_axis_off()
-    figure.suptitle(comparison.setting(summary))
+    figure.suptitle(setting(summary))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Replay the stages of the workshop: run each, profile each, compare them all.
 
     ./run_all_stages.sh                                stages 1 to 5 at 8 x 128 tokens, 20 steps each
@@ -15,7 +14,7 @@ does, into a CSV with the same columns. The output folder then holds
     summary.json                             the comparison, to compute with
     stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
     stageN_profile.csv, stageN_output.log    kernel times; what the two runs printed
-    roofs.json                               the bandwidth and the arithmetic that this device reaches
+    ceilings.json                            the bandwidth and the arithmetic that this device reaches
     previous_DATE/                           what an earlier replay had left there
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130 interrupted (what was
@@ -39,19 +38,19 @@ from pathlib import Path
 
 import torch
 
+import tiny_llama_v3 as llama
+from benchmarks.stages import short_title
+from exercises.performance_debugging import comparison, report
+from tiny_llama_v3 import exit_code_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import comparison  # noqa: E402
-import report  # noqa: E402
-from common import exit_code_of, llama  # noqa: E402
 
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
 SHORT_RUN = ["--num-steps", "1", "--warmup-steps", "1"]  # beside the steps that --profile adds
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = ("stage*", "baseline*", "roofs*", "summary.*", "report.html")  # by a replay into its output folder
+WRITTEN = ("stage*", "baseline*", "ceilings*", "summary.*", "report.html")  # by a replay into its output folder
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ FOLDER = "{temporary folder}"  # stands for it in a Part until it exists
 
 @dataclass
 class Run:
-    """The baseline, the roofs or one stage: its parts, and what became of it."""
+    """The baseline, the ceilings or one stage: its parts, and what became of it."""
 
     name: str
     title: str
@@ -124,7 +123,7 @@ def obstacle_of(config):
 
 
 def plan(options):
-    """The Runs of a replay: the roofs, the baseline, the stages."""
+    """The Runs of a replay: the ceilings, the baseline, the stages."""
     sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len, "--num-steps", options.num_steps]
     arguments = [*map(str, sizes), *options.script_options]
     script = ROOT / "tiny_llama_v3.py"
@@ -132,11 +131,13 @@ def plan(options):
     runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
     with_profile = not options.no_profile
     if with_profile:
-        command = [sys.executable, str(HERE / "roofline.py"), *arguments, "--output-dir", FOLDER]
-        runs.insert(0, Run("roofs", "what the device can do", [Part("measured", command, "roofs.json", "roofs.json")]))
+        command = [sys.executable, "-m", "exercises.performance_debugging.ceilings", *arguments, "--output-dir", FOLDER]
+        runs.insert(
+            0, Run("ceilings", "what the device can do", [Part("measured", command, "ceilings.json", "ceilings.json")])
+        )
     for stage in options.stages:
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-        title = f"stage {stage}, {comparison.short_title(stage)}"
+        title = f"stage {stage}, {short_title(stage)}"
         run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
         run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
         runs.append(run)
@@ -347,12 +348,12 @@ def run(argv):
             "benchmark": "stages",
             "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),
             "date": datetime.now().isoformat(timespec="seconds"),
-            "commands": [single_command(run) for run in runs if run.name != "roofs"],
+            "commands": [single_command(run) for run in runs if run.name != "ceilings"],
             "profiler": None if options.no_profile else profiler_of(config),
         }
         completed = execute_all(runs, options.output)
-        stages = [run for run in runs if run.stage is not None]
-        summary = header | {"interrupted": not completed} | comparison.compare(options.output, stages)
+        staged = [run for run in runs if run.stage is not None]
+        summary = header | {"interrupted": not completed} | comparison.compare(options.output, staged)
         report.write(summary, options.output)
     if summary["environment"]:
         print(f"\n{comparison.console(summary)}\n\nReport: {options.output / 'report.html'}")

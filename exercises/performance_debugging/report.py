@@ -3,11 +3,11 @@
 import base64
 from pathlib import Path
 
-import comparison
 import jinja2
-import pictures
 
-import tiny_llama_v3 as llama
+from benchmarks import stages
+from exercises.performance_debugging import comparison, pictures
+from measure.results import write_json
 
 TEMPLATE = "report.html.jinja"
 
@@ -21,21 +21,21 @@ def render(summary):
         {"name": name, "alt": alt, "data": base64.b64encode(pictures.png(draw, summary)).decode()}
         for name, (draw, alt) in pictures.pictures(summary).items()
     ]
-    labels, rows = comparison.comparison_table(summary)
+    labels, rows = stages.comparison_table(summary)
     return environment.get_template(TEMPLATE).render(
         summary=summary,
-        setting=comparison.setting(summary),
+        setting=stages.setting(summary),
         labels=labels,
         rows=rows,
-        notes=comparison.NOTES,
-        observations=list(comparison.observation_lines(summary)),
+        notes=stages.NOTES,
+        observations=list(stages.observation_lines(summary)),
         images=images,
     )
 
 
 def write(summary, folder):
     """Writes the four files into folder. Without any measured run there is only summary.json."""
-    llama.write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     if summary["environment"] is None:
         return
     (folder / "summary.md").write_text(comparison.markdown(summary))

@@ -1,21 +1,29 @@
 """What the prepare.py scripts share: their command line, downloads, and text to tokens."""
 
+import argparse
 import os
 import shutil
-import sys
 import urllib.request
 from pathlib import Path
 
-from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.dataset import TOKEN, Characters, Writer
-from profiling.command_line import Parser
+from tiny_llama_v3 import Parser, UsageError, exit_code_of
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 def run(script, description, prepare, argv=None, inputs=True):
     """Runs prepare(options) with the folder of the script as default output. Returns the exit code."""
-    parser = Parser("prepare.py", description)
+    return exit_code_of(lambda: prepare_as_told(script, description, prepare, argv, inputs), "prepare.py")
+
+
+def prepare_as_told(script, description, prepare, argv, inputs):
+    parser = Parser(
+        prog="prepare.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     if inputs:
         parser.add_argument(
             "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
@@ -25,15 +33,9 @@ def run(script, description, prepare, argv=None, inputs=True):
     options = parser.parse_args(argv)
     try:
         prepare(options)
-        return 0
-    except UsageError as error:
-        message = str(error)
     except OSError as error:
-        message = f"{error.filename or options.output}: {error.strerror or error}"
-    except KeyboardInterrupt:
-        return 130
-    print(f"prepare.py: error: {message}", file=sys.stderr)
-    return 2
+        raise UsageError(f"{error.filename or options.output}: {error.strerror or error}") from error
+    return 0
 
 
 def read_text(path):

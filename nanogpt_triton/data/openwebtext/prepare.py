@@ -13,9 +13,9 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from nanogpt_triton.configurator import UsageError  # noqa: E402
 from nanogpt_triton.data.preparing import read_text, run  # noqa: E402
 from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402
+from tiny_llama_v3 import UsageError  # noqa: E402
 
 SEED = 2357
 DOCUMENTS_AT_ONCE = 1000

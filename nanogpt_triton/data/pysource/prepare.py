@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from nanogpt_triton.configurator import UsageError  # noqa: E402
 from nanogpt_triton.data.preparing import run, write_characters  # noqa: E402
+from tiny_llama_v3 import UsageError  # noqa: E402
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

@@ -1,0 +1,576 @@
+"""Time whole training steps (forward, backward, optimizer) of several implementations side by side, in one process.
+
+    python -m benchmarks.steps                                every size and row, bf16
+    python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
+    TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a model of seconds, also on a CPU
+
+A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph. Loss and gradients
+come first: an implementation that fails there gets no time. Then each row is timed in windows that alternate with those
+of our own kernels, so that both see the same state of the machine. README.md beside this file explains the result.
+
+Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request cannot be met, 130 interrupted.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import math
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tiny_llama_v3 as llama
+from measure.accuracy import require_finite
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.timing import in_turns, percentiles, positive, release, time_limit
+from measure.work import SIZES
+from tiny_llama_v3 import exit_code_of
+
+WARMUP_STEPS = 4
+WINDOW_SECONDS = 0.25
+OURS = "triton"
+
+
+class Row(NamedTuple):
+    implementation: str
+    compile: bool = False
+    graph: bool = False
+
+    @property
+    def name(self):
+        return self.implementation + " compile" * self.compile + " graph" * self.graph
+
+
+# In the order of measuring. Ours comes first in either half: the others are timed against it. What is captured comes
+# last: a capture that fails may leave the device in a bad state.
+ROWS = {
+    row.name: row
+    for row in (
+        Row(OURS),
+        Row("torch"),
+        Row("torch", compile=True),
+        Row("sdpa"),
+        Row("sdpa", compile=True),
+        Row("hf"),
+        Row("hf liger"),
+        Row(OURS, graph=True),
+        Row("torch", graph=True),
+        Row("torch", compile=True, graph=True),
+        Row("sdpa", graph=True),
+        Row("sdpa", compile=True, graph=True),
+        Row("hf", compile=True, graph=True),
+    )
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The peer from outside: Hugging Face's LLaMA with our sizes and initial weights.
+
+HF_NAMES = {  # our module -> the modules whose weights it stacks
+    "embed_tokens": ["model.embed_tokens"],
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.o_proj": ["self_attn.o_proj"],
+    "ffn_norm": ["post_attention_layernorm"],
+    "feed_forward.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "feed_forward.down_proj": ["mlp.down_proj"],
+    "norm": ["model.norm"],
+}
+
+
+def hf_names(name):
+    """layers.3.attention.qkv_proj.weight -> model.layers.3.self_attn.q_proj.weight and so on"""
+    prefix, module = "", name.removesuffix(".weight")
+    if module.startswith("layers."):
+        _, index, module = module.split(".", 2)
+        prefix = f"model.layers.{index}."
+    return [f"{prefix}{counterpart}.weight" for counterpart in HF_NAMES[module]]
+
+
+class HuggingFaceLlama(nn.Module):
+    """LlamaForCausalLM called as our model is: tokens and targets -> mean loss."""
+
+    pristine = None  # modeling_llama as imported, which Liger patches as a whole
+
+    def __init__(self, config, weights, liger):
+        super().__init__()
+        try:
+            from transformers.models.llama import modeling_llama
+        except ModuleNotFoundError as error:
+            raise Unavailable(f"{error.name} is not installed") from error
+        if HuggingFaceLlama.pristine is None:
+            HuggingFaceLlama.pristine = dict(vars(modeling_llama))
+        vars(modeling_llama).update(HuggingFaceLlama.pristine)
+        # Nothing is padded or packed here. Without a mask SDPA takes its causal kernel, also while being compiled or
+        # captured, when the library cannot look into the positions and would build one.
+        modeling_llama.create_causal_mask = lambda *args, **kwargs: None
+        self.llama = modeling_llama.LlamaForCausalLM(
+            modeling_llama.LlamaConfig(
+                hidden_size=config.hidden_dim,
+                intermediate_size=config.ffn_dim,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                vocab_size=config.vocab_size,
+                max_position_embeddings=config.seq_len,
+                rms_norm_eps=1e-5,
+                rope_theta=10000.0,
+                tie_word_embeddings=True,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+        self.cross_entropy = F.cross_entropy
+        if liger:
+            self.use_liger()
+        self.llama.train()
+        self.copy_weights(weights)
+
+    def use_liger(self):
+        try:
+            from liger_kernel.transformers import LigerCrossEntropyLoss, apply_liger_kernel_to_llama
+        except ModuleNotFoundError as error:
+            raise Unavailable(f"{error.name} is not installed") from error
+        # Its cross-entropy is called by name: patched in, it would replace everyone's F.cross_entropy.
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
+        self.cross_entropy = LigerCrossEntropyLoss()
+
+    @torch.no_grad()
+    def copy_weights(self, weights):
+        theirs = dict(self.llama.named_parameters())
+        for name, weight in weights.items():
+            parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
+            for part, value in zip(parts, weight.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)
+        if theirs:
+            raise RuntimeError(f"no counterpart of {', '.join(theirs)}")
+
+    def gradients(self, names):
+        """Under our names."""
+        theirs = dict(self.llama.named_parameters())
+        return {name: torch.cat([theirs[hf_name].grad for hf_name in hf_names(name)]) for name in names}
+
+    def forward(self, tokens, targets):
+        logits = self.llama(input_ids=tokens, use_cache=False).logits
+        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class HuggingFaceStep(llama.TrainStep):
+    """The training step of --impl torch around that model."""
+
+    def __init__(self, config, device, liger):
+        super().__init__(dataclasses.replace(config, impl="torch"), device)
+        weights = dict(self.model.named_parameters())
+        self.names = list(weights)
+        with torch.device(device.type):
+            self.model = HuggingFaceLlama(config, weights, liger)
+        self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
+        self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
+        self.run_model = torch.compile(self.model) if config.compile else self.model
+        self.phases["optimizer"] = self.optimizer.step
+
+    def gradients(self):
+        return self.model.gradients(self.names)
+
+
+def peer_versions():
+    """{library: version, or None where it is not installed}"""
+    versions = {}
+    for name in ("transformers", "liger-kernel"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def make_step(row, config, device):
+    if (row.graph or row.compile) and device.type == "cpu":
+        raise Unavailable("needs a GPU")
+    config = dataclasses.replace(config, compile=row.compile, graph=row.graph)
+    if row.implementation.startswith("hf"):
+        return HuggingFaceStep(config, device, liger="liger" in row.implementation)
+    obstacle = llama.triton_obstacle(device, config.use_amp) if row.implementation == OURS else None
+    if obstacle:
+        raise Unavailable(obstacle)
+    return llama.TrainStep(dataclasses.replace(config, impl=row.implementation), device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gate: loss and gradients of each implementation, by the rule of tiny_llama_v3.py --check.
+
+
+def loss_and_gradients(implementation, config, device, batch):
+    """As llama.loss_and_gradients, of any implementation, under our parameters' names."""
+    step = make_step(Row(implementation), config, device)
+    step.load(*batch)
+    step.forward()
+    step.backward()
+    named = step.model.named_parameters()
+    gradients = step.gradients() if isinstance(step, HuggingFaceStep) else {name: p.grad for name, p in named}
+    return {"loss": step.loss.detach().double(), **gradients}
+
+
+def check(implementations, config, device):
+    """{implementation: what the result says of its gate}"""
+    config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
+    batch = llama.DATA[config.data](config).next_batch()
+    exact = llama.exact_loss_and_gradients(config, device, batch)
+    release_all(device)
+    plain_errors = llama.relative_errors(loss_and_gradients("torch", config, device, batch), exact)
+    gates = {}
+    for implementation in implementations:
+        release_all(device)
+        try:
+            errors = plain_errors
+            if implementation != "torch":
+                errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+        except Exception as error:  # whatever it is, the others are still worth measuring
+            gates[implementation] = {"passed": False, "error": describe(error)}
+            continue
+        tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
+        gates[implementation] = gate(llama.judge(errors, plain_errors, tolerance))
+    return gates
+
+
+def gate(verdict):
+    failed, worst, error = verdict.failed, verdict.worst, verdict.errors[verdict.worst]
+    wrong = f"wrong gradients: {len(failed)} of {len(verdict.errors)} differ, {worst} the most"
+    return {
+        "passed": not failed,
+        "error": wrong if failed else None,
+        "worst": worst,
+        "relative_error": error if math.isfinite(error) else None,  # JSON has no infinity
+        "allowed": verdict.allowed[worst],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def release_all(device, compiled=False):
+    """As timing.release(), and what cuBLAS keeps for each stream: each contender shall bear its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    release(device, compiled)
+
+
+class Contender:
+    """A training step, built, warmed up and captured; peak memory and compile time are known then."""
+
+    def __init__(self, row, config, device, steps):
+        self.row, self.device = row, device
+        self.results = {}
+        on_gpu = device.type == "cuda"
+        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
+        self.step = make_step(row, config, device)
+        self.step.load(*llama.DATA[config.data](config).next_batch())
+        llama.synchronize(device)
+        start = time.perf_counter()
+        # What is captured must have been warmed up off the default stream.
+        with torch.cuda.stream(torch.cuda.Stream()) if row.graph else contextlib.nullcontext():
+            for index in range(WARMUP_STEPS):
+                self.step.run()
+                llama.synchronize(device)
+                if index == 0:
+                    self.results["first_loss"] = self.step.loss.item()
+                    first_seconds = time.perf_counter() - start
+        self.results["compile_seconds"] = first_seconds if row.compile else None
+        self.step.restart()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if row.graph:
+            self.step.capture(one_graph=True)
+        self.window(1)
+        step_ms, _ = self.window(2)
+        self.results["peak_memory_mib"] = llama.peak_memory_mib(device) - before if on_gpu else None
+        self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / step_ms)))
+
+    def window(self, steps=None):
+        """ms a step of the same batch over and over, by the device's clock and by the host's."""
+        steps = steps or self.steps
+        clock = llama.StepClock(self.device, unsynced=False)
+        llama.synchronize(self.device)
+        start = time.perf_counter()
+        clock.mark()
+        for _ in range(steps):
+            self.step.run()
+        clock.mark()
+        llama.synchronize(self.device)
+        wall_ms = (time.perf_counter() - start) * 1e3
+        require_finite(self.step.loss.item())
+        return clock.intervals()[0] / steps, wall_ms / steps
+
+
+def time_in_turns(contenders, num_windows):
+    """For each contender, its windows; a window of the first is followed by one of the second, and so on."""
+    for contender in contenders:
+        contender.window(1)  # takes back the memory that release_all() gave away
+    return in_turns([contender.window for contender in contenders], num_windows)
+
+
+def summarize(contender, windows, config, reference=None, reference_windows=None):
+    """The row of the result; ratio is our time over theirs, window by window."""
+    ms = [device_ms for device_ms, _ in windows]
+    time_ms = percentiles(ms)
+    tflops_per_second = llama.model_tflops(config) / (time_ms["median"] / 1e3)
+    peak = llama.peak_tflops(contender.device, llama.precision_name(config, contender.device))
+    row = {
+        **contender.results,
+        "steps_per_window": contender.steps,
+        "windows_ms": ms,
+        "windows_wall_ms": [wall_ms for _, wall_ms in windows],
+        "ms": time_ms,
+        "samples_per_second": config.batch_size / time_ms["median"] * 1e3,
+        "tokens_per_second": config.tokens_per_step / time_ms["median"] * 1e3,
+        "tflops_per_second": tflops_per_second,
+        "mfu": tflops_per_second / peak if peak else None,
+    }
+    if reference:
+        row["reference"] = reference.row.name
+        row["reference_windows_ms"] = [device_ms for device_ms, _ in reference_windows]
+        row["ratio"] = percentiles(
+            [ours / theirs for ours, theirs in zip(row["reference_windows_ms"], ms, strict=True)]
+        )
+    return row
+
+
+def measure_half(rows, config, device, verdicts, options, deadline, record):
+    """Measure the eager or the captured rows; record(row, result) is called for each."""
+    reference, reference_windows = None, []
+    for row in rows:
+        contender = None
+        try:
+            if not verdicts[row.implementation]["passed"]:
+                raise Unavailable(verdicts[row.implementation]["error"])
+            if time.monotonic() > deadline:
+                raise Unavailable(f"not started within --time-limit {options.time_limit}")
+            # Restores the current stream, which a failed capture would leave behind.
+            with torch.cuda.stream(torch.cuda.default_stream()) if device.type == "cuda" else contextlib.nullcontext():
+                contender = Contender(row, config, device, options.steps)
+                if row.implementation == OURS:
+                    reference = contender
+                    continue
+                if reference:
+                    ours, theirs = time_in_turns([reference, contender], options.windows)
+                    reference_windows += ours
+                    record(row, summarize(contender, theirs, config, reference, ours))
+                else:
+                    record(row, summarize(contender, *time_in_turns([contender], options.windows), config))
+        except Exception as error:  # one row's failure is that row's result
+            record(row, {"error": describe(error)})
+        finally:
+            contender = None
+            release_all(device, compiled=row.compile)
+    if reference:
+        try:
+            if not reference_windows:  # nobody to compare with
+                (reference_windows,) = time_in_turns([reference], options.windows)
+            record(reference.row, summarize(reference, reference_windows, config))
+        except Exception as error:
+            record(reference.row, {"error": describe(error)})
+    reference = None
+    release_all(device)
+
+
+def compare_rows(ours, peer, rows):
+    """Our time and memory over the peer's; the time window by window where both were timed in turns."""
+    ratio = rows[peer]["ratio"] if rows[peer].get("reference") == ours else None
+    memory = [rows[name]["peak_memory_mib"] for name in (ours, peer)]
+    return {
+        "ours": ours,
+        "peer": peer,
+        "time_ratio": ratio["median"] if ratio else rows[ours]["ms"]["median"] / rows[peer]["ms"]["median"],
+        "in_turns": ratio is not None,
+        "memory_ratio": memory[0] / memory[1] if all(memory) else None,
+    }
+
+
+def conclude(result):
+    """The strongest peer, and what ours cost compared with it and with plain eager PyTorch."""
+    rows = {name: row for name, row in result["rows"].items() if row["error"] is None}
+    peers = [name for name in rows if ROWS[name].implementation != OURS]
+    result["strongest_peer"] = min(peers, key=lambda name: rows[name]["ms"]["median"], default=None)
+    ours = next((name for name in (f"{OURS} graph", OURS) if name in rows), None)
+    pairs = [(ours, result["strongest_peer"]), (OURS, "torch")]
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(name in rows for name in pair)]
+    result["comparisons"] = [compare_rows(*pair, rows) for pair in pairs]
+
+
+def measure_size(config, rows, device, options, deadline, save):
+    """The result of one size; save(result) is called whenever there is more of it."""
+    result = {
+        "config": dataclasses.asdict(config),
+        "precision": llama.precision_name(config, device),
+        "tflop_per_step": llama.model_tflops(config),
+        "peak_tflops": llama.peak_tflops(device, llama.precision_name(config, device)),
+        "gate": {},
+        "rows": {},
+    }
+    implementations = list(dict.fromkeys(row.implementation for row in rows))
+    try:
+        result["gate"] = check(implementations, config, device)
+    except Exception as error:  # there is nothing to compare with: no row can be admitted
+        reason = f"no reference: {describe(error)}"
+        result["gate"] = {name: {"passed": False, "error": reason} for name in implementations}
+    release_all(device)
+    for name, verdict in result["gate"].items():
+        print(f"    gate {name:9} {verdict['error'] or 'passed'}", flush=True)
+
+    def record(row, measured):
+        result["rows"][row.name] = {**row._asdict(), "error": None, **measured}
+        line = measured.get("error") or f"{measured['ms']['median']:.3f} ms"
+        print(f"    {row.name:20} {line}", flush=True)
+        save(result)
+
+    for graph in (False, True):
+        half = [row for row in rows if row.graph == graph]
+        measure_half(half, config, device, result["gate"], options, deadline, record)
+    result["rows"] = {row.name: result["rows"][row.name] for row in rows}  # in the order asked for
+    conclude(result)
+    save(result)
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+def print_table(name, result):
+    config = llama.Config(**result["config"])
+    print(
+        f"\n{name}: {config.batch_size} x {config.seq_len} tokens, hidden {config.hidden_dim}, "
+        f"{config.num_layers} layers, {config.num_heads} heads ({config.num_kv_heads} kv), {result['precision']}"
+    )
+    columns = f"{'ms':>9} {'p20':>9} {'p80':>9} {'ours/it':>8} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'MiB':>8}"
+    print(f"{'':20} {columns}")
+    for row_name, row in result["rows"].items():
+        if row["error"]:
+            print(f"{row_name:20} {row['error']}")
+            continue
+        ms = row["ms"]
+        ratio = f"{row['ratio']['median']:.3f}" if "ratio" in row else ""
+        mfu = f"{100 * row['mfu']:.1f}%" if row["mfu"] else ""
+        memory = f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else ""
+        print(
+            f"{row_name:20} {ms['median']:9.3f} {ms['p20']:9.3f} {ms['p80']:9.3f} {ratio:>8} "
+            f"{row['tokens_per_second']:11,.0f} {row['tflops_per_second']:8.2f} {mfu:>6} {memory:>8}"
+        )
+    for pair in result["comparisons"]:
+        memory = f", {pair['memory_ratio']:.2f} of its memory" if pair["memory_ratio"] else ""
+        print(f"{pair['ours']} takes {pair['time_ratio']:.3f} of the time of {pair['peer']}{memory}")
+
+
+def draw(sizes, device_name, path):
+    """Time and memory of every row as bars; False if there is nothing to draw with."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    heights = [1 + 0.28 * len(result["rows"]) for result in sizes.values()]
+    figure, axes = plt.subplots(
+        len(sizes), 2, figsize=(12, 0.5 + sum(heights)), height_ratios=heights, squeeze=False, sharey="row",
+        layout="constrained",
+    )  # fmt: skip
+    for (name, result), (time_axis, memory_axis) in zip(sizes.items(), axes, strict=True):
+        rows = result["rows"]
+        colors = ["tab:orange" if row["implementation"] == OURS else "tab:gray" for row in rows.values()]
+        times = [0 if row["error"] else row["ms"]["median"] for row in rows.values()]
+        memory = [0 if row["error"] else (row["peak_memory_mib"] or 0) / 1024 for row in rows.values()]
+        for axis, values, label in ((time_axis, times, "ms per step"), (memory_axis, memory, "peak memory, GiB")):
+            bars = axis.barh(list(rows), values, color=colors)
+            texts = [f" {value:,.{0 if value >= 100 else 2}f}" if value else " not measured" for value in values]
+            axis.bar_label(bars, texts, fontsize=8)
+            axis.set_xlim(0, 1.15 * max(values) or 1)
+            axis.set_xlabel(label)
+            axis.spines[["top", "right"]].set_visible(False)
+        time_axis.invert_yaxis()  # shared by the row: the first at the top
+        size = llama.Config(**result["config"])
+        title = f"{name}: {size.batch_size} x {size.seq_len} tokens, hidden {size.hidden_dim}, {size.num_layers} layers"
+        time_axis.set_title(title, fontsize=10)
+    figure.suptitle(f"One training step on {device_name} (ours in orange; shorter is better)")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse(argv):
+    parser = llama.Parser(
+        prog="steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    sizes = [name for name in SIZES if name != "tiny"]
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--sizes", nargs="+", choices=sizes, help="models to measure (default: all)")
+    models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
+    parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
+    parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
+    parser.add_argument("--steps", type=positive, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
+    parser.add_argument(
+        "--time-limit", type=time_limit, default=540, metavar="SECONDS", help="no row is started later (default: 540)"
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
+    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
+    return parser.parse_args(argv)
+
+
+def run(argv):
+    start = time.monotonic()
+    options = parse(argv)
+    deadline = start + options.time_limit
+    device = llama.select_device(options.device)
+    on_gpu = device.type == "cuda"
+    if options.sizes and not on_gpu:
+        raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
+    folder = llama.writable_folder("--output-dir", options.output_dir)
+    names = options.rows or [name for name, row in ROWS.items() if on_gpu or not (row.compile or row.graph)]
+    rows = [row for name, row in ROWS.items() if name in names]
+    if not on_gpu and not options.tiny:
+        print("There is no GPU: only the tiny model is measured.")
+    size_names = options.sizes or [name for name in SIZES if (name == "tiny") == (options.tiny or not on_gpu)]
+    use_amp = on_gpu if options.use_amp is None else options.use_amp
+    torch.set_float32_matmul_precision(options.matmul_precision)
+
+    result = header("steps", device, argv) | {"peers": peer_versions(), "windows": options.windows, "sizes": {}}
+    file = ResultFile(folder, result)
+    print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
+    for name in size_names:
+        config = llama.Config(**SIZES[name], use_amp=use_amp, matmul_precision=options.matmul_precision)
+        print(f"\n{name}", flush=True)
+
+        def save(measured, name=name):
+            result["sizes"][name] = measured
+            result["seconds"] = round(time.monotonic() - start, 1)
+            file.save(result)
+
+        print_table(name, measure_size(config, rows, device, options, deadline, save))
+    print(f"\nResults: {file.path}")
+    picture = file.path.with_suffix(".png")
+    if draw(result["sizes"], device.name, picture):
+        print(f"Picture: {picture}")
+    verdicts = [verdict for size in result["sizes"].values() for verdict in size["gate"].values()]
+    return 1 if any("worst" in verdict and not verdict["passed"] for verdict in verdicts) else 0
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(argv), "steps.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

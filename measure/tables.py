@@ -1,0 +1,31 @@
+"""Numbers and tables as the pages show them. Needs nothing but Python."""
+
+import math
+
+
+def number(value, digits=3):
+    """So many significant digits, never an exponent, thousands apart; empty for None."""
+    if value is None:
+        return ""
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{decimals}f}"
+
+
+def percent(share):
+    return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+
+
+def times(factor):
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
+
+
+def markdown_table(header, rows, right=None):
+    """Lines of text. right: for each column whether it is aligned there; default: all but the first are."""
+    right = right or [False] + [True] * (len(header) - 1)
+    lines = [header, ["---:" if at_right else "---" for at_right in right], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(text):
+    """Text as it can stand in a cell of a table."""
+    return text.replace("|", "/")

@@ -1,0 +1,187 @@
+"""Clocks. What is compared is measured in one process, by the same clock, in turns."""
+
+import argparse
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import statistics
+import time
+
+import numpy as np
+import torch
+
+import tiny_llama_v3 as llama
+from measure.results import describe
+
+CALLS = 8  # in one graph
+REPLAY_SECONDS = 0.15
+FLUSHED_BYTES = 512 * 2**20  # more than any cache holds, MI300's 256 MiB included
+FLUSHED_SECONDS = 0.1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One call, on the device's clock
+
+
+class Bench:
+    """A device, the type that suits it, and how calls are timed on it. On a CPU a call is timed once, by the host."""
+
+    def __init__(self, device):
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32  # the interpreter multiplies bf16 wrongly
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+
+    def randn(self, *shape, dtype=None):
+        return torch.randn(*shape, device=self.device.type, dtype=dtype or self.dtype)
+
+    @contextlib.contextmanager
+    def on_stream(self):
+        """Autograd runs a backward pass on the stream of its forward pass: both must be on the one that is captured."""
+        if not self.on_gpu:
+            yield
+            return
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.synchronize()
+
+    def capture(self, calls, number):
+        """A graph of so many calls, which goes round the list."""
+        with self.on_stream():
+            for call in calls:  # compiles, and initialises the libraries
+                call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            for call in itertools.islice(itertools.cycle(calls), number):
+                call()
+        return graph
+
+    def microseconds(self, calls):
+        """Device time of one call, the median of replays of a graph that goes round the list."""
+        if not self.on_gpu:
+            return wall_seconds(calls, 1, self.device) * 1e6
+        graph = self.capture(calls, CALLS)
+        return median_replay_ms(graph, REPLAY_SECONDS, at_least=5, at_most=50) * 1e3 / CALLS
+
+    def flushed_ms(self, call):
+        """Device time of one call, the median of those that each find the cache flushed."""
+        if not self.on_gpu:
+            return wall_seconds([call], 1, self.device) * 1e3
+        graph = self.capture([call], 1)
+        # Flushing also gives the host the time to be ahead.
+        return median_replay_ms(graph, FLUSHED_SECONDS, at_least=10, at_most=100, before=flush_buffer().zero_)
+
+    def rate(self, calls, amount):
+        """{"us", "rate" in 10^12 of the amount a second, "error"} of calls, or of an exception in their place."""
+        try:
+            if isinstance(calls, Exception):
+                raise calls
+            us = self.microseconds(calls)
+            return {"us": us, "rate": amount / us / 1e6, "error": None}
+        except Exception as error:  # of this contender alone
+            return {"error": describe(error)}
+
+
+@functools.cache
+def flush_buffer():
+    return torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+
+
+def median_replay_ms(graph, seconds, at_least, at_most, before=lambda: None):
+    """The median time of a graph's replay, of as many as take so many seconds, each after a call of before()."""
+
+    def replay():
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    first = min(replay() for _ in range(3))
+    count = max(at_least, min(at_most, math.ceil(seconds * 1e3 / first)))
+    return statistics.median(replay() for _ in range(count))
+
+
+def copy_calls(bench, elements):
+    """(calls, bytes of one) of a kernel that reads and writes, the ceiling of all bandwidth.
+
+    A plain copy inside a graph goes to the copy engine, which is slower.
+    """
+    sets = [(bench.randn(elements), bench.randn(elements)) for _ in range(2)]
+    return [functools.partial(torch.neg, x, out=y) for x, y in sets], 2 * sets[0][0].nbytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Many calls, on the host's clock
+
+
+def wall_seconds(calls, number, device):
+    """Seconds of a call when so many follow each other, round the list, the host's part included."""
+    llama.synchronize(device)
+    start = time.perf_counter()
+    for call in itertools.islice(itertools.cycle(calls), number):
+        call()
+    llama.synchronize(device)
+    return (time.perf_counter() - start) / number
+
+
+def in_turns(windows, number):
+    """For each of the functions, its results: each is called once before any is called again."""
+    results = [[] for _ in windows]
+    for _ in range(number):
+        for window, own in zip(windows, results, strict=True):
+            own.append(window())
+    return results
+
+
+def percentiles(values):
+    return dict(zip(("p20", "median", "p80"), np.percentile(values, [20, 50, 80]).tolist(), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between two measurements
+
+
+def release(device, compiled=False):
+    """Give the memory of what is no longer referenced back."""
+    gc.collect()
+    if compiled:
+        torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def gradient_call(function, inputs, upstream):
+    """A call of the backward pass alone of function(*inputs); the graph behind it is kept."""
+    outputs = function(*inputs)
+    needed = [x for x in inputs if x.requires_grad]
+    return functools.partial(torch.autograd.grad, outputs, needed, upstream, retain_graph=True)
+
+
+def repeat_compiled_backward():
+    """Let a backward pass that torch.compile made run again on the same saved tensors."""
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Types of the options of a program that measures
+
+
+def time_limit(text):
+    if not float(text) >= 0:  # NaN is none either
+        raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
+    return float(text)
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive: give 1 or more")
+    return int(text)

@@ -1,0 +1,199 @@
+"""Bytes and operations of each kernel, counted once, and the sizes of the models that are measured.
+
+A kernel's function takes the tensors that it reads and writes (anything with nbytes and numel(), on any device) and
+returns its Work. Bytes are those that must move at least: each tensor once, twice where it is updated in place, however
+often the kernel reads it again from a cache. Operations are those of the kernel's source in fp32 arithmetic: an
+addition, multiplication, division, maximum, exponential or root is one each, a sigmoid three (exponential, addition,
+division), a product of matrices two for each pair that is multiplied. What happens once a row is left out.
+
+The operations of a whole step are those of its matrix products: tiny_llama_v3.model_tflops.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+SIZES = {  # of tiny_llama_v3.Config
+    "small": dict(batch_size=8, seq_len=128, hidden_dim=512, num_layers=8, num_heads=8),
+    "medium": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_layers=12, num_heads=16),
+    "large": dict(batch_size=4, seq_len=2048, hidden_dim=2048, num_layers=16, num_heads=32),
+    "tiny": dict(batch_size=2, seq_len=8, hidden_dim=32, num_layers=2, num_heads=4, vocab_size=32),
+}
+
+
+class Work(NamedTuple):
+    bytes: float
+    flop: float
+
+
+def moved(*tensors):
+    """Bytes of the tensors that there are: None counts nothing."""
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Normalisation. x has shape (rows, cols); without an addition there is no branch, and no residual is written.
+
+
+def rmsnorm(x, weight, y, rstd, branch=None, residual=None):
+    added = branch is not None
+    # The square and its sum, two products with rstd and weight; the addition.
+    return Work(moved(x, branch, residual, weight, y, rstd), (4 + added) * x.numel())
+
+
+def rmsnorm_backward(y_grad, x, weight, rstd, x_grad, residual_grad=None, partial=None):
+    # x * rstd; its product with y_grad, added to the weight's; y_grad * weight; its product with x * rstd, and the sum;
+    # the mean's product, a subtraction and a product with rstd; the addition of the residual's gradient.
+    flop = (9 + (residual_grad is not None)) * x.numel()
+    return Work(moved(y_grad, residual_grad, x, weight, rstd, x_grad, partial), flop)
+
+
+def column_sum(partial, total):
+    return Work(moved(partial, total), partial.numel())
+
+
+def layer_norm(x, weight, y, mean, rstd, bias=None, branch=None, residual=None):
+    # The sum; x - mean; its square and their sum; the products with rstd and weight; two additions that may be missing.
+    flop = (6 + (bias is not None) + (branch is not None)) * x.numel()
+    return Work(moved(x, branch, residual, weight, bias, y, mean, rstd), flop)
+
+
+def layer_norm_backward(
+    y_grad, x, weight, mean, rstd, x_grad, residual_grad=None, branch_grad=None, partial=None, bias=True, twice=False
+):
+    # (x - mean) * rstd; y_grad * weight and its sum; their product and its sum; y_grad's product and its sum for the
+    # weight; two subtractions, the mean's product and rstd's. Rows that are read twice make the first three again.
+    flop = (12 + 3 * twice + bias + (residual_grad is not None)) * x.numel()
+    return Work(moved(y_grad, residual_grad, x, weight, mean, rstd, x_grad, branch_grad, partial), flop)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention: q, o (batch, seq, heads, head_dim), k, v with kv_heads. Softmax is little beside the products.
+
+
+def attention_product(q):
+    """Operations of q k^T, or of any product with the (seq, seq) scores, of which the mask leaves half."""
+    batch, seq_len, heads, head_dim = q.shape
+    return batch * heads * seq_len**2 * head_dim
+
+
+def attention(q, k, v, o, lse):
+    return Work(moved(q, k, v, o, lse), 2 * attention_product(q))  # q k^T and p v
+
+
+def attention_backward(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad):
+    """What the gradient takes at least, by which implementations are rated against each other.
+
+    Five products: the scores again, o_grad v^T, and one for each of the three gradients.
+    """
+    return Work(moved(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad), 5 * attention_product(q))
+
+
+def attention_backward_dq(q, k, v, o, o_grad, lse, delta, q_grad, *tables):
+    return Work(moved(q, k, v, o, o_grad, lse, delta, q_grad, *tables), 3 * attention_product(q))  # scores, o_grad v^T
+
+
+def attention_backward_dkdv(q, k, v, o_grad, lse, delta, k_grad, v_grad, *tables):
+    # Scores and o_grad v^T once more, for two gradients. o is not read: delta stands for it.
+    return Work(moved(q, k, v, o_grad, lse, delta, k_grad, v_grad, *tables), 4 * attention_product(q))
+
+
+def attention_backward_fused(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad, *tables):
+    # Both of the above in one launch, side by side, each with its own scores and o_grad v^T: 3 + 4 products.
+    return Work(moved(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad, *tables), 7 * attention_product(q))
+
+
+def rope(n_rotated, itemsize, cos, sin):
+    # Of a pair of elements: four products, a subtraction and an addition.
+    return Work(2 * n_rotated * itemsize + moved(cos, sin), 3 * n_rotated)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rest
+
+
+def swiglu_activation(gate_up, hidden):
+    return Work(moved(gate_up, hidden), 5 * hidden.numel())  # a sigmoid and two products
+
+
+def swiglu_activation_backward(hidden_grad, gate_up):
+    # A sigmoid, silu; hidden_grad * up; 1 - sigmoid, its product with silu, the sum; the two gradients' products.
+    return Work(moved(hidden_grad, gate_up, gate_up), 10 * hidden_grad.numel())
+
+
+def swiglu_matmul(x, weight, gate_up, hidden):
+    # Two products of matrices, and the activation. gate_up is written for the backward pass.
+    return Work(moved(x, weight, gate_up, hidden), (4 * x.shape[1] + 5) * hidden.numel())
+
+
+def cross_entropy(logits, targets, losses):
+    """Loss and gradient, which overwrites the logits (rows, vocabulary)."""
+    # The maximum; the difference from it, in the base 2, its exponential and their sum: 5. The quotient, minus one at
+    # the target, times the scale: 3. A row that does not stay in registers is exponentiated again from its logits.
+    again = 3 if logits.shape[1] > 8192 else 0
+    return Work(moved(logits, logits, targets, losses), (8 + again) * logits.numel())
+
+
+def scale(factor):
+    return Work(moved(factor), 0)  # the usual factor of 1 leaves the tensor alone
+
+
+def embedding_backward(tokens, out_grad, weight_grad):
+    return Work(moved(tokens, out_grad, weight_grad, weight_grad), out_grad.numel())
+
+
+def adamw(param, remainder, grad, exp_avg, exp_avg_sq):
+    # The first moment: 3, the second: 4. Its root, corrected, plus eps: 3. The weight's decay, the step's product and
+    # quotient, their difference: 4. Splitting the weight into halves is done in integers.
+    return Work(2 * moved(param, remainder, exp_avg, exp_avg_sq) + moved(grad), 14 * param.numel())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+def mean(*works):
+    return Work(*(sum(values) / len(works) for values in zip(*works, strict=True)))
+
+
+def kernel_work(config):
+    """{kernel: Work} of one call in a step of this llama.Config; the average, where calls differ."""
+    dtype = torch.bfloat16 if config.use_amp else torch.float32
+
+    def tensor(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def heads(number):
+        return tensor(config.batch_size, config.seq_len, number, config.head_dim)
+
+    tokens, hidden, ffn, vocab = config.tokens_per_step, config.hidden_dim, config.ffn_dim, config.vocab_size
+    x, weight, row_statistic = tensor(tokens, hidden), tensor(hidden), tensor(tokens, dtype=torch.float32)
+    # Of the norms of a step the first has nothing to add, and the last receives no gradient of its residual.
+    others = 2 * config.num_layers
+    norm, added = rmsnorm(x, weight, x, row_statistic), rmsnorm(x, weight, x, row_statistic, x, x)
+    gradients = x, x, weight, row_statistic, x
+    q, kv = heads(config.num_heads), heads(config.num_kv_heads)
+    lse = tensor(config.batch_size, config.num_heads, config.seq_len, dtype=torch.float32)
+    tables = [tensor(config.seq_len, config.head_dim // 2, dtype=torch.float32)] * 2
+    gate_up, activated = tensor(tokens, 2 * ffn), tensor(tokens, ffn)
+    token_numbers = tensor(tokens, dtype=torch.int64)
+    kv_width = config.num_kv_heads * config.head_dim
+    layer = hidden * (2 * hidden + 2 * kv_width + 3 * ffn) + 2 * hidden
+    param = tensor(config.num_layers * layer + (vocab + 1) * hidden)
+    moment = tensor(*param.shape, dtype=torch.float32)
+    remainder = tensor(*param.shape, dtype=torch.int16) if config.use_amp else None
+    return {
+        "rmsnorm_kernel": mean(norm, *[added] * others),
+        "rmsnorm_backward_kernel": mean(rmsnorm_backward(*gradients), *[rmsnorm_backward(*gradients, x)] * others),
+        "rope_kernel": rope(tokens * (hidden + kv_width), dtype.itemsize, *tables),
+        "flash_attention_kernel": attention(q, kv, kv, q, lse),
+        "flash_attention_backward_kernel": attention_backward_fused(q, kv, kv, q, q, lse, q, kv, kv, *tables),
+        "flash_attention_backward_dq_kernel": attention_backward_dq(q, kv, kv, q, q, lse, lse, q, *tables),
+        "flash_attention_backward_dkdv_kernel": attention_backward_dkdv(q, kv, kv, q, lse, lse, kv, kv, *tables),
+        "swiglu_activation_kernel": swiglu_activation(gate_up, activated),
+        "swiglu_activation_backward_kernel": swiglu_activation_backward(activated, gate_up),
+        "swiglu_kernel": swiglu_matmul(x, tensor(2 * ffn, hidden), gate_up, activated),
+        "cross_entropy_kernel": cross_entropy(tensor(tokens, vocab), token_numbers, row_statistic),
+        "embedding_backward_kernel": embedding_backward(token_numbers, x, tensor(vocab, hidden)),
+        "adamw_kernel": adamw(param, remainder, param, moment, moment),
+    }

@@ -1,0 +1,394 @@
+"""The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from benchmarks import kernels, publish, steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+ON_GPU = torch.cuda.is_available()
+ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
+SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
+
+
+def run_steps(folder, *flags):
+    """(exit code, the result's only size)"""
+    code = steps.main([*SHORT, *flags, "--output-dir", str(folder)])
+    (path,) = folder.glob("steps_*.json")
+    return code, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    code, result = run_steps(folder, "--rows", *ROWS)
+    assert code == 0
+    return folder, result
+
+
+def test_every_row_has_a_time_or_a_reason(comparison):
+    _, result = comparison
+    size = result["sizes"]["tiny"]
+    assert list(size["rows"]) == [name for name in steps.ROWS if name in ROWS]
+    for name, row in size["rows"].items():
+        assert bool(row["error"]) == ("ms" not in row), name
+        assert bool(row["error"]) == (not size["gate"][row["implementation"]]["passed"])
+    for name in ("triton", "torch", "sdpa"):
+        assert size["rows"][name]["error"] is None
+    rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
+    assert result["command"] == f"python -m benchmarks.steps {' '.join(SHORT)} --rows {rows}"
+    assert result["environment"]["torch"] == torch.__version__
+
+
+def test_first_losses_agree(comparison):
+    losses = [row["first_loss"] for row in comparison[1]["sizes"]["tiny"]["rows"].values() if not row["error"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+
+
+def test_figures_follow_from_the_windows(comparison):
+    size = comparison[1]["sizes"]["tiny"]
+    rows = {name: row for name, row in size["rows"].items() if not row["error"]}
+    config = llama.Config(**size["config"])
+    for row in rows.values():
+        assert row["ms"]["median"] == pytest.approx(statistics.median(row["windows_ms"]))
+        assert row["ms"]["p20"] <= row["ms"]["median"] <= row["ms"]["p80"]
+        assert row["tokens_per_second"] == pytest.approx(config.tokens_per_step / row["ms"]["median"] * 1e3)
+        if "reference" in row:
+            pairs = zip(row["reference_windows_ms"], row["windows_ms"], strict=True)
+            assert row["ratio"]["median"] == pytest.approx(statistics.median(ours / theirs for ours, theirs in pairs))
+    taken_in_turns = sum((row["reference_windows_ms"] for row in rows.values() if row.get("reference") == "triton"), [])
+    assert rows["triton"]["windows_ms"] == taken_in_turns
+    peers = [name for name in rows if not name.startswith("triton")]
+    assert size["strongest_peer"] == min(peers, key=lambda name: rows[name]["ms"]["median"])
+    against_torch = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
+    assert against_torch["time_ratio"] == rows["torch"]["ratio"]["median"]
+
+
+def cut_swiglu(x, gate_up_weight, down_weight):
+    return llama.torch_swiglu(x, gate_up_weight.detach(), down_weight)
+
+
+def slanted_swiglu(x, gate_up_weight, down_weight):
+    return llama.torch_swiglu(x, gate_up_weight, down_weight) * 1.001
+
+
+@pytest.mark.parametrize("swiglu", [cut_swiglu, slanted_swiglu])
+def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
+    monkeypatch.setitem(llama.OPERATIONS, "sdpa", llama.OPERATIONS["sdpa"]._replace(swiglu=swiglu))
+    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
+    size = result["sizes"]["tiny"]
+    assert code == 1
+    assert "wrong gradients" in size["rows"]["sdpa"]["error"] and "ms" not in size["rows"]["sdpa"]
+    assert size["strongest_peer"] == "torch"
+
+
+def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
+    original = steps.Contender
+
+    def contender(row, *args):
+        if row.name == "torch":
+            raise torch.OutOfMemoryError("no room\nfor this")
+        return original(row, *args)
+
+    monkeypatch.setattr(steps, "Contender", contender)
+    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
+    rows = result["sizes"]["tiny"]["rows"]
+    assert code == 0
+    assert rows["torch"]["error"] == "OutOfMemoryError: no room"
+    assert rows["sdpa"]["error"] is None
+
+
+def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
+    _, result = run_steps(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
+    assert all("--time-limit" in row["error"] for row in result["sizes"]["tiny"]["rows"].values())
+
+
+def test_hugging_face_names_cover_the_model():
+    config = llama.Config(**steps.SIZES["tiny"])
+    names = [name for name, _ in llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).named_parameters()]
+    theirs = sum((steps.hf_names(name) for name in names), [])
+    assert len(set(theirs)) == len(theirs) == 2 + 9 * config.num_layers
+    assert "model.layers.1.self_attn.k_proj.weight" in theirs and "model.norm.weight" in theirs
+
+
+@pytest.mark.parametrize("script", [steps, kernels])
+def test_wrong_flags_end_in_one_line(capsys, script):
+    assert script.main(["--no-such-flag"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rows", "fastest"],
+        ["--windows", "0"],
+        ["--steps", "-1"],
+        ["--time-limit", "nan"],
+        ["--time-limit", "-5"],
+        ["--tiny", "--sizes", "small"],
+    ],
+)
+def test_wrong_values_end_in_one_line(capsys, flags):
+    assert steps.main(flags) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "measure_size", lambda *args: pytest.fail("work before the refusal"))
+    assert steps.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--sizes small large needs a GPU" in error and "--tiny" in error
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+def test_kernels_pass_their_checks(tmp_path):
+    assert kernels.main(["--output-dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("kernels_*.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert {case["group"] for case in cases} == set(kernels.CASES)
+    errors = [row["error"] for case in cases for row in case.get("contenders", {"": case}).values() if row.get("error")]
+    assert errors == []
+
+
+def test_kernels_need_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "benchmarks.kernels"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1 and "need a GPU" in process.stderr
+
+
+README = (
+    "# Title\n<!-- begin: steps -->\nold\n<!-- end: steps -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
+)
+TABLE_NUMBERS = {"steps": "20.0", "kernels": "125 us"}
+
+
+@pytest.fixture
+def synthetic(tmp_path):
+    """A README with markers, and a result of either kind."""
+    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
+    row = {"error": None, "peak_memory_mib": 2048.0, "mfu": 0.5, "tokens_per_second": 1e6}
+    times = {"triton graph": 10.0, "sdpa compile graph": 20.0}
+    rows = {name: row | {"ms": {"p20": ms, "median": ms, "p80": ms}} for name, ms in times.items()}
+    pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": 0.5, "memory_ratio": 1.0}
+    size = {
+        "config": {"batch_size": 8, "seq_len": 128, "hidden_dim": 512, "num_layers": 8, "num_heads": 8},
+        "precision": "bf16",
+        "rows": rows | {"hf": {"error": "transformers is not installed"}},
+        "strongest_peer": "sdpa compile graph",
+        "comparisons": [pair],
+    }
+    contenders = {
+        "triton": {"us": 100.0, "rate": 4.0, "error": None},
+        "torch": {"us": 125.0, "rate": 3.2, "error": None},
+    }
+    cases = [{"case": "rmsnorm forward", "unit": "TB/s", "contenders": contenders}]
+    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
+    results = {"steps": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
+    for name, result in results.items():
+        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    return readme, ["--pages", str(readme), "--results", str(tmp_path)]
+
+
+@pytest.mark.parametrize("name", TABLE_NUMBERS)
+def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
+    readme, flags = synthetic
+    assert publish.main(flags) == 0
+    text = readme.read_text()
+    assert "old" not in text and text.startswith("# Title\n") and "\ntext\n" in text
+    assert "takes 0.50 of the time of `sdpa compile graph`" in text and "transformers is not installed" in text
+    assert "Some GPU, PyTorch 2.11, Triton 3.6, 2026-01-02" in text
+    assert publish.main([*flags, "--check"]) == 0
+    number = TABLE_NUMBERS[name]
+    assert number in text
+    readme.write_text(text.replace(number, "1" + number, 1))
+    assert publish.main([*flags, "--check"]) == 1
+    assert "-| " in capsys.readouterr().out
+
+
+def test_tables_of_a_real_result(comparison, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    assert publish.main(["--pages", str(readme), "--results", str(comparison[0])]) == 0
+    assert "| triton |" in readme.read_text() and publish.NOT_MEASURED in readme.read_text()
+
+
+def test_tables_without_results(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README.replace("\nold\n", ""))
+    (tmp_path / "scaling_x.json").write_text('{"date": "2026", "size": "tiny"}')
+    assert publish.main(["--pages", str(readme), "--results", str(tmp_path)]) == 0
+    assert readme.read_text().count(publish.NOT_MEASURED) == 2
+
+
+def refused(capsys, flags, *pages):
+    """The line of a refusal, which left the pages as they were and nothing beside them."""
+    before = {page: page.read_text() for page in pages}
+    listing = sorted(path for page in pages for path in page.parent.iterdir())
+    capsys.readouterr()
+    assert publish.main(flags) == 2
+    assert {page: page.read_text() for page in pages} == before
+    assert sorted(path for page in pages for path in page.parent.iterdir()) == listing
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("publish.py: error: ")
+    return error
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_tables_refuse_a_folder_without_results(synthetic, capsys, tmp_path, check):
+    readme, _ = synthetic
+    for folder in (tmp_path / "none", tmp_path / "empty"):
+        error = refused(capsys, ["--pages", str(readme), "--results", str(folder), *check], readme)
+        assert f"--results {folder} holds no results" in error
+        (tmp_path / "empty").mkdir(exist_ok=True)
+
+
+def test_tables_never_drop_what_was_measured(synthetic, capsys, tmp_path):
+    readme, flags = synthetic
+    assert publish.main(flags) == 0
+    (tmp_path / "kernels_some-gpu_20260102_030405.json").unlink()
+    assert "has a table of kernels, and there is no result" in refused(capsys, flags, readme)
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda text: text[:-20], "cannot be read"),
+        (lambda text: "[]", "is no result"),
+        (lambda text: text.replace('"unit"', '"nit"'), "has no unit"),
+        (lambda text: text.replace('"date"', '"day"'), "has no date"),
+        (lambda text: text.replace('"us": 100.0', '"us": "fast"'), "a result of kernels is damaged"),
+        (lambda text: text.replace('"cases": [', '"cases": 1, "rest": ['), "a result of kernels is damaged"),
+    ],
+)
+def test_tables_name_a_damaged_result(synthetic, capsys, tmp_path, damage, reason):
+    readme, flags = synthetic
+    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
+    path.write_text(damage(path.read_text()))
+    error = refused(capsys, flags, readme)
+    assert reason in error
+    assert str(path) in error or "damaged" in error
+
+
+BEGIN, END = "<!-- begin: kernels -->", "<!-- end: kernels -->"
+
+
+@pytest.mark.parametrize(
+    "page, reason",
+    [
+        ("", "has no markers"),
+        (BEGIN, "out of order"),
+        (END, "out of order"),
+        (f"{END}\n{BEGIN}", "out of order"),
+        (f"{BEGIN} <!-- end: steps -->", "out of order"),
+        (f"{BEGIN} <!-- begin: steps --> {END} <!-- end: steps -->", "out of order"),
+        ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from steps"),
+    ],
+)
+def test_tables_name_a_page_with_wrong_markers_and_write_no_other(synthetic, capsys, page, reason):
+    readme, flags = synthetic
+    other = readme.with_name("OTHER.md")
+    other.write_text(f"# Other\n{page}\n")
+    for order in ([readme, other], [other, readme]):
+        error = refused(capsys, [*flags, "--pages", *map(str, order)], readme, other)
+        assert f"{other} has" in error and reason in error
+
+
+def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
+    readme, flags = synthetic
+    other = readme.with_name("OTHER.md")
+    other.write_text(README)
+    pages = ["--pages", str(readme), str(other)]
+    original = publish.shutil.copymode
+
+    def full_disk(source, target):
+        if Path(source).name == "OTHER.md":
+            raise OSError(28, "No space left on device", target)
+        original(source, target)
+
+    monkeypatch.setattr(publish.shutil, "copymode", full_disk)
+    assert "No space left on device" in refused(capsys, [*flags, *pages], readme, other)
+    monkeypatch.undo()
+    readme.chmod(0o640)
+    assert publish.main([*flags, *pages]) == 0
+    assert readme.read_text() == other.read_text() != README
+    assert readme.stat().st_mode & 0o777 == 0o640
+    assert "other.md cannot be read" in refused(capsys, [*flags, "--pages", "other.md"])
+
+
+def test_readme_shows_the_newest_results():
+    readme = ROOT / "README.md"
+    if not readme.exists() or "<!-- begin: steps -->" not in readme.read_text():
+        pytest.skip("README.md has no markers")
+    assert publish.main(["--check"]) == 0
+
+
+def test_cells_of_the_tables(synthetic, tmp_path):
+    """The fastest of several peers, how many times as long it takes, and the lower bound before the upper one."""
+    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["cases"][0]["contenders"]["compile"] = {"us": 500.0, "rate": 0.8, "error": None}
+    path.write_text(json.dumps(result))
+    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in publish.kernels_section(
+        tmp_path
+    )
+    path = tmp_path / "steps_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
+    path.write_text(json.dumps(result))
+    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in publish.steps_section(tmp_path)
+
+
+def test_pictures_and_the_cost_of_profiling(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    text = "".join(f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in ("pictures", "overhead"))
+    page.write_text(f"a\n{text}z\n")
+    (tmp_path / "kernels_of_another_day.json").write_text("{}")
+    flags = ["--pages", str(page), "--results", str(tmp_path)]
+    assert publish.main([*flags, "--check"]) == 1 and publish.main(flags) == 0
+    assert page.read_text().count("_Not measured yet._") == 2
+    (tmp_path / "timeline_stage5.png").touch()
+    row = {"tool": "torch.profiler", "ms": 9.0, "ratio": 2.0, "seconds": 12.0}
+    result = {"environment": {"device": "A GPU", "torch": "2.11"}, "date": "2030-01-02T03:04:05"}
+    result |= {"plain": {"ms": 4.5, "seconds": 8.0}, "scripts": {"get_trace.sh": row}}
+    (tmp_path / "overhead.json").write_text(json.dumps(result))
+    assert publish.main(flags) == 0
+    new = page.read_text()
+    assert "![" in new and "(benchmarks/results/timeline_stage5.png)" in new and "Not measured" not in new
+    assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.00 |" in new and "A GPU, PyTorch 2.11, 2030-01-02" in new
+    assert new.startswith("a\n") and new.endswith("\nz\n") and publish.main([*flags, "--check"]) == 0
+    (tmp_path / "overhead.json").write_text("{")
+    capsys.readouterr()
+    assert publish.main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "overhead.json cannot be read" in error
+    (tmp_path / "overhead.json").unlink()
+    assert publish.main(flags) == 2  # what was measured is not dropped in silence
+    assert "has a table of overhead" in capsys.readouterr().err and page.read_text() == new
+
+
+def test_links_start_at_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("<!-- begin: pictures --><!-- end: pictures -->")
+    (tmp_path / "roofline.png").touch()
+    (tmp_path / "overhead.json").write_text("{}")
+    assert publish.main(["--pages", str(page), "--results", str(tmp_path)]) == 0
+    assert "](../benchmarks/results/roofline.png)" in page.read_text()

@@ -1,0 +1,151 @@
+"""The benchmarks of nanogpt_triton: wrong results get no time, and the tables hold the figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from benchmarks import gpt, layer_norm, publish
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+ROWS = ["torch", "triton", "triton, addition apart"]
+README = "".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in ("layer_norm", "gpt", "scaling"))
+
+
+@pytest.fixture(autouse=True)
+def precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def newest(folder, benchmark):
+    (path,) = folder.glob(f"{benchmark}_*.json")
+    return json.loads(path.read_text())
+
+
+def run_gpt(folder, *flags):
+    return gpt.main(["--tiny", "--windows", "2", "--steps", "1", "--output-dir", str(folder), *flags])
+
+
+def test_layer_norm_times_every_pass(tmp_path):
+    flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
+    assert layer_norm.main(flags) == 0
+    cases = newest(tmp_path, "layer_norm")["cases"]
+    assert [case["case"] for case in cases] == ["GPT-2", "N = 96"]
+    for case in cases:
+        assert case["error"] is None and set(case["passes"]) == {"forward", "backward", "forward + backward"}
+        assert all(row["us"] > 0 for contenders in case["passes"].values() for row in contenders.values())
+        assert case["worst_error"] < 1e-5
+
+
+def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
+    def slanted(x, weight, bias):
+        return layer_norm.torch_layer_norm(x, weight, bias) * 1.001
+
+    monkeypatch.setattr(layer_norm, "triton_layer_norm", slanted)
+    flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
+    assert layer_norm.main(flags) == 1
+    assert all("y is" in case["error"] and "passes" not in case for case in newest(tmp_path, "layer_norm")["cases"])
+
+
+def test_time_limit_leaves_cases_out(tmp_path):
+    assert layer_norm.main(["--time-limit", "0", "--output-dir", str(tmp_path)]) == 0
+    assert all("--time-limit" in case["error"] for case in newest(tmp_path, "layer_norm")["cases"])
+
+
+def test_steps_are_timed_after_the_gate(tmp_path):
+    assert run_gpt(tmp_path, "--rows", *ROWS) == 0
+    result = newest(tmp_path, "gpt")
+    assert result["gate"]["error"] <= result["gate"]["allowed"]
+    rows = result["rows"]
+    assert list(rows) == ROWS and all(row["error"] is None for row in rows.values())
+    losses = [row["first_loss"] for row in rows.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    for name, row in rows.items():
+        assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["ms"]["median"] * 1e3)
+        assert ("speedup" in row) == (name != "torch")
+
+
+def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
+    forward = gpt.GPT.forward
+
+    def slanted(self, tokens, targets=None):
+        logits, loss = forward(self, tokens, targets)
+        return logits, loss * (1.1 if self.layer_norm == "triton" else 1.0)
+
+    monkeypatch.setattr(gpt.GPT, "forward", slanted)
+    assert run_gpt(tmp_path) == 1
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
+    class Failing(gpt.Contender):
+        def window(self, steps):
+            if self.row.layer_norm == "triton":
+                raise torch.OutOfMemoryError("no room\nfor this")
+            return super().window(steps)
+
+    monkeypatch.setattr(gpt, "Contender", Failing)
+    assert run_gpt(tmp_path, "--rows", "torch", "triton") == 0
+    rows = newest(tmp_path, "gpt")["rows"]
+    assert rows["triton"]["error"] == "OutOfMemoryError: no room" and rows["torch"]["ms"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        (gpt, ["--rows", "fastest"]),
+        (gpt, ["--windows", "0"]),
+        (gpt, ["--time-limit", "nan"]),
+        (layer_norm, ["--widths", "0"]),
+        (layer_norm, ["--time-limit", "-1"]),
+    ],
+)
+def test_wrong_flags_end_in_one_line(capsys, script, flags):
+    assert script.main(flags) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_gpt2_is_refused_at_once_without_a_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpt, "World", lambda *args: pytest.fail("work before the refusal"))
+    assert gpt.main(["--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "needs a GPU" in error and "--tiny" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_tables_hold_the_figures(tmp_path):
+    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
+    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
+    times = {"triton": {"us": 100.0, "rate": 3.0, "error": None}, "torch": {"us": 234.0, "error": None}}
+    passes = dict.fromkeys(("forward", "backward", "forward + backward"), times)
+    case = {"dtype": "bf16", "case": "N = 768", "shape": [4096, 768], "error": None, "passes": passes}
+    row = {"error": None, "ms": {"p20": 1.0, "median": 2.0, "p80": 3.0}, "tokens_per_second": 5e5, "mfu": 0.5}
+    row |= {"peak_memory_mib": 7.0, "speedup": {"peer": "torch", "median": 1.075}}
+    scaling = {"error": None, "ms": {"alone": 20.0, "exchanging": 25.0}, "tokens_per_second": 2e6, "efficiency": 0.8}
+    results = {
+        "layer_norm": {"copy_rate": 4.0, "cases": [case]},
+        "gpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
+        "scaling": {"size": "gpt2", "processes": 4, "rows": {"eager": scaling}},
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    flags = ["--pages", str(readme), "--results", str(tmp_path)]
+    assert publish.main(flags) == 0
+    text = readme.read_text()
+    assert "| bf16, 4,096 x 768 | 100 us, 75 % | 2.34 |" in text
+    assert "| triton | 2.00 | 1.00 – 3.00 | 500,000 | 50.0 % | 7 | 1.075 x `torch` |" in text and "no room" in text
+    assert "| eager | 20.0 ms | 25.0 ms | 2,000,000 | 80.0 % |" in text and "of 4 times one" in text
+    assert publish.main([*flags, "--check"]) == 0
+    readme.write_text(text.replace("2.34", "2.35"))
+    assert publish.main([*flags, "--check"]) == 1

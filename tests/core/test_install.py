@@ -1,0 +1,289 @@
+"""`make` sets up .venv: shown offline, with stand-in packages on a local index."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from profiling import doctor
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("make"), reason="needs make")]
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ["Makefile", "setup_env.sh", "requirements.txt", "requirements-dev.txt"]
+REQUIREMENT = re.compile(r"^([\w-]+)[>=]=([\d.]+)", re.MULTILINE)  # its name and lowest version
+TESTED_TORCH = ">=2.7,<2.14"
+NEWEST_TORCH = "2.13.0"
+VERSION = "__version__ = {version!r}"
+
+TORCH_SOURCE = """
+from types import SimpleNamespace
+__version__ = {version!r}
+version = SimpleNamespace(hip={hip!r})
+"""
+
+# Stands for the training script: tells where it finds modules and distributions.
+SCRIPT = """
+import json, importlib.metadata as metadata, importlib.util as util
+modules = {name: util.find_spec(name).origin for name in ("torch", "triton") if util.find_spec(name)}
+installed = [(dist.name, dist.version, str(dist.locate_file(""))) for dist in metadata.distributions()]
+print(json.dumps({**modules, "installed": installed}))
+"""
+
+
+def make_wheel(folder, name, version, module=None, source="", requires=()):
+    """Write a wheel that holds one module."""
+    module = module or name.replace("-", "_")
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    files = {
+        f"{module}.py": source,
+        f"{stem}.dist-info/METADATA": "\n".join(metadata) + "\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{stem}.dist-info/RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in {**files, f"{stem}.dist-info/RECORD": record}.items():
+            archive.writestr(path, text)
+    return wheel
+
+
+def publish(index, name, version, **wheel):
+    """Put a wheel on a package index that pip reads through a file:// address."""
+    make_wheel(index / name, name, version, **wheel)
+    links = (f'<a href="{path.name}">{path.name}</a>' for path in (index / name).glob("*.whl"))
+    (index / name / "index.html").write_text("\n".join(links))
+
+
+def rocm_wheels():
+    """ROCm's torch, and its triton, which another distribution owns."""
+    return [
+        dict(name="pytorch-triton-rocm", version="3.3.1", module="triton", source=VERSION.format(version="3.3.1")),
+        dict(
+            name="torch",
+            version="2.7.1+rocm6.4",
+            source=TORCH_SOURCE.format(version="2.7.1+rocm6.4", hip="6.4"),
+            requires=["pytorch-triton-rocm==3.3.1"],
+        ),
+    ]
+
+
+class Project:
+    """A copy of the set-up files, and a package index with a stand-in for every requirement."""
+
+    def __init__(self, folder):
+        self.root, self.pypi, self.rocm = folder / "a project", folder / "pypi", folder / "rocm"
+        self.venv = self.root / ".venv"
+        self.root.mkdir()
+        for name in FILES:
+            shutil.copy2(ROOT / name, self.root)
+        (self.root / "tiny_llama_v3.py").write_text(SCRIPT)
+        requirements = "".join((ROOT / name).read_text() for name in FILES if name.endswith(".txt"))
+        for name, version in REQUIREMENT.findall(requirements):
+            publish(self.pypi, name, version, source=VERSION.format(version=version))
+        publish(self.pypi, "torch", NEWEST_TORCH, source=TORCH_SOURCE.format(version=NEWEST_TORCH, hip=None))
+        for wheel in rocm_wheels():
+            publish(self.rocm, **wheel)
+        own = ("PIP_", "PYTHON", "MAKE", "MFLAGS", "VIRTUAL_ENV", "TORCH_INDEX")
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        self.env |= {"PIP_INDEX_URL": self.pypi.as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+        # User packages come before the base interpreter's, whatever those are.
+        self.env["PYTHONUSERBASE"] = str(folder / "user")
+
+    def make(self, *goals, python, torch_index=""):
+        command = ["make", *goals, f"PYTHON={python}", f"TORCH_INDEX={torch_index}"]
+        return subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=300)
+
+    def run(self, python, torch_index=""):
+        """`make run`, and what the script saw."""
+        done = self.make("run", python=python, torch_index=torch_index)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-2])  # the last line says how to go on
+
+    def pip_install(self, *packages):
+        """What a user types in .venv: pip's configuration files count, of which .venv's is one."""
+        env = {name: value for name, value in self.env.items() if name != "PIP_CONFIG_FILE"}
+        # Set, they take the place of what this machine's configuration says.
+        env |= {"PIP_EXTRA_INDEX_URL": self.pypi.as_uri(), "PIP_FIND_LINKS": str(self.pypi)}
+        command = [self.venv / "bin/python", "-m", "pip", "install", *packages]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def owned(seen, folder):
+    """Name and version of the distributions that lie under folder."""
+    return {name: version for name, version, place in seen["installed"] if Path(place).is_relative_to(folder)}
+
+
+def site_packages(environment):
+    return next(environment.glob("lib/python*/site-packages"))
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """An interpreter without torch."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    return tmp_path / "bare/bin/python"
+
+
+@pytest.fixture(params=["venv", "system"])
+def cluster(request, project, tmp_path):
+    """An interpreter that imports ROCm's torch, and the folder that holds it."""
+    if request.param == "venv":
+        venv.create(tmp_path / "parent", symlinks=True)
+        python, folder = tmp_path / "parent/bin/python", site_packages(tmp_path / "parent")
+    else:
+        python = Path(sys.executable).resolve()
+        command = [python, "-m", "site", "--user-site"]
+        folder = Path(subprocess.run(command, env=project.env, capture_output=True, text=True).stdout.strip())
+    for wheel in rocm_wheels():
+        zipfile.ZipFile(make_wheel(tmp_path / "wheels", **wheel)).extractall(folder)
+    return python, folder
+
+
+def test_torch_range_is_the_tested_one():
+    assert re.search(r"^torch(\S*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1] == TESTED_TORCH
+    (_, oldest), (_, newest) = doctor.TESTED_TORCH
+    assert TESTED_TORCH == f">=2.{oldest},<2.{newest + 1}"
+
+
+def test_version_is_the_same_everywhere():
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in citation
+    date = re.search(r"^date-released: (.*)$", citation, re.MULTILINE)[1]
+    releases = re.findall(r"^## \[(\d.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == f"{version}] - {date}"
+
+
+def test_wheel_holds_what_other_code_can_import(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tiny_llama_v3.py", "nanogpt_triton", "benchmarks"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    assert {Path(name).parts[0] for name in names if "dist-info" not in name} == {"tiny_llama_v3.py", "nanogpt_triton"}
+    assert "nanogpt_triton/kernels/layer_norm.py" in names
+    assert "License-Expression: MIT" in metadata and "Requires-Dist" not in metadata
+
+
+def test_torch_of_the_interpreter_is_kept(project, cluster):
+    python, folder = cluster
+    seen = project.run(python)
+    assert seen["torch"] == str(folder / "torch.py")
+    assert seen["triton"] == str(folder / "triton.py")
+    assert owned(seen, folder) == {"torch": "2.7.1+rocm6.4", "pytorch-triton-rocm": "3.3.1"}
+    assert {"numpy", "matplotlib"} <= owned(seen, project.venv).keys()
+    assert project.make("test", python=python).returncode == 0
+    seen = project.run(python)
+    assert "pytest" in owned(seen, project.venv)
+    assert not {"torch", "triton"} & owned(seen, project.venv).keys()
+
+
+@pytest.mark.parametrize("cluster", ["venv"], indirect=True)
+def test_dependency_cannot_bring_a_second_triton(project, cluster):
+    python, _ = cluster
+    version = dict(REQUIREMENT.findall((ROOT / "requirements.txt").read_text()))["matplotlib"]
+    publish(project.pypi, "matplotlib", version, requires=["triton"])
+    done = project.make("run", python=python)
+    assert done.returncode != 0 and "triton<0" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("cluster", ["venv"], indirect=True)
+def test_later_install_cannot_bring_a_second_triton(project, cluster):
+    publish(project.pypi, "liger-kernel", "0.6.0", requires=["triton>=2.3"])
+    project.run(cluster[0])
+    done = project.pip_install("liger-kernel")
+    assert done.returncode != 0 and "triton<0" in done.stdout + done.stderr
+    publish(project.pypi, "harmless", "1.0", requires=["torch>=2.7"])
+    assert project.pip_install("harmless").returncode == 0
+
+
+@pytest.mark.parametrize("cluster", ["venv"], indirect=True)
+@pytest.mark.parametrize("version, warns", [("2.7.0a0+git1", False), ("2.14.0a0", True)])
+def test_untested_torch_is_kept_with_a_warning(project, cluster, version, warns):
+    python, folder = cluster
+    (folder / "torch.py").write_text(TORCH_SOURCE.format(version=version, hip="6.4"))
+    done = project.make("run", python=python)
+    assert done.returncode == 0
+    warning = f"setup_env.sh: warning: torch {version} is kept; tested is torch{TESTED_TORCH}"
+    assert done.stderr.splitlines().count(warning) == warns
+
+
+@pytest.mark.parametrize("triton, numpy", [("3.6.0", "2.3.5"), ("3.10.0", "2.4.0")])
+def test_numpy_is_one_that_triton_can_interpret_with(project, bare, triton, numpy):
+    publish(project.pypi, "triton", triton, source=VERSION.format(version=triton))
+    for version in ("2.3.5", "2.4.0"):
+        publish(project.pypi, "numpy", version)
+    installed = owned(project.run(bare), project.venv)
+    assert (installed["triton"], installed["numpy"]) == (triton, numpy)
+
+
+def test_torch_index_brings_its_own_triton(project, bare):
+    installed = owned(project.run(bare, torch_index=project.rocm.as_uri()), project.venv)
+    assert installed["torch"] == "2.7.1+rocm6.4"
+    assert "pytorch-triton-rocm" in installed and "triton" not in installed
+
+
+def test_bare_interpreter_gets_the_requirements_once(project, bare):
+    seen = project.run(bare)
+    assert seen["torch"] == str(site_packages(project.venv) / "torch.py")
+    expected = dict(REQUIREMENT.findall((ROOT / "requirements.txt").read_text())) | {"torch": NEWEST_TORCH}
+    if sys.platform != "linux":
+        del expected["triton"]
+    assert expected.items() <= owned(seen, project.venv).items()
+
+    stamp = project.venv / "run.stamp"
+    before = stamp.stat().st_mtime_ns
+    again = project.make("run", python=bare)
+    assert len(again.stdout.splitlines()) == 3  # the script's command line, its output and how to go on
+    go_on = again.stdout.splitlines()[-1].partition(": ")[2].removesuffix(" --help")
+    done = subprocess.run(go_on, shell=True, cwd=project.root, env=project.env, capture_output=True, text=True)
+    assert json.loads(done.stdout)["torch"] == seen["torch"]
+    assert stamp.stat().st_mtime_ns == before
+    (project.root / "requirements.txt").touch()
+    assert project.make("-q", ".venv/run.stamp", python=bare).returncode == 1
+
+
+def test_failed_and_broken_installs_are_repaired(project, bare):
+    (project.pypi / "matplotlib").rename(project.pypi / "hidden")
+    assert project.make("run", python=bare).returncode != 0
+    assert not (project.venv / "run.stamp").exists()
+    (project.pypi / "hidden").rename(project.pypi / "matplotlib")
+    project.run(bare)
+    (project.venv / "bin/python").unlink()
+    project.run(bare)
+
+
+def test_moved_checkout_is_set_up_anew(project, bare, tmp_path):
+    project.run(bare)
+    project.root = project.root.rename(tmp_path / "elsewhere")
+    project.venv = project.root / ".venv"
+    project.run(bare)
+    done = subprocess.run(["bin/pip", "--version"], cwd=project.venv, capture_output=True, text=True)
+    assert str(project.venv) in done.stdout and project.pip_install("numpy").returncode == 0
+
+
+def test_missing_ensurepip_is_named(project, bare, tmp_path):
+    (tmp_path / "ensurepip.py").write_text("raise ImportError")
+    project.env["PYTHONPATH"] = str(tmp_path)
+    done = project.make("run", python=bare)
+    assert done.returncode != 0 and "apt install python3-venv" in done.stderr

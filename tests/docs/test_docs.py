@@ -1,0 +1,239 @@
+"""The documentation is true: blocks run, links resolve, flags exist, every measured number comes from a file.
+
+The `sh` and `python` blocks of the pages at the top and in exercises/ are executed in a copy of the project, where
+`python` and `make` are shims: the same programs at small sizes. A block that begins with "# needs a GPU:" or "# needs
+ROCm:" and a reason shows nothing without one; it runs all the same, with a stand-in for rocprofv3. A `bash` block is
+for another machine (a container, a job script): its syntax and the files that it names are checked.
+"""
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import tiny_llama_v3 as llama
+from benchmarks import publish
+from tests.docs import preloaded_python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+LEFT_OUT = {".venv", "tests", "results", "triton_profiles"}
+PAGES = [page for page in sorted(ROOT.rglob("[!.]*.md")) if not LEFT_OUT & set(page.relative_to(ROOT).parts)]
+PAGES = [page for page in PAGES if not page.relative_to(ROOT).parts[0].startswith(".")]
+EXECUTED = [page for page in PAGES if page.parent == ROOT or ROOT / "exercises" in page.parents]
+
+
+def page_name(page):
+    return str(page.relative_to(ROOT))
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self):
+        return f"{page_name(self.page)}:{self.line}"
+
+
+def blocks_of(page):
+    """The fenced blocks, also those that are indented in a list."""
+    text = page.read_text()
+    for fence in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```", text, flags=re.M | re.S):
+        code = re.sub(f"^{fence[1]}", "", fence[3], flags=re.M)
+        yield Block(page, text[: fence.start()].count("\n") + 1, fence[2], code)
+
+
+BLOCKS = [block for page in EXECUTED for block in blocks_of(page)]
+RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python")]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Blocks
+
+MODEL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 32 --vocab-size 32 --warmup-steps 1"
+TINY = f"{MODEL} --batch-size 1 --seq-len 8 --num-steps 2"
+# What a program of the documentation gets behind its own options; the last one of a kind counts.
+SMALL = {
+    "tiny_llama_v3.py": TINY,
+    "v3_stage*.py": TINY,
+    "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
+    "overhead.py|profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+}
+SHIM = """#!/usr/bin/env bash
+program=${{1##*/}}
+[ "$program" != -m ] || program=$2
+if [ "$program" = exercises.performance_debugging.replay ]; then
+    own=() theirs=() profile=--no-profile
+    while (($#)) && [ "$1" != -- ]; do own+=("$1") && shift; done
+    (($#)) && shift && theirs=("$@")
+    [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] && profile=  # its profiles are read afterwards
+    exec {real} "${{own[@]}}" --batch-size 1 --seq-len 8 --num-steps 1 $profile -- "${{theirs[@]}}" {model}
+fi
+case $program in
+{cases}
+esac
+exec {real} "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """run(block) executes a block in a copy of the project."""
+    folder = tmp_path_factory.mktemp("docs")
+    server = preloaded_python.Server(folder)
+    copy, shims = folder / "project", folder / "bin"
+    ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    shims.mkdir()
+    cases = "\n".join(f'{program}) exec {server.executable} "$@" {options} ;;' for program, options in SMALL.items())
+    for name in ("python", "python3"):
+        (shims / name).write_text(SHIM.format(real=server.executable, model=MODEL, cases=cases))
+    (shims / "make").write_text(f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n')
+    stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
+    (shims / "rocprofv3").write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
+    for shim in shims.iterdir():
+        shim.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHON")}
+    environment |= {"PATH": f"{shims}:{os.environ['PATH']}"}
+
+    @functools.cache  # some pages begin with the same block
+    def run(language, code):
+        (copy / "block.py").write_text(code)
+        # A failure before a pipe shall show, but not that `head` leaves before its writer is done.
+        patient_head = 'head() { command head "$@" && cat >/dev/null; }\n'
+        command = ["bash", "-euo", "pipefail", "-c", patient_head + code if language == "sh" else "python block.py"]
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
+
+    server.wait_until_ready()
+    yield run
+    server.stop()
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+def test_a_block_runs(block, project):
+    done = project(block.language, block.code)
+    assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_blocks_are_of_a_kind_that_runs_and_say_what_they_need():
+    assert len(RUNNABLE) > 40
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", ""}
+    for block in BLOCKS:
+        if block.language == "":  # a tree of files, an output
+            assert not re.search(r"^(\$ |python |\./)", block.code, flags=re.M), (
+                f"{block}: commands belong in a sh block"
+            )
+        for line in re.findall(r"^# needs .*", block.code, flags=re.M):
+            assert re.match(r"# needs (a GPU|ROCm): \S+ \S+ \S", line), f"{block}: {line} gives no reason"
+        assert "# needs ROCm: " in block.code or not re.search("^roc", block.code, flags=re.M), block
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_a_block_for_another_machine_is_well_formed(block):
+    subprocess.run(["bash", "-n", "-c", block.code], check=True)
+    for name in re.findall(r"(?<![\w/.$-])[\w/]+\.(?:sh|py)\b", block.code):
+        assert (ROOT / name).exists(), f"{block}: {name}"
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(re.findall(r"\bmake ([\w-]+)", block.code)) <= set(targets), block
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Links, flags, tables, numbers
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_relative_link_resolves(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists() and ROOT in (linked, *linked.parents), f"{page_name(page)}: {target}"
+        if anchor:
+            assert anchor in anchors_of(linked), f"{page_name(page)}: {target} has no such heading"
+
+
+def without_generated(text):
+    if "<!-- Generated by" in text:  # the whole page
+        return ""
+    return re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->|```bash\n.*?```", "", text, flags=re.S)
+
+
+# Of programs that this project only names: rocprof and rocprofv2, in the table of their successors; Perfetto; pip.
+FOREIGN_FLAGS = {"--plugin", "--basenames", "--roctx-trace", "--roctx-rename", "--list-basic", "--list-derived"}
+FOREIGN_FLAGS |= {"--timestamp", "--help", "--httpd", "--no-deps"}
+FLAG = r"(?<![\w-])--[a-z][\w-]*\w"
+SOURCES = [path for kind in ("*.py", "*.sh", "Makefile") for path in ROOT.rglob(kind) if ".venv" not in path.parts]
+
+
+def test_every_flag_that_a_page_names_exists():
+    known = {llama.flag_of(name) for name in llama.Config.__dataclass_fields__} | FOREIGN_FLAGS
+    for path in SOURCES:
+        if path.name != "test_docs.py":
+            known |= set(re.findall(FLAG, path.read_text()))
+            traces = re.findall(r'"([a-z-]+-trace|[a-z]+(?:-[a-z]+)+|stats)"', path.read_text())
+            known |= {f"--{name}" for name in traces} if "fakes" in path.parts else set()
+            settings = re.findall(r"^ *(\w+): \w+ = setting\(", path.read_text(), flags=re.M)
+            known |= {f"--{name}" for name in settings} if "nanogpt_triton" in path.parts else set()
+    named = {page_name(page): set(re.findall(FLAG, without_generated(page.read_text()))) for page in PAGES}
+    assert {name: flags - known for name, flags in named.items() if flags - known} == {}
+
+
+def test_stage_tables_match_the_script():
+    rows = re.findall(r"^\| (\d) ([\w ]+?) \| (.*?) \|", (ROOT / "README.md").read_text(), flags=re.M)
+    assert [int(number) for number, _, _ in rows] == list(llama.STAGES)
+    for number, _, wrong in rows:
+        flags = [llama.flag_of(name) for name in llama.stage_flags(int(number))]
+        named = re.findall(r"--[a-z-]+", wrong)
+        assert named == flags[: len(named)]
+        assert len(named) == len(flags) or "all that follows" in wrong
+    titles = {number: title.split(" instead of ")[0] for number, title in llama.STAGES.items()}
+    for name in ("README_WORKSHOP.md", "exercises/performance_debugging/WORKSHOP_GUIDE.md"):
+        rows = re.findall(r"^\| (\d) ([\w ]+?) \|", (ROOT / name).read_text(), flags=re.M)
+        assert {int(number): title for number, title in rows} == titles, name
+
+
+def test_exit_codes_are_documented():
+    for text in (llama.__doc__, (ROOT / "README.md").read_text()):
+        assert re.search(
+            r"Exit codes: 0 done\W+1 a check failed.* diverged.*\b2 .*\b130\s+interrupted.*\b141 ", text, flags=re.S
+        )
+
+
+def test_measured_tables_are_what_the_results_say(capsys):
+    assert publish.main(["--check"]) == 0, capsys.readouterr().out
+
+
+MEASURED = r"(?<![\w.])\d[\d.,]*[ -]?(?:ms|us|µs|samples/s(?:ec)?|tokens/s|tok/s|[GT]B/s|[GMT]FLOP/s|MiB|GiB)\b"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_no_number_that_looks_measured_stands_outside_the_generated_tables(page):
+    text = without_generated(page.read_text())
+    assert not re.findall(f".*{MEASURED}.*", text)
+
+
+def test_commands_of_the_script_s_help_parse():
+    commands = re.findall(r"^ {4}python (.*?)(?:  .*)?$", llama.__doc__, flags=re.M)
+    assert len(commands) > 5
+    for command in commands:
+        script, *arguments = shlex.split(command)
+        if "--list-stages" not in arguments:
+            llama.parse_config(arguments, script)

@@ -1,0 +1,63 @@
+"""Results on disk: whole, never overwritten, and refused with a reason when they are damaged."""
+
+import json
+import math
+
+import pytest
+
+import tiny_llama_v3 as llama
+from measure import results
+
+
+def test_results_are_whole_and_never_overwritten(tmp_path):
+    result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
+    files = [results.ResultFile(tmp_path, result) for _ in range(2)]
+    for file in files:
+        file.stem = "steps_some-gpu-80-gb_20260101_000000"
+        file.save(result)
+    files[1].save(result | {"number": 2})
+    with pytest.raises(TypeError):
+        files[1].save({"number": object()})
+    assert [json.loads(file.path.read_text())["number"] for file in files] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files[0].stem}.json", f"{files[0].stem}_1.json"]
+
+
+def test_a_replaced_file_is_whole_or_as_before(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    results.write_json(path, {"loss": [1.0, math.nan, math.inf, -math.inf]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
+    for broken, error in (({"number": object()}, TypeError), ({"number": 10**5000}, ValueError)):
+        with pytest.raises(error):
+            results.write_json(path, broken)
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"] and "Infinity" not in path.read_text()
+    results.write_json(path, {"number": 2})
+    assert json.loads(path.read_text()) == {"number": 2}
+
+
+def test_the_header_says_how_to_repeat_it_without_the_private_folder():
+    header = results.header("steps", llama.get_device("cpu"), ["--rows", "triton graph", "--output-dir", "/home/me/x"])
+    assert header["command"] == "python -m benchmarks.steps --rows 'triton graph'"
+    assert header["benchmark"] == "steps" and header["environment"]["torch"]
+
+
+@pytest.mark.parametrize(
+    "text, reason", [("{", "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed")]
+)
+def test_a_damaged_result_is_named(tmp_path, text, reason):
+    path = tmp_path / "steps.json"
+    path.write_text(text)
+    with pytest.raises(llama.UsageError, match=reason) as error:
+        results.read_result(path)["a"]["speed"]
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_newest_comes_first(tmp_path):
+    for name, date in (("steps_a", "2026-01-02"), ("steps_b", "2026-01-03"), ("gpt_c", "2026-01-04")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": date}))
+    assert [name for name, _ in results.newest_first(tmp_path, "steps")] == ["steps_b.json", "steps_a.json"]
+
+
+def test_an_error_in_one_line():
+    assert results.describe(results.Unavailable("needs a GPU")) == "needs a GPU"
+    assert results.describe(RuntimeError("no room\nfor this")) == "RuntimeError: no room"
+    assert results.describe(KeyError()) == "KeyError"

@@ -1,0 +1,107 @@
+"""What is made of a clock's readings: units, calls, turns, flushed caches."""
+
+import argparse
+import math
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from measure import timing
+from measure.results import Unavailable
+
+CPU = llama.get_device("cpu")
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that only work moves: a function that lets some seconds pass."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(seconds):
+        now[0] += seconds
+
+    return work
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A device whose graph replays in 4 ms, ran or not."""
+
+    class Nothing:
+        def __init__(self, *args, **kwargs): ...
+        def __enter__(self): ...
+        def __exit__(self, *args): ...
+        def record(self): ...
+        def replay(self): ...
+        def synchronize(self): ...
+        def elapsed_time(self, end):
+            return 4.0
+
+    for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return timing.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32))
+
+
+def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(pretended_gpu):
+    called = []
+    calls = [lambda index=index: called.append(index) for index in range(3)]
+    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / timing.CALLS)
+    assert called == [0, 1, 2] + [index % 3 for index in range(timing.CALLS)]
+
+
+def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_replay(pretended_gpu, monkeypatch):
+    flushed, called = [], []
+    monkeypatch.setattr(timing, "flush_buffer", lambda: Buffer(flushed))
+    assert pretended_gpu.flushed_ms(lambda: called.append(1)) == pytest.approx(4.0)
+    assert called == [1, 1]  # to compile it, and to capture it
+    assert len(flushed) == 3 + math.ceil(timing.FLUSHED_SECONDS * 1e3 / 4)
+
+
+class Buffer:
+    def __init__(self, flushed):
+        self.flushed = flushed
+
+    def zero_(self):
+        self.flushed.append(True)
+
+
+def test_a_call_on_a_cpu_is_timed_once(ticking):
+    bench = timing.Bench(CPU)
+    assert bench.microseconds([lambda: ticking(3e-6), pytest.fail]) == pytest.approx(3.0)
+    assert bench.flushed_ms(lambda: ticking(3e-3)) == pytest.approx(3.0)
+
+
+def test_seconds_of_a_call_among_many_that_go_round(ticking):
+    order = []
+    calls = [lambda name=name: order.append(name) or ticking(2.0) for name in "ab"]
+    assert timing.wall_seconds(calls, 5, CPU) == pytest.approx(2.0)
+    assert "".join(order) == "ababa"
+
+
+def test_a_rate_is_the_amount_over_the_time_or_the_reason_why_not():
+    bench = timing.Bench(CPU)
+    bench.microseconds = lambda calls: 50.0
+    assert bench.rate([None], 2e9) == {"us": 50.0, "rate": pytest.approx(40.0), "error": None}
+    assert bench.rate(Unavailable("needs a GPU"), 1) == {"error": "needs a GPU"}
+    bench.microseconds = lambda calls: 1 / 0
+    assert bench.rate([None], 1) == {"error": "ZeroDivisionError: division by zero"}
+
+
+def test_windows_take_turns():
+    order = []
+    windows = [lambda name=name: order.append(name) or name * 2 for name in "ab"]
+    assert timing.in_turns(windows, 3) == [["aa"] * 3, ["bb"] * 3]
+    assert "".join(order) == "ababab"
+
+
+def test_percentiles():
+    assert timing.percentiles([5.0, 1.0, 4.0, 2.0, 3.0]) == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
+
+
+@pytest.mark.parametrize("kind, text", [(timing.positive, "0"), (timing.time_limit, "-1"), (timing.time_limit, "nan")])
+def test_options_out_of_range(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not .*: give"):
+        kind(text)

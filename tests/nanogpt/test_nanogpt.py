@@ -1,0 +1,1236 @@
+"""nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
+
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from nanogpt_triton import checkpoint, sample, train
+from nanogpt_triton.dataset import Batches, Characters, Writer, read_meta
+from nanogpt_triton.model import GPT, GPTConfig, from_hugging_face
+from tiny_llama_v3 import UsageError
+
+FOLDER = Path(train.__file__).parent
+TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16)
+CONFIG = GPTConfig(vocab_size=27, bias=True, **TINY)
+SETTINGS = TINY | dict(
+    dataset="letters", batch_size=4, gradient_accumulation_steps=2, eval_iters=2, eval_interval=4, max_iters=12,
+    warmup_iters=2, lr_decay_iters=12, learning_rate=1e-2, log_interval=1, compile=False, device="cpu",
+)  # fmt: skip
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+STATE = {"model": {}, "model_args": vars(CONFIG), "iter_num": 1}  # the least that a checkpoint holds
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A dataset of letters that come in alphabetical order, mostly."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.where(torch.rand(20000, generator=generator) < 0.9, 1, 5)
+    letters = (steps.cumsum(0) % 27).tolist()
+    with Writer(folder / "letters") as writer:
+        writer.add("train", letters[:18000])
+        writer.add("val", letters[18000:])
+        writer.finish(Characters(LETTERS))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in the same order here and in other processes; and no trace of a run's precision in other tests."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+
+
+def arguments(data_dir, out_dir, **settings):
+    settings = SETTINGS | {"data_dir": data_dir, "out_dir": out_dir} | settings
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def run(data_dir, out_dir, **settings):
+    return train.main(arguments(data_dir, out_dir, **settings))
+
+
+def start(data_dir, out_dir, processes=1, script="train.py", **settings):
+    program = [sys.executable, "-u"]
+    if processes > 1:
+        program += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*program, str(FOLDER / script), *arguments(data_dir, out_dir, **settings)]
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def weights(out_dir, name=checkpoint.NAME):
+    return checkpoint.load(Path(out_dir) / name)["model"]
+
+
+def assert_same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+# --- model
+
+
+def make_model(layer_norm="torch", config=CONFIG):
+    torch.manual_seed(0)
+    return GPT(config, layer_norm, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tokens_for(model, rows=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(27, (rows, 16), generator=generator).to(model.lm_head.weight.device)
+
+
+def test_initial_loss_is_that_of_guessing(capsys):
+    model = make_model()
+    tokens = tokens_for(model, rows=16)
+    logits, loss = model(tokens, tokens.roll(1))
+    assert logits.shape == (16, 16, 27)
+    assert loss.item() == pytest.approx(math.log(27), abs=0.05)
+    assert "using PyTorch's LayerNorm" in capsys.readouterr().out
+
+
+def test_a_token_sees_only_what_came_before():
+    model = make_model().eval()
+    tokens = tokens_for(model)
+    changed = tokens.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 27
+    before, after = (model(t, t)[0] for t in (tokens, changed))
+    assert torch.allclose(before[:, :8], after[:, :8], atol=1e-5)
+    assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
+
+
+def test_last_logits_alone_are_those_of_all():
+    model = make_model().eval()
+    tokens = tokens_for(model)
+    last, loss = model(tokens)
+    assert loss is None and last.shape == (2, 1, 27)
+    torch.testing.assert_close(last[:, 0], model(tokens, tokens)[0][:, -1])
+
+
+def test_ignored_targets_count_nothing():
+    model = make_model()
+    tokens = tokens_for(model)
+    targets = tokens.clone()
+    targets[1] = -1
+    torch.testing.assert_close(model(tokens, targets)[1], model(tokens[:1], tokens[:1])[1])
+
+
+def reference_logits(state, tokens, n_layer=2, n_head=2):
+    """GPT-2 from its formulas, in float64."""
+    state = {name: tensor.double() for name, tensor in state.items()}
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    T = tokens.shape[1]
+    future = torch.ones(T, T, dtype=torch.bool, device=tokens.device).triu(1)
+    x = state["transformer.wte.weight"][tokens] + state["transformer.wpe.weight"][:T]
+    for layer in (f"transformer.h.{number}" for number in range(n_layer)):
+        heads = []
+        q, k, v = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn").chunk(3, -1)
+        for qh, kh, vh in zip(*(part.chunk(n_head, -1) for part in (q, k, v)), strict=True):
+            scores = (qh @ kh.mT / qh.shape[-1] ** 0.5).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ vh)
+        x = x + linear(torch.cat(heads, -1), f"{layer}.attn.c_proj")
+        h = linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc")
+        x = x + linear(h * (1 + torch.erf(h / 2**0.5)) / 2, f"{layer}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ state["transformer.wte.weight"].T
+
+
+def test_logits_are_those_of_the_formulas():
+    model = make_model().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from their start, where norms and biases do little
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        tokens = tokens_for(model)[:, :11]
+        logits, loss = model(tokens, tokens.roll(-1, dims=1))
+    expected = reference_logits(model.state_dict(), tokens)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    chosen = expected.log_softmax(-1).gather(-1, tokens.roll(-1, dims=1)[..., None])
+    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
+def test_dropout_acts_in_training_only(place):
+    model = make_model()
+    module = model.transformer.get_submodule(place)
+    setattr(module, "dropout" if place.endswith("attn") else "p", 0.5)
+    tokens = tokens_for(model)
+    assert not torch.equal(model(tokens)[0], model(tokens)[0])
+    model.eval()
+    assert torch.equal(model(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_changes_neither_loss_nor_gradients(capsys, bias):
+    config = GPTConfig(vocab_size=27, bias=bias, **TINY)
+    results = []
+    for layer_norm in ("torch", "triton"):
+        model = make_model(layer_norm, config)
+        tokens = tokens_for(model)
+        loss = model(tokens, tokens.roll(1, dims=1))[1]
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert "using Triton-accelerated LayerNorm" in capsys.readouterr().out
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+def test_model_compiles_without_a_graph_break():
+    model = make_model("triton")
+    tokens = tokens_for(model)
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_every_weight_gets_a_gradient_and_matrices_decay():
+    model = make_model()
+    model(*[tokens_for(model)] * 2)[1].backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    decayed, others = model.make_optimizer(0.1, 1e-3, (0.9, 0.95)).param_groups
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert all(group["lr"] == 1e-3 and group["betas"] == (0.9, 0.95) for group in (decayed, others))
+
+
+def test_gpt2_has_124_million_weights():
+    model = GPT(GPTConfig(vocab_size=50257), "torch", "meta")
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert model.num_parameters() == 124_439_808 - 1024 * 768
+    assert model.flops_per_token() == 6 * model.num_parameters() + 12 * 12 * 768 * 1024 / 2  # half of it masked
+
+
+def test_initial_weights_are_narrow():
+    model = make_model(config=GPTConfig(vocab_size=27, n_layer=8, n_head=2, n_embd=64, block_size=16))
+    for name, parameter in model.named_parameters():
+        width = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02
+        if parameter.dim() > 1:
+            assert parameter.std().item() == pytest.approx(width, rel=0.1), name
+        else:
+            assert (parameter == float(name.endswith("weight"))).all(), name
+
+
+def test_heads_that_do_not_divide_the_width():
+    with pytest.raises(UsageError, match="n_embd=32 is not divisible by n_head=5"):
+        GPT(GPTConfig(n_embd=32, n_head=5))
+
+
+def test_cropped_positions_leave_the_rest_alone():
+    model = make_model().eval()
+    tokens = tokens_for(model)[:, :8]
+    before = model(tokens, tokens)[0]
+    model.crop_block_size(8)
+    torch.testing.assert_close(model(tokens, tokens)[0], before)
+    with pytest.raises(ValueError, match="9 tokens"):
+        model(torch.zeros(1, 9, dtype=torch.long, device=tokens.device))
+
+
+def test_weights_of_hugging_face():
+    """The same logits as GPT2LMHeadModel's."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=27, n_positions=16, n_embd=32, n_layer=2, n_head=2, activation_function="gelu"
+    )
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    ours = GPT(CONFIG, "torch").eval()
+    ours.load_state_dict(from_hugging_face(theirs.state_dict()))
+    tokens = tokens_for(ours)
+    torch.testing.assert_close(ours(tokens, tokens)[0], theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_pretrained_weights_without_their_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="pip install transformers"):
+        GPT.from_pretrained("gpt2")
+
+
+def test_generation_draws_likely_tokens_only():
+    model = make_model().eval()
+    tokens = tokens_for(model, rows=1)
+    torch.manual_seed(0)
+    greedy = model.generate(tokens, 20, top_k=1)
+    assert greedy.shape == (1, 36) and torch.equal(greedy[:, :16], tokens)
+    for end in range(16, 36):
+        assert greedy[0, end] == model(greedy[:, max(0, end - 16) : end])[0][0, -1].argmax()
+    assert torch.equal(model.generate(tokens, 5, temperature=1e-3), greedy[:, :21])
+
+
+@pytest.mark.parametrize("top_k, drawn", [(3, {24, 25, 26}), (1, {26}), (0, set(range(27))), (99, set(range(27)))])
+def test_generation_draws_from_the_most_likely(top_k, drawn):
+    """As many as top_k says; the model sees as many tokens as it has positions."""
+    model, seen = make_model(), []
+
+    def forward(tokens):
+        seen.append(tokens.shape[1])
+        return torch.arange(27.0, device=tokens.device).expand(len(tokens), 1, 27) * 1e-3, None
+
+    torch.manual_seed(0)
+    tokens = model.generate(tokens_for(model, rows=100)[:, :8], 12, top_k=top_k, forward=forward)
+    assert set(tokens[:, 8:].unique().tolist()) == drawn
+    assert seen == [*range(8, 17), 16, 16, 16]
+
+
+# --- training
+
+
+def test_learning_rate_rises_and_falls():
+    settings = train.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
+    rates = [train.learning_rate(settings, i) for i in range(200)]
+    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 == max(rates)
+    assert rates[60] == pytest.approx(0.55) and rates[110] == rates[199] == pytest.approx(0.1)
+    assert train.learning_rate(train.Settings(decay_lr=False, learning_rate=0.3), 0) == 0.3
+
+
+def test_accumulated_batches_are_one_large_batch():
+    batches = [(tokens_for(make_model()), tokens_for(make_model()).roll(i + 1)) for i in range(2)]
+    whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    gradients = []
+    for given in (batches, [whole]):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler = torch.amp.GradScaler(enabled=False)
+        train.optimizer_step(
+            model, optimizer, scaler, given, len(given), lambda: torch.autocast("cpu", enabled=False), 0.0
+        )
+        gradients.append([b - p for b, p in zip(before, model.parameters(), strict=True)])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_an_update_that_is_stopped_does_nothing():
+    """Its loss is None, weights and gradients are as before; one that is not stopped says the mean loss."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = tokens_for(model)
+    batches = [(tokens, tokens.roll(number, dims=1)) for number in (1, 2, 3)]
+    scaler = torch.amp.GradScaler(enabled=False)
+    given = model, optimizer, scaler, batches, 3, lambda: torch.autocast("cpu", enabled=False), 0.0
+    answers = iter([False, True])
+    assert train.optimizer_step(*given, lambda: next(answers)) is None
+    assert same(dict(model.state_dict()), before) and all(p.grad is None for p in model.parameters())
+    losses = [model(*batch)[1].item() for batch in batches]
+    assert train.optimizer_step(*given).item() == pytest.approx(sum(losses) / 3)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_clipped_at_their_norm(scaled):
+    """Also those of float16, which are kept times 65536 until they are clipped."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    batch = [(tokens_for(model), tokens_for(model))]
+    scaler = torch.amp.GradScaler(model.lm_head.weight.device.type, enabled=scaled)
+    train.optimizer_step(model, optimizer, scaler, batch, 1, lambda: torch.autocast("cpu", enabled=False), 0.01)
+    moved = torch.stack([(b - p).norm() for b, p in zip(before, model.parameters(), strict=True)]).norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_every_iteration_has_its_learning_rate(data_dir, tmp_path, monkeypatch):
+    update, rates = torch.optim.AdamW.step, []
+
+    def recording(self, *arguments):
+        rates.append({group["lr"] for group in self.param_groups})
+        return update(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    assert run(data_dir, tmp_path) == 0
+    settings = train.Settings(**SETTINGS)
+    assert rates == [{train.learning_rate(settings, number)} for number in range(12)]
+    assert len({rate for (rate,) in rates}) == 12
+
+
+def make_trainer(data_dir, tmp_path, rank=0, size=1, monkeypatch=None, **changed):
+    """Of one of size processes, without the others."""
+    settings = train.Settings(**SETTINGS | dict(data_dir=str(data_dir), out_dir=str(tmp_path)) | changed)
+    world = train.World(settings)
+    world.rank, world.size, world.is_master = rank, size, rank == 0
+    if size > 1:
+        monkeypatch.setattr(train, "wrap_for_processes", lambda model, world: model)
+    return train.Trainer(settings, world)
+
+
+def test_evaluation_is_the_mean_over_its_batches(data_dir, tmp_path):
+    """Of either split, without dropout, on other batches than those of the training."""
+    trainer = make_trainer(data_dir, tmp_path, dropout=0.5, eval_iters=3)
+    losses = trainer.evaluate()
+    assert trainer.model.training
+    model = trainer.raw_model.eval()
+    for split in ("train", "val"):
+        batches = Batches(data_dir / "letters", split, read_meta(data_dir / "letters"), 4, 16, train.Settings.seed + 1)
+        expected = [model(*map(torch.from_numpy, map(np.ascontiguousarray, batches[n])))[1].item() for n in range(3)]
+        assert losses[split] == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert losses["train"] != losses["val"]
+
+
+def test_processes_draw_their_own_dropout(data_dir, tmp_path, monkeypatch):
+    """They start with the same weights; random states differ, and a resumed process gets its own back."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    trainers, states = [], []
+    for rank in range(2):
+        trainers.append(make_trainer(data_dir, tmp_path, rank, 2, monkeypatch))
+        states.append(trainers[-1].rng())
+    assert_same_bits(*(trainer.raw_model.state_dict() for trainer in trainers))
+    assert not torch.equal(states[0]["cpu"], states[1]["cpu"])
+    change(tmp_path / checkpoint.NAME, rng=states)
+    torch.manual_seed(0)
+    for rank in range(2):
+        trainer = make_trainer(data_dir, tmp_path, rank, 2, monkeypatch, init_from="resume")
+        assert torch.equal(trainer.rng()["cpu"], states[rank]["cpu"])
+
+
+def test_the_best_validation_loss_decides(data_dir, tmp_path, monkeypatch, capsys):
+    """Not the training loss, nor the last one; and a resumed run knows the best of before."""
+    losses = {0: (1, 9), 4: (5, 5), 8: (4, 7), 12: (6, 6)}
+    evaluated = {number: dict(train=float(a), val=float(b)) for number, (a, b) in losses.items()}
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self, stopped: evaluated[self.iteration])
+    assert run(data_dir, tmp_path, always_save_checkpoint=False) == 0
+    assert "best validation loss 5.0000 in 12 iterations" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert run(data_dir, tmp_path, always_save_checkpoint=False, init_from="resume") == 0
+    state = checkpoint.load(tmp_path / checkpoint.NAME)
+    assert (state["iter_num"], state["best_val_loss"]) == (4, 5.0)
+
+
+def test_a_run_learns_and_its_model_writes(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, max_iters=60, lr_decay_iters=60, eval_interval=20) == 0
+    out = capsys.readouterr().out
+    val = [float(v) for v in re.findall(r"^step \d+: train loss .*, val loss ([\d.]+)$", out, flags=re.M)]
+    assert len(val) == 4 and val[0] == pytest.approx(math.log(27), abs=0.1) and val[-1] < 1.0
+    assert len(re.findall(r"^iter \d+: loss [\d.]+, time [\d.]+ms, [\d,]+ tokens/s$", out, flags=re.M)) == 60
+    assert "using PyTorch's LayerNorm" in out and "tokens per iteration will be: 128" in out
+    flags = [f"--out_dir={tmp_path}", "--start=abc", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
+    assert sample.main([*flags, "--top_k=1"]) == 0
+    texts = capsys.readouterr().out.split("---------------\n")
+    assert texts[0].endswith("abcdefghijklmnopqrstuvwxyz abcdef\n") and len(texts) == 3
+    assert sample.main([*flags, "--start=A"]) == 2
+    assert "no character 'A'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_resumed_runs_have_the_same_bits(data_dir, tmp_path, dtype):
+    settings = dict(dropout=0.2, dtype=dtype, always_save_checkpoint=True)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    assert run(data_dir, tmp_path / "parts", **settings, max_iters=8) == 0
+    assert run(data_dir, tmp_path / "parts", **settings, init_from="resume") == 0
+    whole, parts = (checkpoint.load(tmp_path / name / checkpoint.NAME) for name in ("whole", "parts"))
+    assert_same_bits(whole["model"], parts["model"])
+    assert whole["position"] == parts["position"] == 24 and whole["best_val_loss"] == parts["best_val_loss"]
+    assert whole["scaler"] == parts["scaler"] and bool(whole["scaler"]) == (dtype == "float16")
+    for key, state in whole["optimizer"]["state"].items():
+        assert_same_bits(state, parts["optimizer"]["state"][key])
+
+
+def test_sigterm_saves_and_a_resumed_run_goes_on(data_dir, tmp_path):
+    settings = dict(dropout=0.2, max_iters=300, eval_interval=300, lr_decay_iters=300, eval_iters=1)
+    process = start(data_dir, tmp_path / "cut", **settings)
+    for line in process.stdout:
+        if line.startswith("iter 5:"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, rest
+    assert "--init_from=resume" in rest
+    iteration = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)["iter_num"]
+    assert 5 < iteration < 300
+    last = iteration + 5
+    assert run(data_dir, tmp_path / "whole", **settings | {"max_iters": last}) == 0
+    assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": last}, init_from="resume") == 0
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def signal_at(monkeypatch, batches_of, number):
+    """SIGTERM comes while this batch is worked on. Returns the list of all that are fetched."""
+    fetch, fetched = train.Trainer.fetch, []
+
+    def fetching(self, batches, n):
+        which = {id(self.train_batches): "training"}.get(id(batches), "evaluation")
+        fetched.append((which, self.iteration, n))
+        if fetched[-1] == (batches_of, *number):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fetch(self, batches, n)
+
+    monkeypatch.setattr(train.Trainer, "fetch", fetching)
+    return fetched
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_ends_between_two_batches(data_dir, tmp_path, capfd, monkeypatch, dtype):
+    """The iteration that was begun leaves no trace: neither in gradients nor in random state or position."""
+    settings = dict(dropout=0.2, gradient_accumulation_steps=4, dtype=dtype)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    fetched = signal_at(monkeypatch, "training", (5, 22))
+    capfd.readouterr()
+    assert run(data_dir, tmp_path / "cut", **settings) == 130
+    out, error = capfd.readouterr()
+    assert fetched[-1][2] == 22 and "iter 4:" in out and "iter 5:" not in out
+    assert error == "train.py: SIGTERM noted: the run ends after this batch\n"
+    assert "interrupted after iteration 4; --init_from=resume goes on" in out
+    monkeypatch.undo()
+    state = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)
+    assert (state["iter_num"], state["position"]) == (5, 20)
+    assert run(data_dir, tmp_path / "cut", **settings, init_from="resume") == 0
+    whole, cut = (checkpoint.load(tmp_path / name / checkpoint.NAME) for name in ("whole", "cut"))
+    assert same({n: v for n, v in whole.items() if n != "config"}, {n: v for n, v in cut.items() if n != "config"})
+
+
+@pytest.mark.parametrize("always_save_checkpoint", [True, False])
+def test_a_run_ends_in_its_evaluation(data_dir, tmp_path, capsys, monkeypatch, always_save_checkpoint):
+    """No loss is reported; the resumed run evaluates anew, and keeps the best as if nothing had happened."""
+    settings = dict(always_save_checkpoint=always_save_checkpoint, eval_iters=4)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    steps = re.findall(r"^step .*", capsys.readouterr().out, flags=re.M)
+    fetched = signal_at(monkeypatch, "evaluation", (8, 1))
+    assert run(data_dir, tmp_path / "cut", **settings) == 130
+    out = capsys.readouterr().out
+    assert re.findall(r"^step .*", out, flags=re.M) == steps[:2] and "interrupted after iteration 7" in out
+    assert fetched[-1] == ("evaluation", 8, 1)
+    monkeypatch.undo()
+    newest = checkpoint.find(tmp_path / "cut", newest=True)
+    assert newest.name == (checkpoint.NAME if always_save_checkpoint else checkpoint.INTERRUPTED)
+    assert checkpoint.load(newest)["iter_num"] == 8
+    assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": 9, "eval_interval": 8}, init_from="resume") == 0
+    assert not (tmp_path / "cut" / checkpoint.INTERRUPTED).exists()
+    assert re.findall(r"^step .*", capsys.readouterr().out, flags=re.M)[0] == steps[2]
+
+
+def test_an_interrupted_evaluation_s_best_is_kept(data_dir, tmp_path, monkeypatch):
+    """A run that is resumed where the evaluation was cut off writes the checkpoint that this would have written."""
+    settings = dict(always_save_checkpoint=False, max_iters=8)
+    signal_at(monkeypatch, "evaluation", (8, 1))
+    assert run(data_dir, tmp_path, **settings) == 130
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert run(data_dir, tmp_path, **settings, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 8
+    change(tmp_path / checkpoint.NAME, best_val_loss=99.0)
+    before = (tmp_path / checkpoint.NAME).stat().st_mtime_ns
+    assert run(data_dir, tmp_path, **settings, init_from="resume", eval_only=True) == 0
+    assert (tmp_path / checkpoint.NAME).stat().st_mtime_ns == before
+    change(tmp_path / checkpoint.NAME, best_val_loss=0.0)
+    before = (tmp_path / checkpoint.NAME).stat().st_mtime_ns
+    for always in (False, True):
+        assert run(data_dir, tmp_path, **settings | {"always_save_checkpoint": always}, init_from="resume") == 0
+    assert (tmp_path / checkpoint.NAME).stat().st_mtime_ns == before  # nothing new, nothing written
+
+
+@pytest.mark.parametrize("eval_only", [False, True])
+def test_an_interruption_before_the_first_iteration_writes_nothing(data_dir, tmp_path, capsys, monkeypatch, eval_only):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    signal_at(monkeypatch, "evaluation", (0, 0))
+    assert run(data_dir, tmp_path, eval_only=eval_only) == 130
+    assert "nothing was saved" in capsys.readouterr().out
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+
+
+def test_a_signal_is_noted_while_the_main_thread_computes(tmp_path):
+    """A handler in Python waits for the end of a long call, such as a backward pass: the line does not."""
+    program = (
+        "import ctypes, sys, threading; from nanogpt_triton import train\n"
+        "library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "library.pthread_mutex_lock(mutex)\n"
+        "def release():\n"
+        "    sys.stdin.readline(); library.pthread_mutex_unlock(mutex)\n"
+        "threading.Thread(target=release).start()\n"
+        "with train.StopRequest(train.World(train.Settings(device='cpu'))) as stop:\n"
+        "    print('computing', flush=True)\n"
+        "    library.pthread_mutex_lock(mutex)\n"
+        "    print('asked', stop.agreed(), flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=FOLDER.parent, env=ENVIRONMENT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    guard = threading.Timer(30, process.kill)
+    guard.start()
+    assert process.stdout.readline() == "computing\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "train.py: SIGTERM noted: the run ends after this batch\n"
+    out, _ = process.communicate("go on\n", timeout=30)
+    guard.cancel()
+    assert out == "asked True\n" and process.returncode == 0
+
+
+def test_an_interruption_keeps_the_best_checkpoint(data_dir, tmp_path, monkeypatch):
+    """Ctrl-C where only the best is kept: the state goes beside it, and a resumed run takes it from there."""
+    step = train.Trainer.step
+
+    def interrupted(self, stopped):
+        if self.iteration == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(train.Trainer, "step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(data_dir, tmp_path, always_save_checkpoint=False) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 4
+    assert checkpoint.find(tmp_path, newest=True).name == checkpoint.INTERRUPTED
+    assert checkpoint.load(tmp_path / checkpoint.INTERRUPTED)["iter_num"] == 7
+    monkeypatch.undo()
+    assert run(data_dir, tmp_path, always_save_checkpoint=False, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 12
+    assert not (tmp_path / checkpoint.INTERRUPTED).exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(data_dir, tmp_path, capsys, monkeypatch):
+    evaluated = train.Trainer.step
+
+    def poisoned(self, stopped):
+        if self.iteration == 9:
+            with torch.no_grad():
+                self.raw_model.lm_head.weight.fill_(math.nan)
+        return evaluated(self, stopped)
+
+    monkeypatch.setattr(train.Trainer, "step", poisoned)
+    assert run(data_dir, tmp_path, log_interval=7) == 1
+    error = capsys.readouterr().err
+    assert "loss of iteration 9 is nan" in error and "iteration 8 is saved" in error and error.count("\n") == 1
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["iter_num"] == 8
+
+
+def test_target_loss(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, target_loss=3.2, max_iters=1000) == 0
+    assert int(re.search(r"in (\d+) iterations", capsys.readouterr().out)[1]) < 100
+    assert run(data_dir, tmp_path, target_loss=0.1, max_iters=4) == 1
+    assert "target_loss=0.1 was not reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(init_from="resume"), "no ckpt.pt"),
+        (dict(dataset="nothing"), "dataset=nothing"),
+        (dict(device="cuda:99"), "device=cuda:99"),
+        (dict(device="tpu"), "device=tpu is unknown"),
+        (dict(n_head=5), "not divisible by n_head=5"),
+        (dict(init_from="gpt2"), "needs GPT-2's tokens"),
+        (dict(wandb_log=True), "pip install wandb"),
+        (dict(block_size=100000), "too few for block_size=100000"),
+    ],
+)
+def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, capsys, monkeypatch, settings, words):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(data_dir, tmp_path, **settings) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def allocate_too_much():
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def overflow():
+    torch.nn.Linear(2**40, 2**40)
+
+
+def fail_in_numpy():
+    np.empty(2**60, np.uint8)
+
+
+def fail_on_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("full", [allocate_too_much, overflow, fail_in_numpy, fail_on_a_gpu])
+@pytest.mark.parametrize(
+    "batch_size, words", [(4, "halve batch_size and double"), (1, "n_embd=32: give a smaller model")]
+)
+def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch, full, batch_size, words):
+    monkeypatch.setattr(train.Trainer, "step", lambda *_: full())
+    assert run(data_dir, tmp_path, batch_size=batch_size) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(data_dir, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(train.Trainer, "step", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        run(data_dir, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (dict(RANK="abc"), "RANK=abc in the environment is no number"),
+        (dict(WORLD_SIZE=""), "WORLD_SIZE= in the environment is no number"),
+        (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1"),
+        (dict(WORLD_SIZE="0"), "RANK=0 in the environment is not below WORLD_SIZE=0"),
+        (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (
+            dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="x"),
+            "train.py (rank 1): error: the 2 processes do not find each other",
+        ),
+    ],
+)
+def test_a_half_set_environment_of_torchrun(data_dir, tmp_path, capsys, monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(data_dir, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert words in error and "torchrun" in error and error.count("\n") == 1
+
+
+# --- checkpoints
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, STATE)
+
+    def full_disk(state, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(UsageError, match="No space left on device"):
+        checkpoint.save(path, {})
+    monkeypatch.undo()
+    assert checkpoint.load(path)["iter_num"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    program = (
+        "import os, sys, torch; from nanogpt_triton import checkpoint; from pathlib import Path\n"
+        "path = Path(sys.argv[1])\n"
+        "torch.save = lambda state, file: (file.write(b'half'), file.flush(), os.kill(os.getpid(), 9))\n"
+        "with checkpoint.claimed(path.parent): checkpoint.save(path, {})\n"
+    )
+    checkpoint.save(path, STATE)
+    process = subprocess.run([sys.executable, "-c", program, str(path)], cwd=FOLDER.parent, env=ENVIRONMENT)
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoint.load(path)["iter_num"] == 1
+    assert len(list(tmp_path.iterdir())) == 3  # the checkpoint, the lock, and what the writer left
+    with checkpoint.claimed(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {checkpoint.NAME, checkpoint.LOCK}
+
+
+def write_often(path):
+    state = STATE | {"model": {"weight": torch.zeros(100_000)}}
+    for number in range(60):
+        checkpoint.save(path, state | {"iter_num": number})
+
+
+def test_readers_beside_two_writers_find_good_files(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, STATE)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(path,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers) or not reads:
+        assert checkpoint.load(path)["iter_num"] < 60
+        reads += 1
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_runs_do_not_share_a_folder(data_dir, tmp_path, capsys, monkeypatch):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    with checkpoint.claimed(tmp_path):
+        assert run(data_dir, tmp_path) == 2
+        error = capsys.readouterr().err
+        assert f"out_dir={tmp_path}: another run trains into it" in error and error.count("\n") == 1
+        assert run(data_dir, tmp_path, eval_only=True, init_from="resume") == 0
+        flags = [f"--out_dir={tmp_path}", "--start=a", "--num_samples=1", "--max_new_tokens=2", "--device=cpu"]
+        assert sample.main(flags) == 0
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+    assert (tmp_path / checkpoint.LOCK).exists()
+    assert run(data_dir, tmp_path, max_iters=4) == 0  # a lock that nobody holds keeps nobody out
+
+
+def test_a_file_system_without_locks(data_dir, tmp_path, monkeypatch):
+    """Runs go on there, and leave alone what another may be writing."""
+    leftover = tmp_path / ".ckpt.pt.1234.tmp"
+    leftover.touch()
+
+    def unsupported(file, flags):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    monkeypatch.setattr(checkpoint, "fcntl", None)
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    assert leftover.exists()
+
+
+def test_a_folder_that_cannot_be_written_to(data_dir, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(data_dir, tmp_path / "file") == 2
+    assert "file cannot be made or written to" in capsys.readouterr().err
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def test_a_flipped_byte_is_noticed(tmp_path, monkeypatch):
+    """Any byte of the file: what is loaded is what was saved, or nothing is."""
+    path = tmp_path / checkpoint.NAME
+    torch.serialization.set_crc32_options(False)  # as another part of the process may have left it
+    weight = torch.arange(64.0)
+    checkpoint.save(path, STATE | {"model": {"weight": weight}, "config": {"dataset": "letters"}})
+    good, whole = path.read_bytes(), checkpoint.load(path)
+    within = good.index(weight.numpy().tobytes())
+    refused = 0
+    for place in sorted({*range(0, len(good), 7), within, within + 255}):
+        damaged = bytearray(good)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert same(checkpoint.load(path), whole), place
+        except UsageError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 50
+    path.write_bytes(good[:within] + b"\xff" + good[within + 1 :])
+    with pytest.raises(UsageError, match="data/0 is damaged: the checksum differs"):
+        checkpoint.load(path)
+
+
+def test_what_is_checked_is_what_is_loaded(tmp_path, monkeypatch):
+    """Also if a run that goes on replaces the file in between."""
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, STATE)
+    check_sums = checkpoint.check_sums
+
+    def checking(file):
+        check_sums(file)
+        checkpoint.save(path, STATE | {"iter_num": 2})
+
+    monkeypatch.setattr(checkpoint, "check_sums", checking)
+    assert checkpoint.load(path)["iter_num"] == 1
+
+
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: calls.append(name) or call(*given))
+    checkpoint.save(tmp_path / checkpoint.NAME, STATE)
+    assert calls == ["fsync", "replace"]
+
+
+def test_a_file_without_checksums_is_refused(tmp_path):
+    path = tmp_path / checkpoint.NAME
+    torch.serialization.set_crc32_options(False)
+    torch.save(STATE, path)
+    torch.serialization.set_crc32_options(True)
+    with pytest.raises(UsageError, match="saved without checksums"):
+        checkpoint.load(path)
+    torch.save(STATE, path)
+    assert checkpoint.load(path)["iter_num"] == 1
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "evil",
+        b"",
+        b"text",
+        {"model": {}},
+        [1, 2],
+        STATE | {"model": [1]},
+        STATE | {"model": {1: torch.ones(1)}},
+        STATE | {"iter_num": "3"},
+        STATE | {"iter_num": -1},
+        STATE | {"position": 1.5},
+        STATE | {"optimizer": None},
+        STATE | {"config": "letters"},
+        STATE | {"model_args": {"n_layer": 2}},
+        STATE | {"model_args": vars(CONFIG) | {"n_head": "2"}},
+        STATE | {"model_args": vars(CONFIG) | {"n_head": 0}},
+        STATE | {"meta": {}},
+        STATE | {"meta": {"tokenizer": "characters", "vocab_size": 3, "characters": "aab"}},
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / checkpoint.NAME
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save({"model": {}, "x": Evil()} if content == "evil" else content, path)
+    with pytest.raises(UsageError, match="not a checkpoint") as error:
+        checkpoint.load(path)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_checkpoints_of_nanogpt(data_dir, tmp_path, capsys):
+    """Compiled models' prefix, the mask as a buffer, and nothing of ours: random state, scaler, data position."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    path = tmp_path / checkpoint.NAME
+    state = torch.load(path, weights_only=True)
+    model = {f"_orig_mod.{name}": tensor for name, tensor in state["model"].items()}
+    model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    kept = {name: state[name] for name in ("optimizer", "model_args", "iter_num", "best_val_loss", "config")}
+    torch.save(kept | {"model": model}, path)
+    capsys.readouterr()
+    assert run(data_dir, tmp_path, init_from="resume", n_layer=3) == 0
+    out = capsys.readouterr().out
+    assert "start anew" in out and "the checkpoint decides: n_layer=2" in out
+    state = checkpoint.load(path)
+    assert (state["iter_num"], state["position"]) == (12, 24)
+
+
+def change(path, **fields):
+    """Replaces fields of a checkpoint, or leaves them out where None is given."""
+    state = torch.load(path, weights_only=True) | fields
+    torch.save({name: value for name, value in state.items() if value is not None}, path)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(best_val_loss=None), "it has no 'best_val_loss'"),
+        (dict(best_val_loss="low"), "could not convert"),
+        (dict(optimizer=None), "it has no 'optimizer'"),
+        (dict(optimizer={"state": {}}), "param_groups"),
+        (dict(scaler=None), "it has no 'scaler'"),
+        (dict(rng=[3]), "not subscriptable"),
+        (dict(rng=[{"cpu": torch.ones(3), "cuda": None}]), "RNG"),
+        (dict(model={"weight": torch.ones(3)}), "Error(s) in loading"),
+    ],
+)
+def test_a_resume_from_fields_of_wrong_types(data_dir, tmp_path, capsys, fields, words):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    change(tmp_path / checkpoint.NAME, **fields)
+    assert run(data_dir, tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint does not fit" in error and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["shape", "missing"])
+def test_an_optimizer_s_state_must_be_of_this_model(data_dir, tmp_path, capsys, damage):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    optimizer = torch.load(tmp_path / checkpoint.NAME, weights_only=True)["optimizer"]
+    if damage == "shape":
+        optimizer["state"][1]["exp_avg_sq"] = torch.ones(3)
+    else:
+        del optimizer["state"][1]["exp_avg"]
+    change(tmp_path / checkpoint.NAME, optimizer=optimizer)
+    assert run(data_dir, tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "exp_avg" in error and error.count("\n") == 1
+
+
+def test_a_run_in_float16_may_go_on_from_float32(data_dir, tmp_path, capsys):
+    """The scaler of the first has no state; and float16 may have skipped all updates: then the optimizer has none."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    assert run(data_dir, tmp_path, max_iters=8, init_from="resume", dtype="float16") == 0
+    optimizer = torch.load(tmp_path / checkpoint.NAME, weights_only=True)["optimizer"]
+    change(tmp_path / checkpoint.NAME, optimizer=optimizer | {"state": {}})
+    assert run(data_dir, tmp_path, init_from="resume", dtype="float16") == 0
+
+
+# --- tokens
+
+
+def write_letters(folder, characters, pickled=False):
+    """A dataset of these characters; with nanoGPT's own meta.pkl if pickled."""
+    with Writer(folder) as writer:
+        for split in ("train", "val"):
+            writer.add(split, [number % len(characters) for number in range(500)])
+        writer.finish(Characters(characters))
+    if pickled:
+        (folder / "meta.json").unlink()
+        stoi = {character: number for number, character in enumerate(characters)}
+        itos = dict(enumerate(characters))
+        (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=len(characters), itos=itos, stoi=stoi)))
+
+
+@pytest.mark.parametrize(
+    "characters, words",
+    [
+        (LETTERS[:-1], "has 26 tokens, and the weights are for 27"),
+        (LETTERS + "!", "has 28 tokens, and the weights are for 27"),
+        (LETTERS.upper(), "has other characters than the weights were made with"),
+        (LETTERS[::-1], "has other characters than the weights were made with"),
+    ],
+)
+def test_a_resume_with_other_characters_is_refused(data_dir, tmp_path, capsys, characters, words):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    write_letters(tmp_path / "data" / "letters", characters)
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    assert run(tmp_path / "data", tmp_path, init_from="resume") == 2
+    error = capsys.readouterr().err
+    assert "dataset=letters " + words in error and error.count("\n") == 1
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+    write_letters(tmp_path / "data" / "renamed", LETTERS, pickled=True)
+    assert run(tmp_path / "data", tmp_path, dataset="renamed", init_from="resume") == 0
+
+
+def test_a_checkpoint_that_does_not_say_its_characters(data_dir, tmp_path, capsys):
+    """It is resumed with its own dataset only, and sampled from if the data is at hand."""
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    change(tmp_path / checkpoint.NAME, meta=None)
+    write_letters(tmp_path / "data" / "others", LETTERS)
+    assert run(tmp_path / "data", tmp_path, dataset="others", init_from="resume") == 2
+    assert "the weights are of dataset=letters, and do not say which characters" in capsys.readouterr().err
+    assert run(data_dir, tmp_path, init_from="resume") == 0
+    assert checkpoint.load(tmp_path / checkpoint.NAME)["meta"]["characters"] == LETTERS
+
+
+SAMPLE = ["--start=ab", "--num_samples=1", "--max_new_tokens=5", "--device=cpu", "--top_k=1"]
+
+
+def test_a_checkpoint_writes_without_its_data(tmp_path, capsys):
+    """The characters are in it; a data_dir that is given must agree with them."""
+    write_letters(tmp_path / "data" / "letters", LETTERS)
+    assert run(tmp_path / "data", tmp_path, max_iters=60, lr_decay_iters=60, always_save_checkpoint=True) == 0
+    (tmp_path / "data").rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 0
+    assert "abcdefg\n" in capsys.readouterr().out
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'moved'}", *SAMPLE]) == 0
+    write_letters(tmp_path / "moved" / "letters", LETTERS.upper())
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'moved'}", *SAMPLE]) == 2
+    assert "has other characters" in capsys.readouterr().err
+
+
+def nanogpt_checkpoint(path, **config):
+    """Of ours one that looks like nanoGPT's."""
+    state = torch.load(path, weights_only=True)
+    kept = {name: state[name] for name in ("model", "optimizer", "model_args", "iter_num", "best_val_loss")}
+    torch.save(kept | {"config": config}, path)
+
+
+def test_characters_of_nanogpt(tmp_path, capsys):
+    """Its data trains, its checkpoint writes: with --data_dir, and not by GPT-2's tokens."""
+    write_letters(tmp_path / "data" / "theirs", LETTERS, pickled=True)
+    settings = dict(dataset="theirs", max_iters=60, lr_decay_iters=60)
+    assert run(tmp_path / "data", tmp_path, **settings) == 0
+    nanogpt_checkpoint(tmp_path / checkpoint.NAME, dataset="theirs")
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 2
+    error = capsys.readouterr().err
+    assert "is for 27 tokens" in error and "give --data_dir" in error and error.count("\n") == 1
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'data'}", *SAMPLE]) == 0
+    assert "abcdefg\n" in capsys.readouterr().out
+    assert run(tmp_path / "data", tmp_path, **settings | {"max_iters": 64}, init_from="resume") == 0
+    write_letters(tmp_path / "data" / "theirs", LETTERS[:20], pickled=True)
+    assert sample.main([f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'data'}", *SAMPLE]) == 2
+
+
+@pytest.mark.parametrize("vocab_size, code", [(50256, 2), (50257, 0), (50304, 0), (50321, 2)])
+def test_weights_for_gpt2_s_tokens(tmp_path, capsys, monkeypatch, vocab_size, code):
+    monkeypatch.setattr(sample, "make_tokenizer", lambda meta: Characters("".join(map(chr, range(meta["vocab_size"])))))
+    arguments = dict(vocab_size=vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=4, bias=False)
+    model = GPT(GPTConfig(**arguments), "torch")
+    state = {"model": model.state_dict(), "model_args": arguments, "iter_num": 1, "config": {"dataset": "web"}}
+    torch.save(state, tmp_path / checkpoint.NAME)
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == code
+    assert (f"is for {vocab_size} tokens" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_token_beyond_the_vocabulary_is_not_continued():
+    model = make_model().eval()
+    for token in (27, -1):
+        with pytest.raises(ValueError, match="beyond the vocabulary of 27"):
+            model.generate(torch.full((1, 3), token, device=model.lm_head.weight.device), 1)
+    assert model.generate(torch.full((1, 3), 26, device=model.lm_head.weight.device), 1).shape == (1, 4)
+
+
+def test_draws_follow_from_the_seed(data_dir, tmp_path, capsys):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    texts = []
+    for seed in (1, 1, 2):
+        flags = ["--start=a", "--num_samples=1", "--max_new_tokens=20", "--device=cpu", f"--seed={seed}"]
+        capsys.readouterr()
+        assert sample.main([f"--out_dir={tmp_path}", *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampling_without_memory(data_dir, tmp_path, capsys, monkeypatch):
+    assert run(data_dir, tmp_path, max_iters=4) == 0
+    monkeypatch.setattr(GPT, "generate", lambda *_: allocate_too_much())
+    capsys.readouterr()
+    assert sample.main([f"--out_dir={tmp_path}", *SAMPLE]) == 2
+    error = capsys.readouterr().err
+    assert "out of memory on device=cpu" in error and error.count("\n") == 1
+
+
+# --- several processes
+
+
+def losses_of(text):
+    return {int(n): float(loss) for n, loss in re.findall(r"^iter (\d+): loss ([\d.]+)", text, flags=re.M)}
+
+
+def test_two_processes_compute_what_one_does(data_dir, tmp_path, capsys):
+    process = start(data_dir, tmp_path / "two", processes=2)
+    assert run(data_dir, tmp_path / "one") == 0
+    ours = capsys.readouterr().out
+    theirs = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, theirs
+    assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=2e-4) and len(losses_of(ours)) == 12
+    assert theirs.count("using PyTorch's LayerNorm") == 1
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    assert len(checkpoint.load(tmp_path / "two" / checkpoint.NAME)["rng"]) == 2
+
+
+def test_one_process_s_failure_ends_all(data_dir, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(FOLDER.parent)!r})\n"
+        "from nanogpt_triton import train\n"
+        "step = train.Trainer.step\n"
+        "def failing(self, stopped):\n"
+        "    if self.world.rank == 1 and self.iteration == 3: raise train.UsageError('rank 1 fails')\n"
+        "    return step(self, stopped)\n"
+        "train.Trainer.step = failing\n"
+        "code = train.main()\n"
+        "os._exit(code)\n"
+    )
+    process = start(data_dir, tmp_path, processes=2, script=script, max_iters=100000, eval_interval=100000)
+    out = process.communicate(timeout=90)[0]
+    assert process.returncode != 0
+    assert "rank 1 fails" in out and "iter 2:" in out and "iter 50:" not in out
+
+
+def test_processes_end_together_between_two_batches(data_dir, tmp_path, capsys):
+    """One of two is told to end, in an iteration; the other one has written when it ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, signal, sys, time; sys.path.insert(0, {str(FOLDER.parent)!r})\n"
+        "from nanogpt_triton import checkpoint, train\n"
+        "fetch, save = train.Trainer.fetch, checkpoint.save\n"
+        "def fetching(self, batches, number):\n"
+        "    if self.world.rank == 1 and batches is self.train_batches and number == 6 * 6 + 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return fetch(self, batches, number)\n"
+        "def slowly(path, state): time.sleep(1); save(path, state)\n"
+        "train.Trainer.fetch, checkpoint.save = fetching, slowly\n"
+        "code = train.main()\n"
+        "print('rank', os.environ['RANK'], 'ends with', code, flush=True)\n"
+        "os._exit(code)\n"
+    )
+    settings = dict(gradient_accumulation_steps=6, eval_interval=100, eval_iters=3)
+    process = start(data_dir, tmp_path / "cut", processes=2, script=script, **settings)
+    assert run(data_dir, tmp_path / "whole", **settings) == 0
+    ours = capsys.readouterr().out
+    out = process.communicate(timeout=90)[0]
+    assert "train.py (rank 1): SIGTERM noted" in out and "interrupted after iteration 5" in out, out
+    assert out.index("saved ") < out.index("rank 1 ends with 130") and "rank 0 ends with 130" in out
+    step_0 = re.search(r"^step 0: train loss ([\d.]+), val loss ([\d.]+)", out, flags=re.M)
+    expected = re.search(r"^step 0: train loss ([\d.]+), val loss ([\d.]+)", ours, flags=re.M)
+    assert [float(v) for v in step_0.groups()] == pytest.approx([float(v) for v in expected.groups()], abs=2e-4)
+    state = checkpoint.load(tmp_path / "cut" / checkpoint.NAME)
+    assert (state["iter_num"], state["position"]) == (6, 36)
+    assert run(data_dir, tmp_path / "cut", **settings, init_from="resume") == 0
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+
+
+def test_accumulation_must_divide_among_processes(data_dir, tmp_path):
+    settings = train.Settings(**SETTINGS | {"gradient_accumulation_steps": 3, "data_dir": str(data_dir)})
+    world = train.World(settings)
+    world.size = 2
+    with pytest.raises(UsageError, match="gradient_accumulation_steps=3 is not divisible by 2"):
+        train.Trainer(settings, world)
+
+
+@pytest.mark.gpu
+def test_deterministic_runs_on_a_gpu_have_the_same_bits(data_dir, tmp_path):
+    settings = dict(device="cuda", dropout=0.2, deterministic=True)
+    for name, changes in (("whole", {}), ("parts", {"max_iters": 8}), ("parts", {"init_from": "resume"})):
+        process = start(
+            data_dir, tmp_path / name, **settings | changes
+        )  # the libraries' settings are read at their start
+        out = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, out
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_gpu_learns_with_our_layer_norm_compiled(data_dir, tmp_path, capsys, dtype):
+    settings = dict(device="cuda", compile=True, dtype=dtype, max_iters=60, lr_decay_iters=60, eval_interval=60)
+    assert run(data_dir, tmp_path, **settings) == 0
+    out = capsys.readouterr().out
+    assert "using Triton-accelerated LayerNorm" in out
+    assert float(re.findall(r"val loss ([\d.]+)", out)[-1]) < 1.0
+
+
+@pytest.mark.parametrize("in_force", ["tf32", "ieee"])
+def test_the_peak_is_that_of_the_precision_in_force(monkeypatch, in_force):
+    monkeypatch.setattr(train, "get_device", lambda kind: "the GPU")
+    monkeypatch.setattr(train, "dot_precision", lambda device: in_force)
+    monkeypatch.setattr(train, "peak_tflops", lambda device, precision: (device, precision))
+    assert train.peak_of("float32") == ("the GPU", "tf32" if in_force == "tf32" else "fp32")
+    assert train.peak_of("bfloat16") == train.peak_of("float16") == ("the GPU", "bf16")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_the_reader_of_the_output_leaves(data_dir, tmp_path, script):
+    """As in `| head -1`: no traceback, and the exit code of a broken pipe."""
+    assert run(data_dir, tmp_path, max_iters=1) == 0
+    settings = dict(max_iters=1000000, eval_interval=1000000, log_interval=1) if script == "train.py" else {}
+    command = [sys.executable, str(FOLDER / script), f"--out_dir={tmp_path}", "--device=cpu", "--start=a"]
+    if script == "train.py":
+        command = [sys.executable, str(FOLDER / script), *arguments(data_dir, tmp_path, **settings)]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    with process:
+        try:
+            err = process.stderr.read()
+            process.wait(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 141 and err == ""

@@ -1,0 +1,245 @@
+"""nanogpt_triton's LayerNorm against float64, by the rule of test_kernels.py, and under torch.compile."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tiny_llama_v3 as llama
+from nanogpt_triton.kernels import TRITON_AVAILABLE, TritonLayerNorm, triton_add_layer_norm, triton_layer_norm
+from nanogpt_triton.kernels import layer_norm as module
+from tests.core import test_kernels
+
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+
+ON_GPU = torch.cuda.is_available()
+BACKEND = "inductor" if ON_GPU else "aot_eager"  # Triton's interpreter is no C++
+randn, poisoned_memory, many = test_kernels.randn, test_kernels.poisoned_memory, test_kernels.many
+
+
+def reference(x, branch, weight, bias):
+    residual = x if branch is None else x + branch
+    return residual, F.layer_norm(residual, weight.shape, weight, bias)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(many):
+    weight, bias = torch.rand(2, 1024, device=many.device)
+    x, rows = many.requires_grad_(), many.detach()[-4:].float().requires_grad_()
+    y, expected = triton_layer_norm(x, weight, bias), F.layer_norm(rows, (1024,), weight, bias)
+    test_kernels.assert_last_rows(y, expected)
+    (x_grad,) = torch.autograd.grad(y, x, many.detach())
+    test_kernels.assert_last_rows(x_grad, torch.autograd.grad(expected, rows, many.detach()[-4:].float())[0])
+
+
+def normalized(function):
+    return lambda *inputs: function(*inputs)[1]
+
+
+@pytest.mark.parametrize("dtype", test_kernels.ALL_DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(64,), (1, 64), (3, 5, 96), (2, 7, 123), (37, 768), (9, 41), (3, 1, 2048), (2, 5000), (2, 3)]
+)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_layer_norm(randn, shape, dtype, with_bias, with_branch):
+    width = shape[-1]
+    inputs = [randn(*shape), randn(*shape) if with_branch else None, randn(width), randn(width) if with_bias else None]
+    ours, theirs = triton_add_layer_norm, reference
+    upstream = [randn(*shape), randn(*shape)]
+    if not with_branch:  # the residual is the input itself
+        ours, theirs, upstream = normalized(ours), normalized(theirs), upstream[1:]
+    test_kernels.assert_as_accurate_as_torch(ours, theirs, inputs, upstream, dtype)
+
+
+def test_width_of_one(randn):
+    inputs = [randn(4, 1).requires_grad_(), randn(1).requires_grad_(), randn(1).requires_grad_()]
+    y = triton_layer_norm(*inputs)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(y, inputs[2].expand(4, 1))
+    expected = [torch.zeros(4, 1), torch.zeros(1), torch.full((1,), 4.0)]  # times rstd, which is 316 here
+    for x, exact in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad.cpu(), exact, rtol=0, atol=1e-4)
+
+
+def test_wide_rows(randn):
+    inputs, upstream = [randn(1, 20000), randn(1, 20000), randn(20000), None], [randn(1, 20000), randn(1, 20000)]
+    test_kernels.assert_as_accurate_as_torch(triton_add_layer_norm, reference, inputs, upstream, torch.float32)
+
+
+def test_mean_far_from_zero(randn):
+    inputs = [randn(8, 300) + 1000, None, randn(300), randn(300)]
+    theirs = normalized(reference)
+    test_kernels.assert_as_accurate_as_torch(
+        normalized(triton_add_layer_norm), theirs, inputs, [randn(8, 300)], torch.float32
+    )
+
+
+def test_strided_input_and_gradient(randn):
+    x, weight, bias = test_kernels.strided_like(randn(4, 6, 40)), randn(40), randn(40)
+    branch = randn(4, 40, 6).transpose(1, 2)
+    upstream = [test_kernels.strided_like(randn(4, 6, 40)), randn(1, 1, 40).expand(4, 6, 40)]
+    expected = test_kernels.run(reference, [x, branch, weight, bias], upstream, torch.float64)
+    inputs = [t.requires_grad_() for t in (x, branch, weight, bias)]
+    outputs = triton_add_layer_norm(*inputs)
+    torch.autograd.backward(outputs, upstream)
+    for actual, exact in zip((*outputs, *(t.grad for t in inputs)), expected, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_residual_gradient_alone(randn):
+    """What comes after the norm may be unused, and so may the sum."""
+    x, branch, weight = randn(3, 48).requires_grad_(), randn(3, 48).requires_grad_(), randn(48)
+    upstream = randn(3, 48)
+    residual, _ = triton_add_layer_norm(x, branch, weight)
+    residual.backward(upstream)
+    torch.testing.assert_close(x.grad, upstream)
+    torch.testing.assert_close(branch.grad, upstream)
+    x.grad = None
+    triton_add_layer_norm(x, branch, weight)[1].backward(upstream)
+    exact = test_kernels.run(normalized(reference), [x, branch, weight, None], [upstream], torch.float64)
+    torch.testing.assert_close(x.grad.double(), exact[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_mixed_types_under_autocast(randn, device, compiled):
+    """fp32 stream and weights, a bf16 addend: y is exact to bf16's last bit, the stream and its gradient to fp32's."""
+    shape = (13, 96)
+    x, branch, weight, bias = randn(*shape), randn(*shape).bfloat16(), randn(96), randn(96)
+    upstream = [randn(*shape), randn(*shape).bfloat16()]
+    inputs = [t.clone().requires_grad_() for t in (x, branch, weight, bias)]
+    function = (
+        torch.compile(triton_add_layer_norm, fullgraph=True, backend=BACKEND) if compiled else triton_add_layer_norm
+    )
+    with torch.autocast(device, torch.bfloat16):
+        outputs = function(*inputs)
+    assert [t.dtype for t in outputs] == [torch.float32, torch.bfloat16]
+    torch.autograd.backward(outputs, upstream)
+    exact = test_kernels.run(reference, [x, branch, weight, bias], upstream, torch.float64)
+    for actual, expected in zip((*outputs, *(t.grad for t in inputs)), exact, strict=True):
+        tolerance = 2**-8 if actual.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
+        )
+    assert [t.grad.dtype for t in inputs] == [t.dtype for t in inputs]
+
+
+def test_gradients_are_the_same_bits_every_time(randn):
+    x, weight, bias, y_grad = randn(301, 200), randn(200), randn(200), randn(301, 200)
+    results = []
+    for _ in range(3):
+        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        results.append(torch.autograd.grad(triton_layer_norm(*inputs), inputs, y_grad))
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("with_branch", [True, False])
+def test_compiled_without_a_graph_break(randn, dynamic, with_branch):
+    torch._dynamo.reset()
+
+    def model(x, branch, weight, bias):
+        residual, y = triton_add_layer_norm(torch.sin(x), branch, weight, bias)
+        return triton_add_layer_norm(residual, torch.cos(y), weight, None)
+
+    backend = CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    compilations = []
+    for rows in (5, 8, 11)[: 3 if dynamic else 1]:
+        inputs = [randn(rows, 2, 48), randn(rows, 2, 48) if with_branch else None, randn(48), randn(48)]
+        upstream = [randn(rows, 2, 48), randn(rows, 2, 48)]
+        eager, traced = (test_kernels.run(f, inputs, upstream, torch.float32) for f in (model, compiled))
+        for a, b in zip(eager, traced, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        compilations.append(backend.frame_count)
+    assert compilations[0] == compilations[-1] > 0
+
+
+def test_operator_keeps_pytorch_s_rules(randn):
+    inputs = [t.requires_grad_() for t in (randn(5, 48), randn(5, 48), randn(48), randn(48))]
+    torch.library.opcheck(module.layer_norm_operator, (*inputs, 1e-5, torch.float32))
+    torch.library.opcheck(module.layer_norm_operator, (inputs[0], None, inputs[2], None, 1e-5, torch.bfloat16))
+
+
+def test_no_second_derivative(randn):
+    x, weight = randn(3, 32).requires_grad_(), randn(32).requires_grad_()
+    (grad,) = torch.autograd.grad(triton_layer_norm(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_function_takes_the_arguments_of_layer_norm(randn):
+    x, weight, bias = randn(3, 32), randn(32), randn(32)
+    expected = F.layer_norm(x, (32,), weight, bias)
+    torch.testing.assert_close(TritonLayerNorm.apply(x, weight, bias), expected)
+    torch.testing.assert_close(TritonLayerNorm.apply(x, weight), F.layer_norm(x, (32,), weight))
+    torch.testing.assert_close(triton_layer_norm(x, weight, bias, eps=0.5), F.layer_norm(x, (32,), weight, bias, 0.5))
+
+
+def test_falls_back_and_says_so_once(monkeypatch, randn):
+    monkeypatch.setattr(module, "INTERPRETED", False)
+    module.say_once.cache_clear()
+    x, weight = torch.randn(3, 32, dtype=torch.float64), torch.ones(32, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="PyTorch instead of Triton") as warnings:
+        results = [triton_layer_norm(x, weight) for _ in range(3)]
+    assert len(warnings) == 1
+    assert torch.equal(results[0], F.layer_norm(x, (32,), weight))
+    torch.compile(triton_layer_norm, fullgraph=True, backend="eager")(x, weight)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0, 32)])
+def test_empty_input(device, shape):
+    weight = torch.ones(32, device=device, requires_grad=True)
+    y = triton_layer_norm(torch.zeros(shape, device=device), weight)
+    y.sum().backward()
+    assert y.shape == shape and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 4), (5,), None), ((3, 4), (4,), (3,)), ((), (1,), None), ((3, 4), (3, 4), None)]
+)
+def test_shapes_that_do_not_fit(shapes):
+    x, weight, bias = (None if shape is None else torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError):
+        triton_layer_norm(x, weight, bias)
+
+
+def test_addend_of_another_shape():
+    with pytest.raises(ValueError, match="one shape"):
+        triton_add_layer_norm(torch.zeros(3, 4), torch.zeros(1, 4), torch.zeros(4))
+
+
+def test_available_where_it_runs():
+    assert TRITON_AVAILABLE
+
+
+@pytest.mark.gpu
+def test_replayed_in_a_graph(randn):
+    inputs = [t.requires_grad_() for t in (randn(64, 768), randn(768), randn(768))]
+    y_grad = randn(64, 768)
+
+    def step():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return torch.autograd.grad(triton_layer_norm(*leaves), leaves, y_grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        inputs[0].copy_(randn(64, 768))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 768, 4096, 16384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows(randn, width, dtype):
+    """More rows than all programs take at once: each walks over several tiles."""
+    rows = 2**24 // width + 3
+    inputs = [randn(rows, width), randn(rows, width), randn(width), randn(width)]
+    upstream = [randn(rows, width), randn(rows, width)]
+    test_kernels.assert_as_accurate_as_torch(triton_add_layer_norm, reference, inputs, upstream, dtype)

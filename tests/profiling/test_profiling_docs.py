@@ -1,0 +1,42 @@
+"""The profiling guide: its commands run, its messages are the scripts', its pictures and figures are measured ones."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "README_PROFILING.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S) for line in block.splitlines()]
+SHELL = [command for command in COMMANDS if ".sh" in command]
+PYTHON = [command for command in COMMANDS if command.startswith("python ")]
+
+
+def test_every_command_is_covered():
+    assert len(COMMANDS) > 10 and sorted(SHELL + PYTHON) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", SHELL)
+def test_scripts_understand_the_commands(command, tmp_path):
+    command = command.replace("./", f"{ROOT}/").replace(".sh", ".sh --dry-run", 1)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Tool: "), done.stderr
+
+
+@pytest.mark.parametrize("words", sorted({re.match(r"python ((?:-m )?\S+)", command)[1] for command in PYTHON}))
+def test_python_programs_say_what_they_do(words):
+    done = subprocess.run([sys.executable, *words.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout and "Exit codes: 0 done" in done.stdout
+
+
+def test_files_and_messages_exist():
+    for name in re.findall(r"`((?:profiling/)?\w+\.(?:py|sh))`", GUIDE):
+        assert (ROOT / name).exists() or (ROOT / "profiling" / name).exists(), name
+    code = "".join(path.read_text() for path in [*ROOT.glob("*.sh"), *(ROOT / "profiling").glob("*.sh")])
+    table = GUIDE.split("## When something fails")[1].split("\n\n")[1]
+    messages = re.findall(r"^\| `([^`]*)` \|", table, flags=re.M)
+    assert len(messages) == 8
+    for message in messages:
+        assert message.replace("/dev/kfd", "$KFD_DEVICE") in code, message

@@ -1,0 +1,140 @@
+"""run_triton_profiling.py: what it prints, and that a wrong kernel does not pass. Times are never asserted."""
+
+import errno
+import json
+import re
+
+import pytest
+
+import tiny_llama_v3 as llama
+
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+if llama.triton is not None:
+    import run_triton_profiling as profiling
+
+NUMBER = r"[\d.e+-]+"
+SMALL = "--batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 40".split()
+NAMES = [
+    "RMSNorm",
+    "RMSNorm backward",
+    "SwiGLU activation",
+    "SwiGLU activation backward",
+    "SwiGLU matrix product, naive",
+]
+NAMES += ["attention", "attention backward", "cross-entropy, loss and gradient"]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def run(*flags):
+        capsys.readouterr()
+        code = profiling.main([*SMALL, *flags, "--json", str(tmp_path / "new" / "result.json")])
+        out, err = capsys.readouterr()
+        path = tmp_path / "new" / "result.json"
+        return code, out, err, json.loads(path.read_text()) if path.exists() else None
+
+    return run
+
+
+def test_output_begins_as_the_exercise_shows_it(run):
+    code, out, _, _ = run("--only", "rmsnorm", "--no-sweeps")
+    expected = (
+        r"=== Triton Kernel Performance Analysis ===\n\n1\. RMSNorm Kernel Profiling\n"
+        r"  Triton RMSNorm: \d+\.\d{3} ms\n  PyTorch RMSNorm: \d+\.\d{3} ms\n"
+        r"  Speedup: \d+\.\d{2}x\n  Max error: \d\.\d{2}e[+-]\d{2} "
+    )
+    assert code == 0 and re.match(expected, out)
+
+
+def test_every_kernel_is_right_and_reported(run, device):
+    code, out, err, result = run()
+    assert code == 0 and [case["name"] for case in result["kernels"]] == NAMES
+    for case in result["kernels"]:
+        assert 0 <= case["error"] <= case["allowed"] < (0.1 if result["dtype"] == "float32" else 1)
+        for contender in ("triton", "torch"):
+            assert case[contender]["ms"] > 0 and case[contender]["wall_ms"] > 0
+        assert case["speedup"] == pytest.approx(case["torch"]["ms"] / case["triton"]["ms"])
+        amount = case["bytes"] / 1e6 if case["unit"] == "GB/s" else case["flop"] / 1e9
+        assert case["rate"] == pytest.approx(amount / case["triton"]["ms"])
+        assert case["share"] == pytest.approx(case["rate"] / result["ceilings"][case["unit"]])
+        assert f"  Triton {case['name']}: {case['triton']['ms']:.3f} ms\n" in out
+    assert [row["block_size"] for row in result["block_sizes"]] == [64, 128, 256, 512, 1024]
+    assert sum(row["usual"] for row in result["tiles"]) <= 1 and all(
+        row["ms"] or row["error"] for row in result["tiles"]
+    )
+    if device == "cpu":
+        assert "times mean nothing" in err and "Times mean nothing" in out
+
+
+def test_bytes_and_flop_of_a_call(run):
+    """By hand, for 16 tokens of 32 dimensions and two heads of 16 (one for keys and values), ffn 128, vocabulary 40."""
+    _, _, _, result = run("--no-sweeps")
+    size = {"bfloat16": 2, "float32": 4}[result["dtype"]]
+    cases = {case["name"]: case for case in result["kernels"]}
+    assert cases["RMSNorm"]["bytes"] == (2 * 16 * 32 + 32) * size + 16 * 4  # x, y; weight; rstd
+    assert cases["SwiGLU activation"]["bytes"] == 3 * 16 * 128 * size
+    assert cases["cross-entropy, loss and gradient"]["bytes"] == 2 * 16 * 40 * size + 16 * (8 + 4)  # targets and losses
+    assert cases["attention"]["bytes"] == (2 * 16 * 32 + 2 * 16 * 16) * size + 2 * 16 * 4  # q, o; k, v; lse
+    assert cases["attention"]["flop"] == 2 * (2 * 2 * 16 * 16 * 16) // 2  # two products of two heads, half of it masked
+    rows = 16 if result["environment"]["arch"] != "cpu" else 2
+    assert cases["SwiGLU matrix product, naive"]["flop"] == 2 * rows * 32 * 256 + 5 * rows * 128  # and the activation
+
+
+def test_a_wrong_kernel_is_found(run, monkeypatch):
+    forward = llama.rmsnorm_forward
+
+    def wrong(*args):
+        residual, y, rstd = forward(*args)
+        y[-1, -1] += 10
+        return residual, y, rstd
+
+    monkeypatch.setattr(llama, "rmsnorm_forward", wrong)
+    code, out, err, result = run("--only", "rmsnorm", "--no-sweeps")
+    assert code == 1 and out.count("WRONG") == 1 and "RMSNorm differs from PyTorch" in err
+    assert result["kernels"][0]["error"] > result["kernels"][0]["allowed"]
+    monkeypatch.setattr(llama, "rmsnorm_forward", lambda *args: tuple(x * float("nan") for x in forward(*args)))
+    assert run("--only", "rmsnorm", "--no-sweeps")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--only", "fft"], "invalid choice"),
+        (["--hidden-dim", "33"], "--hidden-dim 33 is not divisible by --num-heads 2"),
+        (["--seq-len", "0"], "--seq-len 0 is out of range"),
+    ],
+)
+def test_bad_requests(run, flags, complaint):
+    code, out, err, result = run(*flags)
+    assert code == 2 and complaint in err and err.count("\n") == 1 and out == "" and result is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "x" * 300, "new/" + "x" * 300, "file/below"])
+def test_file_that_cannot_be_written(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(profiling, "measure_ceilings", pytest.fail)  # before anything is measured
+    assert profiling.main([*SMALL, "--json", name]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and f"--json {name or repr(name)}" in err and out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_full_disk_keeps_the_figures_printed_and_the_older_file(run, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "result.json").write_text('"an older one"')
+    monkeypatch.setattr(llama, "dump_json", fail)
+    code, out, err, result = run("--only", "rmsnorm", "--no-sweeps")
+    assert code == 2 and "Triton RMSNorm" in out and result == "an older one"
+    assert err.splitlines()[-1].endswith("No space left on device): free space or give another path")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["result.json"]
+
+
+@pytest.mark.gpu
+def test_a_tile_too_large_is_reported_not_fatal(run):
+    code, _, _, result = run("--only", "attention", "--hidden-dim", "256", "--num-heads", "2", "--seq-len", "256")
+    assert code == 0 and any(row["usual"] for row in result["tiles"])
+    assert all(row["registers"] for row in run("--only", "rmsnorm")[3]["block_sizes"])

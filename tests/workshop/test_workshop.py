@@ -1,0 +1,497 @@
+"""The replay of the stages: what it runs, what it does when a run fails, and what its sentences follow from."""
+
+import html
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from benchmarks import publish, stages
+from exercises.performance_debugging import comparison, pictures, replay, report
+from measure import tables
+from measure.work import kernel_work
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "exercises" / "performance_debugging"
+
+
+ON_GPU = torch.cuda.is_available()
+TINY = "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 16 --warmup-steps 1"
+SIZES = ["--batch-size", "1", "--seq-len", "4", "--num-steps", "2"]
+
+
+# --- links and command line
+
+
+def test_every_stage_has_its_link():
+    links = sorted(FOLDER.glob("v3_stage*.py"))
+    assert [llama.parse_config([], link.name).stage for link in links] == list(llama.STAGES)
+    assert all(link.is_symlink() and link.resolve() == ROOT / "tiny_llama_v3.py" for link in links)
+
+
+def dry_run(capsys, *argv):
+    """{title: [commands]}"""
+    assert replay.main(["--dry-run", *argv]) == 0
+    parts = re.split(r"^# (.*)\n", capsys.readouterr().out, flags=re.M)
+    return {title: block.splitlines() for title, block in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def test_dry_run_prints_commands_that_parse_and_writes_nothing(capsys, tmp_path):
+    planned = dry_run(
+        capsys, "--beyond", "--batch-size", "3", "--output", str(tmp_path / "results"), "--", "--seed", "7"
+    )
+    assert not (tmp_path / "results").exists()
+    titles = [title for title in planned if title.startswith("stage")]
+    assert [int(re.match(r"stage (\d)", title)[1]) for title in titles] == list(llama.STAGES)
+    for number, title in enumerate(titles, 1):
+        for command in planned[title]:
+            words = [word for word in shlex.split(command) if not word.startswith("TRITON_CACHE_DIR=")]
+            config = llama.parse_config(words[2:], words[1])
+            assert (config.stage, config.batch_size, config.seed, config.seq_len) == (number, 3, 7, 128)
+        with_own_cache = ["TRITON_CACHE_DIR" in command for command in planned[title]]
+        assert with_own_cache == ([] if not planned[title] else [number == 7, False])
+    assert bool(planned[titles[7]]) == ON_GPU  # without a GPU, stage 8 is left out
+    assert "--impl torch" in planned["baseline, plain PyTorch"][0]
+
+
+def test_stages_and_profiles_are_chosen(capsys):
+    planned = dry_run(capsys, "--stages", "4,2", "--no-profile")
+    assert [title.split(",")[0] for title in planned] == ["baseline", "stage 2", "stage 4"]
+    assert all(len(commands) == 1 for commands in planned.values())
+
+
+def test_rocprofv3_profiles_on_amd_only(capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/opt/rocm/bin/{name}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    command = dry_run(capsys, "--stages", "2")["stage 2, slow performance"][1]
+    assert "rocprofv3" not in command and "--profile" in command
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    command = dry_run(capsys, "--stages", "2")["stage 2, slow performance"][1]
+    assert command.startswith("rocprofv3 --kernel-trace --stats --output-format csv") and "--profile" not in command
+    command = dry_run(capsys, "--stages", "2", "--", "--device", "cpu")["stage 2, slow performance"][1]
+    assert "rocprofv3" not in command
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        ("--stages 9", "there is no stage 9"),
+        ("--stages one", "--stages one"),
+        ("--stages 2 --beyond", "--beyond"),
+        ("--batch-size 0", "--batch-size 0"),
+        ("--seq-len many", "--seq-len"),
+        ("--bach-size 8", "--bach-size"),
+        ("-- --stage 3", "--stage"),
+        ("-- --output-dir=x", "--output-dir=x"),
+        ("-- --hidden-dim 63", "--hidden-dim 63"),
+        ("--output /dev/null/x --num-steps 1", "--output"),
+    ],
+)
+def test_bad_requests_get_one_line_and_exit_code_2(capsys, argv, named):
+    assert replay.main(argv.split()) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+    "body, told", [(None, "there is no Python at PYTHON="), ("exit 1", "lacks one of torch pandas")]
+)
+def test_the_script_names_the_python_that_does_not_serve(body, told, tmp_path):
+    if body:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([FOLDER / "run_all_stages.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+
+
+# --- running
+
+
+def script_run(name, *scripts, stage=None):
+    """A Run of small Python programs, each of which is asked to write FOLDER/out.json."""
+    commands = [[sys.executable, "-c", f"folder = {replay.FOLDER!r}\n{script}"] for script in scripts]
+    parts = [replay.Part("measured", command, "out.json", f"{name}_{i}.json") for i, command in enumerate(commands)]
+    return replay.Run(name, name, parts, stage)
+
+
+WRITES = "open(folder + '/out.json', 'w').write('{}')"
+
+
+def test_a_failing_run_is_told_and_the_others_go_on(capsys, tmp_path):
+    runs = [
+        script_run("stage1", "print('reading'); raise SystemExit('no such tensor')", WRITES),
+        script_run("stage2", "pass"),
+        script_run("stage3", WRITES, WRITES),
+    ]
+    assert replay.execute_all(runs, tmp_path)
+    assert "exit status 1" in runs[0].error and "no such tensor" in runs[0].error
+    assert "no out.json was written" in runs[1].error
+    assert runs[2].error is None
+    assert "    no such tensor" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "stage1_output.log", "stage2_output.log", "stage3_0.json", "stage3_1.json", "stage3_output.log",
+    ]  # fmt: skip
+    assert "reading\n" in (tmp_path / "stage1_output.log").read_text()
+
+
+def test_an_interruption_keeps_what_is_done(tmp_path):
+    interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    runs = [script_run("stage1", WRITES), script_run("stage2", interrupt), script_run("stage3", WRITES)]
+    assert replay.execute_all(runs, tmp_path) is False
+    assert [run.done for run in runs] == [True, False, False]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".log", ".log"]  # no temporary folder
+
+
+def test_the_environment_of_a_part_lies_in_its_temporary_folder(tmp_path):
+    run = script_run("stage7", "import os; print(os.environ['TRITON_CACHE_DIR'] == folder + '/triton')\n" + WRITES)
+    run.parts[0].environment["TRITON_CACHE_DIR"] = f"{replay.FOLDER}/triton"
+    assert replay.execute_all([run], tmp_path) and run.error is None
+    assert (tmp_path / "stage7_output.log").read_text().splitlines()[-1] == "True"
+
+
+def test_time_left_follows_the_kinds_of_parts():
+    progress = replay.Progress(["measured", "profiled", "measured", "profiled", "profiled"])
+    assert progress.remaining() is None
+    progress.seconds = [10.0]
+    assert progress.remaining() == 40
+    progress.seconds = [10.0, 2.0]
+    assert progress.remaining() == 14
+
+
+def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
+    (tmp_path / "stage3_profile.csv").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    replay.put_aside(tmp_path)
+    (aside,) = tmp_path.glob("previous_*")
+    assert (aside / "stage3_profile.csv").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", aside.name]
+
+
+def test_two_replays_cannot_share_a_folder(tmp_path):
+    with replay.locked(tmp_path), pytest.raises(llama.UsageError, match="in use"), replay.locked(tmp_path):
+        pass
+
+
+# --- a whole replay
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    """The folder of a replay of stages 5 and 6, with kernels where they are interpreted too, and its console."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "stage4.json").write_text("{}")
+    command = [FOLDER / "run_all_stages.sh", "--stages", "5,6", *SIZES, "--output", folder, "--", *TINY.split()]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def test_a_replay_writes_every_file_of_its_own_and_no_other(replayed):
+    folder, _ = replayed
+    expected = {"summary.json", "summary.md", "stages.png", "report.html", "ceilings.json", "ceilings_output.log"}
+    expected |= {"baseline.json", "baseline_output.log", ".lock"}
+    expected |= {f"stage{n}{end}" for n in (5, 6) for end in (".json", "_profile.csv", "_output.log")}
+    assert {path.name for path in folder.iterdir() if path.is_file()} == expected
+    (aside,) = folder.glob("previous_*")
+    assert [path.name for path in aside.iterdir()] == ["stage4.json"]
+    header = (folder / "stage5_profile.csv").read_text().splitlines()[0]
+    assert header.replace('"', "") == "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev"
+
+
+def test_a_replay_shows_where_it_is(replayed):
+    lines = re.findall(r"^\[(\d)/(\d)\] (.*)", replayed[1], flags=re.M)
+    assert [(int(n), int(of)) for n, of, _ in lines] == [(n, 6) for n in range(1, 7)]
+    assert all(" left" in title for _, _, title in lines[1:])
+
+
+def test_figures_are_those_of_the_runs(replayed):
+    folder, console = replayed
+    summary = json.loads((folder / "summary.json").read_text())
+    names = ("baseline", "stage5", "stage6")
+    runs = {name: json.loads((folder / f"{name}.json").read_text())["summary"] for name in names}
+    sound, severed = summary["stages"]
+    for stage, run in ((sound, runs["stage5"]), (severed, runs["stage6"])):
+        assert stage["samples_per_second"] == run["samples_per_second"]
+        assert stage["first_loss"] == run["first_loss"]
+        speed = run["samples_per_second"] / runs["baseline"]["samples_per_second"]
+        assert stage["speed_over_baseline"] == pytest.approx(speed)
+        assert sum(kernel["share"] for kernel in stage["kernels"]) == pytest.approx(1)
+    assert severed["speed_over_previous"] == pytest.approx(severed["samples_per_second"] / sound["samples_per_second"])
+    assert sound["speed_over_previous"] is None  # stage 4 was not run
+    assert tables.number(severed["speed_over_previous"]) in console
+    assert summary["command"] == f"./run_all_stages.sh --stages 5,6 {shlex.join(SIZES)} -- {TINY}"
+    assert [seen["shown"] for seen in summary["observations"]] == [True, llama.triton is not None]
+
+
+# --- observations: figures as a GPU gives them, one by one made to show their sign, and not to
+
+
+KERNELS = {"flash_attention_kernel": 5.0, "swiglu_activation_kernel": 4.0, "nvjet_gemm": 30.0}
+
+
+def step_of(ms):
+    return {"mean": ms, "p20": ms, "p50": ms, "p80": ms}
+
+
+def stage_figures(number, **changes):
+    figures = {
+        "stage": number, "title": stages.short_title(number), "obstacle": None, "error": None,
+        "implementation": "triton", "first_loss": 7.0, "final_loss": 6.9, "losses": [7.0, 6.9],
+        "step_ms": [5.0, 5.0], "samples_per_second": 1600.0,
+        "tokens_per_second": 2e5, "batch_ms": step_of(5.0), "mean_over_median": 1.0,
+        "phase_ms": {"forward": 1.5, "backward": 3.0, "optimizer": 0.5}, "phases_share": 1.0, "host_ms": 2.0,
+        "gradient_share": 1.0, "peak_memory_mib": 600.0, "mfu": 0.1, "speed_over_previous": 1.0,
+        "speed_over_baseline": 2.0, "attention_us": 5.0, "swiglu_us": 4.0,
+        "kernels": [{"name": k, "calls": 24, "average_us": us, "share": us / 39} for k, us in KERNELS.items()],
+    }  # fmt: skip
+    return figures | changes
+
+
+def gpu_summary(changes=None):
+    """A summary of all stages on a GPU; changes: {stage: {figure: value}}."""
+    changes = changes or {}
+    summary = {
+        "benchmark": "stages", "command": "./run_all_stages.sh --beyond", "commands": ["python v3_stage5.py"],
+        "date": "2026-11-21T10:00:00", "profiler": "torch.profiler", "interrupted": False, "entropy": math.log(1000),
+        "environment": llama.environment(llama.Device("cuda", "NVIDIA H200", "sm_90", 132, 32)),
+        "config": comparison.shared_config(llama.dataclasses.asdict(llama.Config(seq_len=128))),
+        "precision": "fp32",
+        "ceilings": {"bytes_per_second": 4e12, "flop_per_second": 5e13, "peak_tflops": 66.9},
+        "baseline": {k: v for k, v in stage_figures(5, samples_per_second=800.0, implementation="torch").items()
+                     if k not in ("stage", "title", "obstacle", "error", "kernels", "attention_us", "swiglu_us")},
+        "stages": [stage_figures(number, **changes.get(number, {})) for number in llama.STAGES],
+    }  # fmt: skip
+    return summary | {"observations": stages.observations(summary)}
+
+
+def observed(number, changes):
+    (seen,) = [seen for seen in gpu_summary(changes)["observations"] if seen["stage"] == number]
+    return seen["shown"], seen["text"]
+
+
+NAIVE_FIRST = [{"name": "swiglu_kernel", "calls": 24, "average_us": 2000.0, "share": 0.8}]
+SHOWN = {
+    1: ({1: {"first_loss": 470.0}}, "470, 68 times"),
+    2: ({2: {"attention_us": 25.0}}, "25.0 us, 5.0 times the 5.0 us of stage 3"),
+    3: ({3: {"phases_share": 0.3}}, "add up to 30 % of the step"),
+    4: ({4: {"batch_ms": step_of(20.0), "kernels": NAIVE_FIRST}}, "4.0 times stage 5's. swiglu_kernel is first.* 80 %"),
+    5: ({}, "2.0 times the baseline's, measured in the same replay"),
+    6: ({6: {"gradient_share": 0.016, "phase_ms": {"backward": 0.2}}}, "1.6 %.* 15 times"),
+    7: ({7: {"mean_over_median": 40.0, "step_ms": [9000.0, 5.0]}}, "40 times the median; the first took 9,000.0 ms"),
+    8: ({8: {"batch_ms": step_of(1.0)}}, "5.0 times as fast"),
+}  # fmt: skip
+HIDDEN = {
+    1: ({}, "512 is too narrow"),
+    2: ({}, r"1.0 times .* in fp32\. .*try --seq-len 2048 -- --use-amp"),
+    3: ({3: {"host_ms": 4.5}}, "busy for 90 % of the step"),
+    4: ({}, "weighs more than the naive swiglu_kernel"),
+    5: ({5: {"gradient_share": 0.99}}, "99 % of the weights"),
+    6: ({}, "100 % of the weights"),
+    7: ({}, "1.0 times the median"),
+    8: ({}, "the host needs only 40 % of stage 5's step.* try -- --use-amp"),
+}
+
+
+@pytest.mark.parametrize("number", SHOWN)
+def test_an_observation_follows_the_figures(number):
+    for expected, cases in ((True, SHOWN), (False, HIDDEN)):
+        changes, text = cases[number]
+        shown, said = observed(number, changes)
+        assert shown is expected and re.search(text, said), said
+
+
+def test_an_observation_names_the_figure_that_is_missing():
+    without_profile = {number: {"kernels": None, "attention_us": None} for number in llama.STAGES}
+    assert observed(2, without_profile) == (None, "stage 2 was not profiled.")
+    summary = gpu_summary()
+    failed = {"stage": 4, "title": "slow kernels", "obstacle": None, "error": "measured run: killed\nthe log's end"}
+    summary["stages"] = [stage_figures(8), failed]
+    assert [(seen["shown"], seen["text"]) for seen in stages.observations(summary)] == [
+        (None, "stage 5 was not measured."), (None, "It failed: measured run: killed."),
+    ]  # fmt: skip
+
+
+def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch):
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    summary = gpu_summary()
+    summary["environment"]["arch"] = "cpu"
+    for stage in summary["stages"]:
+        stage |= {"implementation": "torch", "attention_us": None, "swiglu_us": None}
+    seen = {seen["stage"]: seen for seen in stages.observations(summary)}
+    assert not any(seen[number]["shown"] for number in (2, 3, 4, 6))
+    reasons = {2: "takes any layout", 3: "runs behind", 4: "did not run", 5: "noise", 6: "cannot be cut"}
+    for number, reason in reasons.items():
+        assert reason in seen[number]["text"]
+
+
+def test_a_launch_bound_stage_says_so():
+    assert "What is left is the host: it needs 96 % of the step" in observed(5, {5: {"host_ms": 4.8}})[1]
+    assert "What is left is the host" not in observed(5, {})[1]
+
+
+def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
+    def said(attention_us, **config):
+        summary = gpu_summary({2: {"attention_us": attention_us}})
+        summary["config"] |= config
+        return stages.observations(summary)[1]
+
+    small = said(8.0, seq_len=2048)
+    assert small["shown"] and "2048 tokens a sequence in fp32" in small["text"]
+    assert small["text"].endswith("try -- --use-amp.")
+    assert said(8.0, use_amp=True)["text"].endswith("try --seq-len 2048.")
+    for plain in (said(8.0, seq_len=2048, use_amp=True), said(80.0)):
+        assert plain["shown"] and "try" not in plain["text"]
+
+
+# --- tables and pictures
+
+
+def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
+    labels, rows = stages.comparison_table(gpu_summary())
+    assert labels == ["baseline", *(f"{number} {stages.short_title(number)}" for number in llama.STAGES)]
+    figures = dict(rows)
+    assert figures["speed, samples/s"][:2] == ["800", "1,600"]
+    assert figures["attention kernel, us"][:2] == ["", "5.00"]
+    assert set(map(len, figures.values())) == {len(labels)}
+
+
+def test_points_of_the_roofline_lie_where_time_and_work_put_them():
+    points = {(name, stage): (x, y) for name, stage, x, y in pictures.kernel_points(gpu_summary())}
+    work = kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
+    assert points["flash_attention_kernel", 5] == pytest.approx((work.flop / work.bytes, work.flop / 5e-6))
+    assert ("nvjet_gemm", 5) not in points
+
+
+def test_the_roofline_s_dotted_line_is_the_peak_that_the_replay_found():
+    def dotted(peak):
+        figure, axes = pictures.plt.subplots()
+        pictures.plt.close(figure)
+        summary = gpu_summary()
+        pictures.draw_roofline(axes, summary | {"ceilings": summary["ceilings"] | {"peak_tflops": peak}})
+        return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+
+    assert dotted(66.9) == [66.9]
+    assert dotted(None) == []  # a device without a known peak
+
+
+def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_path):
+    replays = {"old": ("2026-01-01", 7.0, 128, False), "new": ("2026-01-02", 470.0, 128, False),
+               "amp": ("2026-01-01", 7.0, 128, True), "long": ("2026-01-01", 7.0, 2048, False)}  # fmt: skip
+    for name, (date, first_loss, seq_len, use_amp) in replays.items():
+        summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
+        summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
+        summary["precision"] = "bf16" if use_amp else "fp32"
+        summary["observations"][0]["text"] = "in the words of that day"
+        (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
+    (tmp_path / "stages_long.png").touch()
+    section = publish.stages_section(tmp_path)
+    titles = re.findall(r"^\*\*(.*?)\*\*", section, flags=re.M)
+    assert titles == ["8 x 128 tokens, fp32", "8 x 128 tokens, bf16", "8 x 2048 tokens, fp32"]
+    assert "| first loss | 7.00 | 470 |" in section
+    assert "stages_new.json" in section and "stages_old.json" not in section
+    assert re.findall(r"!\[.*\]\((.*)\)", section) == ["benchmarks/results/stages_long.png"]
+    assert "- stage 1, broken loss (shows): The first loss is 470" in section
+    assert publish.stages_section(tmp_path / "none") == publish.NOT_MEASURED
+
+
+# --- report.html
+
+
+def test_the_report_is_one_page_without_network():
+    page = report.render(gpu_summary())
+    images = re.findall(r'<img id="(\w+)" alt="[^"]+" src="data:image/png;base64,[A-Za-z0-9+/=]+">', page)
+    assert images == ["loss", "speed", "phases", "kernels", "roofline"]
+    assert not re.search(r"https?://|<script|@import|url\(", page)
+    for seen in gpu_summary()["observations"]:
+        assert seen["text"] in html.unescape(page)
+
+
+def test_the_report_of_an_interrupted_replay_says_so():
+    summary = gpu_summary() | {"interrupted": True, "ceilings": None}
+    summary["stages"] = summary["stages"][:1] + [
+        {"stage": 2, "title": "slow performance", "obstacle": None, "error": None}
+    ]
+    summary["observations"] = stages.observations(summary)
+    page = report.render(summary)
+    assert (
+        "was interrupted" in page
+        and "The replay was interrupted before it was done" in page
+        and 'id="roofline"' not in page
+    )
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HARNESS = """<!DOCTYPE html><title>frames</title><pre id="result"></pre>
+<script>
+onload = () => {
+  const seen = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, width = page.documentElement.clientWidth;
+    const boxes = [...page.body.querySelectorAll("*")].filter(e => e.getClientRects().length);
+    const overflows = e => e.clientWidth && e.scrollWidth > e.clientWidth + 1;
+    const cut = boxes.filter(e => e.getBoundingClientRect().right > width + 1 || overflows(e));
+    const images = [...page.images];
+    return {width, scroll: page.documentElement.scrollWidth, cut: cut.map(e => e.outerHTML.slice(0, 80)),
+            images: images.length, loaded: images.filter(i => i.complete && i.naturalWidth > 0).length};
+  });
+  document.getElementById("result").textContent = JSON.stringify(seen);
+};
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium")
+def test_the_report_in_a_browser(tmp_path):
+    """On a phone, on a desk and on A4 paper: nothing is cut off, every picture loads, the console stays empty."""
+    page = report.render(gpu_summary({1: {"first_loss": 470.0}, 4: {"kernels": NAIVE_FIRST}}))
+    (tmp_path / "report.html").write_text(page)
+    printed = page.replace("@media print", "@media all").replace("@media screen", "@media not all")
+    assert printed.count("@media all") == printed.count("@media not all") == 1
+    (tmp_path / "print.html").write_text(printed)
+    frame = '<iframe src="{}.html" style="border: 0; width: {}px; height: 800px"></iframe>'
+    frames = [frame.format(*shown) for shown in (("report", 360), ("report", 1280), ("print", 700))]
+    (tmp_path / "harness.html").write_text(HARNESS + "".join(frames))
+    flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --allow-file-access-from-files --dump-dom"
+    command = [CHROMIUM, *flags.split(), "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, (tmp_path / "harness.html").as_uri()], capture_output=True, text=True, timeout=100)
+    assert not re.findall(r".*CONSOLE.*", done.stderr)
+    seen = json.loads(html.unescape(re.search(r'<pre id="result">(.+?)</pre>', done.stdout)[1]))
+    assert [frame["width"] for frame in seen] == [360, 1280, 700]
+    for frame in seen:
+        assert frame["scroll"] <= frame["width"] and not frame["cut"], frame
+        assert frame["images"] == frame["loaded"] == 5
+
+
+def test_figures_of_a_run_by_hand(tmp_path):
+    steps = [
+        {"loss": 7.0, "batch_ms": ms, "host_ms": 1.0, "phase_ms": {"forward": forward, "backward": 3.0}}
+        for ms, forward in ((10.0, 1.0), (5.0, 1.0), (6.0, 9.0))
+    ]
+    run = {
+        "implementation": "triton",
+        "summary": {
+            "first_loss": 7.0, "final_loss": 6.0, "samples_per_second": 3.0, "tokens_per_second": 30.0, "host_ms": 1.0,
+            "batch_ms": {"mean": 7.0, "p20": 5.0, "p50": 6.0, "p80": 9.0},
+            "phase_ms": {"forward": 3.7, "backward": 3.0},
+            "parameters": 200, "parameters_with_gradient": 50, "peak_memory_mib": 1.0, "mfu": 0.1,
+        },
+        "steps": steps,
+    }  # fmt: skip
+    figures = comparison.run_figures(run)
+    assert figures["phase_ms"] == {"forward": 1.0, "backward": 3.0}  # medians
+    assert figures["phases_share"] == pytest.approx(0.8)
+    assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
+    table = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev\nk,4,8000,2000,100,2000,2000,0\n"
+    (tmp_path / "stage5_profile.csv").write_text(table)
+    (kernel,) = comparison.kernel_figures(tmp_path / "stage5_profile.csv")
+    assert kernel == {"name": "k", "calls": 4, "average_us": 2.0, "share": 1.0}
+    assert [comparison.predecessor(stage) for stage in (2, 5, 6, 8)] == [1, 4, 5, 5]
