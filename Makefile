@@ -22,8 +22,8 @@ lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff format --check .
 	find . -name .venv -prune -o \( -name '*.sh' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
-kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into profiling/KERNELS.md
-	$(VENV_PYTHON) profiling/kernel_report.py
+kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
+	$(VENV_PYTHON) -m profiling.kernel_report
 
 clean: ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

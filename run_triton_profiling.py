@@ -32,9 +32,9 @@ import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-import kernels  # noqa: E402
-from common import exit_code_of, llama  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402
+from benchmarks import kernels  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
 FLUSHED_BYTES = 512 * 2**20  # more than any cache holds, MI300's 256 MiB included

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time each kernel alone against PyTorch, on the device's clock.
 
-    python benchmarks/kernels.py                        bf16, against eager PyTorch
-    python benchmarks/kernels.py --compile-baselines    and against torch.compile of the same function
-    python benchmarks/kernels.py --only attention
+    python -m benchmarks.kernels                        bf16, against eager PyTorch
+    python -m benchmarks.kernels --compile-baselines    and against torch.compile of the same function
+    python -m benchmarks.kernels --only attention
 
 Several calls are captured in one graph, and the median replay counts: launches are left out. Buffers exceed the L2
 cache, except for attention, which has the sizes of models. Bandwidth is that of the bytes that must be moved at least;
@@ -24,8 +23,11 @@ import time
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tiny_llama_v3 as llama
+from measure.results import RESULTS, ResultFile, describe, header
+from tiny_llama_v3 import exit_code_of
 
 EPS = 1e-5
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-3}  # relative to the norm of PyTorch's result

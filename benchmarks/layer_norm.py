@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Time nanogpt_triton's LayerNorm against F.layer_norm, eager and compiled, over widths 256 to 16384.
 
-    python benchmarks/layer_norm.py                       fp32 and bf16, all widths
-    python benchmarks/layer_norm.py --dtypes bf16 --widths 768 4096
+    python -m benchmarks.layer_norm                       fp32 and bf16, all widths
+    python -m benchmarks.layer_norm --dtypes bf16 --widths 768 4096
 
 The first case of a type is GPT-2's, 12 x 1024 x 768; the others have tensors of 128 MiB. "us" is device time: calls
 captured in one graph, the median replay. "wall us" is what a loop of calls takes with the host's part. Bandwidth is
@@ -20,10 +19,12 @@ import time
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, time_limit
-from kernels import Bench, copy_cases, gradient_call, measure
 
+import tiny_llama_v3 as llama
+from benchmarks.kernels import Bench, copy_cases, gradient_call, measure
+from measure.results import RESULTS, ResultFile, describe, header, time_limit
 from nanogpt_triton.kernels import triton_layer_norm
+from tiny_llama_v3 import exit_code_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)

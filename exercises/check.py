@@ -23,11 +23,13 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path.insert(0, str(HERE.parent))
 
 import torch.nn.functional as F  # noqa: E402
-from common import exit_code_of, llama  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 

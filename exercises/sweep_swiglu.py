@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Time the SwiGLU kernels of tiny_llama_v3.py over their block sizes, beside the library's product.
 
-    python exercises/sweep_swiglu.py
+    python -m exercises.sweep_swiglu
 
 Every result is compared with PyTorch's before it is timed. Times are medians of the device's clock, the cache flushed
 before each call. Without a GPU a small size is interpreted: results are checked, times are left out.
@@ -12,7 +11,6 @@ import argparse
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +18,9 @@ import torch.nn.functional as F
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from common import exit_code_of, llama  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 NAIVE_BLOCKS = (32, 64, 128, 256, 512)
 ACTIVATION_BLOCKS = (128, 256, 512, 1024, 2048, 4096)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the measured parts of README_PROFILING.md, from profiling/results: pictures, and overhead.json.
+"""Write the measured parts of README_PROFILING.md, from benchmarks/results: pictures, and overhead.json.
 
     python profiling/guide.py            rewrite what stands between the markers
     python profiling/guide.py --check    exit with 1 if anything would change
@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from common import exit_code_of, llama  # noqa: E402
-from tables import NOT_MEASURED, read_result, update  # noqa: E402
+sys.path.insert(0, str(ROOT))
+import tiny_llama_v3 as llama  # noqa: E402
+from benchmarks.publish import NOT_MEASURED, read_result, update  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 GUIDE = ROOT / "README_PROFILING.md"
-RESULTS = ROOT / "profiling" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = {
     "kernels_stage4.png": "The top kernels of stage 4",
     "kernels_stage5.png": "The top kernels of stage 5",
@@ -27,7 +28,7 @@ PICTURES = {
 
 
 def pictures():
-    lines = [f"![{title}](profiling/results/{name})" for name, title in PICTURES.items() if (RESULTS / name).exists()]
+    lines = [f"![{title}](benchmarks/results/{name})" for name, title in PICTURES.items() if (RESULTS / name).exists()]
     return "\n\n".join(lines) or NOT_MEASURED
 
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Compile every Triton kernel for AMD and NVIDIA GPUs that need not be there, check the outcome, and report it.
 
-    python profiling/kernel_report.py                   write profiling/kernels.json and profiling/KERNELS.md
-    python profiling/kernel_report.py --check           only check, in more configurations than the report shows
-    python profiling/kernel_report.py --check --architectures gfx942 --cases medium --precisions bf16
+    python -m profiling.kernel_report                   write docs/compiled_kernels.md and its JSON
+    python -m profiling.kernel_report --check           only check, in more configurations than the report shows
+    python -m profiling.kernel_report --check --architectures gfx942 --cases medium --precisions bf16
 
 Launches are recorded, not listed: the training step runs on tensors without memory, once for each architecture, and
 every kernel is compiled with the configuration and the argument attributes that its launch would have had. A check
@@ -37,20 +36,19 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would be in the compiler's place
 
 import torch  # noqa: E402
-from common import exit_code_of  # noqa: E402  (these three lie in benchmarks/)
-from compare import SIZES  # noqa: E402
-from tables import markdown_table  # noqa: E402
 
 import nanogpt_triton.kernels  # noqa: E402
 import tiny_llama_v3 as llama  # noqa: E402
+from measure.results import RESULTS, ROOT  # noqa: E402
+from measure.tables import markdown_table  # noqa: E402
+from measure.work import SIZES  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
 
-PAGE, RESULT = ROOT / "profiling" / "KERNELS.md", ROOT / "profiling" / "kernels.json"
+PAGE, RESULT = ROOT / "docs" / "compiled_kernels.md", RESULTS / "compiled_kernels.json"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The GPUs: one of each architecture, as PyTorch shows it (a die of an MI250X). Matrix peaks are in tiny_llama_v3.py.
@@ -740,7 +738,8 @@ def case_title(case):
 
 def page(result):
     """The Markdown of a result; it shows bf16."""
-    parts = [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ([kernels.json](kernels.json))"]
+    link = f"[{RESULT.name}](../benchmarks/results/{RESULT.name})"
+    parts = [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ({link})"]
     rows = [row for row in result["rows"] if row["precision"] == "bf16"]
     for arch in dict.fromkeys(row["arch"] for row in rows):
         chip = CHIPS[arch]
@@ -796,7 +795,7 @@ def run(argv):
         wrong += missing_kernels(find_kernels(kernel_modules()), (job.launch for job in jobs))
     summary = f"{len(rows)} launches for {', '.join(options.architectures)}: {len(wrong)} violations"
     print("\n".join([*wrong, summary]))
-    command = shlex.join(["python", "profiling/kernel_report.py", *argv])
+    command = shlex.join(["python", "-m", "profiling.kernel_report", *argv])
     result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
     if not options.check:
         write_result(RESULT, result)

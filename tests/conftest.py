@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ import torch  # noqa: E402  (after the variable)
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 @pytest.fixture

@@ -3,15 +3,10 @@
 import json
 import math
 import statistics
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import tiny_llama_v3 as llama  # noqa: E402
-from profiling.kernel_stats import read_kernel_stats  # noqa: E402
+import tiny_llama_v3 as llama
+from profiling.kernel_stats import read_kernel_stats
 
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"

@@ -5,11 +5,10 @@ import io
 import matplotlib
 
 matplotlib.use("Agg")
-import comparison  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
-import roofline  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
+from exercises.performance_debugging import ceilings, comparison  # noqa: E402
 from profiling.kernel_stats import short_name  # noqa: E402
 
 BASELINE_COLOUR = "0.6"
@@ -90,7 +89,7 @@ def draw_kernels(axes, summary):
 
 def kernel_points(summary):
     """(kernel, stage, FLOP per byte, FLOP per second) of each of our kernels in each profiled stage."""
-    work = roofline.kernel_work(llama.Config(**summary["config"]))
+    work = ceilings.kernel_work(llama.Config(**summary["config"]))
     for stage in measured(summary):
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:

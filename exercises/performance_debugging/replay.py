@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Replay the stages of the workshop: run each, profile each, compare them all.
 
     ./run_all_stages.sh                                stages 1 to 5 at 8 x 128 tokens, 20 steps each
@@ -39,13 +38,12 @@ from pathlib import Path
 
 import torch
 
+import tiny_llama_v3 as llama
+from exercises.performance_debugging import comparison, report
+from tiny_llama_v3 import exit_code_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import comparison  # noqa: E402
-import report  # noqa: E402
-from common import exit_code_of, llama  # noqa: E402
 
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
@@ -132,7 +130,7 @@ def plan(options):
     runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
     with_profile = not options.no_profile
     if with_profile:
-        command = [sys.executable, str(HERE / "roofline.py"), *arguments, "--output-dir", FOLDER]
+        command = [sys.executable, "-m", "exercises.performance_debugging.ceilings", *arguments, "--output-dir", FOLDER]
         runs.insert(0, Run("roofs", "what the device can do", [Part("measured", command, "roofs.json", "roofs.json")]))
     for stage in options.stages:
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")

@@ -3,11 +3,10 @@
 import base64
 from pathlib import Path
 
-import comparison
 import jinja2
-import pictures
 
 import tiny_llama_v3 as llama
+from exercises.performance_debugging import comparison, pictures
 
 TEMPLATE = "report.html.jinja"
 

@@ -9,7 +9,7 @@ import torch
 import tiny_llama_v3 as llama
 from nanogpt_triton.model import GPT, GPTConfig
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def device(name, units, arch="sm_90"):
@@ -136,13 +136,13 @@ def test_attention_counts_without_its_masked_half_in_both_models():
 
 def test_recorded_shares_of_the_peak_follow_from_the_times():
     """So that a change of the peaks or of what counts cannot leave the published tables behind."""
-    for path in RESULTS.glob("nanogpt_*.json"):
+    for path in RESULTS.glob("gpt_*.json"):
         result = json.loads(path.read_text())
         flops = GPT(GPTConfig(**result["config"]), "torch", "meta").flops_per_token()
         peak = llama.peak_tflops(device(result["environment"]["device"], 132), "bf16")
         for row in result["rows"].values():
             assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / peak / 1e12)
-    for path in RESULTS.glob("compare_*.json"):
+    for path in RESULTS.glob("steps_*.json"):
         result = json.loads(path.read_text())
         for size in result["sizes"].values():
             peak = llama.peak_tflops(device(result["environment"]["device"], 132), size["precision"])

@@ -16,15 +16,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import preloaded_python
 import pytest
 
 import tiny_llama_v3 as llama
+from benchmarks import publish
+from tests.docs import preloaded_python
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+ROOT = Path(__file__).resolve().parents[2]
 
-import tables  # noqa: E402
 
 LEFT_OUT = {".venv", "tests", "results", "triton_profiles"}
 PAGES = [page for page in sorted(ROOT.rglob("[!.]*.md")) if not LEFT_OUT & set(page.relative_to(ROOT).parts)]
@@ -67,17 +66,19 @@ SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
-    "overhead.py": f"--scripts get_hotspots.sh -- {TINY}",
+    "overhead.py|profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
 }
 SHIM = """#!/usr/bin/env bash
-if [ "${{1##*/}}" = replay.py ]; then
+program=${{1##*/}}
+[ "$program" != -m ] || program=$2
+if [ "$program" = exercises.performance_debugging.replay ]; then
     own=() theirs=() profile=--no-profile
     while (($#)) && [ "$1" != -- ]; do own+=("$1") && shift; done
     (($#)) && shift && theirs=("$@")
     [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] && profile=  # its profiles are read afterwards
     exec {real} "${{own[@]}}" --batch-size 1 --seq-len 8 --num-steps 1 $profile -- "${{theirs[@]}}" {model}
 fi
-case "${{1##*/}}" in
+case $program in
 {cases}
 esac
 exec {real} "$@"
@@ -97,7 +98,7 @@ def project(tmp_path_factory):
     for name in ("python", "python3"):
         (shims / name).write_text(SHIM.format(real=server.executable, model=MODEL, cases=cases))
     (shims / "make").write_text(f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n')
-    stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "rocm_stand_ins" / "rocprofv3.py")])
+    stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
     (shims / "rocprofv3").write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
     for shim in shims.iterdir():
         shim.chmod(0o755)
@@ -188,7 +189,7 @@ def test_every_flag_that_a_page_names_exists():
         if path.name != "test_docs.py":
             known |= set(re.findall(FLAG, path.read_text()))
             traces = re.findall(r'"([a-z-]+-trace|[a-z]+(?:-[a-z]+)+|stats)"', path.read_text())
-            known |= {f"--{name}" for name in traces} if "rocm_stand_ins" in path.parts else set()
+            known |= {f"--{name}" for name in traces} if "fakes" in path.parts else set()
             settings = re.findall(r"^ *(\w+): \w+ = setting\(", path.read_text(), flags=re.M)
             known |= {f"--{name}" for name in settings} if "nanogpt_triton" in path.parts else set()
     named = {page_name(page): set(re.findall(FLAG, without_generated(page.read_text()))) for page in PAGES}
@@ -217,7 +218,7 @@ def test_exit_codes_are_documented():
 
 
 def test_measured_tables_are_what_the_results_say(capsys):
-    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+    assert publish.main(["--check"]) == 0, capsys.readouterr().out
 
 
 MEASURED = r"(?<![\w.])\d[\d.,]*[ -]?(?:ms|us|µs|samples/s(?:ec)?|tokens/s|tok/s|[GT]B/s|[GMT]FLOP/s|MiB|GiB)\b"

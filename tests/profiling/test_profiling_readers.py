@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,7 @@ import pytest
 import tiny_llama_v3 as llama
 from profiling import kernel_stats
 from profiling.kernel_stats import COLUMNS, Unreadable, operation_of, read_kernel_stats, short_name
-
-sys.path.insert(0, str(Path(__file__).parent / "rocm_stand_ins"))
-import records  # noqa: E402  (it lies beside the stand-ins)
+from tests.fakes import records
 
 RUN = records.make_run(steps=3)
 RELEASES = [(6, 4), (7, 0)]

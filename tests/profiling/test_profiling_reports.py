@@ -11,9 +11,7 @@ import pytest
 import tiny_llama_v3 as llama
 from profiling import compare, counters, hotspots, kernel_stats, overhead, plot, summary, timeline
 from profiling.kernel_stats import Unreadable, read_kernel_stats
-
-sys.path.insert(0, str(Path(__file__).parent / "rocm_stand_ins"))
-import records  # noqa: E402  (it lies beside the stand-ins)
+from tests.fakes import records
 
 RUN = records.make_run(steps=3)
 ALONE = {

@@ -1,7 +1,8 @@
-#!/usr/bin/env python3
 """The two roofs of this device, measured, and the work of each of our kernels.
 
-python roofline.py --use-amp --output-dir DIR      the options are those of tiny_llama_v3.py; writes DIR/roofs.json
+    python -m exercises.performance_debugging.ceilings --use-amp --output-dir DIR      writes DIR/roofs.json
+
+The options are those of tiny_llama_v3.py.
 """
 
 import sys
@@ -11,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from common import exit_code_of, llama  # noqa: E402
+import tiny_llama_v3 as llama
+from tiny_llama_v3 import exit_code_of
 
 
 class Work(NamedTuple):
@@ -75,7 +75,7 @@ def measure_roofs(config, device):
 
 
 def run(argv):
-    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "roofline.py")
+    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "ceilings.py")
     device = llama.select_device(config.device)
     roofs = measure_roofs(config, device)
     llama.write_json(Path(config.output_dir, "roofs.json"), roofs)
@@ -84,7 +84,7 @@ def run(argv):
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "roofline.py")
+    return exit_code_of(lambda: run(argv), "ceilings.py")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import pytest
 
 from profiling.kernel_stats import read_kernel_stats, read_step_stats
 
-ROOT = Path(__file__).parent.parent
-STAND_INS = ROOT / "tests" / "rocm_stand_ins"
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = ROOT / "tests" / "fakes"
 RELEASES = ("6.4", "7.1")
 FOLDERS = {
     "get_trace.sh": "traces/trace",

@@ -12,24 +12,22 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from profiling import kernel_report as report
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "profiling" / "kernel_report.py"
-sys.path.insert(0, str(SCRIPT.parent))
+ROOT = Path(__file__).resolve().parents[2]
 
-import kernel_report as report  # noqa: E402
 
 OLD_TRITON = "3.3.1"
 
 
 def run_report(*arguments, before="", path="", **variables):
     """kernel_report.py after some statements, in a process where Triton compiles instead of interpreting."""
-    program = f"import sys, kernel_report\nllama = kernel_report.llama\n{before}\n"
+    program = f"import sys\nfrom profiling import kernel_report\nllama = kernel_report.llama\n{before}\n"
     program += "if __name__ == '__main__':\n    sys.exit(kernel_report.main())"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    env["PYTHONPATH"] = os.pathsep.join([str(path), str(SCRIPT.parent)])
+    env["PYTHONPATH"] = os.pathsep.join([str(path), str(ROOT)])
     command = [sys.executable, "-c", program, *arguments, "--processes", "2"]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 

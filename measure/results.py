@@ -1,19 +1,16 @@
-"""What the benchmarks share: the training script as a module, results on disk, and the command line's habits."""
+"""Results on disk: their header, their files, and why something has none."""
 
 import argparse
 import math
 import re
 import shlex
-import sys
 from datetime import datetime
 from pathlib import Path
 
+import tiny_llama_v3 as llama
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))
-
-import tiny_llama_v3 as llama  # noqa: E402  (it lies in ROOT)
-from tiny_llama_v3 import exit_code_of  # noqa: E402, F401  (for all benchmarks)
 
 
 class Unavailable(Exception):
@@ -36,7 +33,7 @@ def describe(error):
 
 def header(benchmark, device, argv):
     """The fields that every result begins with."""
-    arguments = shlex.join(["python", f"benchmarks/{benchmark}.py", *argv])
+    arguments = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
         "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect

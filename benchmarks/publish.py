@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Write the measured tables into README.md, README_WORKSHOP.md and nanogpt_triton/README.md, from the newest results.
 
-    python benchmarks/tables.py            rewrite what stands between the markers
-    python benchmarks/tables.py --check    print what would change, and exit with 1 if anything would
+    python -m benchmarks.publish            rewrite what stands between the markers
+    python -m benchmarks.publish --check    print what would change, and exit with 1 if anything would
 
-The markers are <!-- begin: compare -->, <!-- end: compare -->, and the same with kernels, stages, layer_norm, nanogpt
-and scaling. Of a comparison each size comes from the newest result that has it, of the stages each precision and length
+The markers are <!-- begin: steps -->, <!-- end: steps -->, and the same with kernels, stages, layer_norm, gpt and
+scaling. Of a comparison each size comes from the newest result that has it, of the stages each precision and length
 of sequence; a result of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
@@ -21,11 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESULTS, ROOT, exit_code_of, llama
-
-sys.path.insert(0, str(ROOT / "exercises" / "performance_debugging"))
-
-import comparison  # noqa: E402
+import tiny_llama_v3 as llama
+from exercises.performance_debugging import comparison
+from measure.results import RESULTS, ROOT
+from measure.tables import markdown_table, significant
+from tiny_llama_v3 import exit_code_of
 
 NOT_MEASURED = "_Not measured yet._"
 MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
@@ -59,19 +58,6 @@ def newest_first(folder, benchmark):
     return sorted(results, key=lambda item: (item[1]["date"], item[0]), reverse=True)
 
 
-def markdown_table(header, rows):
-    """The first column to the left, the others to the right."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def significant(value):
-    """Three significant digits, never an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3f}"
-
-
 def provenance(name, result):
     environment = result["environment"]
     versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
@@ -87,7 +73,7 @@ def ratio_line(pair):
     return f"{relation}."
 
 
-def compare_table(size_name, size, name, result):
+def steps_table(size_name, size, name, result):
     config = size["config"]
     rows = []
     for row_name, row in size["rows"].items():
@@ -116,16 +102,16 @@ def compare_table(size_name, size, name, result):
     return "\n\n".join(part for part in (title, table, ratios, provenance(name, result)) if part)
 
 
-def compare_section(folder):
+def steps_section(folder):
     newest = {}
-    for name, result in newest_first(folder, "compare"):
+    for name, result in newest_first(folder, "steps"):
         for size_name, size in result["sizes"].items():
             if "comparisons" in size:  # measured to its end
                 newest.setdefault(size_name, (size_name, size, name, result))
     if len(newest) > 1:
         newest.pop("tiny", None)  # a trial
     order = ("small", "medium", "large", "tiny")
-    return "\n\n".join(compare_table(*newest[size_name]) for size_name in order if size_name in newest) or NOT_MEASURED
+    return "\n\n".join(steps_table(*newest[size_name]) for size_name in order if size_name in newest) or NOT_MEASURED
 
 
 def kernels_section(folder):
@@ -210,8 +196,8 @@ def layer_norm_section(folder):
     return f"{markdown_table(header, rows)}\n\n{ceiling}{provenance(name, result)}"
 
 
-def nanogpt_section(folder):
-    results = [item for item in newest_first(folder, "nanogpt") if item[1]["size"] != "tiny"]
+def gpt_section(folder):
+    results = [item for item in newest_first(folder, "gpt") if item[1]["size"] != "tiny"]
     if not results:
         return NOT_MEASURED
     name, result = results[0]
@@ -255,11 +241,11 @@ def scaling_section(folder):
 
 
 SECTIONS = {
-    "compare": compare_section,
+    "steps": steps_section,
     "kernels": kernels_section,
     "stages": stages_section,
     "layer_norm": layer_norm_section,
-    "nanogpt": nanogpt_section,
+    "gpt": gpt_section,
     "scaling": scaling_section,
 }
 
@@ -343,7 +329,7 @@ def section_of(folder, name):
 
 def run(argv):
     parser = llama.Parser(
-        prog="tables.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="publish.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
     readmes = [ROOT / "README.md", ROOT / "README_WORKSHOP.md", ROOT / "nanogpt_triton" / "README.md"]
@@ -358,7 +344,7 @@ def run(argv):
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "tables.py")
+    return exit_code_of(lambda: run(argv), "publish.py")
 
 
 if __name__ == "__main__":

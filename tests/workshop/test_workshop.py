@@ -15,17 +15,12 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from benchmarks import publish
+from exercises.performance_debugging import ceilings, comparison, pictures, replay, report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
-sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
 
-import comparison  # noqa: E402
-import pictures  # noqa: E402
-import replay  # noqa: E402
-import report  # noqa: E402
-import roofline  # noqa: E402
-import tables  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 16 --warmup-steps 1"
@@ -386,7 +381,7 @@ def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
 
 def test_work_of_the_kernels_is_what_the_model_needs():
     config = llama.Config(batch_size=2, seq_len=64, hidden_dim=128, num_layers=1, num_heads=4, vocab_size=96)
-    work, tokens = roofline.kernel_work(config), 2 * 64
+    work, tokens = ceilings.kernel_work(config), 2 * 64
     parameters = sum(p.numel() for p in llama.TinyLlamaTriton(config).parameters())
     assert work["adamw_kernel"].bytes == 28 * parameters
     # The first norm reads x and writes y; the other two read x and delta, and write the sum and y.
@@ -401,7 +396,7 @@ def test_work_of_the_kernels_is_what_the_model_needs():
 
 def test_points_of_the_roofline_lie_where_time_and_work_put_them():
     points = {(name, stage): (x, y) for name, stage, x, y in pictures.kernel_points(gpu_summary())}
-    work = roofline.kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
+    work = ceilings.kernel_work(llama.Config(seq_len=128))["flash_attention_kernel"]
     assert points["flash_attention_kernel", 5] == pytest.approx((work.flop / work.bytes, work.flop / 5e-6))
     assert ("nvjet_gemm", 5) not in points
 
@@ -428,14 +423,14 @@ def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_p
         summary["observations"][0]["text"] = "in the words of that day"
         (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
     (tmp_path / "stages_long.png").touch()
-    section = tables.stages_section(tmp_path)
+    section = publish.stages_section(tmp_path)
     titles = re.findall(r"^\*\*(.*?)\*\*", section, flags=re.M)
     assert titles == ["8 x 128 tokens, fp32", "8 x 128 tokens, bf16", "8 x 2048 tokens, fp32"]
     assert "| first loss | 7.00 | 470 |" in section
     assert "stages_new.json" in section and "stages_old.json" not in section
     assert re.findall(r"!\[.*\]\((.*)\)", section) == ["benchmarks/results/stages_long.png"]
     assert "- stage 1, broken loss (shows): The first loss is 470" in section
-    assert tables.stages_section(tmp_path / "none") == tables.NOT_MEASURED
+    assert publish.stages_section(tmp_path / "none") == publish.NOT_MEASURED
 
 
 # --- report.html

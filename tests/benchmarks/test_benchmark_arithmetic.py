@@ -1,26 +1,17 @@
 """What the benchmarks make of a clock's readings: units, steps of a window, turns, bytes and operations."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import tiny_llama_v3 as llama
+from benchmarks import gpt, kernels, layer_norm, steps
 
-import compare  # noqa: E402
-import kernels  # noqa: E402
-import layer_norm  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
-import tiny_llama_v3 as llama  # noqa: E402
-
-spec = importlib.util.spec_from_file_location("benchmark_nanogpt", ROOT / "benchmarks" / "nanogpt.py")
-nanogpt = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(nanogpt)
 
 CPU = llama.get_device("cpu")
 
@@ -38,13 +29,13 @@ def ticking(monkeypatch):
 
 
 def test_a_window_of_compare_is_ms_a_step_of_all_its_steps(ticking):
-    contender = compare.Contender.__new__(compare.Contender)
+    contender = steps.Contender.__new__(steps.Contender)
     contender.device, contender.steps = CPU, 7
     contender.step = SimpleNamespace(run=lambda: ticking(0.004), loss=torch.tensor(1.0))
     assert contender.window() == pytest.approx((4.0, 4.0))
     assert contender.window(3) == pytest.approx((4.0, 4.0))
     contender.step.loss = torch.tensor(float("nan"))
-    with pytest.raises(compare.Unavailable, match="the loss is nan"):
+    with pytest.raises(steps.Unavailable, match="the loss is nan"):
         contender.window()
 
 
@@ -54,7 +45,7 @@ def test_windows_take_turns():
     def contender(name):
         return SimpleNamespace(window=lambda steps=None: order.append(name) or name * (steps or 2))
 
-    assert compare.time_in_turns([contender("a"), contender("b")], 3) == [["aa"] * 3, ["bb"] * 3]
+    assert steps.time_in_turns([contender("a"), contender("b")], 3) == [["aa"] * 3, ["bb"] * 3]
     assert "".join(order) == "ab" + "ab" * 3  # the first round is not measured
 
 
@@ -62,9 +53,9 @@ def test_a_row_of_compare_by_hand(monkeypatch):
     config = llama.Config(batch_size=3, seq_len=5)
     monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 0.5)
     monkeypatch.setattr(llama, "model_tflops", lambda config: 0.002)
-    row = compare.Row("torch")
+    row = steps.Row("torch")
     theirs = SimpleNamespace(results={}, device=CPU, steps=2, row=row)
-    summary = compare.summarize(theirs, [(20.0, 21.0), (10.0, 11.0)], config, theirs, [(10.0, 1.0), (30.0, 1.0)])
+    summary = steps.summarize(theirs, [(20.0, 21.0), (10.0, 11.0)], config, theirs, [(10.0, 1.0), (30.0, 1.0)])
     assert summary["ms"] == pytest.approx({"p20": 12.0, "median": 15.0, "p80": 18.0})
     assert summary["samples_per_second"] == pytest.approx(200)
     assert summary["tokens_per_second"] == pytest.approx(1000)
@@ -79,7 +70,7 @@ def test_ours_over_theirs():
         "triton": {"ms": {"median": 2.0}, "peak_memory_mib": 100.0},
         "torch": {"ms": {"median": 8.0}, "peak_memory_mib": 400.0},
     }
-    assert compare.compare_rows("triton", "torch", rows) == {
+    assert steps.compare_rows("triton", "torch", rows) == {
         "ours": "triton", "peer": "torch", "time_ratio": 0.25, "in_turns": False, "memory_ratio": 0.25
     }  # fmt: skip
 
@@ -88,7 +79,7 @@ def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
     rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": None} for name, ms in times.items()}
     result = {"rows": rows | {"hf": {"error": "not installed"}}}
-    compare.conclude(result)
+    steps.conclude(result)
     assert result["strongest_peer"] == "sdpa"
     assert [(pair["ours"], pair["peer"]) for pair in result["comparisons"]] == [("triton", "sdpa"), ("triton", "torch")]
 
@@ -171,16 +162,16 @@ def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
 
 
 def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
-    contender = nanogpt.Contender.__new__(nanogpt.Contender)
-    contender.row, contender.device = nanogpt.ROWS["torch"], torch.device("cpu")
+    contender = gpt.Contender.__new__(gpt.Contender)
+    contender.row, contender.device = gpt.ROWS["torch"], torch.device("cpu")
     contender.step = lambda: ticking(0.004) or torch.tensor(1.0)
     assert contender.window(5) == pytest.approx(4.0)
     contender.step = lambda: torch.tensor(float("inf"))
-    with pytest.raises(compare.Unavailable, match="the loss is inf"):
+    with pytest.raises(steps.Unavailable, match="the loss is inf"):
         contender.window(5)
     monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 2.0)
     model = SimpleNamespace(flops_per_token=lambda: 5e8)
-    figures = nanogpt.figures([1.0, 2.0, 3.0, 4.0, 5.0], 600, model, torch.device("cpu"))
+    figures = gpt.figures([1.0, 2.0, 3.0, 4.0, 5.0], 600, model, torch.device("cpu"))
     assert figures["ms"] == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
     assert figures["tokens_per_second"] == pytest.approx(200_000)
     assert figures["mfu"] == pytest.approx(200_000 * 5e8 / 2e12)
@@ -189,15 +180,15 @@ def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
 def test_the_speed_of_nanogpt_s_rows_is_the_median_of_neighbouring_windows(monkeypatch, tmp_path):
     ms = {"torch": iter([1.0, 6.0, 8.0, 20.0]), "triton": iter([1.0, 3.0, 4.0, 5.0])}  # the first is the warm-up
 
-    class Timed(nanogpt.Contender):
+    class Timed(gpt.Contender):
         def window(self, steps):
             return next(ms[self.row.layer_norm])
 
-    monkeypatch.setattr(nanogpt, "Contender", Timed)
+    monkeypatch.setattr(gpt, "Contender", Timed)
     flags = ["--tiny", "--rows", "torch", "triton", "--windows", "3", "--steps", "1", "--output-dir", str(tmp_path)]
     if llama.triton is None:
         pytest.skip("Triton is not installed")
-    assert nanogpt.main(flags) == 0
+    assert gpt.main(flags) == 0
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["rows"]
     assert rows["triton"]["speedup"] == {"peer": "torch", "median": 2.0}

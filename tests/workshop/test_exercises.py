@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 import tiny_llama_v3 as llama
+from exercises import check, sweep_swiglu
 
-FOLDER = Path(__file__).resolve().parents[1] / "exercises"
-sys.path.insert(0, str(FOLDER))
+FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 
-import check  # noqa: E402
-import sweep_swiglu  # noqa: E402
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 NAMES = list(check.EXERCISES)

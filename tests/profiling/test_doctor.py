@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-DOCTOR = ROOT / "profiling" / "doctor.sh"
-sys.path.insert(0, str(DOCTOR.parent))
+from profiling import doctor
 
-import doctor  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = ROOT / "profiling" / "doctor.sh"
 
 
 class Machine:

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("make"), reason="needs make")]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ["Makefile", "setup_env.sh", "requirements.txt", "requirements-dev.txt"]
 REQUIREMENT = re.compile(r"^([\w-]+)[>=]=([\d.]+)", re.MULTILINE)  # its name and lowest version
 TESTED_TORCH = ">=2.7,<2.14"

@@ -1,31 +1,21 @@
 """The benchmarks of nanogpt_triton: wrong results get no time, and the tables hold the figures."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import tiny_llama_v3 as llama
+from benchmarks import gpt, layer_norm, publish
 
-import layer_norm  # noqa: E402
-import tables  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
-import tiny_llama_v3 as llama  # noqa: E402
-
-spec = importlib.util.spec_from_file_location("benchmark_nanogpt", ROOT / "benchmarks" / "nanogpt.py")
-nanogpt = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(nanogpt)
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 ROWS = ["torch", "triton", "triton, addition apart"]
-README = "".join(
-    f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in ("layer_norm", "nanogpt", "scaling")
-)
+README = "".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in ("layer_norm", "gpt", "scaling"))
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +30,8 @@ def newest(folder, benchmark):
     return json.loads(path.read_text())
 
 
-def run_nanogpt(folder, *flags):
-    return nanogpt.main(["--tiny", "--windows", "2", "--steps", "1", "--output-dir", str(folder), *flags])
+def run_gpt(folder, *flags):
+    return gpt.main(["--tiny", "--windows", "2", "--steps", "1", "--output-dir", str(folder), *flags])
 
 
 def test_layer_norm_times_every_pass(tmp_path):
@@ -71,8 +61,8 @@ def test_time_limit_leaves_cases_out(tmp_path):
 
 
 def test_steps_are_timed_after_the_gate(tmp_path):
-    assert run_nanogpt(tmp_path, "--rows", *ROWS) == 0
-    result = newest(tmp_path, "nanogpt")
+    assert run_gpt(tmp_path, "--rows", *ROWS) == 0
+    result = newest(tmp_path, "gpt")
     assert result["gate"]["error"] <= result["gate"]["allowed"]
     rows = result["rows"]
     assert list(rows) == ROWS and all(row["error"] is None for row in rows.values())
@@ -84,36 +74,36 @@ def test_steps_are_timed_after_the_gate(tmp_path):
 
 
 def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
-    forward = nanogpt.GPT.forward
+    forward = gpt.GPT.forward
 
     def slanted(self, tokens, targets=None):
         logits, loss = forward(self, tokens, targets)
         return logits, loss * (1.1 if self.layer_norm == "triton" else 1.0)
 
-    monkeypatch.setattr(nanogpt.GPT, "forward", slanted)
-    assert run_nanogpt(tmp_path) == 1
+    monkeypatch.setattr(gpt.GPT, "forward", slanted)
+    assert run_gpt(tmp_path) == 1
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    class Failing(nanogpt.Contender):
+    class Failing(gpt.Contender):
         def window(self, steps):
             if self.row.layer_norm == "triton":
                 raise torch.OutOfMemoryError("no room\nfor this")
             return super().window(steps)
 
-    monkeypatch.setattr(nanogpt, "Contender", Failing)
-    assert run_nanogpt(tmp_path, "--rows", "torch", "triton") == 0
-    rows = newest(tmp_path, "nanogpt")["rows"]
+    monkeypatch.setattr(gpt, "Contender", Failing)
+    assert run_gpt(tmp_path, "--rows", "torch", "triton") == 0
+    rows = newest(tmp_path, "gpt")["rows"]
     assert rows["triton"]["error"] == "OutOfMemoryError: no room" and rows["torch"]["ms"]["median"] > 0
 
 
 @pytest.mark.parametrize(
     "script, flags",
     [
-        (nanogpt, ["--rows", "fastest"]),
-        (nanogpt, ["--windows", "0"]),
-        (nanogpt, ["--time-limit", "nan"]),
+        (gpt, ["--rows", "fastest"]),
+        (gpt, ["--windows", "0"]),
+        (gpt, ["--time-limit", "nan"]),
         (layer_norm, ["--widths", "0"]),
         (layer_norm, ["--time-limit", "-1"]),
     ],
@@ -125,8 +115,8 @@ def test_wrong_flags_end_in_one_line(capsys, script, flags):
 
 def test_gpt2_is_refused_at_once_without_a_gpu(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(nanogpt, "World", lambda *args: pytest.fail("work before the refusal"))
-    assert nanogpt.main(["--output-dir", str(tmp_path / "new")]) == 2
+    monkeypatch.setattr(gpt, "World", lambda *args: pytest.fail("work before the refusal"))
+    assert gpt.main(["--output-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "needs a GPU" in error and "--tiny" in error
     assert not (tmp_path / "new").exists()
@@ -143,7 +133,7 @@ def test_tables_hold_the_figures(tmp_path):
     scaling = {"error": None, "ms": {"alone": 20.0, "exchanging": 25.0}, "tokens_per_second": 2e6, "efficiency": 0.8}
     results = {
         "layer_norm": {"copy_rate": 4.0, "cases": [case]},
-        "nanogpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
+        "gpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
         "scaling": {"size": "gpt2", "processes": 4, "rows": {"eager": scaling}},
     }
     for name, result in results.items():
@@ -151,11 +141,11 @@ def test_tables_hold_the_figures(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
     flags = ["--readme", str(readme), "--results", str(tmp_path)]
-    assert tables.main(flags) == 0
+    assert publish.main(flags) == 0
     text = readme.read_text()
     assert "| bf16, 4,096 x 768 | 100 us, 75 % | 2.34 |" in text
     assert "| triton | 2.00 | 1.00 – 3.00 | 500,000 | 50.0 % | 7 | 1.075 x `torch` |" in text and "no room" in text
     assert "| eager | 20.0 ms | 25.0 ms | 2,000,000 | 80.0 % |" in text and "of 4 times one" in text
-    assert tables.main([*flags, "--check"]) == 0
+    assert publish.main([*flags, "--check"]) == 0
     readme.write_text(text.replace("2.34", "2.35"))
-    assert tables.main([*flags, "--check"]) == 1
+    assert publish.main([*flags, "--check"]) == 1

@@ -58,6 +58,10 @@ def execute(request):
             code = sys.argv.pop(1)
             sys.path[0] = ""
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        elif sys.argv[0] == "-m":
+            sys.path[0] = os.getcwd()
+            name = sys.argv.pop(1)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,6 @@
 """nanogpt_triton's LayerNorm against float64, by the rule of test_kernels.py, and under torch.compile."""
 
 import pytest
-import test_kernels
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -9,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tiny_llama_v3 as llama
 from nanogpt_triton.kernels import TRITON_AVAILABLE, TritonLayerNorm, triton_add_layer_norm, triton_layer_norm
 from nanogpt_triton.kernels import layer_norm as module
+from tests.core import test_kernels
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time whole training steps (forward, backward, optimizer) of several implementations side by side, in one process.
 
-    python benchmarks/compare.py                              every size and row, bf16
-    python benchmarks/compare.py --sizes small --rows "triton graph" "sdpa compile graph"
-    TRITON_INTERPRET=1 python benchmarks/compare.py --tiny    a model of seconds, also on a CPU
+    python -m benchmarks.steps                                every size and row, bf16
+    python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
+    TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a model of seconds, also on a CPU
 
 A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph. Loss and gradients
 come first: an implementation that fails there gets no time. Then each row is timed in windows that alternate with those
@@ -26,14 +25,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import RESULTS, ResultFile, Unavailable, describe, exit_code_of, header, llama, require_finite, time_limit
 
-SIZES = {
-    "small": dict(batch_size=8, seq_len=128, hidden_dim=512, num_layers=8, num_heads=8),
-    "medium": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_layers=12, num_heads=16),
-    "large": dict(batch_size=4, seq_len=2048, hidden_dim=2048, num_layers=16, num_heads=32),
-    "tiny": dict(batch_size=2, seq_len=8, hidden_dim=32, num_layers=2, num_heads=4, vocab_size=32),
-}
+import tiny_llama_v3 as llama
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header, require_finite, time_limit
+from measure.work import SIZES
+from tiny_llama_v3 import exit_code_of
+
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
 OURS = "triton"
@@ -536,7 +533,7 @@ def draw(sizes, device_name, path):
 
 def parse(argv):
     parser = llama.Parser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     sizes = [name for name in SIZES if name != "tiny"]
     models = parser.add_mutually_exclusive_group()
@@ -576,7 +573,7 @@ def run(argv):
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
 
-    result = header("compare", device, argv) | {"peers": peer_versions(), "windows": options.windows, "sizes": {}}
+    result = header("steps", device, argv) | {"peers": peer_versions(), "windows": options.windows, "sizes": {}}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
     for name in size_names:
@@ -599,7 +596,7 @@ def run(argv):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "compare.py")
+    return exit_code_of(lambda: run(argv), "steps.py")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every script tells a wrong command line in one line that names the flag, and ends with exit code 2."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAGS = {"profiling/host_profile.py"}  # what it is given belongs to the program that it runs
 NEEDED = {  # beside the flag
     "exercises/check.py": ["exercise1"],
@@ -18,6 +19,9 @@ NEEDED = {  # beside the flag
     "profiling/plot.py": ["profile"],
     "profiling/summary.py": ["session", "--tool", "ncu"],
 }
+
+
+BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "tiny_llama_v3.py")  # others: python -m
 
 
 def scripts():
@@ -33,30 +37,36 @@ RUN_EACH = """
 import contextlib, io, json, runpy, sys
 answers = {}
 for script, arguments in json.load(sys.stdin).items():
-    path, sys.argv, output = sys.path[:], [script, *arguments], io.StringIO()
-    sys.path.insert(0, script.rpartition("/")[0])
+    sys.argv, output = [script, *arguments], io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            runpy.run_path(script, run_name="__main__")
+            if script.endswith(".py"):
+                runpy.run_path(script, run_name="__main__")
+            else:
+                sys.modules.pop(script, None)  # one that another has imported
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as exit:
         code = exit.code
     answers[script] = code, output.getvalue()
-    sys.path[:] = path
-    for name in ("common", "compare", "kernels", "tables", "comparison", "report"):  # modules beside a script
-        sys.modules.pop(name, None)
 print(json.dumps(answers))
 """
 
 
 def run_each(commands, folder):
     """{script: (exit code, stderr)} of {script: arguments}, in one process: most of a script's time is PyTorch's."""
-    given = json.dumps({str(ROOT / script): arguments for script, arguments in commands.items()})
-    command = [sys.executable, "-c", RUN_EACH]
-    done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=300)
+    started_as = {
+        script: str(ROOT / script) if script.startswith(BY_PATH) else script.removesuffix(".py").replace("/", ".")
+        for script in commands
+    }
+    given = json.dumps({started_as[script]: arguments for script, arguments in commands.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, input=given,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
-    return {str(Path(script).relative_to(ROOT)): answer for script, answer in answers.items()}
+    return {script: answers[started] for script, started in started_as.items()}
 
 
 def test_a_wrong_flag_ends_in_one_line(tmp_path):

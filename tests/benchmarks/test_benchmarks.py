@@ -10,32 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+import tiny_llama_v3 as llama
+from benchmarks import kernels, publish, steps
+from measure import results
 
-import common  # noqa: E402
-import compare  # noqa: E402
-import kernels  # noqa: E402
-import tables  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
-import tiny_llama_v3 as llama  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
 SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
 
 
-def run_compare(folder, *flags):
+def run_steps(folder, *flags):
     """(exit code, the result's only size)"""
-    code = compare.main([*SHORT, *flags, "--output-dir", str(folder)])
-    (path,) = folder.glob("compare_*.json")
+    code = steps.main([*SHORT, *flags, "--output-dir", str(folder)])
+    (path,) = folder.glob("steps_*.json")
     return code, json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    code, result = run_compare(folder, "--rows", *ROWS)
+    code, result = run_steps(folder, "--rows", *ROWS)
     assert code == 0
     return folder, result
 
@@ -43,14 +40,14 @@ def comparison(tmp_path_factory):
 def test_every_row_has_a_time_or_a_reason(comparison):
     _, result = comparison
     size = result["sizes"]["tiny"]
-    assert list(size["rows"]) == [name for name in compare.ROWS if name in ROWS]
+    assert list(size["rows"]) == [name for name in steps.ROWS if name in ROWS]
     for name, row in size["rows"].items():
         assert bool(row["error"]) == ("ms" not in row), name
         assert bool(row["error"]) == (not size["gate"][row["implementation"]]["passed"])
     for name in ("triton", "torch", "sdpa"):
         assert size["rows"][name]["error"] is None
     rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
-    assert result["command"] == f"python benchmarks/compare.py {' '.join(SHORT)} --rows {rows}"
+    assert result["command"] == f"python -m benchmarks.steps {' '.join(SHORT)} --rows {rows}"
     assert result["environment"]["torch"] == torch.__version__
 
 
@@ -89,7 +86,7 @@ def slanted_swiglu(x, gate_up_weight, down_weight):
 @pytest.mark.parametrize("swiglu", [cut_swiglu, slanted_swiglu])
 def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
     monkeypatch.setitem(llama.OPERATIONS, "sdpa", llama.OPERATIONS["sdpa"]._replace(swiglu=swiglu))
-    code, result = run_compare(tmp_path, "--rows", "torch", "sdpa")
+    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
     size = result["sizes"]["tiny"]
     assert code == 1
     assert "wrong gradients" in size["rows"]["sdpa"]["error"] and "ms" not in size["rows"]["sdpa"]
@@ -97,15 +94,15 @@ def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    original = compare.Contender
+    original = steps.Contender
 
     def contender(row, *args):
         if row.name == "torch":
             raise torch.OutOfMemoryError("no room\nfor this")
         return original(row, *args)
 
-    monkeypatch.setattr(compare, "Contender", contender)
-    code, result = run_compare(tmp_path, "--rows", "torch", "sdpa")
+    monkeypatch.setattr(steps, "Contender", contender)
+    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
     rows = result["sizes"]["tiny"]["rows"]
     assert code == 0
     assert rows["torch"]["error"] == "OutOfMemoryError: no room"
@@ -113,23 +110,23 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
-    _, result = run_compare(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
+    _, result = run_steps(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
     assert all("--time-limit" in row["error"] for row in result["sizes"]["tiny"]["rows"].values())
 
 
 def test_hugging_face_names_cover_the_model():
-    config = llama.Config(**compare.SIZES["tiny"])
+    config = llama.Config(**steps.SIZES["tiny"])
     names = [name for name, _ in llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).named_parameters()]
-    theirs = sum((compare.hf_names(name) for name in names), [])
+    theirs = sum((steps.hf_names(name) for name in names), [])
     assert len(set(theirs)) == len(theirs) == 2 + 9 * config.num_layers
     assert "model.layers.1.self_attn.k_proj.weight" in theirs and "model.norm.weight" in theirs
 
 
 def test_results_are_whole_and_never_overwritten(tmp_path):
-    result = {"benchmark": "compare", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
-    files = [common.ResultFile(tmp_path, result) for _ in range(2)]
+    result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
+    files = [results.ResultFile(tmp_path, result) for _ in range(2)]
     for file in files:
-        file.stem = "compare_some-gpu-80-gb_20260101_000000"
+        file.stem = "steps_some-gpu-80-gb_20260101_000000"
         file.save(result)
     files[1].save(result | {"number": 2})
     with pytest.raises(TypeError):
@@ -138,7 +135,7 @@ def test_results_are_whole_and_never_overwritten(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files[0].stem}.json", f"{files[0].stem}_1.json"]
 
 
-@pytest.mark.parametrize("script", [compare, kernels])
+@pytest.mark.parametrize("script", [steps, kernels])
 def test_wrong_flags_end_in_one_line(capsys, script):
     assert script.main(["--no-such-flag"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -156,13 +153,13 @@ def test_wrong_flags_end_in_one_line(capsys, script):
     ],
 )
 def test_wrong_values_end_in_one_line(capsys, flags):
-    assert compare.main(flags) == 2
+    assert steps.main(flags) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(compare, "measure_size", lambda *args: pytest.fail("work before the refusal"))
-    assert compare.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
+    monkeypatch.setattr(steps, "measure_size", lambda *args: pytest.fail("work before the refusal"))
+    assert steps.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--sizes small large needs a GPU" in error and "--tiny" in error
     assert not (tmp_path / "new").exists()
@@ -182,16 +179,16 @@ def test_kernels_pass_their_checks(tmp_path):
 def test_kernels_need_a_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.kernels"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 2
     assert process.stderr.count("\n") == 1 and "need a GPU" in process.stderr
 
 
 README = (
-    "# Title\n<!-- begin: compare -->\nold\n<!-- end: compare -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
+    "# Title\n<!-- begin: steps -->\nold\n<!-- end: steps -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
 )
-TABLE_NUMBERS = {"compare": "20.0", "kernels": "125 us"}
+TABLE_NUMBERS = {"steps": "20.0", "kernels": "125 us"}
 
 
 @pytest.fixture
@@ -215,7 +212,7 @@ def synthetic(tmp_path):
     }
     cases = [{"case": "rmsnorm forward", "unit": "TB/s", "contenders": contenders}]
     header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
-    results = {"compare": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
+    results = {"steps": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
     for name, result in results.items():
         (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
     readme = tmp_path / "README.md"
@@ -226,32 +223,32 @@ def synthetic(tmp_path):
 @pytest.mark.parametrize("name", TABLE_NUMBERS)
 def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
     readme, flags = synthetic
-    assert tables.main(flags) == 0
+    assert publish.main(flags) == 0
     text = readme.read_text()
     assert "old" not in text and text.startswith("# Title\n") and "\ntext\n" in text
     assert "takes 0.50 of the time of `sdpa compile graph`" in text and "transformers is not installed" in text
     assert "Some GPU, PyTorch 2.11, Triton 3.6, 2026-01-02" in text
-    assert tables.main([*flags, "--check"]) == 0
+    assert publish.main([*flags, "--check"]) == 0
     number = TABLE_NUMBERS[name]
     assert number in text
     readme.write_text(text.replace(number, "1" + number, 1))
-    assert tables.main([*flags, "--check"]) == 1
+    assert publish.main([*flags, "--check"]) == 1
     assert "-| " in capsys.readouterr().out
 
 
 def test_tables_of_a_real_result(comparison, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    assert tables.main(["--readme", str(readme), "--results", str(comparison[0])]) == 0
-    assert "| triton |" in readme.read_text() and tables.NOT_MEASURED in readme.read_text()
+    assert publish.main(["--readme", str(readme), "--results", str(comparison[0])]) == 0
+    assert "| triton |" in readme.read_text() and publish.NOT_MEASURED in readme.read_text()
 
 
 def test_tables_without_results(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README.replace("\nold\n", ""))
     (tmp_path / "scaling_x.json").write_text('{"date": "2026", "size": "tiny"}')
-    assert tables.main(["--readme", str(readme), "--results", str(tmp_path)]) == 0
-    assert readme.read_text().count(tables.NOT_MEASURED) == 2
+    assert publish.main(["--readme", str(readme), "--results", str(tmp_path)]) == 0
+    assert readme.read_text().count(publish.NOT_MEASURED) == 2
 
 
 def refused(capsys, flags, *pages):
@@ -259,11 +256,11 @@ def refused(capsys, flags, *pages):
     before = {page: page.read_text() for page in pages}
     listing = sorted(path for page in pages for path in page.parent.iterdir())
     capsys.readouterr()
-    assert tables.main(flags) == 2
+    assert publish.main(flags) == 2
     assert {page: page.read_text() for page in pages} == before
     assert sorted(path for page in pages for path in page.parent.iterdir()) == listing
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("tables.py: error: ")
+    assert error.count("\n") == 1 and error.startswith("publish.py: error: ")
     return error
 
 
@@ -278,7 +275,7 @@ def test_tables_refuse_a_folder_without_results(synthetic, capsys, tmp_path, che
 
 def test_tables_never_drop_what_was_measured(synthetic, capsys, tmp_path):
     readme, flags = synthetic
-    assert tables.main(flags) == 0
+    assert publish.main(flags) == 0
     (tmp_path / "kernels_some-gpu_20260102_030405.json").unlink()
     assert "has a table of kernels, and there is no result" in refused(capsys, flags, readme)
 
@@ -313,9 +310,9 @@ BEGIN, END = "<!-- begin: kernels -->", "<!-- end: kernels -->"
         (BEGIN, "out of order"),
         (END, "out of order"),
         (f"{END}\n{BEGIN}", "out of order"),
-        (f"{BEGIN} <!-- end: compare -->", "out of order"),
-        (f"{BEGIN} <!-- begin: compare --> {END} <!-- end: compare -->", "out of order"),
-        ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from compare"),
+        (f"{BEGIN} <!-- end: steps -->", "out of order"),
+        (f"{BEGIN} <!-- begin: steps --> {END} <!-- end: steps -->", "out of order"),
+        ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from steps"),
     ],
 )
 def test_tables_name_a_page_with_wrong_markers_and_write_no_other(synthetic, capsys, page, reason):
@@ -332,18 +329,18 @@ def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
     other = readme.with_name("OTHER.md")
     other.write_text(README)
     pages = ["--readme", str(readme), str(other)]
-    original = tables.shutil.copymode
+    original = publish.shutil.copymode
 
     def full_disk(source, target):
         if Path(source).name == "OTHER.md":
             raise OSError(28, "No space left on device", target)
         original(source, target)
 
-    monkeypatch.setattr(tables.shutil, "copymode", full_disk)
+    monkeypatch.setattr(publish.shutil, "copymode", full_disk)
     assert "No space left on device" in refused(capsys, [*flags, *pages], readme, other)
     monkeypatch.undo()
     readme.chmod(0o640)
-    assert tables.main([*flags, *pages]) == 0
+    assert publish.main([*flags, *pages]) == 0
     assert readme.read_text() == other.read_text() != README
     assert readme.stat().st_mode & 0o777 == 0o640
     assert "other.md cannot be read" in refused(capsys, [*flags, "--readme", "other.md"])
@@ -351,9 +348,9 @@ def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
 
 def test_readme_shows_the_newest_results():
     readme = ROOT / "README.md"
-    if not readme.exists() or "<!-- begin: compare -->" not in readme.read_text():
+    if not readme.exists() or "<!-- begin: steps -->" not in readme.read_text():
         pytest.skip("README.md has no markers")
-    assert tables.main(["--check"]) == 0
+    assert publish.main(["--check"]) == 0
 
 
 def test_cells_of_the_tables(synthetic, tmp_path):
@@ -362,11 +359,11 @@ def test_cells_of_the_tables(synthetic, tmp_path):
     result = json.loads(path.read_text())
     result["cases"][0]["contenders"]["compile"] = {"us": 500.0, "rate": 0.8, "error": None}
     path.write_text(json.dumps(result))
-    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in tables.kernels_section(
+    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in publish.kernels_section(
         tmp_path
     )
-    path = tmp_path / "compare_some-gpu_20260102_030405.json"
+    path = tmp_path / "steps_some-gpu_20260102_030405.json"
     result = json.loads(path.read_text())
     result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
     path.write_text(json.dumps(result))
-    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in tables.compare_section(tmp_path)
+    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in publish.steps_section(tmp_path)

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time whole training steps of nanogpt_triton: GPT-2 with 124 million weights, 12 x 1024 tokens, bf16.
 
-    python benchmarks/nanogpt.py                                   our LayerNorm against PyTorch's, compiled and not
-    torchrun --standalone --nproc_per_node=4 benchmarks/nanogpt.py    how it scales, at the same batch a GPU
-    python benchmarks/nanogpt.py --tiny                            a small model, to see that everything works
+    python -m benchmarks.gpt                                       our LayerNorm against PyTorch's, compiled and not
+    torchrun --standalone --nproc_per_node=4 -m benchmarks.gpt    how it scales, at the same batch a GPU
+    python -m benchmarks.gpt --tiny                                a small model, to see that everything works
 
 A step is the trainer's own: forward, backward, clipping, AdamW. "triton" does the residual additions inside the norms;
 "triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's attention, as nanoGPT does, where the trainer
@@ -25,13 +24,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import RESULTS, ResultFile, describe, exit_code_of, header, llama, require_finite, time_limit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tiny_llama_v3 as llama
+from measure.results import RESULTS, ResultFile, describe, header, require_finite, time_limit
 from nanogpt_triton.configurator import UsageError
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
 from nanogpt_triton.train import Settings, World, optimizer_step, preferred_attention, wrap_for_processes
+from tiny_llama_v3 import exit_code_of
 
 SIZES = {
     "gpt2": (12, GPTConfig(bias=False)),
@@ -267,7 +268,7 @@ def measure_scaling(options, config, batch, world, deadline, rows, save):
 
 def parse(argv):
     parser = llama.Parser(
-        prog="nanogpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="gpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
         "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
@@ -304,7 +305,7 @@ def run(argv):
     tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     described = llama.get_device(device.type)
-    result = header("nanogpt", described, argv) | {
+    result = header("gpt", described, argv) | {
         "size": size,
         "batch_size": batch_size,
         "config": dataclasses.asdict(config),
@@ -331,7 +332,7 @@ def run(argv):
         try:
             result["gate"] = check(config, batch, device)
         except ArithmeticError as error:
-            print(f"nanogpt.py: {error}: nothing is timed")
+            print(f"gpt.py: {error}: nothing is timed")
             return 1
         worst = result["gate"]
         print(
@@ -348,7 +349,7 @@ def run(argv):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "nanogpt.py")
+    return exit_code_of(lambda: run(argv), "gpt.py")
 
 
 if __name__ == "__main__":

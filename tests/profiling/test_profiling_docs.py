@@ -11,7 +11,7 @@ import pytest
 
 from profiling import guide
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S) for line in block.splitlines()]
 SHELL = [command for command in COMMANDS if ".sh" in command]
@@ -65,7 +65,7 @@ def test_generated_parts(tmp_path, monkeypatch, capsys):
     (tmp_path / "overhead.json").write_text(json.dumps(result))
     assert guide.main([]) == 0
     new = page.read_text()
-    assert "![" in new and "(profiling/results/timeline_stage5.png)" in new and "Not measured" not in new
+    assert "![" in new and "(benchmarks/results/timeline_stage5.png)" in new and "Not measured" not in new
     assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.00 |" in new and "A GPU, PyTorch 2.11, 2030-01-02" in new
     assert new.startswith("a\n") and new.endswith("\nz\n") and guide.main(["--check"]) == 0
     (tmp_path / "overhead.json").write_text("{")

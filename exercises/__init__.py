@@ -1,0 +1,1 @@
+"""Exercises about Triton kernels and about finding what makes a training step slow."""

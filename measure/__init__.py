@@ -1,0 +1,1 @@
+"""What everything that measures shares: the gradient rule, clocks, counts of work, results, tables."""

@@ -1,0 +1,1 @@
+"""Fakes of the ROCm profilers, and the records that they write."""
