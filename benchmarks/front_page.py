@@ -54,12 +54,19 @@ def provenance(name, result):
     return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
 
 
+def is_complete(size):
+    """Whether ours, the strongest peer and plain PyTorch were all measured."""
+    rows = size["rows"]
+    needed = [OURS, EAGER, size.get("strongest_peer")]
+    return "comparisons" in size and all(name in rows and not rows[name]["error"] for name in needed)
+
+
 def newest_sizes(folder):
-    """{size: (name, result)}: the newest measurement of each size that came to its end."""
+    """{size: (name, result)}: the newest complete measurement of each size."""
     newest = {}
     for name, result in newest_first(folder, "steps"):
         for size_name, size in result["sizes"].items():
-            if "comparisons" in size:
+            if is_complete(size):
                 newest.setdefault(size_name, (name, result))
     return {name: newest[name] for name in SIZES if name in newest}
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ from profiling import guide
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S) for line in block.splitlines()]
+BLOCKS = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line != ". .venv/bin/activate"]
 SHELL = [command for command in COMMANDS if ".sh" in command]
 PYTHON = [command for command in COMMANDS if command.startswith("python ")]
 
@@ -29,9 +29,9 @@ def test_scripts_understand_the_commands(command, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Tool: "), done.stderr
 
 
-@pytest.mark.parametrize("script", sorted({shlex.split(command)[1] for command in PYTHON}))
-def test_python_scripts_say_what_they_do(script):
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True)
+@pytest.mark.parametrize("words", sorted({re.match(r"python ((?:-m )?\S+)", command)[1] for command in PYTHON}))
+def test_python_programs_say_what_they_do(words):
+    done = subprocess.run([sys.executable, *words.split(), "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout and "Exit codes: 0 done" in done.stdout
 
 
