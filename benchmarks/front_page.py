@@ -167,9 +167,9 @@ def published_section(folder):
         rows.append([line.label, reported, *ours, line.reason])
     header = ["", "published (AMD MI325X)", "severed, stage 6", "correct, stage 5", "what the published gain is"]
     notes = (
-        "PyTorch → kernels, 8 x 128 tokens, fp32. The published run's weights with a gradient were counted in its code. "
-        "Its memory is what is allocated after a step; ours is the peak, and our AdamW keeps state for every weight in "
-        "stage 6 as well, which saves activations only."
+        "PyTorch → kernels, 8 x 128 tokens, fp32. The published run's weights with a gradient were counted in its "
+        "code. Its memory is what is allocated after a step; ours is the peak, and our AdamW keeps state for every "
+        "weight in stage 6 as well, which saves activations only."
     )
     return "\n\n".join([markdown_table(header, rows, "rrrl"), notes, provenance(name, replay)])
 
