@@ -76,7 +76,8 @@ SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
-    "overhead.py|profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+    "profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+    "benchmarks.steps": "--rows torch sdpa",
 }
 SMALL_PYTHON = """#!/usr/bin/env bash
 program=${{1##*/}}
