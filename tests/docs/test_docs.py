@@ -1,9 +1,11 @@
 """The documentation is true: blocks run, links resolve, flags exist, every measured number comes from a file.
 
-The `sh` and `python` blocks of the pages at the top and in exercises/ are executed in a copy of the project, where
-`python` and `make` are shims: the same programs at small sizes. A block that begins with "# needs a GPU:" or "# needs
-ROCm:" and a reason shows nothing without one; it runs all the same, with a stand-in for rocprofv3. A `bash` block is
-for another machine (a container, a job script): its syntax and the files that it names are checked.
+The `sh` and `python` blocks of the pages at the top and in docs/, benchmarks/ and exercises/ are executed in a copy of
+the project, as a reader with a new shell in its top folder types them. There is no python on the PATH before a block of
+the page has activated `.venv`, and each block must leave the shell in the folder where it was. The python in `.venv`
+runs the same programs at small sizes. A block that begins with "# needs a GPU:" or "# needs ROCm:" and a reason shows
+nothing without one; it runs all the same, with a fake of rocprofv3. A `bash` block is for another machine (a container,
+a job script): its syntax and the files that it names are checked. A `text` block is the output of a run.
 """
 
 import functools
@@ -13,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {".venv", "tests", "results", "triton_profiles"}
 PAGES = [page for page in sorted(ROOT.rglob("[!.]*.md")) if not LEFT_OUT & set(page.relative_to(ROOT).parts)]
 PAGES = [page for page in PAGES if not page.relative_to(ROOT).parts[0].startswith(".")]
-EXECUTED = [page for page in PAGES if page.parent == ROOT or ROOT / "exercises" in page.parents]
+EXECUTED = [page for page in PAGES if page.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "exercises", page.name)]
 
 
 def page_name(page):
@@ -56,6 +59,13 @@ def blocks_of(page):
 BLOCKS = [block for page in EXECUTED for block in blocks_of(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python")]
 
+
+def activation_before(block):
+    """What earlier blocks of the page have done to the reader's shell: the lines that activate .venv."""
+    earlier = [other.code for other in BLOCKS if other.page == block.page and other.line < block.line]
+    return "".join(re.findall(r"^\. .*/activate\n", "".join(earlier), flags=re.M)[:1])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Blocks
 
@@ -66,9 +76,10 @@ SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
-    "overhead.py|profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+    "profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+    "benchmarks.steps": "--rows torch sdpa",
 }
-SHIM = """#!/usr/bin/env bash
+SMALL_PYTHON = """#!/usr/bin/env bash
 program=${{1##*/}}
 [ "$program" != -m ] || program=$2
 if [ "$program" = exercises.performance_debugging.replay ]; then
@@ -83,34 +94,52 @@ case $program in
 esac
 exec {real} "$@"
 """
+NO_PYTHON = """#!/bin/sh
+echo "$0: there is no torch for this python: . .venv/bin/activate comes first" >&2
+exit 127
+"""
+# `head` leaves before its writer is done, which shall not show as a failure of the pipe. All else shall.
+SHELL = (
+    'head() {{ command head "$@" && cat >/dev/null; }}\n{before}{code}\n[ "$PWD" = {folder} ] || {{ pwd && exit 1; }}'
+)
+
+
+def write_executables(folder, texts):
+    """{name: text} as programs in folder."""
+    for name, text in texts.items():
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """run(block) executes a block in a copy of the project."""
+    """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before."""
     folder = tmp_path_factory.mktemp("docs")
     server = preloaded_python.Server(folder)
-    copy, shims = folder / "project", folder / "bin"
+    copy, commands = folder / "project", folder / "bin"
     ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    shims.mkdir()
+    venv.create(copy / ".venv")
     cases = "\n".join(f'{program}) exec {server.executable} "$@" {options} ;;' for program, options in SMALL.items())
-    for name in ("python", "python3"):
-        (shims / name).write_text(SHIM.format(real=server.executable, model=MODEL, cases=cases))
-    (shims / "make").write_text(f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n')
-    stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
-    (shims / "rocprofv3").write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
-    for shim in shims.iterdir():
-        shim.chmod(0o755)
+    small_python = SMALL_PYTHON.format(real=server.executable, model=MODEL, cases=cases)
+    write_executables(copy / ".venv" / "bin", dict.fromkeys(("python", "python3"), small_python))
+    commands.mkdir()
+    rocprofv3 = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
+    others = {
+        "make": f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n',
+        "rocprofv3": f'#!/bin/sh\nexec {rocprofv3} "$@"\n',
+    }
+    write_executables(commands, dict.fromkeys(("python", "python3", "torchrun"), NO_PYTHON) | others)
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHON")}
-    environment |= {"PATH": f"{shims}:{os.environ['PATH']}"}
+    environment |= {"PATH": f"{commands}:{os.environ['PATH']}"}
 
     @functools.cache  # some pages begin with the same block
-    def run(language, code):
+    def run(language, code, before=""):
         (copy / "block.py").write_text(code)
-        # A failure before a pipe shall show, but not that `head` leaves before its writer is done.
-        patient_head = 'head() { command head "$@" && cat >/dev/null; }\n'
-        command = ["bash", "-euo", "pipefail", "-c", patient_head + code if language == "sh" else "python block.py"]
+        code = code if language == "sh" else "python block.py"
+        script = SHELL.format(before=before, code=code, folder=shlex.quote(str(copy)))
+        command = ["bash", "-euo", "pipefail", "-c", script]
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
 
     server.wait_until_ready()
@@ -120,15 +149,37 @@ def project(tmp_path_factory):
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=str)
 def test_a_block_runs(block, project):
-    done = project(block.language, block.code)
+    done = project(block.language, block.code, activation_before(block))
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_a_page_that_forgets_to_activate_fails(project):
+    for language, code in (("sh", "python tiny_llama_v3.py\n"), ("python", "import torch\n")):
+        done = project(language, code)
+        assert done.returncode == 127 and "activate comes first" in done.stderr
+        assert project(language, code, ". .venv/bin/activate\n").returncode == 0
+
+
+def test_a_block_that_leaves_the_folder_fails(project):
+    assert project("sh", "cd docs").returncode == 1 and project("sh", "(cd docs)").returncode == 0
+
+
+def test_the_output_on_the_front_page_is_what_a_run_prints(project):
+    """But for its numbers, its names of devices, and what an ellipsis stands for."""
+
+    def labels(text):
+        return {re.match(r"[^\d:]*", line)[0].rstrip() for line in text.splitlines() if line not in ("", "…")}
+
+    (shown,) = (block.code for block in blocks_of(ROOT / "README.md") if block.language == "text")
+    printed = project("sh", "python tiny_llama_v3.py\n", ". .venv/bin/activate\n").stdout
+    assert len(labels(shown)) > 10 and labels(shown) <= labels(printed)
 
 
 def test_blocks_are_of_a_kind_that_runs_and_say_what_they_need():
     assert len(RUNNABLE) > 40
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", ""}
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", "text", "math", ""}
     for block in BLOCKS:
-        if block.language == "":  # a tree of files, an output
+        if block.language in ("", "text"):  # a tree of files, an output
             assert not re.search(r"^(\$ |python |\./)", block.code, flags=re.M), (
                 f"{block}: commands belong in a sh block"
             )
@@ -173,7 +224,7 @@ def test_every_relative_link_resolves(page):
 def without_generated(text):
     if "<!-- Generated by" in text:  # the whole page
         return ""
-    return re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->|```bash\n.*?```", "", text, flags=re.S)
+    return re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->|```(?:bash|text)\n.*?```", "", text, flags=re.S)
 
 
 # Of programs that this project only names: rocprof and rocprofv2, in the table of their successors; Perfetto; pip.
@@ -197,7 +248,7 @@ def test_every_flag_that_a_page_names_exists():
 
 
 def test_stage_tables_match_the_script():
-    rows = re.findall(r"^\| (\d) ([\w ]+?) \| (.*?) \|", (ROOT / "README.md").read_text(), flags=re.M)
+    rows = re.findall(r"^\| (\d) ([\w ]+?) \| (.*?) \|", (ROOT / "docs" / "usage.md").read_text(), flags=re.M)
     assert [int(number) for number, _, _ in rows] == list(llama.STAGES)
     for number, _, wrong in rows:
         flags = [llama.flag_of(name) for name in llama.stage_flags(int(number))]
@@ -205,13 +256,14 @@ def test_stage_tables_match_the_script():
         assert named == flags[: len(named)]
         assert len(named) == len(flags) or "all that follows" in wrong
     titles = {number: title.split(" instead of ")[0] for number, title in llama.STAGES.items()}
+    assert {int(number): title for number, title, _ in rows} == titles
     for name in ("README_WORKSHOP.md", "exercises/performance_debugging/WORKSHOP_GUIDE.md"):
         rows = re.findall(r"^\| (\d) ([\w ]+?) \|", (ROOT / name).read_text(), flags=re.M)
         assert {int(number): title for number, title in rows} == titles, name
 
 
 def test_exit_codes_are_documented():
-    for text in (llama.__doc__, (ROOT / "README.md").read_text()):
+    for text in (llama.__doc__, (ROOT / "docs" / "usage.md").read_text()):
         assert re.search(
             r"Exit codes: 0 done\W+1 a check failed.* diverged.*\b2 .*\b130\s+interrupted.*\b141 ", text, flags=re.S
         )
@@ -219,6 +271,17 @@ def test_exit_codes_are_documented():
 
 def test_measured_tables_are_what_the_results_say(capsys):
     assert publish.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_measured_tables_stand_where_a_reader_looks_for_them():
+    marked = {page_name(page): re.findall(r"<!-- begin: (\w+) -->", page.read_text()) for page in PAGES}
+    measured = ["steps", "kernels", "stages", "layer_norm", "gpt", "scaling", "overhead", "pictures"]
+    expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published"], "docs/measured.md": measured}
+    assert {name: markers for name, markers in marked.items() if markers} == expected
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 MEASURED = r"(?<![\w.])\d[\d.,]*[ -]?(?:ms|us|µs|samples/s(?:ec)?|tokens/s|tok/s|[GT]B/s|[GMT]FLOP/s|MiB|GiB)\b"

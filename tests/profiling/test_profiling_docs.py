@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S) for line in block.splitlines()]
+BLOCKS = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line != ". .venv/bin/activate"]
 SHELL = [command for command in COMMANDS if ".sh" in command]
 PYTHON = [command for command in COMMANDS if command.startswith("python ")]
 

@@ -1,0 +1,255 @@
+"""What the first screen of the project shows: its table, its picture, and what the published speed-up was made of.
+
+Each function takes a folder of results. front_section(folder) and published_section(folder) return Markdown,
+draw(folder, path) writes a picture. `python -m benchmarks.publish` calls all three.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+
+NOT_MEASURED = "_Not measured yet._"
+SIZES = ("small", "medium", "large")
+OURS = "triton graph"
+EAGER = "torch"  # plain PyTorch, an operator at a time
+CORRECT, SEVERED = 5, 6  # stages of the workshop
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results and numbers
+
+
+def significant(value):
+    """Three significant digits, never an exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3f}"
+
+
+def markdown_table(header, rows, alignment):
+    """alignment: r or l for each column but the first."""
+    rules = ["---"] + ["---:" if side == "r" else "---" for side in alignment]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rules, *rows))
+
+
+def newest_first(folder, benchmark):
+    """(name, result) of each <benchmark>_*.json, the newest first."""
+    results = [(path.name, json.loads(path.read_text())) for path in folder.glob(f"{benchmark}_*.json")]
+    # A run of the script has no date of its own: it is in the name, behind the device.
+    return sorted(results, key=lambda item: (item[1].get("date", ""), item[0]), reverse=True)
+
+
+def provenance(name, result):
+    environment = result["environment"]
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
+    software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
+    link = f"[{name}](benchmarks/results/{name})"
+    return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
+
+
+def is_complete(size):
+    """Whether ours, the strongest peer and plain PyTorch were all measured."""
+    rows = size["rows"]
+    needed = [OURS, EAGER, size.get("strongest_peer")]
+    return "comparisons" in size and all(name in rows and not rows[name]["error"] for name in needed)
+
+
+def newest_sizes(folder):
+    """{size: (name, result)}: the newest complete measurement of each size."""
+    newest = {}
+    for name, result in newest_first(folder, "steps"):
+        for size_name, size in result["sizes"].items():
+            if is_complete(size):
+                newest.setdefault(size_name, (name, result))
+    return {name: newest[name] for name in SIZES if name in newest}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table: a step of ours against the strongest peer
+
+
+def count_weights(config):
+    """Weights of the matrices of a model; its norms have less than a thousandth as many."""
+    head_dim = config["hidden_dim"] // config["num_heads"]
+    kv_width = config["num_kv_heads"] * head_dim
+    layer = config["hidden_dim"] * (2 * config["hidden_dim"] + 2 * kv_width + 3 * config["ffn_dim"])
+    return config["num_layers"] * layer + config["vocab_size"] * config["hidden_dim"]
+
+
+def front_row(size_name, size):
+    config = size["config"]
+    ours, peer = size["rows"][OURS], size["rows"][size["strongest_peer"]]
+    memory = ours["peak_memory_mib"], peer["peak_memory_mib"]
+    pair = next(pair for pair in size["comparisons"] if pair["peer"] == size["strongest_peer"])
+    tokens = f"{config['batch_size']} x {config['seq_len']:,} tokens"
+    return [
+        f"**{size_name}**: {tokens}, {significant(count_weights(config) / 1e6)} M weights",
+        f"**{significant(ours['ms']['median'])}** / {significant(peer['ms']['median'])}",
+        f"**{pair['time_ratio']:.2f}**",
+        f"**{ours['tokens_per_second']:,.0f}** / {peer['tokens_per_second']:,.0f}",
+        f"**{memory[0]:,.0f}** / {memory[1]:,.0f}" if all(memory) else "",
+        f"`{size['strongest_peer']}`",
+    ]
+
+
+def front_section(folder):
+    sizes = newest_sizes(folder)
+    if not sizes:
+        return NOT_MEASURED
+    header = ["**ours** / strongest peer", "ms a step", "ratio", "tokens/s", "peak memory, MiB", "which peer"]
+    rows = [front_row(name, result["sizes"][name]) for name, (_, result) in sizes.items()]
+    table = markdown_table(header, rows, "rrrrl")
+    sources = dict.fromkeys(provenance(*source) for source in sizes.values())
+    return "\n\n".join([table, *sources])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The published speed-up, beside ours
+
+
+class Published(NamedTuple):
+    """A line of what was reported for 8 x 128 tokens in fp32 on an AMD MI325X, where it was."""
+
+    label: str
+    unit: str
+    baseline: str | None  # PyTorch's, as printed
+    kernels: str | None
+    figure: Callable  # the same of a run of ours
+    reason: str
+
+
+def phase(name):
+    return lambda run: run["phase_ms"][name]
+
+
+PUBLISHED = (
+    Published("forward", "ms", "10.8", "3.2", phase("forward"), "fewer and fused kernels: real"),
+    Published("backward", "ms", "9.2", "0.3", phase("backward"), "not computed: the graph ends at the last norm"),
+    Published("optimizer", "ms", None, None, phase("optimizer"), "a single tensor with a gradient to update"),
+    Published("whole step", "ms", "21.7", "3.9", lambda run: run["batch_ms"]["p50"], "all of the above"),
+    Published("memory", "MiB", "522.3", "281.8", lambda run: run["peak_memory_mib"], "AdamW's state, never created"),
+    Published("weights with a gradient", "%", "100", "1.6", lambda run: 100 * run["gradient_share"], "the cause of it"),
+)
+
+
+def change(before, after, unit):
+    """`10.8 → 3.2 ms, 3.4 x` of two numbers, or of two strings that hold them."""
+    shown = [value if isinstance(value, str) else significant(value) for value in (before, after)]
+    factor = float(before) / float(after)
+    times = "" if unit == "%" else f", {factor:.0f} x" if factor >= 9.95 else f", {factor:.1f} x"
+    return f"{shown[0]} → {shown[1]} {unit}{times}"
+
+
+def has_what_was_published(replay):
+    measured = {stage["stage"] for stage in replay["stages"] if "batch_ms" in stage}
+    same_step = replay["precision"] == "fp32" and replay["config"]["seq_len"] == 128
+    return same_step and replay["baseline"] and {SEVERED, CORRECT} <= measured
+
+
+def published_section(folder):
+    replays = [item for item in newest_first(folder, "stages") if has_what_was_published(item[1])]
+    if not replays:
+        return NOT_MEASURED
+    name, replay = replays[0]
+    stages = {stage["stage"]: stage for stage in replay["stages"]}
+    rows = []
+    for line in PUBLISHED:
+        baseline, severed, correct = map(line.figure, (replay["baseline"], stages[SEVERED], stages[CORRECT]))
+        reported = change(line.baseline, line.kernels, line.unit) if line.baseline else ""
+        ours = [change(baseline, run, line.unit) for run in (severed, correct)]
+        rows.append([line.label, reported, *ours, line.reason])
+    header = ["", "published (AMD MI325X)", "severed, stage 6", "correct, stage 5", "what the published gain is"]
+    notes = (
+        "PyTorch → kernels, 8 x 128 tokens, fp32. The published run's weights with a gradient were counted in its "
+        "code. Its memory is what is allocated after a step; ours is the peak, and our AdamW keeps state for every "
+        "weight in stage 6 as well, which saves activations only."
+    )
+    return "\n\n".join([markdown_table(header, rows, "rrrl"), notes, provenance(name, replay)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The picture
+
+BLUE, RED, DARK, LIGHT = "#1f6feb", "#cf222e", "#57606a", "#b8c0c8"
+STYLE = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": LIGHT,
+    "axes.labelcolor": DARK,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "xtick.color": DARK,
+    "ytick.color": DARK,
+}
+
+
+def draw_losses(axes, correct, severed):
+    """The loss over the steps of a run that learns and of one that does not, on data that can be learnt."""
+    summary, severed_summary = correct["summary"], severed["summary"]
+    share = severed_summary["parameters_with_gradient"] / severed_summary["parameters"]
+    labels = (
+        (severed, RED, f"kernels outside autograd, as published:\n{100 * share:.1f} % of the weights learn"),
+        (correct, BLUE, "the same kernels, with their gradients"),
+    )
+    steps, entropy = len(correct["steps"]), summary["entropy"]
+    text_at = steps // 3
+    for run, color, label in labels:
+        losses = [step["loss"] for step in run["steps"]]
+        axes.plot(range(1, steps + 1), losses, color=color, linewidth=2)
+        axes.text(text_at, losses[text_at] + 0.25, label, color=color, va="bottom")
+    axes.axhline(entropy, color=DARK, linestyle=(0, (4, 3)), linewidth=1.2)
+    axes.text(text_at, entropy - 0.15, f"entropy of the data, {entropy:.2f}", color=DARK, va="top")
+    axes.set(xlim=(0, steps), ylim=(0, 8), xlabel="step", ylabel="loss, nats a token")
+    axes.set_title("Does it learn?")
+
+
+def draw_steps(axes, sizes, device):
+    """The time of a step over ours, three bars a size: {size: measurement}, all of them on device."""
+    for group, (name, size) in enumerate(sizes.items()):
+        contenders = {"eager PyTorch": (EAGER, LIGHT), "strongest peer": (size["strongest_peer"], DARK)}
+        contenders["ours"] = (OURS, BLUE)
+        ours = size["rows"][OURS]["ms"]["median"]
+        for position, (label, (row, color)) in enumerate(contenders.items(), 4 * group):
+            ms = size["rows"][row]["ms"]["median"]
+            axes.barh(position, ms / ours, color=color, height=0.9, label=label if group == 0 else None)
+            times = "" if row == OURS else f",  {ms / ours:.1f} x"
+            axes.text(ms / ours + 0.12, position, f"{significant(ms)} ms{times}", va="center", color=DARK, fontsize=10)
+        tokens = f"{size['config']['batch_size']} x {size['config']['seq_len']}"
+        axes.text(-0.2, 4 * group + 1, f"{name}\n{tokens} tokens", ha="right", va="center", color=DARK)
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(f"time of a training step, ours = 1 ({size['precision']}, {device})")
+    axes.set_title("How long does a step take?")
+    axes.legend(loc="center right", frameon=False, labelcolor=DARK)
+
+
+def draw(folder, path):
+    """Writes the picture, whole or not at all. A missing result raises a UsageError."""
+    newest = newest_sizes(folder)
+    sizes = {name: result["sizes"][name] for name, (_, result) in newest.items()}
+    devices = dict.fromkeys(result["environment"]["device"] for _, result in newest.values())
+    runs = [newest_first(folder, f"learning_{kind}") for kind in ("correct", "severed")]
+    if not sizes or not all(runs):
+        raise llama.UsageError(f"{folder} lacks steps_*.json, learning_correct_*.json or learning_severed_*.json")
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), dpi=100, layout="constrained")
+        figure.get_layout_engine().set(wspace=0.06)
+        draw_losses(left, *(run[0][1] for run in runs))
+        draw_steps(right, sizes, ", ".join(devices))
+        with llama.scratch_beside(path) as scratch:
+            picture = scratch / "picture.png"
+            figure.savefig(picture, facecolor="white", metadata={"Software": None})
+            os.replace(picture, path)
+        plt.close(figure)

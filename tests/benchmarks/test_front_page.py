@@ -1,0 +1,97 @@
+"""The first screen: its table and its picture follow from results, and say so where there are none."""
+
+import json
+
+import matplotlib.image
+import pytest
+
+import tiny_llama_v3 as llama
+from benchmarks import front_page
+
+ENVIRONMENT = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
+MODEL = {"hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 1000}
+
+
+def step_result(date="2030-01-02T03:04:05", ours=10.0, size="small"):
+    def row(ms):
+        times = {"p20": ms, "median": ms, "p80": ms}
+        return {"error": None, "ms": times, "tokens_per_second": 1024e3 / ms, "peak_memory_mib": 100 * ms}
+
+    rows = {"triton graph": row(ours), "torch": row(80.0), "sdpa compile graph": row(20.0)}
+    pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": ours / 20, "memory_ratio": ours / 20}
+    measured = {
+        "config": MODEL | {"batch_size": 8, "seq_len": 128},
+        "precision": "bf16",
+        "rows": rows,
+        "strongest_peer": "sdpa compile graph",
+        "comparisons": [pair],
+    }
+    return {"command": "a command", "date": date, "environment": ENVIRONMENT, "sizes": {size: measured}}
+
+
+def replay_result():
+    def run(forward, backward, optimizer, memory, share):
+        phases = {"forward": forward, "backward": backward, "optimizer": optimizer}
+        batch = {"p50": forward + backward + optimizer}
+        return {"phase_ms": phases, "batch_ms": batch, "peak_memory_mib": memory, "gradient_share": share}
+
+    stages = [{"stage": 5} | run(2.0, 4.0, 0.2, 800, 1.0), {"stage": 6} | run(3.0, 0.2, 0.5, 600, 0.016)]
+    result = {"command": "a replay", "date": "2030-01-02T03:04:05", "environment": ENVIRONMENT, "precision": "fp32"}
+    return result | {"config": {"seq_len": 128}, "baseline": run(6.0, 8.0, 0.5, 900, 1.0), "stages": stages}
+
+
+def learning_result(last, with_gradient):
+    losses = [{"loss": 7 + (last - 7) * index / 49} for index in range(50)]
+    summary = {"entropy": 1.2, "parameters": 1000, "parameters_with_gradient": with_gradient}
+    return {"steps": losses, "summary": summary, "environment": ENVIRONMENT}
+
+
+def write(folder, **results):
+    for name, result in results.items():
+        (folder / f"{name}_some-gpu.json").write_text(json.dumps(result))
+
+
+def test_without_results_the_page_says_so(tmp_path):
+    assert front_page.front_section(tmp_path) == front_page.published_section(tmp_path) == front_page.NOT_MEASURED
+    with pytest.raises(llama.UsageError, match="lacks steps_"):
+        front_page.draw(tmp_path, tmp_path / "picture.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_has_ours_beside_the_strongest_peer(tmp_path):
+    write(tmp_path, steps_new=step_result(), steps_old=step_result("2029-01-01T00:00:00", ours=15.0))
+    text = front_page.front_section(tmp_path)
+    assert "| **small**: 8 x 128 tokens, 32.0 M weights | **10.0** / 20.0 | **0.50** |" in text
+    assert "| **102,400** / 51,200 | **1,000** / 2,000 | `sdpa compile graph` |" in text
+    assert "Some GPU, PyTorch 2.11, Triton 3.6, 2030-01-02: `a command` ([steps_new_some-gpu.json]" in text
+    assert "15.0" not in text
+
+
+def test_a_measurement_without_our_row_does_not_count(tmp_path):
+    broken = step_result()
+    broken["sizes"]["small"]["rows"]["triton graph"] = {"error": "out of memory"}
+    write(tmp_path, steps=broken)
+    assert front_page.front_section(tmp_path) == front_page.NOT_MEASURED
+
+
+def test_the_published_figures_stand_beside_ours(tmp_path):
+    write(tmp_path, stages=replay_result())
+    text = front_page.published_section(tmp_path)
+    assert "| backward | 9.2 → 0.3 ms, 31 x | 8.00 → 0.200 ms, 40 x | 8.00 → 4.00 ms, 2.0 x | not computed" in text
+    assert "| memory | 522.3 → 281.8 MiB, 1.9 x | 900 → 600 MiB, 1.5 x | 900 → 800 MiB, 1.1 x |" in text
+    assert "| weights with a gradient | 100 → 1.6 % | 100 → 1.60 % | 100 → 100 % |" in text
+
+
+def test_a_replay_of_other_sizes_or_stages_is_not_what_was_published(tmp_path):
+    whole = replay_result()
+    write(tmp_path, stages_bf16=whole | {"precision": "bf16"}, stages_short=whole | {"stages": whole["stages"][:1]})
+    assert front_page.published_section(tmp_path) == front_page.NOT_MEASURED
+
+
+def test_the_picture_is_drawn_from_the_newest_results(tmp_path):
+    severed = learning_result(5.2, with_gradient=16)
+    write(tmp_path, steps=step_result(), learning_correct=learning_result(1.4, 1000), learning_severed=severed)
+    path = tmp_path / "pictures" / "front.png"
+    front_page.draw(tmp_path, path)
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert (width, height) == (1200, 420) and list(path.parent.iterdir()) == [path]
