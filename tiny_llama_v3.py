@@ -2552,16 +2552,20 @@ def divergence(records):
     return None
 
 
+def count_matrix_weights(config):
+    """Weights of the model's matrices; the tied head counts once, and norms have less than a thousandth as many."""
+    kv_width = config.num_kv_heads * config.head_dim
+    layer = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
+    return config.num_layers * layer + config.vocab_size * config.hidden_dim
+
+
 def model_tflops(config):
     """TFLOP of one step's matrix products: 6 a weight and token for forward and backward (PaLM, appendix B), attention.
 
     Of causal attention only the half that is not masked counts, which PaLM counts whole: what must be computed.
     """
-    kv_width = config.num_kv_heads * config.head_dim
-    layer_weights = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
-    weights = config.num_layers * layer_weights + config.vocab_size * config.hidden_dim
     attention = 6 * config.num_layers * config.hidden_dim * config.seq_len  # 12 * hidden * seq, half of it masked
-    return (6 * weights + attention) * config.tokens_per_step / 1e12
+    return (6 * count_matrix_weights(config) + attention) * config.tokens_per_step / 1e12
 
 
 def peak_memory_mib(device):
@@ -2585,8 +2589,7 @@ def require_host_memory(config, device):
 
     The system may promise more than it has, and end the process when it has filled that.
     """
-    layer = config.hidden_dim * (config.hidden_dim + 3 * config.ffn_dim)
-    weights = 4 * (config.num_layers * layer + config.vocab_size * config.hidden_dim)
+    weights = 4 * count_matrix_weights(config)
     batch = config.tokens_per_step * (4 * config.hidden_dim if device.type == "cpu" else 8)  # an activation, or tokens
     if max(weights, batch) > host_memory_bytes():
         raise MemoryError

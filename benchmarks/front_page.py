@@ -4,7 +4,6 @@ Each function takes a folder of results. front_section(folder) and published_sec
 draw(folder, path) writes a picture. `python -m benchmarks.publish` calls all three.
 """
 
-import json
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,43 +14,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
+from measure.results import newest_first  # noqa: E402
+from measure.tables import NOT_MEASURED, markdown_table, number, provenance  # noqa: E402
 
-NOT_MEASURED = "_Not measured yet._"
 SIZES = ("small", "medium", "large")
 OURS = "triton graph"
 EAGER = "torch"  # plain PyTorch, an operator at a time
 CORRECT, SEVERED = 5, 6  # stages of the workshop
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Results and numbers
-
-
-def significant(value):
-    """Three significant digits, never an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3f}"
-
-
-def markdown_table(header, rows, alignment):
-    """alignment: r or l for each column but the first."""
-    rules = ["---"] + ["---:" if side == "r" else "---" for side in alignment]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rules, *rows))
-
-
-def newest_first(folder, benchmark):
-    """(name, result) of each <benchmark>_*.json, the newest first."""
-    results = [(path.name, json.loads(path.read_text())) for path in folder.glob(f"{benchmark}_*.json")]
-    # A run of the script has no date of its own: it is in the name, behind the device.
-    return sorted(results, key=lambda item: (item[1].get("date", ""), item[0]), reverse=True)
-
-
-def provenance(name, result):
-    environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
-    software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
-    link = f"[{name}](benchmarks/results/{name})"
-    return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
 
 
 def is_complete(size):
@@ -75,14 +44,6 @@ def newest_sizes(folder):
 # The table: a step of ours against the strongest peer
 
 
-def count_weights(config):
-    """Weights of the matrices of a model; its norms have less than a thousandth as many."""
-    head_dim = config["hidden_dim"] // config["num_heads"]
-    kv_width = config["num_kv_heads"] * head_dim
-    layer = config["hidden_dim"] * (2 * config["hidden_dim"] + 2 * kv_width + 3 * config["ffn_dim"])
-    return config["num_layers"] * layer + config["vocab_size"] * config["hidden_dim"]
-
-
 def front_row(size_name, size):
     config = size["config"]
     ours, peer = size["rows"][OURS], size["rows"][size["strongest_peer"]]
@@ -90,8 +51,8 @@ def front_row(size_name, size):
     pair = next(pair for pair in size["comparisons"] if pair["peer"] == size["strongest_peer"])
     tokens = f"{config['batch_size']} x {config['seq_len']:,} tokens"
     return [
-        f"**{size_name}**: {tokens}, {significant(count_weights(config) / 1e6)} M weights",
-        f"**{significant(ours['ms']['median'])}** / {significant(peer['ms']['median'])}",
+        f"**{size_name}**: {tokens}, {number(llama.count_matrix_weights(llama.Config(**config)) / 1e6)} M weights",
+        f"**{number(ours['ms']['median'])}** / {number(peer['ms']['median'])}",
         f"**{pair['time_ratio']:.2f}**",
         f"**{ours['tokens_per_second']:,.0f}** / {peer['tokens_per_second']:,.0f}",
         f"**{memory[0]:,.0f}** / {memory[1]:,.0f}" if all(memory) else "",
@@ -105,7 +66,7 @@ def front_section(folder):
         return NOT_MEASURED
     header = ["**ours** / strongest peer", "ms a step", "ratio", "tokens/s", "peak memory, MiB", "which peer"]
     rows = [front_row(name, result["sizes"][name]) for name, (_, result) in sizes.items()]
-    table = markdown_table(header, rows, "rrrrl")
+    table = markdown_table(header, rows, [False, True, True, True, True, False])
     sources = dict.fromkeys(provenance(*source) for source in sizes.values())
     return "\n\n".join([table, *sources])
 
@@ -141,7 +102,7 @@ PUBLISHED = (
 
 def change(before, after, unit):
     """`10.8 → 3.2 ms, 3.4 x` of two numbers, or of two strings that hold them."""
-    shown = [value if isinstance(value, str) else significant(value) for value in (before, after)]
+    shown = [value if isinstance(value, str) else number(value) for value in (before, after)]
     factor = float(before) / float(after)
     times = "" if unit == "%" else f", {factor:.0f} x" if factor >= 9.95 else f", {factor:.1f} x"
     return f"{shown[0]} → {shown[1]} {unit}{times}"
@@ -171,7 +132,9 @@ def published_section(folder):
         "code. Its memory is what is allocated after a step; ours is the peak, and our AdamW keeps state for every "
         "weight in stage 6 as well, which saves activations only."
     )
-    return "\n\n".join([markdown_table(header, rows, "rrrl"), notes, provenance(name, replay)])
+    return "\n\n".join(
+        [markdown_table(header, rows, [False, True, True, True, False]), notes, provenance(name, replay)]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -223,7 +186,7 @@ def draw_steps(axes, sizes, device):
             ms = size["rows"][row]["ms"]["median"]
             axes.barh(position, ms / ours, color=color, height=0.9, label=label if group == 0 else None)
             times = "" if row == OURS else f",  {ms / ours:.1f} x"
-            axes.text(ms / ours + 0.12, position, f"{significant(ms)} ms{times}", va="center", color=DARK, fontsize=10)
+            axes.text(ms / ours + 0.12, position, f"{number(ms)} ms{times}", va="center", color=DARK, fontsize=10)
         tokens = f"{size['config']['batch_size']} x {size['config']['seq_len']}"
         axes.text(-0.2, 4 * group + 1, f"{name}\n{tokens} tokens", ha="right", va="center", color=DARK)
     axes.invert_yaxis()

@@ -1,6 +1,6 @@
 """Write what was measured into the pages, from the newest results.
 
-    python -m benchmarks.publish            rewrite what stands between the markers
+    python -m benchmarks.publish            rewrite what stands between the markers, draw the picture of the front page
     python -m benchmarks.publish --check    print what would change, and exit with 1 if anything would
 
 The markers are <!-- begin: NAME --> and <!-- end: NAME -->, with the names of SECTIONS; a page may have any of them. Of
@@ -21,22 +21,13 @@ import tempfile
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from benchmarks import stages
+from benchmarks import front_page, stages
 from measure.results import RESULTS, ROOT, newest_first, read_result
-from measure.tables import cell, markdown_table, number
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from tiny_llama_v3 import exit_code_of
 
-NOT_MEASURED = "_Not measured yet._"
 MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
 SECTION = re.compile(r"<!-- begin: (\w+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
-
-
-def provenance(name, result):
-    environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
-    software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
-    link = f"[{name}](benchmarks/results/{name})"
-    return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
 
 
 def ratio_line(pair):
@@ -235,7 +226,7 @@ def overhead_section(folder):
     for script, row in result["scripts"].items():
         rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
     environment = result["environment"]
-    table = markdown_table(["", "tool", "ms a step", "times a step without"], rows)
+    table = markdown_table(["", "tool", "ms a step", "times a step without"], rows, [False, False, True, True])
     return f"{table}\n\n{environment['device']}, PyTorch {environment['torch']}, {result['date'][:10]}."
 
 
@@ -248,8 +239,11 @@ SECTIONS = {  # marker: the folder of results -> Markdown, its links from the to
     "scaling": scaling_section,
     "overhead": overhead_section,
     "pictures": pictures_section,
+    "front": front_page.front_section,
+    "published": front_page.published_section,
 }
-PAGES = ("README.md", "README_WORKSHOP.md", "README_PROFILING.md", "nanogpt_triton/README.md", "docs/measured.md")
+PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md")]
+PICTURE = ROOT / "docs" / "front_page.png"
 
 
 def rewrite(page, contents):
@@ -329,10 +323,6 @@ def section_of(folder, name):
         ) from error
 
 
-def pages_with_markers():
-    return [page for page in map(ROOT.joinpath, PAGES) if page.exists() and MARKER.search(page.read_text("utf-8"))]
-
-
 def run(argv):
     parser = llama.Parser(
         prog="publish.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -344,7 +334,9 @@ def run(argv):
     if not any(options.results.glob("*.json")):
         raise llama.UsageError(f"--results {options.results} holds no results: give a folder that the benchmarks wrote")
     contents = {name: functools.partial(section_of, options.results, name) for name in SECTIONS}
-    out_of_date = update(options.pages or pages_with_markers(), contents, options.check)
+    out_of_date = update(options.pages or PAGES, contents, options.check)
+    if not (options.check or options.pages):
+        front_page.draw(options.results, PICTURE)
     return int(options.check and out_of_date)
 
 

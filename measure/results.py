@@ -84,4 +84,5 @@ def read_result(path):
 def newest_first(folder, benchmark):
     """[(name, Record)] of a benchmark's results in a folder, the newest first."""
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
-    return sorted(results, key=lambda item: (item[1]["date"], item[0]), reverse=True)
+    # A run of the script itself has its date in its name only.
+    return sorted(results, key=lambda item: (item[1].get("date", ""), item[0]), reverse=True)

@@ -2,6 +2,8 @@
 
 import math
 
+NOT_MEASURED = "_Not measured yet._"
+
 
 def number(value, digits=3):
     """So many significant digits, never an exponent, thousands apart; empty for None."""
@@ -29,3 +31,12 @@ def markdown_table(header, rows, right=None):
 def cell(text):
     """Text as it can stand in a cell of a table."""
     return text.replace("|", "/")
+
+
+def provenance(name, result):
+    """The line below a table: device, software, date, command, and a link to the result from the top of the project."""
+    environment = result["environment"]
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
+    software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
+    link = f"[{name}](benchmarks/results/{name})"
+    return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
