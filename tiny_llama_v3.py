@@ -78,36 +78,30 @@ class Bug(NamedTuple):
 
 BUGS = {
     "no_init": Bug(
-        (1,),
-        "PyTorch's default initialisation under a tied head",
+        (1,), "PyTorch's default initialisation under a tied head",
         "the first loss is about the hidden size instead of ln(vocab)",
     ),
     "noncontiguous_kv": Bug(
-        (1, 2),
-        "K and V reach the attention kernel with a badly strided head dimension",
+        (1, 2), "K and V reach the attention kernel with a badly strided head dimension",
         "attention kernels several times slower at the same result, more so at a longer sequence",
     ),
     "unsynced_timing": Bug(
-        (1, 2, 3),
-        "host clocks without a device sync",
+        (1, 2, 3), "host clocks without a device sync",
         "the phases sum to a fraction of the step",
     ),
     "triton_matmul_swiglu": Bug(
-        (1, 2, 3, 4),
-        "one program per output element, each reducing over the hidden dimension",
+        (1, 2, 3, 4), "one program per output element, each reducing over the hidden dimension",
         "the SwiGLU kernel takes most of the device time",
     ),
     "severed_autograd": Bug(
-        (6,),
-        "kernels called outside autograd",
+        (6,), "kernels called outside autograd",
         "backward is almost free, and only the tied embedding receives a gradient",
     ),
     "no_warmup": Bug(
-        (7,),
-        "the first steps, kernel compilation included, are averaged in",
+        (7,), "the first steps, kernel compilation included, are averaged in",
         "the mean step is far above the median",
     ),
-}
+}  # fmt: skip
 
 STAGES = {
     1: "broken loss",
@@ -148,15 +142,16 @@ def option(default, help, **metadata):
 
 @dataclass(frozen=True)
 class Config:
-    # model
-    hidden_dim: int = option(512, "width of the residual stream")
+    """What a run does. UsageError if it contradicts itself; --help shows these texts, in these groups."""
+
+    hidden_dim: int = option(512, "width of the residual stream", group="model")
     num_layers: int = option(8, "transformer blocks")
     num_heads: int = option(8, "query heads; each has hidden-dim / num-heads dimensions")
     num_kv_heads: int | None = option(None, "key/value heads (grouped-query attention); default: half of --num-heads")
     ffn_dim: int | None = option(None, "width of the feed-forward layer; default: 4 x hidden-dim")
     vocab_size: int = option(1000, "distinct tokens")
-    # training
-    batch_size: int = option(8, "sequences a step")
+
+    batch_size: int = option(8, "sequences a step", group="training")
     seq_len: int = option(256, "tokens a sequence")
     num_steps: int = option(50, "training steps that are measured")
     warmup_steps: int = option(3, "steps before the measured ones; weights and optimizer are restored after them")
@@ -166,10 +161,11 @@ class Config:
         "random", "fresh random tokens, or a Markov chain whose entropy is known", choices=("random", "markov")
     )
     seed: int = option(42, "of weights and data")
-    # implementation
+
     impl: str = option(
-        "triton", "our kernels; plain PyTorch; PyTorch with its fused attention", choices=("triton", "torch", "sdpa")
-    )
+        "triton", "our kernels; plain PyTorch; PyTorch with its fused attention",
+        choices=("triton", "torch", "sdpa"), group="implementation",
+    )  # fmt: skip
     device: str = option("auto", "where to run (cuda is also the name of an AMD GPU)", choices=("auto", "cuda", "cpu"))
     compile: bool = option(False, "torch.compile the model")
     graph: bool = option(False, "capture the step in CUDA/HIP graphs and replay them")
@@ -177,19 +173,21 @@ class Config:
         "highest", "fp32 matmuls in full fp32 or in TF32, library and kernels alike", choices=("highest", "high")
     )
     deterministic: bool = option(False, "ask PyTorch for deterministic algorithms (our kernels always are)")
-    # measuring
+
     timing: str = option(
-        "phases", "events around each phase and a sync a step; or one sync at the end", choices=("phases", "step")
-    )
+        "phases", "events around each phase and a sync a step; or one sync at the end",
+        choices=("phases", "step"), group="measuring",
+    )  # fmt: skip
     check: bool = option(
         False, "first compare loss and gradients with PyTorch in higher precision; stop if they differ"
     )
     profile: str | None = option(None, "write a Perfetto trace and a kernel table into this folder", metavar="DIR")
     output_dir: str = option("triton_profiles", "where the JSON of the run goes", metavar="DIR")
-    # the mistakes
+
     stage: int | None = option(
-        None, "set the flags of a stage of the workshop (see --list-stages)", choices=tuple(STAGES)
-    )
+        None, "set the flags of a stage of the workshop (see --list-stages)",
+        choices=tuple(STAGES), group="mistakes, brought back",
+    )  # fmt: skip
     no_init: bool = option(False, BUGS["no_init"].effect)
     noncontiguous_kv: bool = option(False, BUGS["noncontiguous_kv"].effect)
     unsynced_timing: bool = option(False, BUGS["unsynced_timing"].effect)
@@ -263,24 +261,20 @@ class Parser(argparse.ArgumentParser):
 
 def parse_config(argv, program):
     """Config from the command line; a program called v3_stage3_anything.py means --stage 3."""
-    parser = Parser(
-        prog=Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=Path(program).name, description=__doc__, formatter_class=layout, allow_abbrev=False)
     for field in dataclasses.fields(Config):
         kwargs = dict(field.metadata)
+        if "group" in kwargs:
+            group = parser.add_argument_group(kwargs.pop("group"))
         shown_default = "" if field.default in (None, False) else f" (default: {field.default})"
         kwargs["help"] = kwargs["help"].replace("%", "%%") + shown_default
         if field.type is bool:
-            parser.add_argument(flag_of(field.name), action="store_true", **kwargs)
+            group.add_argument(flag_of(field.name), action="store_true", **kwargs)
         else:
             kind = {int | None: int, str | None: str}.get(field.type, field.type)
-            parser.add_argument(flag_of(field.name), type=kind, default=field.default, **kwargs)
-    parser.add_argument(
-        "--list-stages", action="store_true", help="print the stages and what gives each mistake away, and exit"
-    )
+            group.add_argument(flag_of(field.name), type=kind, default=field.default, **kwargs)
+    group.add_argument("--list-stages", action="store_true", help="print the stages and their signs, and exit")
     args = vars(parser.parse_args(argv))
     if args.pop("list_stages"):
         print_stages()
@@ -461,7 +455,7 @@ ATTENTION_TILES = {
 }  # fmt: skip
 COLUMN_SUM_TILE = (128, 16, 8)  # rows, columns, warps
 NORM_ELEMENTS = {"forward": 4096, "backward": 8192}  # of a tile
-ROPE_BLOCK = 2048  # elements; like the two below 8 or more a thread, so that a load of 16-bit types is 16 bytes wide
+ROPE_BLOCK = 1024  # elements; like the two below 8 or more a thread, so that a load of 16-bit types is 16 bytes wide
 SWIGLU_BLOCK = 1024
 NAIVE_SWIGLU_BLOCK = 128  # part of the mistake: a program has one dot product
 SCALE_BLOCK = 4096
@@ -544,15 +538,16 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
         compiled = kernel[grid](*tensors, *scalars, **constants, **options)  # None if it was interpreted
         COMPILED[key] = compiled if compiled is not None and direct_launch_works() else None
     else:
-        launch_compiled(compiled, grid, (*pointers, *scalars, *constants.values()))
+        launch_compiled(compiled, grid, pointers, scalars, constants.values())
 
 
-def launch_compiled(compiled, grid, arguments):
+def launch_compiled(compiled, grid, pointers, scalars, constants):
     """What Triton does at the end of kernel[grid](...); not a public call (verified with Triton 3.3 to 3.9)."""
     driver = triton.runtime.driver.active
     compiled.run(
         *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
-        compiled.function, compiled.packed_metadata, None, None, None, *arguments,  # None: no launch hooks
+        compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
+        *pointers, *scalars, *constants,
     )  # fmt: skip
 
 
@@ -564,7 +559,7 @@ def direct_launch_works():
     sizes = x.stride(), x.shape[1], 8
     try:
         compiled = scale_kernel[(2,)](x, factor, *sizes)
-        launch_compiled(compiled, (2,), (x.data_ptr(), factor.data_ptr(), *sizes))
+        launch_compiled(compiled, (2,), (x.data_ptr(), factor.data_ptr()), sizes, ())
         works = bool((x == 9.0).all())
     except (AttributeError, TypeError, RuntimeError, ValueError):
         works = False
@@ -1250,26 +1245,30 @@ FUSED_BACKWARD_SEQ_LEN = 128  # up to it the backward pass is one kernel: a seco
 
 
 @functools.lru_cache(maxsize=256)
-def needs_int64(strides, seq_len, num_heads, head_dim):
-    """Whether offsets within a sequence exceed 32 bits in a tensor (batch, seq, heads, head_dim) of these strides."""
-    return any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides)
+def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precision, device_type):
+    """(AttentionTile, {constant of the kernel: value}) of a pass; shape is q's, strides are those of all tensors."""
+    _, seq_len, num_heads, head_dim = shape
+    block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+    tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
+    needs_int64 = any(
+        s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides
+    )  # within a sequence
+    constants = dict(
+        GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N, INT64=needs_int64, PRECISION=precision,
+    )  # fmt: skip
+    return tile, constants
 
 
 def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_kv_heads, **constants):
-    """Launches an attention kernel with the tile of pass_name; grid(tile) are its programs."""
-    _, seq_len, num_heads, head_dim = q.shape
-    block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+    """Launches an attention kernel with the tile of a pass; grid(tile) are its programs."""
     precision = dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
-    tile = attention_tile(pass_name, q.element_size(), block_d, precision, q.device.type)
+    shape = q.shape
+    tile, usual = attention_constants(pass_name, shape, num_kv_heads, strides, q.dtype, precision, q.device.type)
     if pass_name in ("dkdv", "fused"):
-        constants["EVEN_M"] = seq_len % tile.BLOCK_M == 0
+        constants["EVEN_M"] = shape[1] % tile.BLOCK_M == 0
     launch(
-        kernel, grid(tile), tensors, (*strides, *scalars, seq_len, head_dim**-0.5),
-        dict(
-            GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
-            BLOCK_N=tile.BLOCK_N, INT64=needs_int64(strides, seq_len, num_heads, head_dim), PRECISION=precision,
-            **constants,
-        ),
+        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], shape[3] ** -0.5), usual | constants,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options,
     )  # fmt: skip
 
@@ -2131,12 +2130,14 @@ class TransformerBlock(nn.Module):
         self.sizes = self.attention_norm.eps, config.num_heads, config.num_kv_heads
 
     def weights(self):
-        """In the order of triton_block."""
-        attention, feed_forward = self.attention, self.feed_forward
-        return (
-            self.attention_norm.weight, attention.qkv_proj.weight, attention.o_proj.weight,
-            self.ffn_norm.weight, feed_forward.gate_up_proj.weight, feed_forward.down_proj.weight,
+        """In the order of triton_block, past nn.Module's lookup of attributes, which takes the host 13 us a block."""
+        parts = self._modules
+        attention, feed_forward = parts["attention"]._modules, parts["feed_forward"]._modules
+        modules = (
+            parts["attention_norm"], attention["qkv_proj"], attention["o_proj"],
+            parts["ffn_norm"], feed_forward["gate_up_proj"], feed_forward["down_proj"],
         )  # fmt: skip
+        return [module._parameters["weight"] for module in modules]
 
     def forward(self, residual, branch, cos, sin):
         """The residual stream and what the block before adds to it (None at first) -> the same pair, one block on.
@@ -2545,14 +2546,10 @@ def gradient_share(model):
 def attached_profiler():
     """The environment variable by which another profiler has entered this process, or None."""
     names = (
-        "ROCP_TOOL_LIBRARIES",
-        "ROCPROFILER_REGISTER",
-        "HSA_TOOLS_LIB",
+        "ROCP_TOOL_LIBRARIES", "ROCPROFILER_REGISTER", "HSA_TOOLS_LIB",
         "NV_NSIGHT_INJECTION_PORT_BASE",  # ncu
-        "NSYS_PROFILING_SESSION_ID",
-        "CUDA_INJECTION64_PATH",
-        "NVTX_INJECTION64_PATH",
-    )
+        "NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH",
+    )  # fmt: skip
     if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
         return "LD_PRELOAD"
     return next((name for name in names if os.environ.get(name)), None)
@@ -2583,20 +2580,9 @@ def write_kernel_table(file, durations):
     writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
     for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
-        percentage = round(100 * sum(ns) / total, 6)
+        mean, share = round(statistics.mean(ns), 6), round(100 * sum(ns) / total, 6)
         spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
-        writer.writerow(
-            [
-                name,
-                len(ns),
-                round(sum(ns)),
-                round(statistics.mean(ns), 6),
-                percentage,
-                round(min(ns)),
-                round(max(ns)),
-                spread,
-            ]
-        )
+        writer.writerow([name, len(ns), round(sum(ns)), mean, share, round(min(ns)), round(max(ns)), spread])
 
 
 def write_profile(step, device, folder, steps=3):
@@ -2766,41 +2752,27 @@ def print_summary(summary, config, device):
         where = "Step {step}: the {quantity} is {value}".format(**summary["diverged"])
         print(f"{where}: the run diverged, no later step counts; try a lower --learning-rate, or see what --check says")
     floor = "the data's entropy" if config.data == "markov" else "ln(vocab): random tokens cannot be learnt"
-    print(
-        f"Final loss: {summary['final_loss']:.4f} "
-        f"(first {summary['first_loss']:.4f}; floor {summary['entropy']:.4f}, {floor})"
-    )
+    first = f"first {summary['first_loss']:.4f}; floor {summary['entropy']:.4f}, {floor}"
+    print(f"Final loss: {summary['final_loss']:.4f} ({first})")
     print(f"Average training speed: {summary['samples_per_second']:.1f} samples/sec")
     print(f"Throughput: {summary['tokens_per_second']:,.0f} tokens/sec")
-    print(
-        f"Average batch time: {batch['mean']:.3f} ms "
-        f"(p20 {batch['p20']:.3f}, p50 {batch['p50']:.3f}, p80 {batch['p80']:.3f})"
-    )
+    percentiles = ", ".join(f"{name} {batch[name]:.3f}" for name in ("p20", "p50", "p80"))
+    print(f"Average batch time: {batch['mean']:.3f} ms ({percentiles})")
     for name in ("forward", "backward", "optimizer"):
-        print(
-            f"Average {name} time: " + (f"{phases[name]:.3f} ms" if name in phases else "not measured (--timing step)")
-        )
+        time_ms = f"{phases[name]:.3f} ms" if name in phases else "not measured (--timing step)"
+        print(f"Average {name} time: {time_ms}")
     if phases:
         together = sum(phases.values())
         print(f"Phases together: {together:.3f} ms, {100 * together / batch['mean']:.0f} % of the batch time")
-    memory = summary["peak_memory_mib"]
-    print(
-        f"Peak memory usage: {memory:.1f} MiB" + (" (whole process)" if device.type == "cpu" else "")
-        if memory
-        else "Peak memory usage: unknown"
-    )
+    memory, whose = summary["peak_memory_mib"], " (whole process)" if device.type == "cpu" else ""
+    print(f"Peak memory usage: {memory:.1f} MiB{whose}" if memory else "Peak memory usage: unknown")
     if device.type == "cuda":
         kernels = summary["kernels"]
         launch_bound = "launch-bound" if summary["host_ms"] > 0.8 * batch["p50"] else "not launch-bound"
         print(f"Host time to issue a step: {summary['host_ms']:.3f} ms of {batch['p50']:.3f} ms ({launch_bound})")
-        print(
-            "Kernels a step: "
-            + (
-                f"not counted, {kernels}"
-                if isinstance(kernels, str)
-                else f"{kernels['kernels']} in {kernels['launches']} launches"
-            )
-        )
+        counted = isinstance(kernels, dict)
+        kernels = "{kernels} in {launches} launches".format(**kernels) if counted else f"not counted, {kernels}"
+        print(f"Kernels a step: {kernels}")
     received, total = summary["parameters_with_gradient"], summary["parameters"]
     print(f"Parameters with a gradient: {received:,} of {total:,} ({100 * received / total:.1f} %)")
     mfu = f", {100 * summary['mfu']:.1f} % of the {precision_name(config, device)} peak" if summary["mfu"] else ""
@@ -2819,17 +2791,11 @@ def environment(device):
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None  # not a checkout, or no git
-    return {
-        "device": device.name,
-        "arch": device.arch,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", None),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "numpy": np.__version__,
-        "commit": commit,
-    }
+    return dict(
+        device=device.name, arch=device.arch, python=platform.python_version(), torch=torch.__version__,
+        triton=getattr(triton, "__version__", None), cuda=torch.version.cuda, hip=torch.version.hip,
+        numpy=np.__version__, commit=commit,
+    )  # fmt: skip
 
 
 def print_configuration(config, device, step):
@@ -2867,8 +2833,7 @@ def used_operations(model):
 
 def operation_name(operation):
     if isinstance(operation, functools.partial):
-        arguments = ", ".join(f"{key}={value}" for key, value in operation.keywords.items())
-        return f"{operation.func.__name__} with {arguments}"
+        return f"{operation.func.__name__} with {', '.join(operation.keywords['bugs'])}"
     return operation.__name__
 
 
