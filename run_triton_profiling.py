@@ -280,6 +280,7 @@ def sweep_tiles(bench, config):
                 "error": None,
             }
             tile = usual._replace(BLOCK_M=m, BLOCK_N=n)
+            llama.attention_constants.cache_clear()  # they were worked out for the tile before
             with mock.patch.object(llama, "attention_tile", lambda *_, tile=tile: tile):
                 try:
                     row["ms"] = bench.flushed_ms(lambda: llama.flash_attention_forward(q, k, v))
@@ -287,6 +288,7 @@ def sweep_tiles(bench, config):
                 except Exception as error:  # of this tile alone
                     row["error"] = describe(error)
             results.append(row)
+    llama.attention_constants.cache_clear()
     return results
 
 

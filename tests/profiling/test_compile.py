@@ -258,10 +258,16 @@ def test_occupancy_names_its_limit():
     assert report.occupancy("sm_90", 32, 113 * 1024, 4) == {"warps": 8, "share": 0.125, "limit": "shared memory"}
 
 
-@pytest.mark.parametrize("tiles", llama.AMD_ATTENTION_TILES.values(), ids=map(str, llama.AMD_ATTENTION_TILES))
+AMD_TILES = {key: tiles for key, tiles in llama.ATTENTION_TILES.items() if key[0] == "amd"}
+
+
+@pytest.mark.parametrize("tiles", AMD_TILES.values(), ids=map(str, AMD_TILES))
 @pytest.mark.parametrize("seq_len", [100, 200])  # one backward kernel, and two; neither a multiple of a tile
-def test_amd_tiles_compute_the_same(tiles, seq_len, device, monkeypatch):
-    monkeypatch.setattr(llama, "attention_tile", lambda kernel, *_: llama.AttentionTile(*tiles[kernel], 4, 1))
+def test_amd_tiles_compute_the_same(tiles, seq_len, device, monkeypatch, request):
+    chosen = {name: llama.AttentionTile(*tile) for name, tile in zip(llama.PASSES, tiles, strict=True)}
+    monkeypatch.setattr(llama, "attention_tile", lambda pass_name, *_: chosen[pass_name])
+    llama.attention_constants.cache_clear()
+    request.addfinalizer(llama.attention_constants.cache_clear)
     q, k, v, o_grad = (torch.randn(1, seq_len, heads, 16, device=device) for heads in (2, 1, 1, 2))
     o, lse = llama.flash_attention_forward(q, k, v)
     grads = [torch.empty_like(x) for x in (q, k, v)]
