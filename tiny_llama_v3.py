@@ -2945,12 +2945,6 @@ def move_to_free(source, path):
         os.replace(source, path)
 
 
-def write_json(path, result):
-    """Replaces the file, whole or not at all."""
-    with scratch_beside(path) as scratch:
-        os.replace(dump_json(scratch, result), path)
-
-
 def write_new_json(folder, stem, result):
     """Writes stem.json, or stem_1.json and so on, over no other file, whole or not at all. Returns its path."""
     path = folder / f"{stem}.json"

@@ -1,4 +1,4 @@
-"""Each mistake that a flag brings back shows its sign, a sound run does not, and a stage is exactly its flags."""
+"""Each mistake that a flag brings back shows its sign, a correct run does not, and a stage is exactly its flags."""
 
 import dataclasses
 import math
@@ -74,10 +74,10 @@ def test_noncontiguous_kv_has_bad_strides_and_the_same_result(run_step, monkeypa
         return forward(q, k, v)
 
     monkeypatch.setattr(llama, "flash_attention_forward", spy)
-    sound, bad = run_step(), run_step(noncontiguous_kv=True)
+    correct, bad = run_step(), run_step(noncontiguous_kv=True)
     batch_times_heads = TINY.batch_size * TINY.num_kv_heads
     assert seen == [(1, 1)] * TINY.num_layers + [(batch_times_heads, batch_times_heads)] * TINY.num_layers
-    assert_same_results(bad, sound)
+    assert_same_results(bad, correct)
 
 
 @pytest.fixture
@@ -95,22 +95,22 @@ def launches(monkeypatch):
 
 @needs_triton
 def test_triton_matmul_swiglu_launches_the_naive_kernel(run_step, launches):
-    sound = run_step(seq_len=5)
+    correct = run_step(seq_len=5)
     assert launches[llama.swiglu_kernel] == 0 and launches[llama.swiglu_activation_kernel] == TINY.num_layers
     launches.clear()
     naive = run_step(seq_len=5, triton_matmul_swiglu=True)
     assert launches[llama.swiglu_kernel] == TINY.num_layers and launches[llama.swiglu_activation_kernel] == 0
-    assert_same_results(naive, sound)
+    assert_same_results(naive, correct)
 
 
 @needs_triton
 def test_severed_autograd_leaves_a_gradient_to_the_embedding_only(run_step):
-    sound, severed = run_step(), run_step(severed_autograd=True)
-    total = sum(p.numel() for p in sound.model.parameters())
-    assert llama.gradient_share(sound.model) == (total, total)
+    correct, severed = run_step(), run_step(severed_autograd=True)
+    total = sum(p.numel() for p in correct.model.parameters())
+    assert llama.gradient_share(correct.model) == (total, total)
     assert llama.gradient_share(severed.model) == (TINY.vocab_size * TINY.hidden_dim, total)
     assert severed.model.embed_tokens.weight.grad.any()
-    torch.testing.assert_close(severed.loss, sound.loss)  # which is why nobody sees it
+    torch.testing.assert_close(severed.loss, correct.loss)  # which is why nobody sees it
 
 
 @needs_triton

@@ -210,19 +210,6 @@ def test_results_written_at_once_all_arrive(tmp_path, hard_links):
     assert len(files(tmp_path)) == 50  # no temporary file is left
 
 
-def test_replaced_result_is_whole_or_as_before(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    llama.write_json(path, {"loss": [1.0, math.nan, math.inf, -math.inf]})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
-    for broken, error in (({"number": object()}, TypeError), ({"number": 10**5000}, ValueError)):
-        with pytest.raises(error):
-            llama.write_json(path, broken)
-    assert files(tmp_path) == ["new", "new/result.json"] and "Infinity" not in path.read_text()
-    assert json.loads(path.read_text())["loss"][0] == 1.0
-    llama.write_json(path, {"number": 2})
-    assert json.loads(path.read_text()) == {"number": 2}
-
-
 @pytest.fixture
 def full_disk(monkeypatch):
     """A context in which no file can grow beyond a size: another error than on a full disk, on the same way."""

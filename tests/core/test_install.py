@@ -1,4 +1,4 @@
-"""`make` sets up .venv: shown offline, with stand-in packages on a local index."""
+"""`make` sets up .venv: shown offline, with fake packages on a local index."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def rocm_wheels():
 
 
 class Project:
-    """A copy of the set-up files, and a package index with a stand-in for every requirement."""
+    """A copy of the set-up files, and a package index with a fake of every requirement."""
 
     def __init__(self, folder):
         self.root, self.pypi, self.rocm = folder / "a project", folder / "pypi", folder / "rocm"

@@ -346,15 +346,15 @@ def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, 
 
 @pytest.mark.parametrize("operation", ["rmsnorm", "attention", "swiglu", "cross_entropy"])
 def test_check_sees_a_wrong_operation(device, monkeypatch, operation):
-    sound = llama.OPERATIONS["sdpa"]
+    correct = llama.OPERATIONS["sdpa"]
 
     def scaled(*args):
-        y = getattr(sound, operation)(*args)
+        y = getattr(correct, operation)(*args)
         return (1.001 * y[0], *y[1:]) if isinstance(y, tuple) else 1.001 * y
 
     config, hardware = dataclasses.replace(TINIER, impl="sdpa"), llama.get_device(device)
     assert llama.check_gradients(config, hardware)
-    monkeypatch.setitem(llama.OPERATIONS, "sdpa", sound._replace(**{operation: scaled}))
+    monkeypatch.setitem(llama.OPERATIONS, "sdpa", correct._replace(**{operation: scaled}))
     assert not llama.check_gradients(config, hardware)
 
 
@@ -435,7 +435,7 @@ def test_memory_of_attention_grows_linearly(device):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A stand-in for a GPU: log has what was asked of it in order, and what costs time moves the clock by seconds."""
+    """A fake GPU: log has what was asked of it in order, and what costs time moves the clock by seconds."""
     seconds = {"load": 1, "forward": 2, "backward": 4, "optimizer": 8, "sync": 16}
     gpu = SimpleNamespace(log=[], now=0, device=llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32))
 
