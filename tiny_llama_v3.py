@@ -998,21 +998,21 @@ def attend(
 
 @jit
 def flash_attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, num_heads, seq_len, scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, num_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k^T * scale) v under the causal mask.
 
     q, o (batch, seq_len, num_heads, HEAD_DIM), k, v (batch, seq_len, num_heads / GROUP_SIZE, HEAD_DIM),
-    lse (batch, num_heads, seq_len) in fp32.  Grid: (batch * num_heads, blocks of queries).
+    lse (batch, num_heads, seq_len) in fp32; qk_scale = scale * log2(e), as exp2 is one instruction and exp is not.
+    Grid: (batch * num_heads, blocks of queries).
     """
     batch_head = program_index(0, INT64)
     batch = (batch_head // num_heads).to(tl.int64)
     head = batch_head % num_heads
     block = tl.num_programs(1) - 1 - program_index(1, INT64)  # the last queries have the most keys: they start first
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    qk_scale = scale * LOG2_E  # exp2 is one instruction, exp is not
     k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
     v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
     q = load_tile(head_ptr(q_ptr, q_strides, batch, head), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
@@ -1059,7 +1059,7 @@ def attend_backward_keys(
 def query_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
-    batch_head, block, num_heads, seq_len, scale,
+    batch_head, block, num_heads, seq_len, qk_scale,
     STORE_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -1068,7 +1068,6 @@ def query_gradient(
     head = batch_head % num_heads
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
-    qk_scale = scale * LOG2_E
     k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
     v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
     o_grad_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
@@ -1090,7 +1089,7 @@ def query_gradient(
         diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
         True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    q_grad *= scale
+    q_grad *= qk_scale / LOG2_E
     if ROTARY:
         q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, BLOCK_M, HEAD_DIM, BLOCK_D)
     store_tile(
@@ -1139,7 +1138,7 @@ def attend_backward_queries(
 def key_value_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-    batch_head, block, num_kv_heads, seq_len, scale,
+    batch_head, block, num_kv_heads, seq_len, qk_scale,
     EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -1148,7 +1147,6 @@ def key_value_gradient(
     batch = (batch_head // num_kv_heads).to(tl.int64)
     head_kv = batch_head % num_kv_heads
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    qk_scale = scale * LOG2_E
     k = load_tile(head_ptr(k_ptr, k_strides, batch, head_kv), k_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     v = load_tile(head_ptr(v_ptr, v_strides, batch, head_kv), v_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     k_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -1171,7 +1169,7 @@ def key_value_gradient(
             q_strides, o_strides, o_grad_strides, keys, end, seq_len, seq_len, qk_scale,
             False, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
         )  # fmt: skip
-    k_grad *= scale
+    k_grad *= qk_scale / LOG2_E
     if ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
     k_grad_ptr = head_ptr(k_grad_ptr, k_grad_strides, batch, head_kv)
@@ -1183,7 +1181,7 @@ def key_value_gradient(
 @jit
 def flash_attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, scale,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
@@ -1197,7 +1195,7 @@ def flash_attention_backward_dq_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
         program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
-        seq_len, scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        seq_len, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
 
@@ -1205,7 +1203,7 @@ def flash_attention_backward_dq_kernel(
 def flash_attention_backward_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-    num_kv_heads, seq_len, scale,
+    num_kv_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
@@ -1217,7 +1215,7 @@ def flash_attention_backward_dkdv_kernel(
     key_value_gradient(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale,
+        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, qk_scale,
         EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
@@ -1226,7 +1224,7 @@ def flash_attention_backward_dkdv_kernel(
 def flash_attention_backward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, k_grad_strides, v_grad_strides,
-    batch_kv_heads, num_kv_heads, seq_len, scale,
+    batch_kv_heads, num_kv_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
@@ -1241,7 +1239,7 @@ def flash_attention_backward_kernel(
         key_value_gradient(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale,
+            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, qk_scale,
             EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     else:
@@ -1251,7 +1249,7 @@ def flash_attention_backward_kernel(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, q_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
             pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
-            seq_len, scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            seq_len, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
 
 
@@ -1306,7 +1304,7 @@ def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_
     if pass_name in ("dkdv", "fused"):
         constants["EVEN_M"] = shape[1] % tile.BLOCK_M == 0
     launch(
-        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], shape[3] ** -0.5), usual | constants,
+        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], math.log2(math.e) * shape[3] ** -0.5), usual | constants,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options,
     )  # fmt: skip
 
