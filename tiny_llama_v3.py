@@ -1303,8 +1303,9 @@ def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_
     tile, usual = attention_constants(pass_name, shape, num_kv_heads, strides, q.dtype, precision, q.device.type)
     if pass_name in ("dkdv", "fused"):
         constants["EVEN_M"] = shape[1] % tile.BLOCK_M == 0
+    qk_scale = math.log2(math.e) * shape[3] ** -0.5
     launch(
-        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], math.log2(math.e) * shape[3] ** -0.5), usual | constants,
+        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], qk_scale), usual | constants,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options,
     )  # fmt: skip
 
