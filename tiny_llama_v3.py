@@ -641,9 +641,12 @@ def begin_backward(ctx, overwrites=False):
         ctx.is_spent = True
 
 
-def without_history(bugs):
-    """BUG severed_autograd: under it a result has no history, as that of a kernel that no Function wraps."""
-    return torch.no_grad() if "severed_autograd" in bugs else contextlib.nullcontext()
+def apply(function, bugs, *inputs):
+    """function.apply(*inputs), with a history for autograd."""
+    if "severed_autograd" in bugs:  # BUG severed_autograd: without one, as from a kernel that no Function wraps
+        with torch.no_grad():
+            return function.apply(*inputs)
+    return function.apply(*inputs)
 
 
 # Kernels take the strides of activations, but read parameters and tables as they lie in memory.
@@ -888,8 +891,7 @@ def triton_rmsnorm(x, branch, weight, eps, bugs=()):
     require_shape("weight", weight, x.shape[-1:])
     if branch is not None:
         require_shape("branch", branch, x.shape)
-    with without_history(bugs):
-        return RMSNormFunction.apply(x, branch, weight, eps)
+    return apply(RMSNormFunction, bugs, x, branch, weight, eps)
 
 
 def torch_rmsnorm(x, branch, weight, eps):
@@ -1397,17 +1399,17 @@ class AttentionSaved(NamedTuple):
     lse: torch.Tensor  # (batch, heads, seq) in fp32
 
 
-def attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
-    """x (batch, seq, hidden) -> y (batch * seq, hidden) and AttentionSaved."""
-    batch, seq_len, _ = x.shape
-    x = as_rows(x)
-    qkv = F.linear(x, qkv_weight).view(batch, seq_len, -1)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
-    rope_(qkv, num_heads + num_kv_heads, 2 * cos.shape[1], cos, sin)
+def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
+    """x (batch * seq_len, hidden) -> y of the same shape and AttentionSaved."""
+    qkv = F.linear(x, qkv_weight).view(
+        -1, seq_len, qkv_weight.shape[0]
+    )  # (batch, seq, (heads + 2 kv_heads) * head_dim)
+    rope_(qkv, num_heads + num_kv_heads, qkv_weight.shape[0] // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
     o, lse = flash_attention_forward(q, k, v)
-    y = F.linear(o.view(batch * seq_len, -1), o_weight)
+    y = F.linear(o.view(x.shape[0], -1), o_weight)
     return y, AttentionSaved(x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
 
 
@@ -1428,7 +1430,8 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs):
-        y, saved = attention_forward(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
+        weights = qkv_weight, o_weight
+        y, saved = attention_forward(as_rows(x), x.shape[1], *weights, cos, sin, num_heads, num_kv_heads, bugs)
         ctx.save_for_backward(*saved)
         return y.view(*x.shape[:-1], -1)
 
@@ -1452,8 +1455,7 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     require_shape("sin", sin, cos.shape)
     require_shape("qkv_weight", qkv_weight, ((num_heads + 2 * num_kv_heads) * 2 * cos.shape[1], hidden))
     require_shape("o_weight", o_weight, (o_weight.shape[0], num_heads * 2 * cos.shape[1]))
-    with without_history(bugs):
-        return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
+    return apply(AttentionFunction, bugs, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
 
 
 def rope_tables(seq_len, head_dim, device):
@@ -1653,7 +1655,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.has_branch = branch is not None
         branch_rows = as_rows(branch) if ctx.has_branch else None
         residual1, x, rstd1 = rmsnorm_forward(as_rows(residual), branch_rows, norm1, eps)
-        y, attention = attention_forward(x.view_as(residual), qkv, o, cos, sin, num_heads, num_kv_heads, bugs)
+        y, attention = attention_forward(x, residual.shape[1], qkv, o, cos, sin, num_heads, num_kv_heads, bugs)
         residual2, x, rstd2 = rmsnorm_forward(residual1, y, norm2, eps)
         y, swiglu = swiglu_forward(x, gate_up, down, bugs)
         ctx.save_for_backward(residual1, norm1, rstd1, *attention, residual2, norm2, rstd2, *swiglu)
@@ -2361,9 +2363,10 @@ class TrainStep:
         if self.named_range is named_range:
             return
         self.named_range = named_range
-        self.forward = named_range("forward")(self.forward)
-        self.backward = named_range("backward")(self.backward)
-        self.optimizer_step = named_range("optimizer")(self.optimizer_step)
+        is_one_graph = "run" in vars(self)
+        phases = {"forward": "forward", "backward": "backward", "optimizer": "optimizer_step"}
+        for name, method in ({"graph": "run"} if is_one_graph else phases).items():
+            setattr(self, method, named_range(name)(getattr(self, method)))
         if not self.config.compile:
             show_layers(self.model.layers)
 
@@ -2491,6 +2494,7 @@ def check_gradients(config, device):
 
 
 def print_verdict(verdict, reference):
+    """Prints the outcome of a check, and what failed."""
     errors, allowed, failed, worst = *verdict, verdict.failed, verdict.worst
     print(
         f"Check against PyTorch in {reference}: "

@@ -171,7 +171,6 @@ class HuggingFaceStep(llama.TrainStep):
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
         self.run_model = torch.compile(self.model) if config.compile else self.model
-        self.phases["optimizer"] = self.optimizer.step
 
     def gradients(self):
         return self.model.gradients(self.names)

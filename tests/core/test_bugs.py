@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,12 +133,10 @@ def test_severed_autograd_stops_learning(monkeypatch):
     """The flag's own path with PyTorch's operations in it, which the interpreter need not run."""
 
     def rmsnorm(*args, bugs=()):
-        with llama.without_history(bugs):
-            return llama.torch_rmsnorm(*args)
+        return llama.apply(SimpleNamespace(apply=llama.torch_rmsnorm), bugs, *args)
 
     def attention(*args, bugs=()):
-        with llama.without_history(bugs):
-            return llama.torch_attention(*args)
+        return llama.apply(SimpleNamespace(apply=llama.torch_attention), bugs, *args)
 
     if not torch.cuda.is_available():
         operations = llama.OPERATIONS["torch"]._replace(rmsnorm=rmsnorm, attention=attention)

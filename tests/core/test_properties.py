@@ -132,7 +132,7 @@ def test_attention(data, dtype):
     upstream = [data.draw(expanded([batch, seq_len, hidden], dtype))]
     tables = llama.rope_tables(seq_len, head_dim, DEVICE)
     assert_as_accurate_as_torch(
-        lambda *tensors: llama.triton_attention(*tensors, *tables, heads, kv_heads, noncontiguous_kv=naive),
+        lambda *tensors: llama.triton_attention(*tensors, *tables, heads, kv_heads, bugs=("noncontiguous_kv",) if naive else ()),
         lambda *tensors: llama.torch_attention(*tensors, *tables, heads, kv_heads), inputs, upstream, dtype,
     )  # fmt: skip
 
@@ -178,7 +178,11 @@ def test_swiglu(data, dtype, naive_matmul):
     inputs = [data.draw(laid_out([*rows, hidden], dtype)), *weights]
     upstream = [data.draw(expanded([*rows, hidden], dtype))]
     assert_as_accurate_as_torch(
-        lambda *tensors: llama.triton_swiglu(*tensors, naive_matmul), llama.torch_swiglu, inputs, upstream, dtype
+        lambda *tensors: llama.triton_swiglu(*tensors, ("triton_matmul_swiglu",) if naive_matmul else ()),
+        llama.torch_swiglu,
+        inputs,
+        upstream,
+        dtype,
     )
 
 
