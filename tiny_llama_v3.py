@@ -921,7 +921,7 @@ def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
 @jit
 def head_ptr(ptr, strides, batch, head):
     """Where the (seq, head_dim) matrix of one head begins; batch is in 64 bits."""
-    return ptr + batch * strides[0] + head * strides[2]
+    return ptr + (batch * strides[0] + head * strides[2])
 
 
 @jit
@@ -1061,7 +1061,7 @@ def attend_backward_keys(
 def query_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
-    batch_head, block, num_heads, seq_len, qk_scale,
+    batch_head, block, num_heads, seq_len, scale, qk_scale,
     STORE_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -1070,16 +1070,18 @@ def query_gradient(
     head = batch_head % num_heads
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
+    q_ptr = head_ptr(q_ptr, q_strides, batch, head)
     k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
     v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
+    o_ptr = head_ptr(o_ptr, o_strides, batch, head)
     o_grad_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
-    o = load_tile(head_ptr(o_ptr, o_strides, batch, head), o_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
+    o = load_tile(o_ptr, o_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     o_grad = load_tile(o_grad_ptr, o_grad_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
     if STORE_DELTA:
         tl.store(delta_ptr + row_offsets, delta, mask=rows < seq_len)
     lse = tl.load(lse_ptr + row_offsets, mask=rows < seq_len, other=float("inf"))
-    q = load_tile(head_ptr(q_ptr, q_strides, batch, head), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
+    q = load_tile(q_ptr, q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     q_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N
     q_grad = attend_backward_keys(
@@ -1091,12 +1093,11 @@ def query_gradient(
         diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
         True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    q_grad *= qk_scale / LOG2_E
+    q_grad *= scale
     if ROTARY:
         q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, BLOCK_M, HEAD_DIM, BLOCK_D)
-    store_tile(
-        head_ptr(q_grad_ptr, q_grad_strides, batch, head), q_grad_strides, q_grad, rows, seq_len, HEAD_DIM, BLOCK_D
-    )
+    q_grad_ptr = head_ptr(q_grad_ptr, q_grad_strides, batch, head)
+    store_tile(q_grad_ptr, q_grad_strides, q_grad, rows, seq_len, HEAD_DIM, BLOCK_D)
 
 
 @jit
@@ -1140,7 +1141,7 @@ def attend_backward_queries(
 def key_value_gradient(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-    batch_head, block, num_kv_heads, seq_len, qk_scale,
+    batch_head, block, num_kv_heads, seq_len, scale, qk_scale,
     EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -1149,17 +1150,19 @@ def key_value_gradient(
     batch = (batch_head // num_kv_heads).to(tl.int64)
     head_kv = batch_head % num_kv_heads
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_tile(head_ptr(k_ptr, k_strides, batch, head_kv), k_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
-    v = load_tile(head_ptr(v_ptr, v_strides, batch, head_kv), v_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head_kv)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head_kv)
+    k = load_tile(k_ptr, k_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
+    v = load_tile(v_ptr, v_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     k_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     begin = block * BLOCK_N // BLOCK_M * BLOCK_M  # queries before it see none of these keys
     end = tl.minimum(tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len)  # queries after it see them all
     for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
         head = tl.cast(head, head_kv.dtype)
-        q_head_ptr = head_ptr(q_ptr, q_strides, batch, head)
-        o_head_ptr = head_ptr(o_ptr, o_strides, batch, head)
-        o_grad_head_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
+        q_head_ptr = q_ptr + batch * q_strides[0] + head * q_strides[2]  # not head_ptr(): the first sum is made once
+        o_head_ptr = o_ptr + batch * o_strides[0] + head * o_strides[2]
+        o_grad_head_ptr = o_grad_ptr + batch * o_grad_strides[0] + head * o_grad_strides[2]
         row_offset = (batch * num_kv_heads * GROUP_SIZE + head) * seq_len
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
@@ -1171,7 +1174,7 @@ def key_value_gradient(
             q_strides, o_strides, o_grad_strides, keys, end, seq_len, seq_len, qk_scale,
             False, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
         )  # fmt: skip
-    k_grad *= qk_scale / LOG2_E
+    k_grad *= scale
     if ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
     k_grad_ptr = head_ptr(k_grad_ptr, k_grad_strides, batch, head_kv)
@@ -1183,7 +1186,7 @@ def key_value_gradient(
 @jit
 def flash_attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
-    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, qk_scale,
+    q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
@@ -1197,7 +1200,7 @@ def flash_attention_backward_dq_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
         program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
-        seq_len, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        seq_len, scale, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
 
@@ -1205,7 +1208,7 @@ def flash_attention_backward_dq_kernel(
 def flash_attention_backward_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-    num_kv_heads, seq_len, qk_scale,
+    num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
@@ -1217,7 +1220,7 @@ def flash_attention_backward_dkdv_kernel(
     key_value_gradient(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, qk_scale,
+        program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
         EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
@@ -1226,7 +1229,7 @@ def flash_attention_backward_dkdv_kernel(
 def flash_attention_backward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, k_grad_strides, v_grad_strides,
-    batch_kv_heads, num_kv_heads, seq_len, qk_scale,
+    batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
@@ -1241,7 +1244,7 @@ def flash_attention_backward_kernel(
         key_value_gradient(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
-            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, qk_scale,
+            pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
             EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
     else:
@@ -1251,7 +1254,7 @@ def flash_attention_backward_kernel(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, q_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
             pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
-            seq_len, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            seq_len, scale, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
         )  # fmt: skip
 
 
@@ -1305,9 +1308,8 @@ def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_
     tile, usual = attention_constants(pass_name, shape, num_kv_heads, strides, q.dtype, precision, q.device.type)
     if pass_name in ("dkdv", "fused"):
         constants["EVEN_M"] = shape[1] % tile.BLOCK_M == 0
-    qk_scale = math.log2(math.e) * shape[3] ** -0.5
     launch(
-        kernel, grid(tile), tensors, (*strides, *scalars, shape[1], qk_scale), usual | constants,
+        kernel, grid(tile), tensors, (*strides, *scalars), usual | constants,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options,
     )  # fmt: skip
 
@@ -1320,9 +1322,11 @@ def flash_attention_forward(q, k, v):
     batch, seq_len, num_heads, head_dim = q.shape
     o = q.new_empty(batch, seq_len, num_heads, head_dim)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
+    qk_scale = head_dim**-0.5 * math.log2(math.e)
     launch_attention(
         flash_attention_kernel, "forward", lambda tile: (batch * num_heads, cdiv(seq_len, tile.BLOCK_M)),
-        (q, k, v, o, lse), (q.stride(), k.stride(), v.stride(), o.stride()), (num_heads,), q, k.shape[2],
+        (q, k, v, o, lse), (q.stride(), k.stride(), v.stride(), o.stride()), (num_heads, seq_len, qk_scale),
+        q, k.shape[2],
     )  # fmt: skip
     return o, lse
 
@@ -1333,12 +1337,13 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
     o_grad and o are shaped as q, lse (batch, heads, seq) is forward's. With cos and sin (seq, head_dim / 2), in fp32
     and contiguous, q and k are taken to be rotated by them, and their gradients are rotated back.
     """
-    batch, seq_len, num_heads, _ = q.shape
-    num_kv_heads = k.shape[2]
+    batch, seq_len, num_heads, head_dim = q.shape
+    num_kv_heads, scale = k.shape[2], head_dim**-0.5
     if cos is not None:
         require_contiguous(cos=cos, sin=sin)
     inputs = (q, k, v, o, o_grad, lse)
     strides = (q.stride(), k.stride(), v.stride(), o.stride(), o_grad.stride())
+    scalars = (num_kv_heads, seq_len, scale, scale * math.log2(math.e))
     shared = dict(q=q, num_kv_heads=num_kv_heads, ROTARY=cos is not None)
     if seq_len <= FUSED_BACKWARD_SEQ_LEN:
         launch_attention(
@@ -1346,18 +1351,18 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
             lambda t: (batch * (num_kv_heads * cdiv(seq_len, t.BLOCK_N) + num_heads * cdiv(seq_len, t.BLOCK_M)),),
             (*inputs, q_grad, k_grad, v_grad, cos, sin),
             (*strides, q_grad.stride(), k_grad.stride(), v_grad.stride()),
-            (batch * num_kv_heads, num_kv_heads), **shared,
+            (batch * num_kv_heads, *scalars), **shared,
         )  # fmt: skip
         return
     delta = lse.new_empty(lse.shape)
     launch_attention(
         flash_attention_backward_dq_kernel, "dq", lambda t: (batch * num_heads, cdiv(seq_len, t.BLOCK_M)),
-        (*inputs, delta, q_grad, cos, sin), (*strides, q_grad.stride()), (num_kv_heads,), **shared,
+        (*inputs, delta, q_grad, cos, sin), (*strides, q_grad.stride()), scalars, **shared,
     )  # fmt: skip
     launch_attention(
         flash_attention_backward_dkdv_kernel, "dkdv", lambda t: (batch * num_kv_heads, cdiv(seq_len, t.BLOCK_N)),
         (*inputs, delta, k_grad, v_grad, cos, sin), (*strides, k_grad.stride(), v_grad.stride()),
-        (num_kv_heads,), **shared,
+        scalars, **shared,
     )  # fmt: skip
 
 

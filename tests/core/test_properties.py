@@ -131,8 +131,9 @@ def test_attention(data, dtype):
     ]
     upstream = [data.draw(expanded([batch, seq_len, hidden], dtype))]
     tables = llama.rope_tables(seq_len, head_dim, DEVICE)
+    bugs = ("noncontiguous_kv",) if naive else ()
     assert_as_accurate_as_torch(
-        lambda *tensors: llama.triton_attention(*tensors, *tables, heads, kv_heads, bugs=("noncontiguous_kv",) if naive else ()),
+        lambda *tensors: llama.triton_attention(*tensors, *tables, heads, kv_heads, bugs),
         lambda *tensors: llama.torch_attention(*tensors, *tables, heads, kv_heads), inputs, upstream, dtype,
     )  # fmt: skip
 
@@ -177,13 +178,9 @@ def test_swiglu(data, dtype, naive_matmul):
         weights[0] = weights[0].contiguous()
     inputs = [data.draw(laid_out([*rows, hidden], dtype)), *weights]
     upstream = [data.draw(expanded([*rows, hidden], dtype))]
-    assert_as_accurate_as_torch(
-        lambda *tensors: llama.triton_swiglu(*tensors, ("triton_matmul_swiglu",) if naive_matmul else ()),
-        llama.torch_swiglu,
-        inputs,
-        upstream,
-        dtype,
-    )
+    bugs = ("triton_matmul_swiglu",) if naive_matmul else ()
+    ours = lambda *tensors: llama.triton_swiglu(*tensors, bugs)  # noqa: E731
+    assert_as_accurate_as_torch(ours, llama.torch_swiglu, inputs, upstream, dtype)
 
 
 @slow
