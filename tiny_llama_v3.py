@@ -547,6 +547,7 @@ def cross_entropy_tile(n_cols, device_type):
 
 COMPILED = {}  # what launch() has compiled
 COMPILED_LIMIT = 4096  # then it is emptied: Triton still has what it compiled
+DIRECT_LAUNCH = SimpleNamespace(works=None)  # not tried yet
 
 
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
@@ -554,7 +555,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 
     Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
     on is known here: scalars (tuples of them too), constants, types and alignment of the tensors, the order of the
-    kernel's parameters.
+    kernel's parameters. So a second launch does only what Triton does last. That is no public call: it was verified
+    with Triton 3.3 to 3.9, and is tried before it is used.
     """
     pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
     kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
@@ -562,38 +564,40 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
     compiled = COMPILED.get(key)
     if compiled is None:
-        if len(COMPILED) >= COMPILED_LIMIT:
-            COMPILED.clear()
         options |= dict(num_warps=num_warps, num_stages=num_stages)
-        compiled = kernel[grid](*tensors, *scalars, **constants, **options)  # None if it was interpreted
-        COMPILED[key] = compiled if compiled is not None and direct_launch_works() else None
-    else:
-        launch_compiled(compiled, grid, pointers, scalars, constants.values())
-
-
-def launch_compiled(compiled, grid, pointers, scalars, constants):
-    """What Triton does at the end of kernel[grid](...); not a public call (verified with Triton 3.3 to 3.9)."""
+        compiled = kernel[grid](*tensors, *scalars, **constants, **options)
+        remember(key, compiled)
+        return
     driver = triton.runtime.driver.active
     compiled.run(
         *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
         compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
-        *pointers, *scalars, *constants,
+        *pointers, *scalars, *constants.values(),
     )  # fmt: skip
 
 
-@functools.cache
-def direct_launch_works():
-    """Whether launch_compiled() does with this Triton what the public call does; if not, all launches are public."""
+def remember(key, compiled):
+    """Keeps a compiled kernel for direct launches, if they work; None, of an interpreted kernel, is not kept."""
+    if len(COMPILED) >= COMPILED_LIMIT:
+        COMPILED.clear()
+    if compiled is not None and DIRECT_LAUNCH.works is None:
+        DIRECT_LAUNCH.works = True  # for the trial itself
+        DIRECT_LAUNCH.works = try_direct_launch()
+    COMPILED[key] = compiled if DIRECT_LAUNCH.works else None
+
+
+def try_direct_launch():
+    """Whether a second launch does the same as the first one, Triton's own. If not, that one is used for all."""
     x = torch.ones(2, 8, device="cuda")
     factor = torch.full((), 3.0, device="cuda")
-    sizes = x.stride(), x.shape[1], 8
     try:
-        compiled = scale_kernel[(2,)](x, factor, *sizes)
-        launch_compiled(compiled, (2,), (x.data_ptr(), factor.data_ptr()), sizes, ())
+        for _ in range(2):
+            launch(scale_kernel, (2,), (x, factor), (x.stride(), x.shape[1]), dict(BLOCK_SIZE=8))
         works = bool((x == 9.0).all())
     except (AttributeError, TypeError, RuntimeError, ValueError):
         works = False
     if not works:
+        COMPILED.clear()
         print(f"Note: Triton {triton.__version__} launches kernels in a new way: each launch takes the host longer")
     return works
 
@@ -654,14 +658,13 @@ def apply(function, bugs, *inputs):
 KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def require_contiguous(**tensors):
-    """ValueError if one is strided."""
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
-                f"contiguous: give {name}.contiguous()"
-            )
+def not_contiguous(**tensors):
+    """The ValueError about the first that is strided."""
+    name, tensor = next((name, tensor) for name, tensor in tensors.items() if not tensor.is_contiguous())
+    return ValueError(
+        f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}, and the kernel reads it as "
+        f"contiguous: give {name}.contiguous()"
+    )
 
 
 def require_dtype(name, tensor):
@@ -818,7 +821,8 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None):
 
     Without branch the residual is x itself. block_size: columns at a time; by default the whole row.
     """
-    require_contiguous(weight=weight)
+    if not weight.is_contiguous():
+        raise not_contiguous(weight=weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
     y, rstd = x.new_empty(n_rows, n_cols), x.new_empty(n_rows, dtype=torch.float32)  # given x.shape, thrice as slow
@@ -1340,7 +1344,8 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
     batch, seq_len, num_heads, head_dim = q.shape
     num_kv_heads, scale = k.shape[2], head_dim**-0.5
     if cos is not None:
-        require_contiguous(cos=cos, sin=sin)
+        if not (cos.is_contiguous() and sin.is_contiguous()):
+            raise not_contiguous(cos=cos, sin=sin)
     inputs = (q, k, v, o, o_grad, lse)
     strides = (q.stride(), k.stride(), v.stride(), o.stride(), o_grad.stride())
     scalars = (num_kv_heads, seq_len, scale, scale * math.log2(math.e))
@@ -1369,7 +1374,8 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
     """Rotates the first heads of qkv (batch, seq, width) in place by cos, sin (seq, head_dim / 2), all contiguous."""
     batch, seq_len, width = qkv.shape
-    require_contiguous(qkv=qkv, cos=cos, sin=sin)
+    if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+        raise not_contiguous(qkv=qkv, cos=cos, sin=sin)
     block_d = next_power_of_2(head_dim)
     block_tokens = max(1, ROPE_BLOCK // block_d)
     launch(
@@ -1570,7 +1576,8 @@ class SwiGLUSaved(NamedTuple):
 
 def swiglu_activation(gate_up):
     """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n)"""
-    require_contiguous(gate_up=gate_up)
+    if not gate_up.is_contiguous():
+        raise not_contiguous(gate_up=gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty(n_rows, n_cols)
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
@@ -1580,7 +1587,8 @@ def swiglu_activation(gate_up):
 
 def swiglu_activation_backward_(hidden_grad, gate_up):
     """Overwrites gate_up (rows, 2 n) by its gradient; hidden_grad (rows, n); both contiguous."""
-    require_contiguous(hidden_grad=hidden_grad, gate_up=gate_up)
+    if not (hidden_grad.is_contiguous() and gate_up.is_contiguous()):
+        raise not_contiguous(hidden_grad=hidden_grad, gate_up=gate_up)
     n_rows, n_cols = hidden_grad.shape
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
@@ -1588,7 +1596,8 @@ def swiglu_activation_backward_(hidden_grad, gate_up):
 
 def swiglu_naive_matmul(x, gate_up_weight):
     """x (rows, hidden), gate_up_weight (2 n, hidden) -> gate_up (rows, 2 n) and silu(gate) * up (rows, n)"""
-    require_contiguous(x=x, gate_up_weight=gate_up_weight)
+    if not (x.is_contiguous() and gate_up_weight.is_contiguous()):
+        raise not_contiguous(x=x, gate_up_weight=gate_up_weight)
     n_rows, n_cols = x.shape[0], gate_up_weight.shape[0] // 2
     gate_up, hidden = x.new_empty(n_rows, 2 * n_cols), x.new_empty(n_rows, n_cols)
     tensors = (x, gate_up_weight, gate_up, hidden)
@@ -1775,7 +1784,8 @@ def cross_entropy_(logits, targets, gradient_scale):
 
     The logits are overwritten by their gradient.
     """
-    require_contiguous(targets=targets)
+    if not targets.is_contiguous():
+        raise not_contiguous(targets=targets)
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(n_rows, dtype=torch.float32)
     block_size, warps = cross_entropy_tile(n_cols, logits.device.type)

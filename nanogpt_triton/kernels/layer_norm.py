@@ -22,7 +22,7 @@ from tiny_llama_v3 import (
     launch,
     next_power_of_2,
     norm_tile,
-    require_contiguous,
+    not_contiguous,
     tl,
     triton,
 )
@@ -168,7 +168,8 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
-    require_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
+    if not (weight.is_contiguous() and (bias is None or bias.is_contiguous())):
+        raise not_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])

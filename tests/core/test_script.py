@@ -65,6 +65,7 @@ def kernel(monkeypatch):
     runtime = SimpleNamespace(driver=SimpleNamespace(active=driver))
     monkeypatch.setattr(llama, "triton", SimpleNamespace(runtime=runtime, __version__="9.9"))
     monkeypatch.setattr(llama, "COMPILED", {})
+    monkeypatch.setattr(llama, "DIRECT_LAUNCH", SimpleNamespace(works=None))
     return Kernel()
 
 
@@ -75,44 +76,56 @@ def launch_twice(kernel):
     return x
 
 
-def test_a_second_launch_is_direct(kernel, monkeypatch):
-    monkeypatch.setattr(llama, "direct_launch_works", lambda: True)
+@pytest.mark.parametrize("works", [True, False])
+def test_a_second_launch_is_direct_where_that_works(kernel, monkeypatch, works):
+    monkeypatch.setattr(llama, "try_direct_launch", lambda: works)
     x = launch_twice(kernel)
-    assert kernel.public == [((2, 3), (x, None, (4, 1), 5), dict(BLOCK=8, num_warps=2, num_stages=2))]
-    assert kernel.direct == [(2, 3, 1, 7, 0, 0, None, None, None, x.data_ptr(), None, (4, 1), 5, 8)]
+    public = ((2, 3), (x, None, (4, 1), 5), dict(BLOCK=8, num_warps=2, num_stages=2))
+    direct = (2, 3, 1, 7, 0, 0, None, None, None, x.data_ptr(), None, (4, 1), 5, 8)
+    assert kernel.public == ([public] if works else [public, public])
+    assert kernel.direct == ([direct] if works else [])
 
 
-def test_launches_stay_public_where_the_direct_one_differs(kernel, monkeypatch):
-    monkeypatch.setattr(llama, "direct_launch_works", lambda: False)
+def test_an_interpreted_kernel_is_launched_anew(kernel, monkeypatch):
+    monkeypatch.setattr(llama, "try_direct_launch", pytest.fail)
+    kernel.compiled = None
     launch_twice(kernel)
-    assert len(kernel.public) == 2 and not kernel.direct
+    assert len(kernel.public) == 2
 
 
 @pytest.mark.parametrize("direct", ["raises", "does nothing", "works"])
 def test_the_direct_launch_is_tried_and_compared(kernel, monkeypatch, capsys, direct):
-    """scale_kernel multiplies by three at the public call; what the direct one does is up to it."""
+    """A fake of scale_kernel multiplies by three at the public call; what the direct one does is up to it."""
     tensors = []
 
-    def multiply(*args):
+    def run(*args):
         if direct == "raises":
             raise TypeError("run() takes 3 arguments")
         if direct == "works":
             tensors[0] *= 3.0
 
-    kernel.compiled.run = multiply
-    monkeypatch.setattr(
-        Kernel, "__getitem__", lambda self, grid: lambda x, *args: (tensors.append(x), x.mul_(3.0), self.compiled)[-1]
-    )
-    monkeypatch.setattr(llama, "scale_kernel", kernel)
+    scale = Kernel()
+    scale.compiled.run = run
+    launch = Kernel.__getitem__
+
+    def multiply(self, grid):
+        if self is not scale:
+            return launch(self, grid)
+        return lambda x, *args, **constants: (tensors.append(x), x.mul_(3.0), self.compiled)[-1]
+
+    monkeypatch.setattr(Kernel, "__getitem__", multiply)
+    monkeypatch.setattr(llama, "scale_kernel", scale)
     for name in ("ones", "full"):  # on the GPU, had we one
         create = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, device, create=create: create(*args))
-    assert llama.direct_launch_works.__wrapped__() is (direct == "works")
+    launch_twice(kernel)
+    assert (len(kernel.public), len(kernel.direct)) == ((1, 1) if direct == "works" else (2, 0))
+    assert len(tensors) == 1  # tried once
     assert ("Triton 9.9 launches kernels in a new way" in capsys.readouterr().out) is (direct != "works")
 
 
 def test_what_was_compiled_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(llama, "direct_launch_works", lambda: True)
+    monkeypatch.setattr(llama, "try_direct_launch", lambda: True)
     monkeypatch.setattr(llama, "COMPILED_LIMIT", 3)
     for size in range(10):
         llama.launch(kernel, (1,), (), (size,), {})
