@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
 from measure.results import newest_first  # noqa: E402
-from measure.tables import NOT_MEASURED, markdown_table, number, provenance  # noqa: E402
+from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source  # noqa: E402
 
 SIZES = ("small", "medium", "large")
 OURS = "triton graph"
@@ -67,7 +67,7 @@ def front_section(folder):
     header = ["**ours** / strongest peer", "ms a step", "ratio", "tokens/s", "peak memory, MiB", "which peer"]
     rows = [front_row(name, result["sizes"][name]) for name, (_, result) in sizes.items()]
     table = markdown_table(header, rows, [False, True, True, True, True, False])
-    sources = dict.fromkeys(provenance(*source) for source in sizes.values())
+    sources = dict.fromkeys(source(*item) for item in sizes.values())
     return "\n\n".join([table, *sources])
 
 

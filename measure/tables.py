@@ -33,10 +33,15 @@ def cell(text):
     return text.replace("|", "/")
 
 
-def provenance(name, result):
-    """The line below a table: device, software, date, command, and a link to the result from the top of the project."""
+def source(name, result):
+    """Device, software, date, and a link to the result from the top of the project."""
     environment = result["environment"]
     versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
     software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
     link = f"[{name}](benchmarks/results/{name})"
-    return f"{environment['device']}, {software}, {result['date'][:10]}: `{result['command']}` ({link})"
+    return f"{environment['device']}, {software}, {result['date'][:10]} ({link})"
+
+
+def provenance(name, result):
+    """The line below a table: its source, and the command that was given."""
+    return f"{source(name, result)}: `{result['command']}`"
