@@ -332,13 +332,6 @@ def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
     assert "other.md cannot be read" in refused(capsys, [*flags, "--pages", "other.md"])
 
 
-def test_readme_shows_the_newest_results():
-    readme = ROOT / "README.md"
-    if not readme.exists() or "<!-- begin: steps -->" not in readme.read_text():
-        pytest.skip("README.md has no markers")
-    assert publish.main(["--check"]) == 0
-
-
 def test_cells_of_the_tables(synthetic, tmp_path):
     """The fastest of several peers, how many times as long it takes, and the lower bound before the upper one."""
     path = tmp_path / "kernels_some-gpu_20260102_030405.json"
