@@ -16,7 +16,6 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met or the file
 141 the reader of the output has left.
 """
 
-import argparse
 import functools
 import math
 import os
@@ -329,10 +328,7 @@ def print_tiles(rows):
 
 
 def parse(argv):
-    parser = llama.Parser(
-        prog="run_triton_profiling.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = llama.Parser("run_triton_profiling.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="kernels (default: all)")
     parser.add_argument("--no-sweeps", action="store_true", help="leave out block sizes and tiles")
     for name, value in SIZES["cuda"].items():

@@ -262,7 +262,11 @@ def flag_of(field_name):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong command line is a UsageError."""
+    """argparse, but the description is shown as it is, and a wrong command line is a UsageError."""
+
+    def __init__(self, prog, description):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=layout, allow_abbrev=False)
 
     def error(self, message):
         raise UsageError(f"{message} (--help lists the flags)")
@@ -270,8 +274,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse_config(argv, program):
     """Config from the command line; a program called v3_stage3_anything.py means --stage 3."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=Path(program).name, description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser = Parser(Path(program).name, __doc__)
     for field in dataclasses.fields(Config):
         kwargs = dict(field.metadata)
         if "group" in kwargs:

@@ -11,7 +11,6 @@ process. Gradients are compared with fp32 before anything is timed. scaling.py i
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -203,9 +202,7 @@ def print_rows(rows):
 
 def make_parser(program, description):
     """With the options of gpt.py and scaling.py alike."""
-    parser = llama.Parser(
-        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser(program, description)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--windows", type=positive, default=15, metavar="N", help="of each row (default: 15)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="in a window (default: 8)")

@@ -12,7 +12,6 @@ of tiny_llama_v3.py --check.
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
-import argparse
 import functools
 import inspect
 import sys
@@ -316,9 +315,7 @@ def measure_group(bench, name, entries):
 
 
 def parse(argv):
-    parser = llama.Parser(
-        prog="kernels.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser("kernels.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="groups (default: all)")
     parser.add_argument("--compile-baselines", action="store_true", help="time torch.compile of the baselines too")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")

@@ -11,7 +11,6 @@ those in higher precision before anything is timed.
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -115,12 +114,7 @@ def report(name, case, copy_rate):
 
 
 def parse(argv):
-    parser = llama.Parser(
-        prog="layer_norm.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = llama.Parser("layer_norm.py", __doc__)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), metavar="N")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled F.layer_norm out")

@@ -10,7 +10,6 @@ of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
 
-import argparse
 import difflib
 import functools
 import os
@@ -324,9 +323,7 @@ def section_of(folder, name):
 
 
 def run(argv):
-    parser = llama.Parser(
-        prog="publish.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser("publish.py", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
     parser.add_argument("--pages", type=Path, nargs="+", metavar="FILE", help="what to rewrite (default: all pages)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: benchmarks/results)")

@@ -508,9 +508,7 @@ def draw(sizes, device_name, path):
 
 
 def parse(argv):
-    parser = llama.Parser(
-        prog="steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser("steps.py", __doc__)
     sizes = [name for name in SIZES if name != "tiny"]
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--sizes", nargs="+", choices=sizes, help="models to measure (default: all)")

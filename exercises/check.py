@@ -8,7 +8,6 @@ Without a GPU the kernels run in Triton's interpreter, in seconds.
 Exit codes: 0 all tasks pass, 1 some do not yet, 2 the request cannot be met.
 """
 
-import argparse
 import importlib.util
 import math
 import os
@@ -315,9 +314,7 @@ def verdict(check, exercise):
 
 
 def run(argv):
-    parser = llama.Parser(
-        prog="check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser("check.py", __doc__)
     parser.add_argument("exercise", choices=EXERCISES)
     parser.add_argument("--solution", action="store_true", help="check the solution instead")
     options = parser.parse_args(argv)

@@ -7,7 +7,6 @@ cache flushed before each call. Without a GPU a small size is interpreted: resul
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met.
 """
 
-import argparse
 import os
 import sys
 from functools import partial
@@ -72,9 +71,7 @@ def sweep():
 
 
 def run(argv):
-    llama.Parser(
-        prog="sweep_swiglu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    llama.Parser("sweep_swiglu.py", __doc__).parse_args(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
     torch.manual_seed(0)

@@ -12,7 +12,6 @@ matrix products without matrix instructions, narrow loads. Nothing is run: bound
 Exit codes: 0 done, 1 a check failed, 2 the request cannot be met, 130 interrupted.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -738,12 +737,7 @@ def page(result):
 
 
 def parse(argv):
-    parser = llama.Parser(
-        prog="kernel_report.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = llama.Parser("kernel_report.py", __doc__)
     parser.add_argument("--check", action="store_true", help="compile every case, check, and write nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --check: write what was compiled there")
     parser.add_argument("--architectures", nargs="+", choices=list(CHIPS), default=list(CHIPS), help="(default: all)")

@@ -21,7 +21,6 @@ Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request ca
 done is kept and compared).
 """
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -300,9 +299,7 @@ RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "
 def parse(argv):
     """The options; script_options are those after --."""
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = llama.Parser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = llama.Parser(PROGRAM, __doc__)
     parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: 8)")

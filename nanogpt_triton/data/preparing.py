@@ -1,6 +1,5 @@
 """What the prepare.py scripts share: their command line, downloads, and text to tokens."""
 
-import argparse
 import os
 import shutil
 import urllib.request
@@ -18,12 +17,7 @@ def run(script, description, prepare, argv=None, inputs=True):
 
 
 def prepare_as_told(script, description, prepare, argv, inputs):
-    parser = Parser(
-        prog="prepare.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("prepare.py", description)
     if inputs:
         parser.add_argument(
             "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
