@@ -27,6 +27,18 @@ def own_settings():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that only work moves: a function that lets some seconds pass."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(seconds):
+        now[0] += seconds
+
+    return work
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -18,18 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = llama.get_device("cpu")
 
 
-@pytest.fixture
-def ticking(monkeypatch):
-    """A clock that only work moves: a function that lets some seconds pass."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def work(seconds):
-        now[0] += seconds
-
-    return work
-
-
 def test_a_window_of_compare_is_ms_a_step_of_all_its_steps(ticking):
     contender = steps.Contender.__new__(steps.Contender)
     contender.device, contender.steps = CPU, 7

@@ -14,19 +14,7 @@ CPU = llama.get_device("cpu")
 
 
 @pytest.fixture
-def ticking(monkeypatch):
-    """A clock that only work moves: a function that lets some seconds pass."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def work(seconds):
-        now[0] += seconds
-
-    return work
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
+def fake_gpu(monkeypatch):
     """A device whose graph replays in 4 ms, ran or not."""
 
     class Nothing:
@@ -42,20 +30,20 @@ def pretended_gpu(monkeypatch):
     for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return timing.Bench(llama.Device("cuda", "pretended", "sm_90", 132, 32))
+    return timing.Bench(llama.Device("cuda", "fake", "sm_90", 132, 32))
 
 
-def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(pretended_gpu):
+def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(fake_gpu):
     called = []
     calls = [lambda index=index: called.append(index) for index in range(3)]
-    assert pretended_gpu.microseconds(calls) == pytest.approx(4000 / timing.CALLS)
+    assert fake_gpu.microseconds(calls) == pytest.approx(4000 / timing.CALLS)
     assert called == [0, 1, 2] + [index % 3 for index in range(timing.CALLS)]
 
 
-def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_replay(pretended_gpu, monkeypatch):
+def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_replay(fake_gpu, monkeypatch):
     flushed, called = [], []
     monkeypatch.setattr(timing, "flush_buffer", lambda: Buffer(flushed))
-    assert pretended_gpu.flushed_ms(lambda: called.append(1)) == pytest.approx(4.0)
+    assert fake_gpu.flushed_ms(lambda: called.append(1)) == pytest.approx(4.0)
     assert called == [1, 1]  # to compile it, and to capture it
     assert len(flushed) == 3 + math.ceil(timing.FLUSHED_SECONDS * 1e3 / 4)
 
