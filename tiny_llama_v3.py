@@ -558,8 +558,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 
     Triton inspects every argument at every call: 20 to 60 us for kernels that run for 5. What a compiled kernel depends
     on is known here: scalars (tuples of them too), constants, types and alignment of the tensors, the order of the
-    kernel's parameters. So a second launch does only what Triton does last. That is no public call: it was verified
-    with Triton 3.3 to 3.9, and is tried before it is used.
+    kernel's parameters. So a second launch does only what Triton does last. That is no public call: it is the same in
+    Triton 3.3 to 3.9, and is tried before it is used.
     """
     pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
     kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
@@ -591,6 +591,8 @@ def remember(key, compiled):
 
 def try_direct_launch():
     """Whether a second launch does the same as the first one, Triton's own. If not, that one is used for all."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return None  # not now: to compare would spoil the capture
     x = torch.ones(2, 8, device="cuda")
     factor = torch.full((), 3.0, device="cuda")
     try:

@@ -124,6 +124,14 @@ def test_the_direct_launch_is_tried_and_compared(kernel, monkeypatch, capsys, di
     assert ("Triton 9.9 launches kernels in a new way" in capsys.readouterr().out) is (direct != "works")
 
 
+def test_the_trial_does_not_spoil_a_capture(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launch_twice(kernel)
+    assert (len(kernel.public), len(kernel.direct)) == (2, 0)
+    assert llama.DIRECT_LAUNCH.works is None  # it is tried later
+
+
 def test_what_was_compiled_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(llama, "try_direct_launch", lambda: True)
     monkeypatch.setattr(llama, "COMPILED_LIMIT", 3)
