@@ -1300,9 +1300,8 @@ def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precisio
     _, seq_len, num_heads, head_dim = shape
     block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
-    needs_int64 = any(
-        s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides
-    )  # within a sequence
+    # Offsets within a sequence that exceed 32 bits.
+    needs_int64 = any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides)
     constants = dict(
         GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, INT64=needs_int64, PRECISION=precision,
@@ -1416,11 +1415,10 @@ class AttentionSaved(NamedTuple):
 
 
 def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
-    """x (batch * seq_len, hidden) -> y of the same shape and AttentionSaved."""
-    qkv = F.linear(x, qkv_weight).view(
-        -1, seq_len, qkv_weight.shape[0]
-    )  # (batch, seq, (heads + 2 kv_heads) * head_dim)
-    rope_(qkv, num_heads + num_kv_heads, qkv_weight.shape[0] // (num_heads + 2 * num_kv_heads), cos, sin)
+    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved."""
+    width = qkv_weight.shape[0]  # (heads + 2 kv_heads) * head_dim
+    qkv = F.linear(x, qkv_weight).view(-1, seq_len, width)
+    rope_(qkv, num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
