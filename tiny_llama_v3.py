@@ -526,8 +526,8 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     operands = "half" if itemsize == 2 else precision
     # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
     options = {"matrix_instr_nonkdim": 16} if family == "amd" else {}
-    for (a_family, some_operands, most_dimensions), tiles in ATTENTION_TILES.items():
-        if a_family == family and some_operands in (operands, "any") and block_d <= most_dimensions:
+    for (row_family, row_operands, widest_head), tiles in ATTENTION_TILES.items():
+        if row_family == family and row_operands in (operands, "any") and block_d <= widest_head:
             return AttentionTile(*tiles[PASSES.index(pass_name)], options)
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
