@@ -26,8 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiny_llama_v3 as llama
 from measure.accuracy import require, require_finite
+from measure.options import positive, time_limit
 from measure.results import RESULTS, ResultFile, describe, header
-from measure.timing import in_turns, percentiles, positive, release, time_limit, wall_seconds
+from measure.timing import in_turns, percentiles, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
 from nanogpt_triton.train import Settings, World, optimizer_step, preferred_attention, wrap_for_processes
@@ -56,8 +57,8 @@ ROWS = {
 ROWS |= {f"{name} compile": row._replace(compile=True) for name, row in ROWS.items()}
 
 
-def apart(x, delta, weight, bias):
-    x = x if delta is None else x + delta
+def apart(x, branch, weight, bias):
+    x = x if branch is None else x + branch
     return x, triton_layer_norm(x, weight, bias)
 
 

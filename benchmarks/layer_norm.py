@@ -21,8 +21,9 @@ import torch.nn.functional as F
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.options import time_limit
 from measure.results import RESULTS, ResultFile, describe, header
-from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, time_limit, wall_seconds
+from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 from tiny_llama_v3 import exit_code_of
 

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from measure.accuracy import require_finite
+from measure.options import positive, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
-from measure.timing import in_turns, percentiles, positive, release, time_limit
+from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES
 from tiny_llama_v3 import exit_code_of
 

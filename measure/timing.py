@@ -1,6 +1,5 @@
 """Clocks. What is compared is measured in one process, by the same clock, in turns."""
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -169,19 +168,3 @@ def repeat_compiled_backward():
     from torch._functorch import config
 
     config.donated_buffer = False
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Types of the options of a program that measures
-
-
-def time_limit(text):
-    if not float(text) >= 0:  # NaN is none either
-        raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
-    return float(text)
-
-
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive: give 1 or more")
-    return int(text)

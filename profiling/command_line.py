@@ -33,16 +33,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
-def positive(text):
-    """The type of an option that counts something."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive: give 1 or more")
-    return int(text)
-
-
-positive.__name__ = "int"  # what argparse calls it
-
-
 def exit_code_of(run, program):
     """run(), which returns an exit code; what ends it early takes one line or none, and no traceback.
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from profiling.command_line import NothingRecorded, Parser, exit_code_of, positive
+from measure.options import positive
+from profiling.command_line import NothingRecorded, Parser, exit_code_of
 from profiling.hotspots import show
 from profiling.kernel_names import operation_of, short_name
 from profiling.readers import read_step_stats

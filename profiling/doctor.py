@@ -127,11 +127,11 @@ print("\\n" + json.dumps(gpus))
 KERNEL = """
 import json, time, torch, tiny_llama_v3 as llama
 device = "cuda" if torch.cuda.is_available() else "cpu"
-x, delta = (torch.randn(8, 512, device=device) for _ in range(2))
+x, branch = (torch.randn(8, 512, device=device) for _ in range(2))
 weight = torch.randn(512, device=device)
 start = time.perf_counter()
-residual, y, _ = llama.rmsnorm_forward(x, delta, weight, 1e-5)
-exact, _ = llama.torch_rmsnorm(x.double(), delta.double(), weight.double(), 1e-5)
+residual, y, _ = llama.rmsnorm_forward(x, branch, weight, 1e-5)
+exact, _ = llama.torch_rmsnorm(x.double(), branch.double(), weight.double(), 1e-5)
 error = float((y - exact).abs().max() / exact.abs().max())
 print("\\n" + json.dumps({"error": error, "seconds": time.perf_counter() - start}))
 """

@@ -249,8 +249,8 @@ def record_layer_norm(config, arch):
         for width in (384, 768, 1600):
             weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
             x = torch.empty(config.tokens_per_step, width, requires_grad=True)
-            delta = torch.empty_like(x, dtype=dtype, requires_grad=True)
-            outputs = norm(x, weight, bias, 1e-5, dtype), *norm(x, weight, bias, 1e-5, dtype, delta)
+            branch = torch.empty_like(x, dtype=dtype, requires_grad=True)
+            outputs = norm(x, weight, bias, 1e-5, dtype), *norm(x, weight, bias, 1e-5, dtype, branch)
             torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
     return launches
 

@@ -13,14 +13,11 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from tests.core.tiny import TINY
 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 SCRIPT = Path(llama.__file__).resolve()
 
-TINY = llama.Config(
-    hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
-    batch_size=2, seq_len=17, num_steps=2, warmup_steps=0,
-)  # fmt: skip
 # The table of the documentation: history's five stages, and three more.
 STAGES = {
     1: {"no_init", "noncontiguous_kv", "unsynced_timing", "triton_matmul_swiglu"},
@@ -35,13 +32,11 @@ STAGES = {
 
 
 @pytest.fixture
-def run_step(device):
+def run_step(make_step):
     """A TrainStep after one forward and backward pass."""
 
     def run(config=TINY, **changes):
-        config = dataclasses.replace(config, **changes)
-        step = llama.TrainStep(config, llama.get_device(device))
-        step.load(*llama.DATA[config.data](config).next_batch())
+        step = make_step(config, **changes)
         step.forward()
         step.backward()
         return step
@@ -53,6 +48,18 @@ def assert_same_results(step, other):
     torch.testing.assert_close(step.loss, other.loss, rtol=1e-6, atol=0)
     for (name, p), q in zip(step.model.named_parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@needs_triton
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_mistake_is_named_where_it_runs(device, compile):
+    config = dataclasses.replace(TINY, compile=compile, noncontiguous_kv=True, triton_matmul_swiglu=True)
+    _, operations = llama.select_operations(config, llama.get_device(device))
+    named = {name: llama.operation_name(operation) for name, operation in operations._asdict().items()}
+    assert named["block"] == "triton_block with noncontiguous_kv, triton_matmul_swiglu"
+    assert named["attention"] == "triton_attention with noncontiguous_kv"
+    assert named["swiglu"] == "triton_swiglu with triton_matmul_swiglu"
+    assert named["rmsnorm"] == "triton_rmsnorm"
 
 
 # --- the mistakes

@@ -13,30 +13,14 @@ import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
+from tests.core.tiny import TINY
 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 # A block as separate operations, not as the one that replaces them.
 TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(block=None), marks=needs_triton)
 
-TINY = llama.Config(
-    hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
-    batch_size=2, seq_len=17, num_steps=3, warmup_steps=0,
-)  # fmt: skip
 TINIER = dataclasses.replace(TINY, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, seq_len=8)
-
-
-@pytest.fixture
-def make_step(device):
-    """A TrainStep with its first batch loaded."""
-
-    def make(config=TINY, **changes):
-        config = dataclasses.replace(config, **changes)
-        step = llama.TrainStep(config, llama.get_device(device))
-        step.load(*llama.DATA[config.data](config).next_batch())
-        return step
-
-    return make
 
 
 def train(device, config=TINY, **changes):

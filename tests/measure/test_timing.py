@@ -1,6 +1,5 @@
 """What is made of a clock's readings: units, calls, turns, flushed caches."""
 
-import argparse
 import math
 
 import pytest
@@ -87,9 +86,3 @@ def test_windows_take_turns():
 
 def test_percentiles():
     assert timing.percentiles([5.0, 1.0, 4.0, 2.0, 3.0]) == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
-
-
-@pytest.mark.parametrize("kind, text", [(timing.positive, "0"), (timing.time_limit, "-1"), (timing.time_limit, "nan")])
-def test_options_out_of_range(kind, text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not .*: give"):
-        kind(text)

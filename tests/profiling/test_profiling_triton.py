@@ -12,7 +12,6 @@ pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not inst
 if llama.triton is not None:
     import run_triton_profiling as profiling
 
-NUMBER = r"[\d.e+-]+"
 SMALL = "--batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 40".split()
 NAMES = [
     "RMSNorm",

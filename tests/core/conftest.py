@@ -1,0 +1,21 @@
+"""What several tests of the script begin with."""
+
+import dataclasses
+
+import pytest
+
+import tiny_llama_v3 as llama
+from tests.core.tiny import TINY
+
+
+@pytest.fixture
+def make_step(device):
+    """A TrainStep with its first batch loaded."""
+
+    def make(config=TINY, **changes):
+        config = dataclasses.replace(config, **changes)
+        step = llama.TrainStep(config, llama.get_device(device))
+        step.load(*llama.DATA[config.data](config).next_batch())
+        return step
+
+    return make

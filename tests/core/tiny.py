@@ -1,0 +1,8 @@
+"""A model small enough for Triton's interpreter, with grouped queries and sizes that are no powers of two."""
+
+import tiny_llama_v3 as llama
+
+TINY = llama.Config(
+    hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
+    batch_size=2, seq_len=17, num_steps=3, warmup_steps=0,
+)  # fmt: skip
