@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from tiny_llama_v3 import (
+    COLUMN_SUM_TILE,
     INTERPRETED,
     as_rows,
     cdiv,
@@ -216,10 +217,12 @@ def layer_norm_backward(
         ),
         num_warps=tile.warps,
     )  # fmt: skip
+    n_sums = parameter_grads.numel()
+    _, block_cols, num_warps = COLUMN_SUM_TILE
     run_column_sum(
-        (cdiv(parameter_grads.numel(), 16),), (partial, parameter_grads), (tile.programs, parameter_grads.numel()),
-        dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=16),
-        num_warps=8,
+        (cdiv(n_sums, block_cols),), (partial, parameter_grads), (tile.programs, n_sums),
+        dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=block_cols),
+        num_warps=num_warps,
     )  # fmt: skip
     return x_grad, branch_grad, parameter_grads
 
