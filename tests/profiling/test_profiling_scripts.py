@@ -535,7 +535,8 @@ def test_help(machine, script):
 def test_a_project_in_a_folder_with_spaces(machine):
     """The reports start from wherever the script was started, and so do the command lines that it suggests."""
     project = machine.folder / "my projects" / "llama"
-    shutil.copytree(ROOT / "profiling", project / "profiling", ignore=shutil.ignore_patterns("results"))
+    for folder in ("profiling", "measure"):
+        shutil.copytree(ROOT / folder, project / folder)
     shutil.copy(ROOT / "get_hotspots.sh", project)
     run = machine.with_rocm("7.0").run(project / "get_hotspots.sh", "--output", "out")
     assert run.code == 0 and "Kernels of 3 steps" in run.out
