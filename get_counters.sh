@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Records every kernel of a training run, and with --pmc hardware counters, in counters/counter_<time>/.
 #
-# Usage: ./get_counters.sh [--pmc [NAME...]]... [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./get_counters.sh [--pmc [NAME...]]... [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 #
 #   --pmc          also count a default choice: instructions, memory traffic, cache hits, occupancy
 #   --pmc A B      count these; each --pmc is a run of its own, as a GPU counts only a few things at a time
@@ -55,5 +55,5 @@ fi
 report hotspots "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
 [[ -z $COUNT || $TOOL == torch ]] || report counters "$RESULT"
 
-finish_result "The table as a file: $FINAL/kernels_of_the_steps.csv" \
-    "$(suggestion "Compare with another run" compare "$FINAL" OTHER)"
+finish_result "The table as a file: $RESULT/kernels_of_the_steps.csv" \
+    "$(suggestion "Compare with another run" compare "$RESULT" OTHER)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ranks the kernels of a training run by the time that they take, in hotspots/hotspot_<time>/.
 #
-# Usage: ./get_hotspots.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./get_hotspots.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
 TOOLS=(rocprofv3 torch)
 # shellcheck source=profiling/common.sh
@@ -22,5 +22,5 @@ else
 fi
 report hotspots "$RESULT"
 
-finish_result "$(suggestion "Compare with another run" compare "$FINAL" OTHER)" \
-    "$(suggestion "Draw it" plot "$FINAL")"
+finish_result "$(suggestion "Compare with another run" compare "$RESULT" OTHER)" \
+    "$(suggestion "Draw it" plot "$RESULT")"

@@ -2,7 +2,7 @@
 # Measures how well each kernel of a training step uses the GPU, in rocprof_compute/profile_<time>/: share of the peak
 # (speed of light), occupancy, caches and memory. On AMD with rocprof-compute, on NVIDIA with ncu.
 #
-# Usage: ./get_rocprof_compute.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./get_rocprof_compute.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 #
 # The tools repeat the program or its kernels some ten times over: a single step is enough, and takes a few minutes.
 set -euo pipefail
@@ -29,7 +29,7 @@ rocprof-compute)
     workload=${workload:-$RESULT/workloads/tiny_llama/GPU_MODEL}
     # Whole sections: the numbers of single metrics move between releases.
     run_or_fail rocprof-compute analyze -p "$workload" -b 2 6.2 16.1 17.1
-    finish_result "Everything that was measured: rocprof-compute analyze -p ${workload/"$RESULT"/"$FINAL"}" \
+    finish_result "Everything that was measured: rocprof-compute analyze -p $workload" \
         "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2."
     exit
     ;;
@@ -42,8 +42,8 @@ ncu)
 esac
 if [[ $TOOL == ncu ]]; then
     report counters "$RESULT"
-    finish_result "Open in Nsight Compute: ncu-ui $FINAL/ncu.ncu-rep" \
-        "As text: ncu --import $FINAL/ncu.ncu-rep --page details"
+    finish_result "Open in Nsight Compute: ncu-ui $RESULT/ncu.ncu-rep" \
+        "As text: ncu --import $RESULT/ncu.ncu-rep --page details"
 else
     run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Samples the call stacks of a whole training run beside its GPU activity, in rocprof_sys/profile_<time>/.
 #
-# Usage: ./get_rocprof_sys.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./get_rocprof_sys.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
 TOOLS=(rocprof-sys torch)
 # shellcheck source=profiling/common.sh
@@ -23,5 +23,5 @@ else
     report host_profile "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
     require_file host_profile.pstats
     finish_result "Open trace.json in https://ui.perfetto.dev" \
-        "What called what on the host: $(quoted "$PYTHON" -m pstats "$FINAL/host_profile.pstats")"
+        "What called what on the host: $(quoted "$PYTHON" -m pstats "$RESULT/host_profile.pstats")"
 fi

@@ -2,7 +2,7 @@
 # Records the timeline of a training run for Perfetto, in traces/trace_<time>/: kernels, copies, runtime calls, and the
 # ranges that name steps, phases and layers.
 #
-# Usage: ./get_trace.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./get_trace.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
 TOOLS=(rocprofv3 torch)
 # shellcheck source=profiling/common.sh

@@ -2,7 +2,7 @@
 # The profiling session of Exercise 1: a timeline, memory traffic, counters and what a roofline needs. It ends with
 # rocprof_results/triton_analysis_summary.md: launch overhead, bandwidth and utilisation, computed from what was recorded.
 #
-# Usage: ./run_rocprof_triton.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS]
+# Usage: ./run_rocprof_triton.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 #
 # Without --output the recordings go into rocprof_results/session_<time>/, and older sessions are kept.
 set -euo pipefail
@@ -38,7 +38,7 @@ fi
 report plot "$RESULT" "$RESULT/kernels_alone.json"
 report summary "$RESULT" --tool "$TOOL"
 
-summary=$(dirname "$FINAL")/triton_analysis_summary.md
-[[ -z $OUTPUT ]] || summary=$FINAL/triton_analysis_summary.md
+summary=$(dirname "$RESULT")/triton_analysis_summary.md
+[[ -z $OUTPUT ]] || summary=$RESULT/triton_analysis_summary.md
 finish_result "The summary: $summary"
-[[ -n $OUTPUT ]] || cp "$FINAL/triton_analysis_summary.md" "$summary"
+[[ -n $OUTPUT ]] || cp "$RESULT/triton_analysis_summary.md" "$summary"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the profiling scripts: their options, the choice of the tool, the folder of a result, running and logging.
 # After parse_arguments, choose_tool and start_result a script finds TOOL, RESULT (a folder) and PROGRAM (an array).
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SCRIPT=$(basename "$0")
 : "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
 PATH=$PATH:$ROCM_PATH/bin
@@ -22,16 +22,18 @@ die() {
 # ----------------------------------------------------------------------------------------------------------------------
 # Python
 
-# Sets PYTHON: the one that was asked for, the project's own, or the system's. Fails if there is none of that name.
+# Sets PYTHON, an absolute path: the one that was asked for, the project's own, or the system's. Fails if there is none.
 choose_python() {
     local own=$ROOT/.venv/bin/python
     if [[ -z ${PYTHON:-} ]]; then
         PYTHON=python3
         if [[ -x $own ]]; then PYTHON=$own; fi
     fi
-    # A path: rocprof-compute of ROCm 6 does not look a command up.
+    # rocprof-compute of ROCm 6 does not look a command up, and runs elsewhere.
     local path
-    path=$(command -v "$PYTHON") && PYTHON=$path
+    path=$(command -v "$PYTHON") || return
+    [[ $path == /* ]] || path=$PWD/$path
+    PYTHON=$path
 }
 
 # module_command NAME ARGUMENTS: sets COMMAND, which runs profiling/NAME.py whatever the working directory.
@@ -60,9 +62,10 @@ print_help() {
   --tool NAME    $(IFS='|' && echo "${TOOLS[*]}|auto"); auto, the default, takes the first that works here
   --dry-run      print the command lines and do nothing
   -- OPTIONS     options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps $STEPS
+  -- ... -- OPTIONS   what follows a second -- are options of the profiler itself
 
-PYTHON chooses the interpreter, ROCM_PATH the ROCm installation. Exit codes: 0 done, 1 nothing was recorded, 2 the
-request cannot be met, 130 interrupted; otherwise that of the program or the profiler.
+PYTHON chooses the interpreter, ROCM_PATH the ROCm installation. Exit codes: 0 done, 1 nothing was recorded or a part is
+missing, 2 the request cannot be met, 130 interrupted; otherwise that of the program or the profiler.
 TXT
 }
 
@@ -70,7 +73,7 @@ TXT
 # nothing: it sets CONSUMED to the number of words that it took).
 parse_arguments() {
     : "${TOOLS:?the script that sources this file names its tools}"
-    OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto ARGUMENTS=()
+    OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto ARGUMENTS=() TOOL_ARGUMENTS=()
     : "${STEPS:=10}"
     while (($#)); do
         case $1 in
@@ -85,7 +88,12 @@ parse_arguments() {
             ;;
         --dry-run) DRY_RUN=1 && shift ;;
         -h | --help) print_help && exit 0 ;;
-        --) shift && ARGUMENTS=("$@") && break ;;
+        --)
+            shift
+            while (($#)) && [[ $1 != -- ]]; do ARGUMENTS+=("$1") && shift; done
+            (($# < 2)) || TOOL_ARGUMENTS=("${@:2}")
+            break
+            ;;
         *)
             CONSUMED=0
             if declare -F take_option >/dev/null; then take_option "$@"; fi
@@ -103,14 +111,24 @@ parse_arguments() {
 # ----------------------------------------------------------------------------------------------------------------------
 # The tool. What keeps it from working is the rest of a sentence about it, reason and remedy, or empty.
 
+# rocm_obstacle EXECUTABLE
 rocm_obstacle() {
+    local release
     if ! command -v "$1" >/dev/null; then
         echo "is not installed or not on PATH (module load rocm, or add the bin folder of ROCm 6.3 or newer)"
+        return
+    fi
+    release=$(rocm_release "$1")
+    if ((release < 603)); then
+        echo "is of ROCm $(dotted "$release"), and lacks options that are used here: load ROCm 6.3 or newer"
     elif [[ ! -e $KFD_DEVICE ]]; then
         echo "finds no AMD GPU: $KFD_DEVICE does not exist (a container needs --device=/dev/kfd --device=/dev/dri)"
     elif [[ ! -r $KFD_DEVICE || ! -w $KFD_DEVICE ]]; then
         echo "has no permission on $KFD_DEVICE: join its group with sudo usermod -aG $(stat -c %G "$KFD_DEVICE") \$USER" \
             "and log in again (a container needs --group-add $(stat -c %g "$KFD_DEVICE"))"
+    elif [[ $TORCH_BUILD != rocm* ]]; then
+        echo "would record nothing: the PyTorch of $PYTHON is built for ${TORCH_BUILD:-nothing, it is missing}" \
+            "(docs/rocm.md, Install, names the three ways to one for ROCm)"
     fi
 }
 
@@ -119,6 +137,8 @@ ncu_obstacle() {
         echo "finds no NVIDIA GPU: nvidia-smi lists none"
     elif ! command -v ncu >/dev/null; then
         echo "is not installed or not on PATH (install Nsight Compute, or add CUDA's bin folder)"
+    elif [[ $TORCH_BUILD != cuda* ]]; then
+        echo "would record nothing: the PyTorch of $PYTHON is built for ${TORCH_BUILD:-nothing, it is missing}"
     fi
 }
 
@@ -131,27 +151,42 @@ obstacle_of() {
     esac
 }
 
-# 6.4, 7.0, ...: of the installation that the tool belongs to. A dry run without ROCm takes ROCM_VERSION.
+# rocm_release EXECUTABLE: 604, 700, ... of the installation that a tool belongs to. Without ROCm, a dry run takes
+# ROCM_VERSION.
 rocm_release() {
-    local tool=$1 path version=''
-    path=$(command -v "$tool") || { echo "${ROCM_VERSION:-7.0}" && return; }
-    path=$(dirname "$(dirname "$(readlink -f "$path")")")
-    for path in "$path" "$ROCM_PATH"; do
-        if [[ -r $path/.info/version ]]; then
-            read -r version <"$path/.info/version" || true
-            break
-        fi
-    done
-    if [[ ! $version =~ ^[0-9]+\.[0-9]+ ]]; then # only rocprofv3 of ROCm 7 knows --version and rocpd
-        version=6.4
-        if [[ $(rocprofv3 --help 2>/dev/null) == *rocpd* ]]; then version=7.0; fi
+    local tool path version=''
+    if ! command -v "$1" >/dev/null; then
+        version=${ROCM_VERSION:-7.0}
     fi
-    [[ $version =~ ^[0-9]+\.[0-9]+ ]] && echo "${BASH_REMATCH[0]}"
+    for tool in "$1" rocprofv3; do # a link may lead from bin into libexec, or into a folder of the tool's own
+        path=$(command -v "$tool") || continue
+        path=$(readlink -f "$path")
+        while [[ -z $version && $path == /*/* ]]; do
+            path=$(dirname "$path")
+            if [[ -r $path/.info/version ]]; then read -r version <"$path/.info/version" || true; fi
+        done
+    done
+    [[ -n $version ]] || version=$(rocprofv3 --version 2>/dev/null | sed -n 's/^ *rocm_version: *//p') || true
+    if [[ -z $version && -r $ROCM_PATH/.info/version ]]; then read -r version <"$ROCM_PATH/.info/version" || true; fi
+    if [[ ! $version =~ ^[0-9]+\.[0-9]+ ]]; then
+        case $(rocprofv3 --help 2>/dev/null) in
+        *rocpd*) version=7.0 ;;
+        *--pmc*) version=6.4 ;;
+        *) version=6.2 ;;
+        esac
+    fi
+    [[ $version =~ ^([0-9]+)\.([0-9]+) ]]
+    echo $((BASH_REMATCH[1] * 100 + BASH_REMATCH[2]))
 }
+
+# 7.0 for 700
+dotted() { echo "$(($1 / 100)).$(($1 % 100))"; }
 
 # Sets TOOL, and RELEASE (major * 100 + minor) for ROCm's, and says which is in use: the first line of every script.
 choose_tool() {
-    local candidate obstacle reason='' release
+    local candidate obstacle reason=''
+    module_command torch_build
+    TORCH_BUILD=$("${COMMAND[@]}" 2>/dev/null) || true
     if [[ $TOOL == auto ]]; then
         for candidate in "${TOOLS[@]}"; do
             obstacle=$(obstacle_of "$candidate")
@@ -163,27 +198,26 @@ choose_tool() {
         obstacle=$(obstacle_of "$TOOL")
         [[ -z $obstacle || -n $DRY_RUN ]] || die "--tool $TOOL cannot be used: it $obstacle"
     fi
+    if [[ $TOOL == torch && ${#TOOL_ARGUMENTS[@]} -gt 0 ]]; then
+        die "torch.profiler takes no options of its own: leave out \"${TOOL_ARGUMENTS[*]}\"${reason:+ ($reason)}"
+    fi
     case $TOOL in
     torch) note "Tool: torch.profiler, through tiny_llama_v3.py --profile${reason:+ ($reason)}" ;;
     ncu) note "Tool: ncu, NVIDIA Nsight Compute${reason:+ ($reason)}" ;;
     *)
-        release=$(rocm_release "${TOOL/rocprof-sys/rocprof-sys-sample}")
-        # shellcheck disable=SC2034  # for the scripts
-        RELEASE=$((${release%%.*} * 100 + ${release#*.}))
-        note "Tool: $TOOL of ROCm $release"
-        warn_of_second_rocm "$release"
+        RELEASE=$(rocm_release "${TOOL/rocprof-sys/rocprof-sys-sample}")
+        note "Tool: $TOOL of ROCm $(dotted "$RELEASE")"
+        warn_of_second_rocm
         ;;
     esac
 }
 
 # A PyTorch wheel may bring a ROCm of its own.
 warn_of_second_rocm() {
-    local bundled
-    module_command torch_rocm
-    bundled=$("${COMMAND[@]}" 2>/dev/null) || return 0
-    if [[ -n $bundled && $bundled != "$1" ]]; then
-        note "Note: two ROCm installations. PyTorch brings ROCm $bundled, $TOOL is of $1: it may record nothing," \
-            "or crash. If so, load the ROCm $bundled module, or use AMD's PyTorch container."
+    if [[ $TORCH_BUILD == rocm* && $TORCH_BUILD != "rocm $(dotted "$RELEASE")" ]]; then
+        note "Note: two ROCm installations. PyTorch brings ROCm ${TORCH_BUILD#rocm }, $TOOL is of $(dotted "$RELEASE"):" \
+            "it may record nothing, or crash. If so, load the ROCm ${TORCH_BUILD#rocm } module, or use AMD's PyTorch" \
+            "container."
     fi
 }
 
@@ -195,27 +229,45 @@ fall_back_to_torch() {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The result: a folder that is called DIR.incomplete while it grows, DIR when it is whole, DIR.failed if that fails.
+# The result: a folder that holds a file INCOMPLETE while it grows, and that is called DIR.failed if nothing comes of it.
+
+# Sets PROCESS, our number, and PROCESSES where a launcher started several: torchrun, srun, Open MPI or MPICH.
+find_launcher() {
+    PROCESS=0 PROCESSES=1
+    local names number count
+    for names in RANK:WORLD_SIZE SLURM_PROCID:SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_RANK:OMPI_COMM_WORLD_SIZE \
+        PMI_RANK:PMI_SIZE; do
+        number=${names%:*} count=${names#*:}
+        if [[ -n ${!number:-} ]] && ((${!count:-1} > 1)); then
+            PROCESS=${!number} PROCESSES=${!count}
+            return
+        fi
+    done
+}
 
 # start_result traces/trace: sets RESULT, and PROGRAM, the run to be profiled.
 start_result() {
-    FINAL=${OUTPUT:-$1_$(date +%Y%m%d_%H%M%S)}
-    FINAL=${FINAL%/}
-    local number=0 base=$FINAL
-    while [[ -z $OUTPUT && (-e $FINAL || -e $FINAL.incomplete || -e $FINAL.failed) ]]; do
-        number=$((number + 1)) FINAL=${base}_$number
+    local number=0 base
+    find_launcher
+    base=$1_$(date +%Y%m%d_%H%M%S)
+    ((PROCESSES == 1)) || [[ -n $OUTPUT ]] || die "$PROCESSES processes need one folder for all: name it by --output"
+    RESULT=${OUTPUT:-$base}
+    while [[ -z $OUTPUT && (-e $RESULT || -e $RESULT.failed) ]]; do
+        number=$((number + 1)) RESULT=${base}_$number
     done
-    [[ $FINAL == /* ]] || FINAL=$PWD/$FINAL
-    RESULT=$FINAL.incomplete
-    if [[ -e $FINAL && ! -d $FINAL || -n $(ls -A "$FINAL" 2>/dev/null) ]]; then
+    # Whole and without "..", which rocprof-compute refuses.
+    RESULT=$(realpath -m -- "$RESULT")
+    ((PROCESSES == 1)) || RESULT=$RESULT/rank_$PROCESS
+    if [[ -e $RESULT && ! -d $RESULT || -n $(ls -A "$RESULT" 2>/dev/null) ]]; then
         die "--output $OUTPUT exists and is not an empty folder: give a new one"
     fi
     PROGRAM=("$PYTHON" "$ROOT/tiny_llama_v3.py" --batch-size 8 --seq-len 128 --num-steps "$STEPS")
     PROGRAM+=(${STAGE:+--stage "$STAGE"} --output-dir "$RESULT/run" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
     [[ -z $DRY_RUN ]] || return 0
-    # Left over from a run that was killed.
-    rm -rf "$RESULT" "$FINAL.failed"
-    mkdir -p "$RESULT" 2>/dev/null || die "--output $FINAL cannot be written to: give another folder"
+    rm -rf "$RESULT.failed"
+    # shellcheck disable=SC2015  # one message for both
+    mkdir -p "$RESULT" 2>/dev/null && touch "$RESULT/INCOMPLETE" "$RESULT/log.txt" 2>/dev/null ||
+        die "--output $RESULT cannot be written to: give another folder"
     LOG=$RESULT/log.txt
     CHILD=
     trap 'stop INT 130' INT
@@ -227,8 +279,9 @@ start_result() {
 # On an exit before finish_result.
 set_aside() {
     [[ -d ${RESULT:-} ]] || return 0
-    mv "$RESULT" "$FINAL.failed"
-    note "What there is, with the log, is in $FINAL.failed" >&2
+    rm -f "$RESULT/INCOMPLETE"
+    mv "$RESULT" "$RESULT.failed"
+    note "What there is, with the log, is in $RESULT.failed" >&2
 }
 
 # Passes a signal on to what runs, waits for its last words, and ends; a second Ctrl-C waits no longer.
@@ -252,6 +305,7 @@ run_logged() {
         note "$line"
         return
     fi
+    LOG_END=$(wc -c <"$LOG")
     note "+ $line" | tee -a "$LOG"
     set -m
     (
@@ -275,10 +329,17 @@ run_or_fail() {
 }
 
 fail() {
-    die "$1" "$2; the log: $FINAL.failed/log.txt"
+    die "$1" "$2; the log: $RESULT.failed/log.txt"
 }
 
-# What a known complaint in the log means.
+# miss WHAT: a part of the result cannot be had. What was recorded is kept and reported; finish_result ends with 1.
+MISSING=()
+miss() {
+    MISSING+=("$1")
+    note "Missing: $1"
+}
+
+# What a known complaint means, in the log of the last command.
 explain() {
     local patterns=(
         'Cannot find a supported arch|not supported.*gfx|Unsupported.*gfx'
@@ -303,7 +364,7 @@ explain() {
         "another rocprof is running: wait for it, or profile one process only"
     ) i
     for ((i = 0; i < ${#patterns[@]}; i += 2)); do
-        if grep -qE -- "${patterns[i]}" "$LOG"; then
+        if tail -c "+$((LOG_END + 1))" "$LOG" | grep -qE -- "${patterns[i]}"; then
             echo "${patterns[i + 1]}" && return
         fi
     done
@@ -316,7 +377,7 @@ require_file() {
     local found remedy=${3:-"does the program use the GPU? Is a second ROCm in the way?"}
     found=$(find "$RESULT${2:+/$2}" -name "$1" -size +0 2>/dev/null | sort | head -n 1)
     [[ -n $found ]] || fail 1 "$TOOL recorded nothing, it left no $1: $remedy"
-    note "Recorded: ${found/"$RESULT"/"$FINAL"}"
+    note "Recorded: $found"
 }
 
 # report NAME ARGUMENTS: profiling/NAME.py reads the recordings; its output goes into the log as well.
@@ -334,9 +395,10 @@ suggestion() {
 # finish_result "what to open it with"
 finish_result() {
     [[ -z $DRY_RUN ]] || exit 0
-    rmdir "$FINAL" 2>/dev/null || true
-    mv "$RESULT" "$FINAL"
+    rm "$RESULT/INCOMPLETE"
+    trap - EXIT
     note
-    note "Results: $FINAL"
+    note "Results: $RESULT"
     printf '%s\n' "$@"
+    ((${#MISSING[@]} == 0)) || die 1 "the result lacks a part: $(IFS=';' && echo "${MISSING[*]}"); the log: $LOG"
 }

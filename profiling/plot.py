@@ -142,7 +142,7 @@ def parse(argv):
 
 def draw(options):
     for path in options.profiles:
-        pictures = pictures_of(path, options.title or path.resolve().name.removesuffix(".incomplete"))
+        pictures = pictures_of(path, options.title or path.resolve().name)
         if not pictures:
             raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
         folder = options.output or (path if path.is_dir() else path.parent)

@@ -1,117 +1,25 @@
 """The shell scripts against fakes of the profilers of ROCm 6.4, 7.0 and 7.1, and for ncu."""
 
 import itertools
-import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from profiling.readers import read_kernel_stats, read_step_stats
+from tests.fakes.machine import FOLDERS, ROOT, Machine
 
-ROOT = Path(__file__).resolve().parents[2]
-FAKES = ROOT / "tests" / "fakes"
 RELEASES = ("6.4", "7.1")
-FOLDERS = {
-    "get_trace.sh": "traces/trace",
-    "get_counters.sh": "counters/counter",
-    "get_hotspots.sh": "hotspots/hotspot",
-    "get_rocprof_compute.sh": "rocprof_compute/profile",
-    "get_rocprof_sys.sh": "rocprof_sys/profile",
-    "run_rocprof_triton.sh": "rocprof_results/session",
-}
 SCRIPTS = tuple(FOLDERS)
-ALONE = {  # what run_triton_profiling.py measures
-    "date": "2030-01-02",
-    "environment": {"device": "MI300X", "arch": "gfx942", "torch": "2.7.1", "triton": "3.3.0"},
-    "ceilings": {"GB/s": 4000.0, "TFLOP/s": 600.0},
-    "kernels": [{"name": "RMSNorm", "bytes": 8_000_000, "flop": 16_000_000, "triton": {"ms": 0.004}}],
-}
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-
-
-class Machine:
-    """A computer with chosen tools; run() starts a script in an empty folder of it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.work = folder / "work"
-        self.work.mkdir()
-        self.bin = folder / "bin"
-        self.bin.mkdir()
-        self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-        self.env |= {"ROCM_PATH": str(folder / "rocm"), "KFD_DEVICE": str(folder / "kfd")}
-        self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
-        self.env["PYTHON"] = str(self.install(self.bin / "python", "program.py"))
-
-    def install(self, path, fake, **variables):
-        settings = {"PYTHONDONTWRITEBYTECODE": "1"} | variables
-        words = [*(f"{name}={value}" for name, value in settings.items()), sys.executable, str(FAKES / fake)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
-        path.chmod(0o755)
-        return path
-
-    def with_rocm(self, release):
-        rocm = self.folder / "rocm"
-        (rocm / ".info").mkdir(parents=True)
-        (rocm / ".info" / "version").write_text(f"{release}.1-43\n")
-        tools = {
-            "rocprofv3": "rocprofv3.py",
-            "rocprof-compute": "rocprof_compute.py",
-            "rocprof-sys-sample": "rocprof_sys_sample.py",
-        }
-        if release >= "7.1":
-            tools["rocpd"] = "rocpd.py"
-        for name, fake in tools.items():
-            self.install(rocm / "bin" / name, fake, FAKE_ROCM=release)
-        (self.folder / "kfd").touch()
-        return self
-
-    def with_nvidia(self):
-        self.install(self.bin / "ncu", "ncu.py")
-        (self.bin / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA'\n")
-        (self.bin / "nvidia-smi").chmod(0o755)
-        return self
-
-    def run(self, script, *arguments, **env):
-        command = [ROOT / script, *arguments]
-        done = subprocess.run(
-            command,
-            cwd=self.work,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
-        print(done.stdout, done.stderr)
-        return SimpleNamespace(
-            code=done.returncode, out=done.stdout, err=done.stderr, commands=commands_of(done.stdout)
-        )
-
-    def results(self):
-        """The folders of results, relative: good, failed or unfinished."""
-        patterns = [*(f"{folder}_*" for folder in FOLDERS.values()), "out*"]
-        found = [path for pattern in patterns for path in self.work.glob(pattern)]
-        return sorted(str(path.relative_to(self.work)) for path in found)
-
-
-def commands_of(out):
-    """The words of the command lines that were printed."""
-    lines = [line.removeprefix("+ ") for line in out.splitlines() if re.match(r"(\+ )?(/|env |rocp|ncu |cd )", line)]
-    return [shlex.split(line) for line in lines]
 
 
 @pytest.fixture
@@ -237,13 +145,43 @@ def test_rocprof_sys_samples_and_traces(machine, release):
 
 def test_two_rocm_installations_are_noticed(machine):
     machine.with_rocm("7.0")
-    torch = machine.folder / "site" / "torch"
-    torch.mkdir(parents=True)
-    (torch / "__init__.py").write_text("raise SystemExit('importing torch takes seconds')")
     for hip, noticed in (("6.4.43482-0f2d60242", True), ("7.0.51831", False)):
-        (torch / "version.py").write_text(f"hip = {hip!r}\n")
-        run = machine.run("get_trace.sh", "--dry-run", PYTHONPATH=str(torch.parent))
+        run = machine.with_torch(hip=hip).run("get_trace.sh", "--dry-run")
         assert ("two ROCm installations. PyTorch brings ROCm 6.4" in run.out) is noticed
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_torch_for_something_else_is_named_before_the_run(machine, script):
+    """An AMD GPU would sit idle, and its profiler record nothing."""
+    tool = ROCM_TOOL.get(script, "rocprofv3")
+    machine.with_rocm("7.0").with_torch(cuda="12.8")
+    run = machine.run(script, "--tool", tool)
+    assert run.code == 2 and machine.results() == []
+    assert f"it would record nothing: the PyTorch of {machine.env['PYTHON']} is built for cuda 12.8" in run.err
+    run = machine.with_torch().run(script)
+    assert run.out.startswith(f"Tool: torch.profiler, through tiny_llama_v3.py --profile ({tool} would record nothing")
+    assert "is built for cpu" in run.out.splitlines()[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rocm_6_2_is_refused_by_name(machine, script):
+    machine.with_rocm("6.2")
+    tool = ROCM_TOOL.get(script, "rocprofv3")
+    run = machine.run(script, "--tool", tool)
+    assert run.code == 2 and f"--tool {tool} cannot be used: it is of ROCm 6.2" in run.err
+
+
+def test_release_is_that_of_the_tool_behind_its_link(machine):
+    """bin/rocprof-compute of ROCm 7 links into libexec; ROCM_PATH may still name the release before."""
+    machine.with_rocm("7.1")
+    (machine.folder / "rocm").rename(machine.folder / "rocm-7.1")
+    machine.with_rocm("7.0")
+    own = machine.folder / "rocm-7.1" / "libexec" / "rocprofiler-compute"
+    own.mkdir(parents=True)
+    (machine.folder / "rocm-7.1" / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
+    (machine.bin / "rocprof-compute").symlink_to(own / "rocprof-compute")
+    assert machine.run("get_rocprof_compute.sh", "--dry-run").out.startswith("Tool: rocprof-compute of ROCm 7.1\n")
+    assert machine.run("get_trace.sh", "--dry-run").out.startswith("Tool: rocprofv3 of ROCm 7.0\n")
 
 
 def test_release_is_read_from_the_tool_without_a_version_file(machine):
@@ -456,6 +394,7 @@ def test_an_unwritable_folder(machine):
         (["--stage", "--dry-run"], "--stage needs a value"),
         (["--stage", "four"], "--stage four is not a number"),
         (["--tool", "nsys"], "--tool nsys: choose one of"),
+        (["--", "--use-amp", "--", "--kernel-rename"], 'no options of its own: leave out "--kernel-rename"'),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -463,6 +402,43 @@ def test_bad_options(machine, script, arguments, complaint):
     run = machine.run(script, *arguments)
     assert run.code == 2 and run.err.count("\n") == 1 and complaint in run.err and run.out == ""
     assert machine.results() == []
+
+
+def test_a_python_named_from_here(machine):
+    """rocprof-compute runs in the folder of the result."""
+    machine.with_rocm("6.4")
+    (machine.work / "bin").symlink_to(machine.bin)
+    run = machine.run("get_rocprof_compute.sh", "--output", "out", PYTHON="bin/python")
+    assert run.code == 0 and str(machine.work / "bin" / "python") in run.commands[0]
+
+
+def test_an_output_beside_the_working_directory(machine):
+    run = machine.with_rocm("7.1").run("get_rocprof_compute.sh", "--output", "../beside")
+    assert run.code == 0 and not any(".." in word for words in run.commands for word in words)
+    assert (machine.folder / "beside" / "log.txt").exists()
+
+
+def test_printed_paths_exist(machine):
+    """The folder has its name from the beginning; a file in it says that it is not whole."""
+    run = machine.run("get_trace.sh", "--output", "out")
+    assert "incomplete" not in run.out and not (machine.work / "out" / "INCOMPLETE").exists()
+    assert f"--profile {machine.work}/out\n" in run.out
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "mpirun"])
+def test_each_rank_has_a_folder_of_its_own(machine, launcher):
+    rank, size = {
+        "torchrun": ("RANK", "WORLD_SIZE"),
+        "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    }[launcher]
+    machine.with_rocm("7.0")
+    for number in ("0", "1"):
+        run = machine.run("get_hotspots.sh", "--output", "out", **{rank: number, size: "2"})
+        assert run.code == 0 and f"Results: {machine.work}/out/rank_{number}\n" in run.out
+    run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
+    assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
+    assert machine.run("get_hotspots.sh", **{rank: "0", size: "1"}).code == 0
 
 
 def test_no_python(machine):
@@ -480,7 +456,7 @@ def test_interrupt_ends_script_and_program(machine, number, code, rocm):
         [ROOT / "get_trace.sh", "--output", "out"], cwd=machine.work, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    log = machine.work / "out.incomplete" / "log.txt"
+    log = machine.work / "out" / "log.txt"
     deadline = time.monotonic() + 30
     while not (log.exists() and "tiny llama:" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

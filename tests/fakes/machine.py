@@ -1,0 +1,108 @@
+"""A computer with chosen profilers, all of them fakes, on which the shell scripts run."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKES = ROOT / "tests" / "fakes"
+FOLDERS = {
+    "get_trace.sh": "traces/trace",
+    "get_counters.sh": "counters/counter",
+    "get_hotspots.sh": "hotspots/hotspot",
+    "get_rocprof_compute.sh": "rocprof_compute/profile",
+    "get_rocprof_sys.sh": "rocprof_sys/profile",
+    "run_rocprof_triton.sh": "rocprof_results/session",
+}
+ALONE = {  # what run_triton_profiling.py measures
+    "date": "2030-01-02",
+    "environment": {"device": "MI300X", "arch": "gfx942", "torch": "2.7.1", "triton": "3.3.0"},
+    "ceilings": {"GB/s": 4000.0, "TFLOP/s": 600.0},
+    "kernels": [{"name": "RMSNorm", "bytes": 8_000_000, "flop": 16_000_000, "triton": {"ms": 0.004}}],
+}
+
+
+class Machine:
+    """A computer with chosen tools; run() starts a script in an empty folder of it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.work = folder / "work"
+        self.work.mkdir()
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+        self.env |= {"ROCM_PATH": str(folder / "rocm"), "KFD_DEVICE": str(folder / "kfd")}
+        self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
+        self.env |= {"PYTHON": str(self.install(self.bin / "python", "program.py")), "PYTHONPATH": str(folder / "site")}
+        self.with_torch()
+
+    def with_torch(self, hip=None, cuda=None):
+        """A PyTorch that was built for these releases, and must not be imported."""
+        torch = self.folder / "site" / "torch"
+        torch.mkdir(parents=True, exist_ok=True)
+        (torch / "__init__.py").write_text("raise SystemExit('importing torch takes seconds')")
+        (torch / "version.py").write_text(f"hip = {hip!r}\ncuda = {cuda!r}\n")
+        return self
+
+    def install(self, path, fake, **variables):
+        settings = {"PYTHONDONTWRITEBYTECODE": "1"} | variables
+        words = [*(f"{name}={value}" for name, value in settings.items()), sys.executable, str(FAKES / fake)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def with_rocm(self, release):
+        rocm = self.folder / "rocm"
+        (rocm / ".info").mkdir(parents=True)
+        (rocm / ".info" / "version").write_text(f"{release}.1-43\n")
+        tools = {
+            "rocprofv3": "rocprofv3.py",
+            "rocprof-compute": "rocprof_compute.py",
+            "rocprof-sys-sample": "rocprof_sys_sample.py",
+        }
+        if release >= "7.1":
+            tools["rocpd"] = "rocpd.py"
+        for name, fake in tools.items():
+            self.install(rocm / "bin" / name, fake, FAKE_ROCM=release)
+        (self.folder / "kfd").touch()
+        return self.with_torch(hip=f"{release}.43482-0f2d60242")
+
+    def with_nvidia(self):
+        self.install(self.bin / "ncu", "ncu.py")
+        (self.bin / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA'\n")
+        (self.bin / "nvidia-smi").chmod(0o755)
+        return self.with_torch(cuda="12.8")
+
+    def run(self, script, *arguments, **env):
+        command = [ROOT / script, *arguments]
+        done = subprocess.run(
+            command,
+            cwd=self.work,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
+        print(done.stdout, done.stderr)
+        return SimpleNamespace(
+            code=done.returncode, out=done.stdout, err=done.stderr, commands=commands_of(done.stdout)
+        )
+
+    def results(self):
+        """The folders of results, relative: good, failed or unfinished."""
+        patterns = [*(f"{folder}_*" for folder in FOLDERS.values()), "out*"]
+        found = [path for pattern in patterns for path in self.work.glob(pattern)]
+        return sorted(str(path.relative_to(self.work)) for path in found)
+
+
+def commands_of(out):
+    """The words of the command lines that were printed."""
+    lines = [line.removeprefix("+ ") for line in out.splitlines() if re.match(r"(\+ )?(/|env |rocp|ncu |cd )", line)]
+    return [shlex.split(line) for line in lines]
