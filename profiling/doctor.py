@@ -190,6 +190,21 @@ def probe_python(machine):
 INSTALL = "make run installs it; on a cluster load its PyTorch module first, and make keeps that one"
 
 
+DEVICE_FILES = {"hip": "kfd", "cuda": "nvidiactl"}  # by the build of PyTorch that can use them
+VENDOR_NAMES = {"hip": "ROCm", "cuda": "CUDA"}
+
+
+def build_of(torch):
+    """The key of DEVICE_FILES that a PyTorch is built for, or None."""
+    return next((build for build in DEVICE_FILES if torch[build]), None)
+
+
+def hardware():
+    """{build of PyTorch that can use it: device file} of the GPUs that have a driver here."""
+    files = {build: DEVICES / name for build, name in DEVICE_FILES.items()}
+    return {build: file for build, file in files.items() if file.exists()}
+
+
 def probe_torch(machine):
     found, problem = machine.packages
     if found is None:
@@ -198,15 +213,15 @@ def probe_torch(machine):
     if not found["torch"]:
         yield Finding("torch", FAIL, f"cannot be imported: {found['torch_error']}", INSTALL)
         return
-    build = f"ROCm {found['hip']}" if found["hip"] else f"CUDA {found['cuda']}" if found["cuda"] else None
-    text = f"{found['torch']} for {build or 'CPUs only'}"
+    build, here = build_of(found), hardware()
+    text = f"{found['torch']} for " + (f"{VENDOR_NAMES[build]} {found[build]}" if build else "CPUs only")
     lowest, highest = TESTED_TORCH
     if not lowest <= version_tuple(found["torch"]) <= highest:
         tested = f"{dotted(lowest)} to {dotted(highest)}"
         yield Finding("torch", WARN, f"{text}; tested with {tested}", "if something fails, try one of those")
-    elif not build and hardware():
-        remedy = "remove .venv, and make run with the PyTorch of the cluster, or TORCH_INDEX of a GPU build"
-        yield Finding("torch", FAIL, f"{text}, but there is {hardware()}", remedy)
+    elif here and build not in here:
+        remedy = "remove .venv, and make run with the PyTorch of the cluster, or TORCH_INDEX of a build for this GPU"
+        yield Finding("torch", FAIL, f"{text}, but there is {', '.join(map(str, here.values()))}", remedy)
     else:
         yield Finding("torch", OK, text)
 
@@ -256,20 +271,13 @@ def probe_numpy(machine):
         yield Finding("numpy", OK, found["numpy"])
 
 
-def hardware():
-    """The GPU vendor's device file, "" if there is none."""
-    for name in ("kfd", "nvidiactl"):
-        if (DEVICES / name).exists():
-            return str(DEVICES / name)
-    return ""
-
-
 def probe_gpu(machine):
     hidden = [f"{name}=''" for name in VISIBILITY if os.environ.get(name) == ""]
     shown = ", ".join(f"{name}={os.environ[name]}" for name in VISIBILITY if os.environ.get(name))
     if not machine.torch:
         return
-    if not machine.torch["hip"] and not machine.torch["cuda"]:
+    build = build_of(machine.torch)
+    if not build:
         yield Finding("gpu", WARN, "this PyTorch uses none", "exercises and tests run without one; times need a GPU")
         return
     gpus, problem = machine.gpus
@@ -278,9 +286,9 @@ def probe_gpu(machine):
         yield Finding("gpu", FAIL, f"PyTorch could not look for it: {problem}", remedy)
     elif not gpus and hidden:
         yield Finding("gpu", FAIL, f"{', '.join(hidden)} hides all", f"unset {hidden[0].split('=')[0]}")
-    elif not gpus and hardware():
+    elif not gpus and build in hardware():
         remedy = "see access below; on a cluster ask for a GPU: srun --gpus=1"
-        text = f"PyTorch sees none, though there is {hardware()}" + (f" ({shown})" if shown else "")
+        text = f"PyTorch sees none, though there is {hardware()[build]}" + (f" ({shown})" if shown else "")
         yield Finding("gpu", FAIL, text, remedy)
     elif not gpus:
         remedy = "on a cluster start a job with a GPU; in a container pass the devices"
@@ -330,8 +338,9 @@ def group_name(gid):
         return str(gid)
 
 
+OLDEST_ROCM = (6, 3)  # whose profilers have all the options that the scripts use
 AMD_PROFILERS = {
-    "rocprofv3": "traces and counters: part of ROCm 6.2 and newer (package rocprofiler-sdk)",
+    "rocprofv3": "traces and counters: part of ROCm 6.3 and newer (package rocprofiler-sdk)",
     "rocprof-compute": "analysis of one kernel: part of ROCm 6.3 and newer (package rocprofiler-compute)",
     "rocprof-sys-run": "traces with the host: part of ROCm 6.3 and newer (package rocprofiler-systems)",
 }
@@ -372,7 +381,11 @@ def describe_profiler(machine, name, path):
     # rocprofv3 has no --version before ROCm 7.
     version = versions[0][:80] if status == 0 and versions else "it does not say its version"
     rocm = rocm_version(path)
-    return Finding("profilers", OK, f"{name}: {path}, {version}" + (f", ROCm {rocm}" if rocm else ""))
+    text = f"{name}: {path}, {version}" + (f", ROCm {rocm}" if rocm else "")
+    if rocm and version_tuple(rocm) < OLDEST_ROCM:
+        remedy = f"it lacks options that the profiling scripts use: load ROCm {dotted(OLDEST_ROCM)} or newer"
+        return Finding("profilers", WARN, text, remedy)
+    return Finding("profilers", OK, text)
 
 
 def rocm_version(tool):

@@ -172,6 +172,21 @@ def test_hidden_gpu(monkeypatch):
     assert level == "FAIL" and "HIP_VISIBLE_DEVICES" in text and remedy == "unset HIP_VISIBLE_DEVICES"
 
 
+@pytest.mark.parametrize("packages, built_for", [({}, "CPUs only"), ({"cuda": "12.8"}, "CUDA 12.8")])
+def test_gpu_of_another_vendor_than_torch(no_devices, packages, built_for):
+    (no_devices / "kfd").touch()
+    level, text, remedy = diagnose("torch", Machine(**packages))
+    assert level == "FAIL" and f"for {built_for}, but there is {no_devices}/kfd" in text and "TORCH_INDEX" in remedy
+
+
+def test_graphics_of_the_processor_beside_a_card(no_devices):
+    """An AMD processor may have a GPU of its own, which is not meant."""
+    for name in ("kfd", "nvidiactl"):
+        (no_devices / name).touch()
+    machine = Machine(cuda="12.8", gpus=[GPU | {"arch": "sm_90"}])
+    assert diagnose("torch", machine)[0] == diagnose("gpu", machine)[0] == "OK"
+
+
 def test_gpu_that_does_not_answer():
     level, text, _ = diagnose("gpu", Machine(problem="no answer in 5 seconds", **ROCM))
     assert level == "FAIL" and "no answer in 5 seconds" in text
@@ -213,6 +228,12 @@ def test_profilers_say_their_versions(tools):
     assert all(finding.level == "OK" for finding in findings.values())
     assert "does not say its version, ROCm 6.4.1-47" in findings["rocprofv3"].text
     assert "3.1.0" in findings["rocprof-compute"].text and "v1.0.0" in findings["rocprof-sys-run"].text
+
+
+def test_profiler_that_is_older_than_the_scripts(tools):
+    tools("rocprofv3", "exit 2", rocm="6.2.4")
+    finding = found(Machine(**ROCM))["rocprofv3"]
+    assert finding.level == "WARN" and "load ROCm 6.3 or newer" in finding.remedy
 
 
 def test_profiler_outside_the_path(tools, tmp_path, monkeypatch):
