@@ -2665,6 +2665,26 @@ def write_kernel_table(file, durations):
         writer.writerow([name, len(ns), round(sum(ns)), mean, share, round(min(ns)), round(max(ns)), spread])
 
 
+def separate_layers(path):
+    """Moves the layers' backward ranges of a trace to a row of their own. OSError if PyTorch has left no whole trace.
+
+    Each begins in one of autograd's nodes and ends in another, and viewers drop slices that overlap others of a row.
+    """
+    try:
+        trace = json.loads(path.read_text(), strict=False)
+    except (FileNotFoundError, ValueError) as error:  # PyTorch raises nothing
+        raise OSError(errno.EIO, "PyTorch could not write it") from error
+    events = trace["traceEvents"]
+    row = 1 + max(event["tid"] for event in events if isinstance(event.get("tid"), int))
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    layers = [event for event in ranges if re.fullmatch(r"layers\.\d+ backward", event["name"])]
+    for event in layers:
+        event["tid"] = row
+    title = {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": "layers, backward"}}
+    events += [title | {"pid": event["pid"]} for event in layers[:1]]
+    path.write_text(json.dumps(trace))
+
+
 def write_profile(step, device, folder, steps=3):
     """trace.json for Perfetto, and kernel_stats.csv with the columns of rocprofv3's, of a few more steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -2686,8 +2706,7 @@ def write_profile(step, device, folder, steps=3):
     with scratch_beside(folder / "trace.json") as scratch:
         trace, table = scratch / "trace.json", scratch / "kernel_stats.csv"
         profiler.export_chrome_trace(str(trace))
-        if not trace.exists() or not trace.read_bytes().rstrip().endswith(b"}"):  # PyTorch raises nothing
-            raise OSError(errno.EIO, "PyTorch could not write it")
+        separate_layers(trace)
         with open(table, "w", newline="") as file:
             write_kernel_table(file, durations)
         for file in (trace, table):

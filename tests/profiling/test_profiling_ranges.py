@@ -1,6 +1,8 @@
 """The ranges that name the step, its phases and its layers in a trace: there for a profiler, absent in a normal run."""
 
 import json
+import re
+from decimal import Decimal
 
 import pytest
 import torch
@@ -58,13 +60,67 @@ def nested(events):
     return (text + ")" * len(ends)).strip()
 
 
+def read_trace(folder):
+    text = (folder / "trace.json").read_text()
+    return json.loads(text, parse_float=Decimal)["traceEvents"]  # of a float's 53 bits a time of weeks, in ns, takes 52
+
+
+ROUNDING = Decimal("0.001")  # us: a trace is written in ns
+
+
+def overlapping(events):
+    """Pairs of complete slices of one thread that overlap although neither holds the other: viewers drop them."""
+    pairs, around = [], {}
+    for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda event: (event["ts"], -event["dur"])):
+        end, ends = event["ts"] + event["dur"], around.setdefault((event["pid"], event["tid"]), [])
+        while ends and ends[-1][0] <= event["ts"] + ROUNDING:
+            ends.pop()
+        if ends and end > ends[-1][0] + ROUNDING:
+            pairs.append((ends[-1][1], event["name"]))
+        ends.append((end, event["name"]))
+    return pairs
+
+
+def test_overlapping_slices_are_found():
+    def slices(*rows):
+        return [dict(ph="X", pid=1, tid=tid, name=name, ts=ts, dur=end - ts) for name, tid, ts, end in rows]
+
+    nested = slices(("a", 1, 0, 10), ("b", 1, 0, 4), ("c", 1, 4, 10 + ROUNDING), ("d", 2, 5, 15), ("e", 1, 10, 11))
+    assert overlapping(nested) == []
+    assert overlapping([*nested, *slices(("f", 2, 14, 15 + 2 * ROUNDING))]) == [("d", "f")]
+    assert overlapping(slices(("a", 1, 0, 9), ("b", 1, 1, 2), ("c", 1, 3, 10))) == [("a", "c")]
+
+
 @pytest.mark.parametrize("impl", ["torch", "sdpa"])
 def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
     run("--device", "cpu", "--impl", impl, "--profile", str(tmp_path / "profile"))
-    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    trace = read_trace(tmp_path / "profile")
     wanted = ("step", "forward", "backward", "optimizer", "layers.")
     ranges = [e for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith(wanted)]
     assert nested(ranges) == " ".join([ONE_STEP] * 3)
+    assert overlapping(trace) == []
+
+
+def test_layers_of_the_backward_pass_have_a_row_of_their_own(run, tmp_path):
+    """Each begins in one of autograd's nodes and ends in another, which no slice of that thread may do."""
+    run("--device", "cpu", "--impl", "torch", "--profile", str(tmp_path / "profile"))
+    trace = read_trace(tmp_path / "profile")
+    rows = {(e["pid"], e["tid"]) for e in trace if re.fullmatch(r"layers\.\d+ backward", e["name"])}
+    (row,) = rows
+    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name" and (e["pid"], e["tid"]) == row] == [
+        "layers, backward"
+    ]
+    assert {e["name"][-8:] for e in trace if e.get("ph") == "X" and (e["pid"], e["tid"]) == row} == {"backward"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [[], ["--graph"], ["--impl", "torch"]])
+def test_slices_of_the_gpu_nest_too(run, tmp_path, flags):
+    """Kernels, launches, and the copies of the ranges that the profiler draws above the kernels."""
+    run("--device", "cuda", *flags, "--profile", str(tmp_path / "profile"))
+    trace = read_trace(tmp_path / "profile")
+    assert {"kernel", "gpu_user_annotation"} <= {event.get("cat") for event in trace}
+    assert overlapping(trace) == []
 
 
 @pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NV_NSIGHT_INJECTION_PORT_BASE", "LD_PRELOAD"])
