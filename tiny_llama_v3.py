@@ -2377,7 +2377,11 @@ class TrainStep:
             setattr(self, name, graph.replay)
 
     def show_ranges(self):
-        """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler."""
+        """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler.
+
+        A range "step" is the host's: with --timing step its kernels run on behind it. Only the range "steps", around
+        all of the measured ones and the synchronization at their end, holds them all.
+        """
         if self.named_range is named_range:
             return
         self.named_range = named_range
@@ -2768,15 +2772,17 @@ def train_in_one_window(step, data, config, device, records):
     clock = StepClock(device, config.unsynced_timing)
     synchronize(device)
     try:
-        clock.mark()
-        for batch in batches:
-            start = time.perf_counter()
-            step.load(*batch)
-            with step.named_range("step"):
-                step.run()
-            losses.append(step.loss.detach().clone())
-            host_ms.append((time.perf_counter() - start) * 1e3)
+        with step.named_range("steps"):
             clock.mark()
+            for batch in batches:
+                start = time.perf_counter()
+                step.load(*batch)
+                with step.named_range("step"):
+                    step.run()
+                losses.append(step.loss.detach().clone())
+                host_ms.append((time.perf_counter() - start) * 1e3)
+                clock.mark()
+            synchronize(device)
     finally:  # Ctrl-C: the steps done so far count
         synchronize(device)
         done = zip(losses, host_ms, clock.intervals(), strict=False)

@@ -1,5 +1,6 @@
 """The ranges that name the step, its phases and its layers in a trace: there for a profiler, absent in a normal run."""
 
+import functools
 import json
 import re
 from decimal import Decimal
@@ -17,6 +18,7 @@ ONE_STEP = (
     "(step (forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward)) "
     "(optimizer))"
 )
+TWO_STEPS = " ".join([ONE_STEP] * 2)
 OUTERMOST = "(step (forward) (backward) (optimizer))"
 
 
@@ -41,6 +43,7 @@ def markers(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"({name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(")"))
+    monkeypatch.setattr(torch.cuda.nvtx, "mark", calls.append)
     for name in ("LD_PRELOAD", "ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH"):
         monkeypatch.delenv(name, raising=False)
     return lambda: " ".join(calls).replace(" )", ")")
@@ -124,13 +127,30 @@ def test_slices_of_the_gpu_nest_too(run, tmp_path, flags):
 
 
 @pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NV_NSIGHT_INJECTION_PORT_BASE", "LD_PRELOAD"])
-@pytest.mark.parametrize("timing", ["phases", "step"])
-def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing):
+@pytest.mark.parametrize("timing, expected", [("phases", TWO_STEPS), ("step", f"(steps {TWO_STEPS})")])
+def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing, expected):
     quiet = run("--device", "cpu", "--impl", "torch", "--timing", timing)
     assert markers() == ""
     monkeypatch.setenv(variable, "/opt/rocm/lib/librocprofiler-sdk-tool.so")
     assert run("--device", "cpu", "--impl", "torch", "--timing", timing) == quiet
-    assert markers() == " ".join([ONE_STEP] * 2)
+    assert markers() == expected
+
+
+def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers, monkeypatch):
+    """A range "step" is over before its kernels have run; the diagnostics after the last one are no part of it."""
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    monkeypatch.setattr(llama, "show_layers", lambda layers: None)
+
+    def noted(name, original, argument):
+        torch.cuda.nvtx.mark(name)
+        return original(argument)
+
+    for name in ("synchronize", "gradient_norm"):
+        monkeypatch.setattr(llama, name, functools.partial(noted, name, getattr(llama, name)))
+    run("--device", "cpu", "--impl", "torch", "--timing", "step")
+    before, window, after = re.split(r" ?(\(steps .*\)) ?", markers())
+    assert before.endswith("synchronize") and after.split().count("gradient_norm") == 1
+    assert window == f"(steps {OUTERMOST} {OUTERMOST} synchronize)"
 
 
 def test_another_preloaded_library_is_no_profiler(run, markers, monkeypatch):
@@ -151,10 +171,13 @@ def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("timing, expected", [("phases", OUTERMOST), ("step", "(step (graph))")])
+@pytest.mark.parametrize(
+    "timing, expected",
+    [("phases", f"{OUTERMOST} {OUTERMOST}"), ("step", "(steps (step (graph)) (step (graph)))")],
+)
 def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timing, expected):
     quiet = run("--graph", "--timing", timing)
     assert markers() == ""
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
     assert run("--graph", "--timing", timing) == quiet
-    assert markers() == " ".join([expected] * 2)
+    assert markers() == expected
