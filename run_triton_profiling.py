@@ -50,7 +50,7 @@ SIZES = {  # model sizes that suit the device; each is an option
 class Case(NamedTuple):
     """One direction of one operation; the calls return tuples of corresponding tensors."""
 
-    name: str
+    name: str  # of the operation, as in profiling.kernel_names
     ours: object
     theirs: object
     exact: object  # the same in float64
@@ -103,7 +103,7 @@ def swiglu_cases(bench, config):
 
     costs = work.swiglu_activation(gate_up, upstream), work.swiglu_activation_backward(upstream, gate_up)
     yield from directions(
-        bench, "SwiGLU activation", kernels.torch_activation, (gate_up,), upstream,
+        bench, "SwiGLU", kernels.torch_activation, (gate_up,), upstream,
         lambda: (llama.swiglu_activation(gate_up.detach()),), backward, costs,
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def cross_entropy_cases(bench, config):
         return function(logits.detach().requires_grad_())
 
     yield Case(
-        "cross-entropy, loss and gradient", ours, theirs, lambda: function(*promoted((logits,))),
+        "cross-entropy", ours, theirs, lambda: function(*promoted((logits,))),
         work.cross_entropy(logits, targets, logits[:, 0].float()), by_bytes=True,
     )  # fmt: skip
 
