@@ -65,9 +65,17 @@ def test_the_timeline_and_the_roofline_have_the_same_colours():
     shown = legend_of(plot.draw_timeline(kernels, step, "").axes[0])
     assert shown == {name: to_rgb(COLORS[name]) for name in names}
     points = [{"name": name, "flop": 10, "bytes": 10, "triton": {"ms": 1.0}} for name in ("RMSNorm", "attention")]
-    result = {"ceilings": {"GB/s": 1, "TFLOP/s": 1}, "kernels": points, "environment": {"device": "GPU"}}
-    shown = legend_of(plot.draw_roofline(result).axes[0])
+    result = {
+        "ceilings": {"GB/s": 1, "TFLOP/s": 1},
+        "kernels": points,
+        "environment": {"device": "GPU", "arch": "gfx942"},
+    }
+    (axes,) = plot.draw_roofline(result).axes
+    shown = legend_of(axes)
     assert shown == {name: to_rgb(COLORS[name]) for name in ("RMSNorm", "attention")}
+    assert "interpreted" not in axes.get_title()
+    result["environment"]["arch"] = "cpu"
+    assert "interpreted: no ceiling limits them" in plot.draw_roofline(result).axes[0].get_title()
 
 
 def test_the_replay_draws_operations_in_their_colours():
