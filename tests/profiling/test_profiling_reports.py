@@ -79,7 +79,7 @@ def table_of(**ns):
 def test_compare():
     before = table_of(rmsnorm_kernel=100_000, swiglu_kernel=900_000, rope_kernel=10_000, adamw_kernel=50_000)
     after = table_of(rmsnorm_kernel=200_000, swiglu_activation_kernel=20_000, rope_kernel=10_400, adamw_kernel=40_000)
-    result = compare.compare(before, after, steps=(2, 2))
+    result = compare.compare(compare.of_calls(before, 2), compare.of_calls(after, 2))
     assert result["change"].to_dict() == {
         "swiglu_kernel": "vanished",
         "rmsnorm_kernel": "slower",
