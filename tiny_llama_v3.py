@@ -2377,7 +2377,11 @@ class TrainStep:
             setattr(self, name, graph.replay)
 
     def show_ranges(self):
-        """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler."""
+        """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler.
+
+        A range "step" is the host's: with --timing step its kernels run on behind it. Only the range "steps", around
+        all of the measured ones and the synchronization at their end, holds them all.
+        """
         if self.named_range is named_range:
             return
         self.named_range = named_range
@@ -2665,6 +2669,26 @@ def write_kernel_table(file, durations):
         writer.writerow([name, len(ns), round(sum(ns)), mean, share, round(min(ns)), round(max(ns)), spread])
 
 
+def separate_layers(path):
+    """Moves the layers' backward ranges of a trace to a row of their own. OSError if PyTorch has left no whole trace.
+
+    Each begins in one of autograd's nodes and ends in another, and viewers drop slices that overlap others of a row.
+    """
+    try:
+        trace = json.loads(path.read_text(), strict=False)
+    except (FileNotFoundError, ValueError) as error:  # PyTorch raises nothing
+        raise OSError(errno.EIO, "PyTorch could not write it") from error
+    events = trace["traceEvents"]
+    row = 1 + max(event["tid"] for event in events if isinstance(event.get("tid"), int))
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    layers = [event for event in ranges if re.fullmatch(r"layers\.\d+ backward", event["name"])]
+    for event in layers:
+        event["tid"] = row
+    title = {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": "layers, backward"}}
+    events += [title | {"pid": event["pid"]} for event in layers[:1]]
+    path.write_text(json.dumps(trace))
+
+
 def write_profile(step, device, folder, steps=3):
     """trace.json for Perfetto, and kernel_stats.csv with the columns of rocprofv3's, of a few more steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -2686,8 +2710,7 @@ def write_profile(step, device, folder, steps=3):
     with scratch_beside(folder / "trace.json") as scratch:
         trace, table = scratch / "trace.json", scratch / "kernel_stats.csv"
         profiler.export_chrome_trace(str(trace))
-        if not trace.exists() or not trace.read_bytes().rstrip().endswith(b"}"):  # PyTorch raises nothing
-            raise OSError(errno.EIO, "PyTorch could not write it")
+        separate_layers(trace)
         with open(table, "w", newline="") as file:
             write_kernel_table(file, durations)
         for file in (trace, table):
@@ -2749,15 +2772,17 @@ def train_in_one_window(step, data, config, device, records):
     clock = StepClock(device, config.unsynced_timing)
     synchronize(device)
     try:
-        clock.mark()
-        for batch in batches:
-            start = time.perf_counter()
-            step.load(*batch)
-            with step.named_range("step"):
-                step.run()
-            losses.append(step.loss.detach().clone())
-            host_ms.append((time.perf_counter() - start) * 1e3)
+        with step.named_range("steps"):
             clock.mark()
+            for batch in batches:
+                start = time.perf_counter()
+                step.load(*batch)
+                with step.named_range("step"):
+                    step.run()
+                losses.append(step.loss.detach().clone())
+                host_ms.append((time.perf_counter() - start) * 1e3)
+                clock.mark()
+            synchronize(device)
     finally:  # Ctrl-C: the steps done so far count
         synchronize(device)
         done = zip(losses, host_ms, clock.intervals(), strict=False)

@@ -73,6 +73,13 @@ class View:
             return None
         return llama.triton_obstacle(self.device, self.config.use_amp).split(" (")[0]
 
+    def on_cpu(self):
+        """There the times of two stages do not tell them apart."""
+        return self.device.type == "cpu"
+
+
+INTERPRETED = "Triton's interpreter ran the kernels, and its times mean nothing"
+
 
 def see_broken_loss(view):
     first, guessing, hidden = view.stage(1)["first_loss"], math.log(view.config.vocab_size), view.config.hidden_dim
@@ -87,10 +94,12 @@ def see_broken_loss(view):
 def see_slow_attention(view):
     if view.triton_obstacle():
         return False, f"Plain PyTorch's attention ran, which takes any layout: {view.triton_obstacle()}."
+    if view.on_cpu():
+        return False, f"{INTERPRETED}."
     view.kernels(2), view.kernels(3)
     slow, correct = view.stage(2)["attention_us"], view.stage(3)["attention_us"]
     if not (slow and correct):
-        return False, f"The profile has no {ATTENTION_KERNEL}: the interpreter's kernels are not kernels of a device."
+        raise Missing(f"the profile has no {ATTENTION_KERNEL}")
     text = (
         f"{ATTENTION_KERNEL} takes {slow:,.1f} us, {times(slow / correct)} the {correct:,.1f} us of stage 3, for the "
         f"same result at {view.config.seq_len} tokens a sequence in {view.summary['precision']}."
@@ -108,10 +117,10 @@ def see_fake_timing(view):
     if share is None:
         raise Missing("--timing step does not time phases")
     text = f"Forward, backward and optimizer add up to {percent(share)} of the step."
+    if view.on_cpu():
+        return False, f"{text} A CPU does its work while the host's clock runs: it takes a device that runs behind."
     if share < 0.8:
         return True, f"{text} The rest is work that the device did after the host's clock was read."
-    if view.device.type == "cpu":
-        return False, f"{text} A CPU does its work while the host's clock runs: it takes a device that runs behind."
     host = stage["host_ms"] / stage["batch_ms"]["p50"]
     return False, f"{text} The host is busy for {percent(host)} of the step: the device is never far behind it."
 
@@ -119,6 +128,8 @@ def see_fake_timing(view):
 def see_slow_kernels(view):
     if view.triton_obstacle():
         return False, f"The naive kernel did not run, the library multiplied the matrices: {view.triton_obstacle()}."
+    if view.on_cpu():
+        return False, f"{INTERPRETED}."
     slower = view.stage(4)["batch_ms"]["p50"] / view.stage(OPTIMIZED)["batch_ms"]["p50"]
     text = f"The step takes {times(slower)} stage {OPTIMIZED}'s."
     kernels = view.stage(4)["kernels"]
@@ -140,8 +151,11 @@ def see_optimized(view):
     if baseline:
         text += f" The speed is {times(stage['samples_per_second'] / baseline['samples_per_second'])} the baseline's"
         obstacle = view.triton_obstacle()
-        text += f": noise, as both are plain PyTorch ({obstacle})." if obstacle else ", measured in the same replay."
-    if view.device.type == "cuda" and stage["host_ms"] > 0.8 * stage["batch_ms"]["p50"]:
+        if obstacle:
+            text += f": noise, as both are plain PyTorch ({obstacle})."
+        else:
+            text += f": {INTERPRETED}." if view.on_cpu() else ", measured in the same replay."
+    if not view.on_cpu() and stage["host_ms"] > 0.8 * stage["batch_ms"]["p50"]:
         busy = percent(stage["host_ms"] / stage["batch_ms"]["p50"])
         text += f" What is left is the host: it needs {busy} of the step to launch the kernels."
     return share == 1.0, text
@@ -152,7 +166,7 @@ def see_severed_autograd(view):
         return False, f"Autograd cannot be cut out of plain PyTorch's operations: {view.triton_obstacle()}."
     stage, correct = view.stage(6), view.stage(OPTIMIZED)
     text = f"{percent(stage['gradient_share'])} of the weights receive a gradient"
-    if stage["phase_ms"] and correct["phase_ms"]:
+    if stage["phase_ms"] and correct["phase_ms"] and not view.on_cpu():
         cheaper = correct["phase_ms"]["backward"] / stage["phase_ms"]["backward"]
         text += f", and the backward pass is {times(cheaper)} cheaper than stage {OPTIMIZED}'s"
     return stage["gradient_share"] < 0.5, f"{text}; the first loss, {number(stage['first_loss'])}, does not tell."
@@ -162,8 +176,8 @@ def see_cold_start(view):
     stage = view.stage(7)
     skew = stage["mean_over_median"]
     text = f"The mean step is {times(skew)} the median; the first took {stage['step_ms'][0]:,.1f} ms."
-    if view.triton_obstacle():
-        text += f" No kernel was compiled, the library's first calls are all there is: {view.triton_obstacle()}."
+    if view.on_cpu():
+        return False, f"{text} No kernel is compiled on a CPU: what differs is the library's first calls, and noise."
     return skew >= 2, text
 
 
@@ -248,6 +262,15 @@ NOTES = (
     "phases / step: forward, backward and optimizer added up, over the step around them; times are medians over the "
     "steps, the speed is that of all steps together.",
 )
+
+
+def notes(summary):
+    """What the table of a replay needs to be read: NOTES, and what its times are worth."""
+    view = View(summary)
+    if not view.on_cpu():
+        return NOTES
+    same = f"plain PyTorch ran the same operations in every stage ({view.triton_obstacle()}): times differ by noise"
+    return (*NOTES, f"{same if view.triton_obstacle() else INTERPRETED}.")
 
 
 def comparison_table(summary):

@@ -3,7 +3,13 @@
     python -m profiling.compare hotspots/hotspot_before hotspots/hotspot_after
 
 Reads what profiling.hotspots reads. Where both traces name their steps, a step is compared with a step, otherwise the
-whole recordings. Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
+whole recordings. A kernel is called slower or faster if its time differs by more than 5 % and by more than the noise,
+which is that of both recordings: the medians of what it takes in a step are compared, and the noise is the sum of the
+two interquartile ranges between the steps, times 1 + 10 / steps, as few steps show little of their spread. Where single
+steps are not known, the means are compared, and the standard deviation of the calls stands for that range. Without any
+of these, as of a single call, a change of more than 5 % is unknown.
+
+Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
 """
 
 import sys
@@ -16,33 +22,67 @@ from measure.options import positive
 from profiling.command_line import NothingRecorded, Parser, exit_code_of
 from profiling.hotspots import show
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import read_step_stats
+from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, steps_of, within
 
 SAME = 0.05  # a change of a kernel's time that is not worth a word
+FEWEST_STEPS = 3  # of which one can say how much they differ
+NORMAL_IQR = 1.349  # the interquartile range of a normal distribution, in standard deviations
+
+# A side of a comparison is a table with a row a kernel: ms, calls and spread (the interquartile range of ms) of a step,
+# and samples, the number of measurements that the spread is of.
 
 
-def compare(before, after, steps=(1, 1)):
-    """A DataFrame with a row a kernel of either run, the largest difference in time first.
+def step_windows(path):
+    """[(start, end)] in ns of the steps that hold their own kernels; none if the kernels run on behind their step."""
+    ranges = read_ranges(path)
+    steps = steps_of(ranges) if not (ranges["Name"] == "steps").any() else ranges[:0]
+    return list(zip(steps["Start"], steps["End"], strict=True))
 
-    before and after are tables of readers.COLUMNS, steps the number of steps that each covers. Columns: change (a
-    word), ms before, calls before, ms after, calls after (a step; gaps where a run lacks the kernel), ratio (after to
-    before).
+
+def of_steps(path):
+    """The side of a recording whose steps can be told apart, by medians; None of any other."""
+    windows = step_windows(path)
+    if len(windows) < FEWEST_STEPS:
+        return None
+    try:
+        dispatches = read_dispatches(path)
+    except Unreadable:  # there is a table of kernels only
+        return None
+    dispatches["ns"] = dispatches["End"] - dispatches["Start"]
+    steps = [within(dispatches, window).groupby("Name", observed=True)["ns"] for window in windows]
+    ms = pd.DataFrame([step.sum() / 1e6 for step in steps]).fillna(0)
+    calls = pd.DataFrame([step.count() for step in steps]).fillna(0)
+    spread = ms.quantile(0.75) - ms.quantile(0.25)
+    return pd.DataFrame({"ms": ms.median(), "calls": calls.mean(), "spread": spread, "samples": len(windows)})
+
+
+def of_calls(table, steps):
+    """The side of a table of readers.COLUMNS that covers so many steps, by means."""
+    table = table.set_index("Name")
+    calls = table["Calls"] / steps
+    spread = NORMAL_IQR * table["StdDev"] / 1e6 * np.sqrt(calls)
+    columns = {"ms": table["TotalDurationNs"] / 1e6 / steps, "calls": calls, "samples": table["Calls"]}
+    return pd.DataFrame(columns | {"spread": spread.where(table["Calls"] > 1)})
+
+
+def compare(before, after):
+    """A DataFrame with a row a kernel of either side, the largest difference in time first.
+
+    Columns: change (a word), ms before, calls before, ms after, calls after (a step; gaps where a run lacks the
+    kernel), ratio (after to before), ms noise (what the difference must exceed; a gap if it was not measured).
     """
-    sides = []
-    for side, table, count in zip(("before", "after"), (before, after), steps, strict=True):
-        sums = table.set_index("Name")
-        columns = {f"ms {side}": sums["TotalDurationNs"] / 1e6 / count, f"calls {side}": sums["Calls"] / count}
-        sides.append(pd.DataFrame(columns))
-    both = sides[0].join(sides[1], how="outer")
-    ratio = both["ms after"] / both["ms before"]
+    both = before.add_suffix(" before").join(after.add_suffix(" after"), how="outer")
+    samples = both[["samples before", "samples after"]].min(axis="columns")
+    both["ms noise"] = (both["spread before"] + both["spread after"]) * (1 + 10 / samples)
+    both["ratio"] = ratio = both["ms after"] / both["ms before"]
+    difference = (both["ms after"].fillna(0) - both["ms before"].fillna(0)).abs()
+    is_small = ratio.between(1 / (1 + SAME), 1 + SAME) | (difference <= both["ms noise"])
     change = np.select(
-        [both["ms before"].isna(), both["ms after"].isna(), ratio > 1 + SAME, ratio < 1 / (1 + SAME)],
-        ["appeared", "vanished", "slower", "faster"],
-        "same",
+        [both["ms before"].isna(), both["ms after"].isna(), is_small, both["ms noise"].isna(), ratio > 1],
+        ["appeared", "vanished", "same", "unknown", "slower"],
+        "faster",
     )
     both.insert(0, "change", change)
-    both["ratio"] = ratio
-    difference = (both["ms after"].fillna(0) - both["ms before"].fillna(0)).abs()
     return both.loc[difference.sort_values(ascending=False, kind="stable").index]
 
 
@@ -62,7 +102,7 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def print_sums(compared, by_step):
+def print_sums(compared, by_step, noise):
     sums = compared[["ms before", "ms after", "calls before", "calls after"]].sum()
     print("A step of each" if by_step else "The whole recordings, as one of them does not name its steps", end=": ")
     print(
@@ -70,21 +110,33 @@ def print_sums(compared, by_step):
         f"{sums['calls after']:.6g} calls ({sums['ms after'] / sums['ms before']:.2f} of the time)"
     )
     counts = compared["change"].value_counts()
-    print("Kernels: " + ", ".join(f"{count} {change}" for change, count in counts.items()) + "\n")
+    print("Kernels: " + ", ".join(f"{count} {change}" for change, count in counts.items()))
+    print(f"Noise: {noise}; what differs by less, or by less than {100 * SAME:.0f} %, is called same\n")
+
+
+def sides_of(paths):
+    """((before, after), whether a step is compared with a step, what the noise is)."""
+    tables = [read_step_stats(path) for path in paths]
+    for path, (table, _) in zip(paths, tables, strict=True):
+        if table.empty:
+            raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+    sides = [of_steps(path) for path in paths]
+    if all(side is not None for side in sides):
+        steps = [side["samples"].iloc[0] for side in sides]
+        noise = f"the interquartile ranges of a kernel's time in {steps[0]} and in {steps[1]} steps, added, times "
+        return sides, True, f"{noise}1 + 10 / {min(steps)}"
+    by_step = all(steps for _, steps in tables)
+    sides = [of_calls(table, steps if by_step else 1) for table, steps in tables]
+    return sides, by_step, "from the standard deviation of a kernel's calls, as single steps are not known"
 
 
 def report(options):
-    paths = options.before, options.after
-    (before, steps_before), (after, steps_after) = map(read_step_stats, paths)
-    for path, table in zip(paths, (before, after), strict=True):
-        if table.empty:
-            raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
-    by_step = steps_before and steps_after
-    compared = compare(before, after, (steps_before, steps_after) if by_step else (1, 1))
-    print_sums(compared, by_step)
+    sides, by_step, noise = sides_of((options.before, options.after))
+    compared = compare(*sides)
+    print_sums(compared, by_step, noise)
     shown = compared.head(options.top).reset_index(names="kernel")
     shown["operation"], shown["kernel"] = shown["kernel"].map(operation_of), shown["kernel"].map(short_name)
-    columns = ["change", "ms before", "ms after", "ratio", "calls before", "calls after", "operation", "kernel"]
+    columns = "change,ms before,ms after,ms noise,ratio,calls before,calls after,operation,kernel".split(",")
     print(show(shown[columns]))
     print(f"\nBy operation:\n\n{show(by_operation(compared))}")
     return 0

@@ -1,4 +1,4 @@
-"""The operation of the model that a kernel computes, and its name without decoration."""
+"""The operation of the model that a kernel computes, its colour in every picture, and its name without decoration."""
 
 import functools
 import re
@@ -43,13 +43,28 @@ OPERATIONS = {
     r"reduce|aten::(sum|mean|max|norm)": "reduction",
     r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",
 }
+OTHER = "other"
 OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in OPERATIONS.items()]
+
+# A hue a family, so that an operation is known again in another picture; a backward pass is the lighter of its pair.
+COLORS = {
+    "matrix product": "#1f77b4", "fused by torch.compile": "#843c39",
+    "attention": "#2ca02c", "attention backward": "#98df8a", "rotary embedding": "#00594f", "softmax": "#8ca252",
+    "SwiGLU": "#ff7f0e", "SwiGLU backward": "#ffbb78", "SwiGLU matrix product, naive": "#a63603",
+    "RMSNorm": "#9467bd", "RMSNorm backward": "#c5b0d5",
+    "LayerNorm": "#d62728", "LayerNorm backward": "#ff9896",
+    "norm": "#8c564b", "norm backward": "#c49c94",
+    "embedding": "#17becf", "embedding backward": "#9edae5", "cross-entropy": "#e377c2",
+    "optimizer": "#bcbd22", "gradient norm": "#e7e29a",
+    "elementwise": "#393b79", "reduction": "#9c9ede", "random numbers": "#5f9ea0",
+    "copy or fill": "#7f7f7f", OTHER: "#d9d9d9",
+}  # fmt: skip
 
 
 @functools.cache
 def operation_of(kernel_name):
     """The operation of the model that a kernel computes, or "other"."""
-    return next((operation for pattern, operation in OPERATION_PATTERNS if pattern.search(kernel_name)), "other")
+    return next((operation for pattern, operation in OPERATION_PATTERNS if pattern.search(kernel_name)), OTHER)
 
 
 def short_name(kernel_name, width=60):

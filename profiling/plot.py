@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 
 from profiling.command_line import NothingRecorded, Parser, exit_code_of  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
-from profiling.kernel_names import operation_of  # noqa: E402
+from profiling.kernel_names import COLORS, OTHER, operation_of  # noqa: E402
 from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within  # noqa: E402
 from profiling.readers.kernels_alone import read_kernels_alone  # noqa: E402
 from profiling.timeline import typical_step  # noqa: E402
@@ -26,19 +26,12 @@ TOP = 12
 PHASES = ("step", "forward", "backward", "optimizer")
 
 
-def colors_of(operations):
-    """{operation: color}, in the order given."""
-    palette = plt.get_cmap("tab20").colors
-    return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(operations))}
-
-
 def draw_kernels(table, steps, title):
     """Bars of the kernels that take the most time, coloured by operation, of a table of readers.COLUMNS."""
     spots = hotspots(table, steps).head(TOP)[::-1]
-    colors = colors_of(spots["operation"][::-1])
     figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4), layout="constrained")
     rows = range(len(spots))  # not the names: shortened, two kernels may be called alike
-    bars = axes.barh(rows, spots["ms"], color=spots["operation"].map(colors), tick_label=spots["kernel"])
+    bars = axes.barh(rows, spots["ms"], color=spots["operation"].map(COLORS), tick_label=spots["kernel"])
     labels = [f"{share:.1f} %  {name}" for share, name in zip(spots["share"], spots["operation"], strict=True)]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_xlabel("ms a step" if steps else "ms of the whole run")
@@ -80,8 +73,8 @@ def draw_timeline(dispatches, ranges, title):
     totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
     figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
     draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
-    for name, color in colors_of(totals.index).items():
-        draw_bars(axes, start, kernels[operations == name], 0, color=color, label=name)
+    for name in totals.index:
+        draw_bars(axes, start, kernels[operations == name], 0, color=COLORS[name], label=name)
     axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
     axes.set_xlabel("ms since the step began")
     axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
@@ -107,13 +100,14 @@ def draw_roofline(result):
     left = ceiling_x[len(ceiling_x) // 10]
     axes.text(left, left * bandwidth * 1.3, f"{bandwidth * 1e3:.4g} GB/s", ha="right", va="bottom", fontsize=8)
     axes.text(ceiling_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
-    colors = colors_of(k["name"] for k in points)
     for x, y, kernel in zip(intensity, speed, points, strict=True):
-        axes.plot(x, y, "o", color=colors[kernel["name"]], label=kernel["name"])
+        axes.plot(x, y, "o", color=COLORS.get(kernel["name"], COLORS[OTHER]), label=kernel["name"])
     axes.set_xlabel("FLOP for each byte that must be moved")
     axes.set_ylabel("TFLOP/s")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    axes.set_title(f"Roofline, ceilings measured: {result['environment']['device']}")
+    environment = result["environment"]
+    interpreted = ", kernels interpreted: no ceiling limits them" if environment["arch"] == "cpu" else ""
+    axes.set_title(f"Roofline, ceilings measured: {environment['device']}{interpreted}")
     return figure
 
 

@@ -78,6 +78,18 @@ def utilisation_section(figures, derived):
     return "\n".join([*lines, "", markdown(top)])
 
 
+def runs_on_gpu(alone):
+    return alone["environment"]["arch"] != "cpu"
+
+
+def kernels_table(alone, rows, untimed):
+    """The rows in Markdown; of interpreted kernels the columns alone for which no clock is needed, the first ones."""
+    table = pd.DataFrame(rows)
+    if runs_on_gpu(alone):
+        return markdown(table)
+    return f"(Triton's interpreter ran them, in Python: no ceiling limits that.)\n\n{markdown(table.iloc[:, :untimed])}"
+
+
 def bandwidth_section(derived, alone):
     ceiling = alone["ceilings"]["GB/s"]
     parts = [f"Measured ceiling of this device, by a kernel that reads and writes: {ceiling:,.4g} GB/s."]
@@ -96,16 +108,17 @@ def bandwidth_section(derived, alone):
     rows = [
         {
             "kernel alone": case["name"],
-            "ms": case["triton"]["ms"],
             "MB": case["bytes"] / 1e6,
+            "ms": case["triton"]["ms"],
             "GB/s": case["bytes"] / case["triton"]["ms"] / 1e6,
             "% of the ceiling": 100 * case["bytes"] / case["triton"]["ms"] / 1e6 / ceiling,
         }
         for case in alone["kernels"]
     ]
-    parts.append(
-        "Each Triton kernel alone, from the bytes that it must move at least:\n\n" + markdown(pd.DataFrame(rows))
-    )
+    parts += [
+        "Each Triton kernel alone, from the bytes that it must move at least:",
+        kernels_table(alone, rows, untimed=2),
+    ]
     return "\n\n".join(parts)
 
 
@@ -114,18 +127,18 @@ def roofline_section(derived, alone):
     ridge = arithmetic * 1e3 / bandwidth
     text = (
         f"Ceilings: {bandwidth:,.4g} GB/s and {arithmetic:,.4g} TFLOP/s, which meet at {ridge:,.4g} FLOP a byte. With "
-        "less arithmetic a kernel can at best reach the first, with more the second. Picture: `roofline.png`.\n\n"
+        "less arithmetic a kernel can at best reach the first, with more the second. One far below its ceiling is "
+        "limited by neither, and above 100 % caches served what the ceiling's kernel gets from memory. Picture: "
+        "`roofline.png`.\n\n"
     )
-    rows = [
-        {
-            "kernel alone": case["name"],
-            "FLOP a byte": case["flop"] / case["bytes"],
-            "TFLOP/s": case["flop"] / case["triton"]["ms"] / 1e9,
-            "limited by": "memory" if case["flop"] / case["bytes"] < ridge else "arithmetic",
-        }
-        for case in alone["kernels"]
-    ]
-    text += markdown(pd.DataFrame(rows))
+    rows = []
+    for case in alone["kernels"]:
+        intensity, speed = case["flop"] / case["bytes"], case["flop"] / case["triton"]["ms"] / 1e9
+        row = {"kernel alone": case["name"], "FLOP a byte": intensity, "TFLOP/s": speed}
+        row["ceiling"] = "memory" if intensity < ridge else "arithmetic"
+        row["% of the ceiling"] = 100 * speed / min(intensity * bandwidth / 1e3, arithmetic)
+        rows.append(row)
+    text += kernels_table(alone, rows, untimed=2)
     counted = derived[derived["flop"].gt(0) & derived["bytes"].gt(0)] if len(derived) else derived
     if len(counted):
         table = {
@@ -145,7 +158,7 @@ def summary(path, tool):
     derived = derive(counters, table) if len(counters) else pd.DataFrame()
     figures = step_figures(path)
     spots = hotspots(table, steps)
-    on_gpu = alone["environment"]["arch"] != "cpu"
+    on_gpu = runs_on_gpu(alone)
     environment = alone["environment"]
     top = spots.head(TOP).rename(columns={"share": "% of the time", "ms": "ms a step", "calls": "calls a step"})
     software = f"PyTorch {environment['torch']}, Triton {environment['triton']}"

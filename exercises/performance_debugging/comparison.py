@@ -8,10 +8,10 @@ from benchmarks.stages import (
     ATTENTION_KERNEL,
     HYBRID_SWIGLU,
     NAIVE_SWIGLU,
-    NOTES,
     OPTIMIZED,
     comparison_markdown,
     comparison_table,
+    notes,
     observation_lines,
     observations,
     setting,
@@ -145,7 +145,7 @@ def markdown(summary):
         "# The stages, replayed",
         setting(summary),
         comparison_markdown(summary),
-        "\n".join(f"- {n}" for n in NOTES),
+        "\n".join(f"- {note}" for note in notes(summary)),
     ]
     parts += ["## Key observations"]
     parts += ["\n".join(f"- **{title}** ({mark}): {text}" for title, mark, text in observation_lines(summary))]

@@ -1,6 +1,7 @@
 """The pictures of a replay. Each draw_* takes the axes and the summary of comparison.py."""
 
 import io
+from collections import Counter
 
 import matplotlib
 
@@ -11,11 +12,10 @@ import tiny_llama_v3 as llama  # noqa: E402
 from benchmarks.stages import device_of, setting  # noqa: E402
 from measure.tables import number  # noqa: E402
 from measure.work import kernel_work  # noqa: E402
-from profiling.kernel_names import short_name  # noqa: E402
+from profiling.kernel_names import COLORS, operation_of  # noqa: E402
 
 BASELINE_COLOUR = "0.6"
 MARKERS = "os^vD<>pP*Xhd"
-TOP_KERNELS = 6
 
 
 def colour(stage):
@@ -68,25 +68,28 @@ def draw_phases(axes, summary):
     axes.legend(fontsize="small")
 
 
+def operation_shares(kernels):
+    """{operation: share of the time of all kernels}."""
+    shares = Counter()
+    for kernel in kernels:
+        shares[operation_of(kernel["name"])] += kernel["share"]
+    return shares
+
+
 def draw_kernels(axes, summary):
-    """The share of the device's time that the longest kernels of each stage take."""
+    """The share of the device's time that the kernels of each operation take, the largest on the left."""
     stages = [stage for stage in measured(summary) if stage["kernels"]]
-    names = list(dict.fromkeys(k["name"] for stage in stages for k in stage["kernels"][:TOP_KERNELS]))
-    weight = {
-        name: sum(k["share"] for stage in stages for k in stage["kernels"] if k["name"] == name) for name in names
-    }
-    names = sorted(names, key=weight.get, reverse=True)[: 2 * TOP_KERNELS]
+    shares = [operation_shares(stage["kernels"]) for stage in stages]
     rows = [f"stage {stage['stage']}" for stage in stages]
     left = [0.0] * len(stages)
-    for index, name in enumerate(names):
-        widths = [100 * sum(k["share"] for k in stage["kernels"] if k["name"] == name) for stage in stages]
-        axes.barh(rows, widths, left=left, label=short_name(name, 44), color=plt.get_cmap("tab20")(index))
+    for name, _ in sum(shares, Counter()).most_common():
+        widths = [100 * share[name] for share in shares]
+        axes.barh(rows, widths, left=left, label=name, color=COLORS[name])
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.barh(rows, [100 - start for start in left], left=left, color="0.85", label="all others")
     axes.invert_yaxis()
     of_what = "the device's" if device_of(summary).type == "cuda" else "the operators'"
-    axes.set(xlim=(0, 100), xlabel=f"share of {of_what} time, %", title="Longest kernels of each stage")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
+    axes.set(xlim=(0, 100), xlabel=f"share of {of_what} time, %", title="Kernels of each stage, by operation")
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=3)
 
 
 def kernel_points(summary):
@@ -140,7 +143,7 @@ def pictures(summary):
     if not measured(summary):
         return {}
     if any(stage["kernels"] for stage in measured(summary)):
-        chosen["kernels"] = (draw_kernels, "Share of the longest kernels in every stage")
+        chosen["kernels"] = (draw_kernels, "Share of each operation's kernels in every stage")
     if summary["ceilings"]:
         chosen["roofline"] = (draw_roofline, "Our kernels under the device's ceilings of bandwidth and arithmetic")
     return chosen

@@ -27,7 +27,7 @@ def render(summary):
         setting=stages.setting(summary),
         labels=labels,
         rows=rows,
-        notes=stages.NOTES,
+        notes=stages.notes(summary),
         observations=list(stages.observation_lines(summary)),
         images=images,
     )

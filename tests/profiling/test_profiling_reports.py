@@ -79,7 +79,7 @@ def table_of(**ns):
 def test_compare():
     before = table_of(rmsnorm_kernel=100_000, swiglu_kernel=900_000, rope_kernel=10_000, adamw_kernel=50_000)
     after = table_of(rmsnorm_kernel=200_000, swiglu_activation_kernel=20_000, rope_kernel=10_400, adamw_kernel=40_000)
-    result = compare.compare(before, after, steps=(2, 2))
+    result = compare.compare(compare.of_calls(before, 2), compare.of_calls(after, 2))
     assert result["change"].to_dict() == {
         "swiglu_kernel": "vanished",
         "rmsnorm_kernel": "slower",
@@ -238,9 +238,12 @@ def test_summary_is_computed_from_the_recordings(session):
     assert f"- {figures['kernels']:.6g} kernels a step, in 19 launches\n" in text
     assert "a launch call takes the host 3.50 us, 66 us a step" in text  # 19 of 3.5 us
     assert f"a kernel runs during {100 * figures['busy']:.1f} % of a step" in text
-    assert "| RMSNorm | 0.00400 | 8.00 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
+    assert "| RMSNorm | 8.00 | 0.00400 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
     assert "which meet at 150 FLOP a byte" in text
-    assert "| RMSNorm | 2.00 | 4.00 | memory |" in text and "| attention | 1,000 | 100 | arithmetic |" in text
+    assert (
+        "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
+        and "| attention | 1,000 | 100 | arithmetic | 16.7 |" in text
+    )
     assert "No GPU" not in text and text.count("| rmsnorm_kernel |") >= 2
 
 
@@ -332,11 +335,20 @@ def test_hotspots_by_hand():
 
 def test_counted_figures_of_the_summary_by_hand():
     """A kernel of 2 ms that moves 1 GB and computes 6 TFLOP, under ceilings of 2000 GB/s and 4000 TFLOP/s."""
-    alone = {"ceilings": {"GB/s": 2000.0, "TFLOP/s": 4000.0}, "kernels": []}
+    alone = ALONE | {"ceilings": {"GB/s": 2000.0, "TFLOP/s": 4000.0}}
     derived = pd.DataFrame({"ns": [2e6], "bytes": [1e9], "GB/s": [500.0], "flop": [6e12]}, index=["k"])
     alone["kernels"] = [{"name": "k", "bytes": 1e9, "flop": 1e9, "triton": {"ms": 2.0}}]
     assert "| k | other | 1,000 | 500 | 25.0 |" in summary.bandwidth_section(derived, alone)
     assert "| k | 6,000 | 3,000 |" in summary.roofline_section(derived, alone)
+
+
+def test_no_ceiling_limits_what_is_interpreted():
+    on_cpu = ALONE | {"environment": {"arch": "cpu"}, "ceilings": {"GB/s": 10.0, "TFLOP/s": 0.01}}
+    text = summary.roofline_section(pd.DataFrame(), on_cpu)
+    assert "interpreter" in text and "| RMSNorm | 2.00 |\n" in text
+    assert "memory |" not in text and "arithmetic |" not in text
+    text = summary.bandwidth_section(pd.DataFrame(), on_cpu)
+    assert "interpreter" in text and "| RMSNorm | 8.00 |\n" in text and "ceiling |" not in text
 
 
 def test_the_recorded_step_is_in_ms(tmp_path):

@@ -323,17 +323,51 @@ def test_an_observation_names_the_figure_that_is_missing():
     ]  # fmt: skip
 
 
-def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch):
-    monkeypatch.setattr(llama, "INTERPRETED", False)
-    summary = gpu_summary()
+def cpu_summary(implementation, changes=None):
+    """A summary as a CPU gives it: no kernel of ours is in a profile, and there is no graph to capture."""
+    summary = gpu_summary(changes)
     summary["environment"]["arch"] = "cpu"
+    operators = [{"name": "aten::mm", "calls": 24, "average_us": 9.0, "share": 1.0}]
     for stage in summary["stages"]:
-        stage |= {"implementation": "torch", "attention_us": None, "swiglu_us": None}
-    seen = {seen["stage"]: seen for seen in stages.observations(summary)}
-    assert not any(seen[number]["shown"] for number in (2, 3, 4, 6))
-    reasons = {2: "takes any layout", 3: "runs behind", 4: "did not run", 5: "noise", 6: "cannot be cut"}
-    for number, reason in reasons.items():
+        stage |= {"implementation": implementation, "attention_us": None, "swiglu_us": None, "kernels": operators}
+    summary["stages"][-1] = {"stage": 8, "title": "", "obstacle": "--graph needs a GPU", "error": None}
+    return summary
+
+
+# As noise may have it, every time looks like the sign of its stage.
+NOISE = {
+    3: {"phases_share": 0.3}, 4: {"batch_ms": step_of(20.0)}, 6: {"phase_ms": {"backward": 0.2}},
+    7: {"mean_over_median": 40.0, "step_ms": [9000.0, 5.0]},
+}  # fmt: skip
+CPU_REASONS = {
+    "torch": {2: "takes any layout", 3: "runs behind", 4: "did not run", 5: "noise", 6: "cannot be cut", 7: "compiled"},
+    "triton": {2: "interpreter", 3: "runs behind", 4: "interpreter", 5: "interpreter", 7: "compiled"},
+}
+
+
+@pytest.mark.parametrize("implementation", CPU_REASONS)
+def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch, implementation):
+    monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
+    interpreted = {6: NOISE[6] | {"gradient_share": 0.016}} if implementation == "triton" else {}
+    seen = {seen["stage"]: seen for seen in stages.observations(cpu_summary(implementation, NOISE | interpreted))}
+    assert not any(seen[number]["shown"] for number in (2, 3, 4, 7, 8))
+    assert seen[6]["shown"] is bool(interpreted) and "cheaper" not in seen[6]["text"]
+    for number, reason in CPU_REASONS[implementation].items():
         assert reason in seen[number]["text"]
+
+
+def test_a_cpu_s_broken_loss_shows(monkeypatch):
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    first, *_ = stages.observations(cpu_summary("torch", {1: {"first_loss": 470.0}}))
+    assert first["shown"]
+
+
+def test_times_of_stages_that_ran_the_same_operations_are_called_noise(monkeypatch):
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    assert "the same operations" in stages.notes(cpu_summary("torch"))[-1]
+    assert "interpreter" in stages.notes(cpu_summary("triton"))[-1]
+    assert stages.notes(gpu_summary()) == stages.NOTES
+    assert stages.notes(cpu_summary("torch"))[-1] in comparison.markdown(cpu_summary("torch"))
 
 
 def test_a_launch_bound_stage_says_so():

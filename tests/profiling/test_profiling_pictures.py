@@ -1,0 +1,95 @@
+"""The pictures of the reports: what is drawn, and that an operation has one colour in all of them."""
+
+import colorsys
+import itertools
+import math
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
+
+from exercises.performance_debugging import pictures
+from profiling import plot
+from profiling.kernel_names import COLORS, OPERATIONS, OTHER
+from profiling.readers.files import intervals
+from profiling.readers.statistics import merge, statistics_of
+
+GEMM, NORM, NORM_BACKWARD = "Cijk_Ailk_Bljk_BBS_MT256x128x64", "rmsnorm_kernel", "rmsnorm_backward_kernel"
+
+
+def test_every_operation_has_a_colour_of_its_own():
+    assert set(COLORS) == {*OPERATIONS.values(), OTHER}
+    for one, other in itertools.combinations(COLORS, 2):
+        assert math.dist(to_rgb(COLORS[one]), to_rgb(COLORS[other])) > 0.1, (one, other)
+
+
+def test_a_backward_pass_is_the_lighter_of_its_pair():
+    backward = [name for name in COLORS if name.endswith(" backward")]
+    assert len(backward) >= 6
+    for name in backward:
+        light, dark = (colorsys.rgb_to_hls(*to_rgb(COLORS[n])) for n in (name, name.removesuffix(" backward")))
+        apart = abs(light[0] - dark[0])  # round the circle of hues
+        assert light[1] > dark[1] and min(apart, 1 - apart) < 0.05, name
+
+
+def table_of(**calls):
+    rows = [(name, start, start + 10) for name, count in calls.items() for start in range(count)]
+    return merge([statistics_of(intervals(rows))])
+
+
+def legend_of(axes):
+    """{label: colour} of the legend."""
+    legend = axes.get_legend()
+    colors = [h.get_color() if isinstance(h, Line2D) else h.get_facecolor() for h in legend.legend_handles]
+    return {text.get_text(): to_rgb(color) for text, color in zip(legend.get_texts(), colors, strict=True)}
+
+
+def bars_of(figure):
+    """{operation: colour} of the bars of kernels, which end in their operations' names."""
+    (axes,) = figure.axes
+    labels = [text.get_text().split(" %  ")[1] for text in axes.texts]
+    return {label: to_rgb(bar.get_facecolor()) for label, bar in zip(labels, axes.patches, strict=True)}
+
+
+def test_a_kernel_keeps_its_colour_beside_others():
+    one = bars_of(plot.draw_kernels(table_of(**{GEMM: 5, NORM: 2}), 0, ""))
+    other = bars_of(plot.draw_kernels(table_of(**{NORM: 9, NORM_BACKWARD: 8, "adamw_kernel": 7, GEMM: 1}), 0, ""))
+    assert one == {name: other[name] for name in ("matrix product", "RMSNorm")}
+    assert other == {name: to_rgb(COLORS[name]) for name in other} and len(other) == 4
+
+
+def test_the_timeline_and_the_roofline_have_the_same_colours():
+    step = intervals([("step", 0, 100)])
+    kernels = intervals([(NORM_BACKWARD, 0, 50), (GEMM, 60, 90), ("unheard_of", 95, 99)])
+    names = ("RMSNorm backward", "matrix product", OTHER)
+    shown = legend_of(plot.draw_timeline(kernels, step, "").axes[0])
+    assert shown == {name: to_rgb(COLORS[name]) for name in names}
+    points = [{"name": name, "flop": 10, "bytes": 10, "triton": {"ms": 1.0}} for name in ("RMSNorm", "attention")]
+    result = {
+        "ceilings": {"GB/s": 1, "TFLOP/s": 1},
+        "kernels": points,
+        "environment": {"device": "GPU", "arch": "gfx942"},
+    }
+    (axes,) = plot.draw_roofline(result).axes
+    shown = legend_of(axes)
+    assert shown == {name: to_rgb(COLORS[name]) for name in ("RMSNorm", "attention")}
+    assert "interpreted" not in axes.get_title()
+    result["environment"]["arch"] = "cpu"
+    assert "interpreted: no ceiling limits them" in plot.draw_roofline(result).axes[0].get_title()
+
+
+def test_the_replay_draws_operations_in_their_colours():
+    """Shares of 30 and 20 % are of the same operation: one piece of 50 %, in the colour of the other pictures."""
+
+    def drawn(**shares):
+        kernels = [{"name": name, "share": share} for name, share in shares.items()]
+        stage = {"stage": 5, "batch_ms": {}, "kernels": kernels}
+        figure, axes = pictures.plt.subplots()
+        pictures.draw_kernels(axes, {"stages": [stage], "environment": {"arch": "sm_90", "device": "GPU"}})
+        pictures.plt.close(figure)
+        return [bar.get_width() for bar in axes.patches], legend_of(axes)
+
+    widths, colors = drawn(**{GEMM: 0.3, "cutlass_gemm": 0.2, NORM: 0.5})
+    assert widths == [pytest.approx(50), pytest.approx(50)] and set(colors) == {"matrix product", "RMSNorm"}
+    _, others = drawn(**{"adamw_kernel": 0.6, NORM: 0.4})
+    assert colors["RMSNorm"] == others["RMSNorm"] == to_rgb(COLORS["RMSNorm"])
