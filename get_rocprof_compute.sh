@@ -134,8 +134,8 @@ if [[ $TOOL == rocprof-compute ]]; then
     check_request
     export_own_rocm
     choose_options
-    # Warm-up would count into each kernel's average; that kernels are compiled in the step changes no counter.
-    ARGUMENTS=(--warmup-steps 0 ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    # The kernels of warm-up are counted as well. One step, which --graph needs, has the same as the step that follows.
+    ARGUMENTS=(--warmup-steps 1 ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
 fi
 start_result rocprof_compute/profile
 

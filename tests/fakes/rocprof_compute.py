@@ -141,16 +141,17 @@ def profile(options, program):
             fail("Profiling execution failed.")
     if os.environ.get("FAKE_NOTHING"):
         return
-    write_counters(folder / "pmc_perf.csv", options.kernel, "--warmup-steps 0" in " ".join(words))
+    warmup_steps = int((["3", *re.findall(r"--warmup-steps (\d+)", " ".join(words))])[-1])
+    write_counters(folder / "pmc_perf.csv", options.kernel, warmup_steps + 1)
     if not options.no_roof:
         (folder / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
         (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
 
 
-def write_counters(path, wanted, one_step):
-    launches = [(WEIGHTS_KERNEL, 900_000)] * 2
+def write_counters(path, wanted, steps):
+    launches = [(WEIGHTS_KERNEL, 2_000_000)] * 2
     for name, (count, ns) in KERNELS.items():
-        launches += [(name, ns)] * count * (1 if one_step else 4)
+        launches += [(name, ns)] * count * steps
     launches = [(name, ns) for name, ns in launches if not wanted or any(part in name for part in wanted)]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)

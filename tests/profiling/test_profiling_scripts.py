@@ -404,8 +404,8 @@ def test_interrupt_ends_script_and_program(machine, number, code, rocm):
 @pytest.mark.parametrize(
     "script, release",
     [
-        *itertools.product((*SCRIPTS[:3], "get_rocprof_sys.sh"), (*RELEASES, None)),
-        ("get_rocprof_compute.sh", None),  # with ROCm in test_rocprof_compute.py
+        *itertools.product(SCRIPTS[:3], (*RELEASES, None)),
+        *itertools.product(ROCM_TOOL, [None]),  # with ROCm in files of their own
         (SCRIPTS[-1], "6.4"),
     ],
 )

@@ -32,6 +32,15 @@ def test_samples_traces_and_watches_clocks_and_power(machine, release):
         assert len(files(machine, pattern)) == 1
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_dry_run_prints_what_a_run_executes(machine, release):
+    machine.with_rocm(release)
+    arguments = ["--stage", "4", "--", "--seq-len", "64", "--", "-f", "1000"]
+    dry = run_script(machine, "--dry-run", *arguments)
+    assert dry.code == 0 and not list(machine.work.iterdir())
+    assert dry.commands == run_script(machine, *arguments).commands and len(dry.commands) == 2
+
+
 @pytest.mark.parametrize("release", [*RELEASES, None])
 def test_python_functions_are_named_by_a_second_run(machine, release):
     if release:
