@@ -2,9 +2,13 @@
 # Measures how well each kernel of a training step uses the GPU, in rocprof_compute/profile_<time>/: share of the peak
 # (speed of light), occupancy, caches and memory. On AMD with rocprof-compute, on NVIDIA with ncu.
 #
-# Usage: ./get_rocprof_compute.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
+# Usage: ./get_rocprof_compute.sh [--kernels N] [--output DIR] [--stage N] [--tool NAME] [--dry-run]
+#                                 [-- OPTIONS [-- OPTIONS]]
+#
+#   --kernels N    rocprof-compute: report on each of the N kernels that take the most time, 5 without it
 #
 # The tools repeat the program or its kernels some ten times over: a single step is enough, and takes a few minutes.
+# What follows a second -- are options of rocprof-compute profile or of ncu: both know -k rmsnorm_kernel.
 set -euo pipefail
 TOOLS=(rocprof-compute ncu torch) STEPS=1
 # shellcheck source=profiling/common.sh
@@ -12,31 +16,138 @@ source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
 # shellcheck source=profiling/counters.sh
 source "$ROOT/profiling/counters.sh"
 
-parse_arguments "$@"
-choose_tool
-start_result rocprof_compute/profile
+KERNELS=5
+take_option() {
+    [[ $1 == --kernels ]] || return 0
+    [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || die "--kernels needs a number of kernels, such as 5${2:+, and not $2}"
+    CONSUMED=2 KERNELS=$2
+}
 
-case $TOOL in
-rocprof-compute)
+# Ends the script where rocprof-compute would, or would mislead, after minutes.
+check_request() {
+    local word
+    find_launcher
+    ((PROCESSES == 1)) || die "rocprof-compute profiles one process at a time on a node, and $PROCESSES were started:" \
+        "start this script without a launcher, or get_counters.sh --pmc with it"
+    for word in ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"}; do
+        case $word in
+        -p | --path | --output-directory) die "rocprof-compute's $word is taken: --output says where the result goes" ;;
+        esac
+    done
+    # 6.x sets this locale by its name, whatever LC_ALL says.
+    if [[ -z $DRY_RUN ]] && ((RELEASE < 700)) && ! locale -a 2>/dev/null | grep -qix 'en_US\.utf-\?8'; then
+        die "rocprof-compute of ROCm $(dotted "$RELEASE") needs the locale en_US.UTF-8, which is not on this machine:" \
+            "localedef -i en_US -f UTF-8 en_US.UTF-8 as root, after installing the package locales (or glibc-langpack-en)"
+    fi
+}
+
+# Exports ROCM_PATH, the installation that rocprof-compute belongs to: bin/rocprof-compute is a link into libexec.
+export_own_rocm() {
+    local tool root
+    tool=$(readlink -f "$(command -v rocprof-compute)") || true
+    for root in "${tool%/libexec/*}" "${tool%/bin/*}" "$ROCM_PATH"; do
+        [[ ! -e $root/lib/librocprofiler-sdk.so ]] || break
+    done
+    export ROCM_PATH=$root
+}
+
+# Sets OPTIONS of profile, and SECTIONS for analyze: whole ones, as the numbers of single metrics move between releases.
+choose_options() {
+    local word
+    OPTIONS=(--no-roof) SECTIONS=(-b 2 6.2 16.1 17.1) ROOFLINE=
+    for word in ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"}; do
+        case $word in
+        --roof-only) OPTIONS=() ROOFLINE=1 ;;
+        -b | --block | --set) SECTIONS=() ;; # what was counted decides
+        esac
+    done
+    # These releases look in /opt/rocm for it and for a Python module beside it, newer ones under ROCM_PATH.
+    if ((RELEASE >= 700 && RELEASE < 712)); then
+        OPTIONS+=(--rocprofiler-sdk-library-path "$ROCM_PATH/lib/librocprofiler-sdk.so")
+    fi
+    OPTIONS+=(${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"})
+}
+
+# Sets WORKLOAD, the folder of the counters. sysinfo.csv is there even if nothing was counted.
+find_workload() {
+    # results_* are those of 7.12 and newer.
+    WORKLOAD=$(find "$RESULT/workloads" \( -name 'pmc_perf*.csv' -o -name 'results_*.csv*' \) -size +0 -printf '%h\n' \
+        2>/dev/null | sort | head -n 1) || true
+    [[ -n $WORKLOAD ]] || require_file 'pmc_perf*.csv'
+    WORKLOAD=${WORKLOAD:-$RESULT/workloads/tiny_llama/GPU_MODEL}
+}
+
+# analyze TITLE ARGUMENTS. What fails is missing, and what took minutes to count stays.
+analyze() {
+    local command=(rocprof-compute analyze -p "$WORKLOAD" "${@:2}") status=0
+    note "$1" | tee -a "${LOG:-/dev/null}"
+    run_logged "${command[@]}" || status=$?
+    ((status == 0)) || miss "an analysis ($(explain "$status")); try again: $(quoted "${command[@]}")"
+    return "$status"
+}
+
+# Without -k an analysis is the average over all kernels.
+analyze_each_kernel() {
+    local kernels number title
+    analyze "Kernels and dispatches:" --list-stats || return 0
+    if [[ -n $DRY_RUN ]]; then
+        analyze "For each of the first $KERNELS of these kernels, of which KERNEL is the number:" \
+            ${SECTIONS[@]+"${SECTIONS[@]}"} -k KERNEL
+        return
+    fi
+    module_command workload_kernels "$WORKLOAD" --top "$KERNELS"
+    if ! kernels=$("${COMMAND[@]}" 2>&1); then
+        miss "each kernel by itself ($kernels)"
+        analyze "The average of all kernels:" ${SECTIONS[@]+"${SECTIONS[@]}"} || true
+        return 0
+    fi
+    while IFS=$'\t' read -r number title; do
+        analyze "$title" ${SECTIONS[@]+"${SECTIONS[@]}"} -k "$number" || return 0
+    done <<<"$kernels"
+}
+
+run_rocprof_compute() {
+    local word begin=0
     # It joins the words with spaces and splits them again.
     for word in "${PROGRAM[@]}"; do
         [[ $word != *[[:space:]\;\"\']* ]] || die "rocprof-compute cannot pass on \"$word\": no spaces, quotes or ;"
     done
     # The folder that -p or --path names depends on the release; below the working directory all agree.
-    IN=$RESULT run_or_fail rocprof-compute profile -n tiny_llama --no-roof -- "${PROGRAM[@]}"
-    require_file sysinfo.csv
-    workload=$(find "$RESULT/workloads" -name sysinfo.csv -printf '%h\n' 2>/dev/null | head -n 1) || true
-    workload=${workload:-$RESULT/workloads/tiny_llama/GPU_MODEL}
-    # Whole sections: the numbers of single metrics move between releases.
-    run_or_fail rocprof-compute analyze -p "$workload" -b 2 6.2 16.1 17.1
-    finish_result "Everything that was measured: rocprof-compute analyze -p $workload" \
-        "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2."
+    IN=$RESULT run_or_fail rocprof-compute profile -n tiny_llama "${OPTIONS[@]}" -- "${PROGRAM[@]}"
+    if [[ -n $ROOFLINE ]]; then
+        require_file roofline.csv workloads
+        finish_result "The roofline: empirRoof_* beside it, in $RESULT/workloads"
+        return
+    fi
+    find_workload
+    [[ -n $DRY_RUN ]] || begin=$(wc -c <"$LOG")
+    analyze_each_kernel
+    [[ -n $DRY_RUN ]] || tail -c "+$((begin + 1))" "$LOG" >"$RESULT/analysis.txt"
+    finish_result "All of this as text: $RESULT/analysis.txt" \
+        "Everything that was measured: rocprof-compute analyze -p $WORKLOAD" \
+        "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2. Kernels, -k: --list-stats"
+}
+
+parse_arguments "$@"
+choose_tool
+if [[ $TOOL == rocprof-compute ]]; then
+    check_request
+    export_own_rocm
+    choose_options
+    # The kernels of warm-up are counted as well. One step, which --graph needs, has the same as the step that follows.
+    ARGUMENTS=(--warmup-steps 1 ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+fi
+start_result rocprof_compute/profile
+
+case $TOOL in
+rocprof-compute)
+    run_rocprof_compute
     exit
     ;;
 ncu)
     status=0
     run_ncu --section SpeedOfLight --section Occupancy --section MemoryWorkloadAnalysis --section LaunchStats \
-        --metrics "$(IFS=, && echo "${NCU_METRICS[*]}")" || status=$?
+        --metrics "$(IFS=, && echo "${NCU_METRICS[*]}")" ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"} || status=$?
     ((status == 0)) || fall_back_to_torch "$(explain "$status")" "$status"
     ;;
 esac

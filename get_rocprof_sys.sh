@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Samples the call stacks of a whole training run beside its GPU activity, in rocprof_sys/profile_<time>/.
+# Samples the call stacks of a whole training run beside its GPU activity, clocks and power, and in a second run the
+# time of each Python function, in rocprof_sys/profile_<time>/.
 #
 # Usage: ./get_rocprof_sys.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
+#
+# What follows a second -- are options of rocprof-sys-sample, such as -f 1000 or -E rcclp.
 set -euo pipefail
 TOOLS=(rocprof-sys torch)
 # shellcheck source=profiling/common.sh
@@ -12,16 +15,23 @@ choose_tool
 start_result rocprof_sys/profile
 
 if [[ $TOOL == rocprof-sys ]]; then
-    # -sample and not -run, which samples nothing by itself; -P alone would switch the trace off.
-    run_or_fail rocprof-sys-sample -T -P -o "$RESULT" -- "${PROGRAM[@]}"
+    # -sample and not -run, which samples nothing by itself; -P alone would switch the trace off. With its handler of
+    # signals Python would not see Ctrl-C, and the reason of a crash would stand above thousands of lines of memory maps.
+    run_or_fail env "ROCPROFSYS_ENABLE_SIGNAL_HANDLER=${ROCPROFSYS_ENABLE_SIGNAL_HANDLER:-OFF}" \
+        rocprof-sys-sample -T -P -H -D -o "$RESULT" ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"} -- "${PROGRAM[@]}"
     require_file 'perfetto-trace*.proto'
-    finish_result "Open the .proto file in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor." \
-        "Thousands of lines of memory maps in log.txt mean that the program crashed: the reason stands above ### ERROR ###."
+    advice=("Open the .proto file in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor.")
 else
     run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
-    report host_profile "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
-    require_file host_profile.pstats
-    finish_result "Open trace.json in https://ui.perfetto.dev" \
-        "What called what on the host: $(quoted "$PYTHON" -m pstats "$RESULT/host_profile.pstats")"
+    advice=("Open trace.json in https://ui.perfetto.dev")
 fi
+
+# Neither names the Python functions: a second run does.
+module_command host_profile "$RESULT/host_profile.pstats" "${PROGRAM[@]:1}"
+if run_logged "${COMMAND[@]}"; then
+    advice+=("What called what on the host: $(quoted "$PYTHON" -m pstats "$RESULT/host_profile.pstats")")
+else
+    miss "the time of each Python function ($(explain "$?")); try again: $(quoted "${COMMAND[@]}")"
+fi
+finish_result "${advice[@]}"

@@ -356,8 +356,8 @@ explain() {
         "ncu cannot reach the GPU's counters on this machine (a virtual machine or sandbox, often)"
         'No kernels were profiled'
         "ncu saw no kernel within a range named step: did the program use the GPU?"
-        "locale is available|unsupported locale"
-        "rocprof-compute wants a locale that is missing: LC_ALL=C.UTF-8, or generate en_US.UTF-8"
+        "rocprofv3_avail_module|rocprofiler-sdk avail module"
+        "rocprof-compute finds no list of counters: install the package rocprofiler-sdk of the same ROCm"
         "package was not found|ModuleNotFoundError"
         "a Python package is missing (see the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own"
         'An instance of rocprof is already running'

@@ -18,6 +18,7 @@ NEEDED = {  # beside the flag
     "profiling/hotspots.py": ["profile"],
     "profiling/plot.py": ["profile"],
     "profiling/summary.py": ["session", "--tool", "ncu"],
+    "profiling/workload_kernels.py": ["workload"],
 }
 
 

@@ -70,6 +70,15 @@ class Machine:
             tools["rocpd"] = "rocpd.py"
         for name, fake in tools.items():
             self.install(rocm / "bin" / name, fake, FAKE_ROCM=release)
+        own = rocm / "libexec" / "rocprofiler-compute"
+        own.mkdir(parents=True)
+        (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
+        (rocm / "bin" / "rocprof-compute").symlink_to("../libexec/rocprofiler-compute/rocprof-compute")
+        (rocm / "bin" / "rocprofv3_avail_module").mkdir()
+        (rocm / "lib").mkdir()
+        (rocm / "lib" / "librocprofiler-sdk.so").touch()
+        (self.bin / "locale").write_text("#!/bin/sh\nprintf '%s\\n' ${FAKE_LOCALES:-C C.utf8 en_US.utf8 POSIX}\n")
+        (self.bin / "locale").chmod(0o755)
         (self.folder / "kfd").touch()
         return self.with_torch(hip=f"{release}.43482-0f2d60242")
 

@@ -26,6 +26,7 @@ signal.signal(signal.SIGINT, interrupted)
 time.sleep(float(os.environ.get("PROGRAM_SLEEP", 0)))
 if name == "profiling.host_profile":
     Path(arguments[0]).write_bytes(b"pstats")
+    sys.exit(int(os.environ.get("HOST_PROFILE_STATUS", 0)))
 if "--json" in arguments:
     Path(arguments[arguments.index("--json") + 1]).write_text(os.environ["PROGRAM_JSON"])
 if "--profile" in arguments:

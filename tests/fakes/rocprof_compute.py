@@ -1,67 +1,245 @@
-"""rocprof-compute: profile and analyze of ROCm 6.4 (3.1), 7.0 (3.2) and 7.1 (3.3)."""
+"""rocprof-compute: profile and analyze of ROCm 6.3 (3.0), 6.4 (3.1), 7.0 (3.2), 7.1 (3.3) and TheRock 7.12, 7.13."""
 
 import argparse
+import csv
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
-from tool import RELEASE, complain, finish
+from records import KERNELS
+from tool import RELEASE, complain
 
 PASSES = 3  # really 12 to 15
+WEIGHTS_KERNEL = (
+    "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, "
+    "at::native::templates::cuda::normal_and_transform<float, float>(at::TensorIteratorBase&)>(long, PhiloxCudaState)"
+)
+HARDWARE_BLOCKS = set("SQ SQC TA TD TCP TCC SPI CPC CPF".split())
+SECTIONS = {
+    "2": "System Speed-of-Light", "6": "Workgroup Manager", "7": "Wavefront", "12": "Local Data Share",
+    "16": "Vector L1 Data Cache", "17": "L2 Cache",
+}  # fmt: skip
+
+
+def fail(message):
+    sys.exit(f"ERROR {message}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+def profile_block(value):
+    known = set() if RELEASE >= (7, 1) else HARDWARE_BLOCKS
+    if value in known or RELEASE >= (7, 0) and re.fullmatch(r"\d+(\.\d\d?)?", value):
+        return value
+    raise argparse.ArgumentTypeError(f"Invalid hardware block or metric id: {value}")
 
 
 def make_parser():
     parser = argparse.ArgumentParser(prog="rocprof-compute")
     modes = parser.add_subparsers(dest="mode", required=True)
-    profile = modes.add_parser("profile")
+    profile = modes.add_parser("profile", allow_abbrev=False)
     profile.add_argument("-n", "--name", required=True)
-    for flag in ("--no-roof", "--roof-only", "--kernel-names", "--hip-trace"):
+    for flag in ("--no-roof", "--roof-only", "--kernel-names", *(["--hip-trace"] if RELEASE < (7, 13) else [])):
         profile.add_argument(flag, action="store_true")
     for names in (("-p", "--path"), ("--subpath",), ("-m", "--mem-level"), ("--join-type",), ("--device",)):
         profile.add_argument(*names)
-    for names in (("-k", "--kernel"), ("-d", "--dispatch"), ("-b", "--block")):
+    for names in (("-k", "--kernel"), ("-d", "--dispatch")):
         profile.add_argument(*names, nargs="+", default=[])
+    profile.add_argument("-b", "--block", nargs="+", default=[], type=profile_block)
     profile.add_argument("--format-rocprof-output", choices=("csv", "json"))
+    profile.set_defaults(set=None)
     if RELEASE >= (7, 0):
         profile.add_argument("-R", "--roofline-data-type", nargs="+")
         profile.add_argument("--list-metrics", nargs="?", const="")
-        profile.add_argument("--rocprofiler-sdk-library-path")
-    analyze = modes.add_parser("analyze")
+    if RELEASE >= (7, 1):
+        profile.add_argument("--set")
+    if RELEASE >= (7, 12):
+        rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
+        default = f"{rocm}/lib/rocprofiler-sdk/librocprofiler-sdk-tool.so"
+        profile.add_argument("--rocprofiler-sdk-tool-path", dest="library", default=default)
+    elif RELEASE >= (7, 0):
+        default = "/opt/rocm/lib/librocprofiler-sdk.so"  # whatever ROCM_PATH says
+        profile.add_argument("--rocprofiler-sdk-library-path", dest="library", default=default)
+    analyze = modes.add_parser("analyze", allow_abbrev=False)
     analyze.add_argument("-p", "--path", required=True)
     analyze.add_argument("-b", "--block", nargs="+", default=[])
-    for names in (("-k", "--kernel"), ("-d", "--dispatch")):
-        analyze.add_argument(*names, nargs="+", type=int)
+    analyze.add_argument("-k", "--kernel", nargs="+", type=int, default=[])
+    analyze.add_argument("-d", "--dispatch", nargs="+", type=int, default=[])
     norms = ("per_wave", "per_cycle", "per_second", "per_kernel")
     analyze.add_argument("-n", "--normal-unit", choices=norms)
-    analyze.add_argument("-t", "--time-unit", choices=("s", "ms", "us", "ns"))
+    analyze.add_argument("-t", "--time-unit", choices=("s", "ms", "us", "ns"), default="ns")
     analyze.add_argument("--list-stats", action="store_true")
-    analyze.add_argument("--max-stat-num", type=int)
+    analyze.add_argument("--max-stat-num", type=int, default=10)
     if RELEASE < (7, 1):
         analyze.add_argument("-o", "--output")
         analyze.add_argument("--save-dfs")
     return parser
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What it wants of the machine
+
+
+def require_locale():
+    """It sets one by its name, so LC_ALL changes nothing."""
+    locales = subprocess.run(["locale", "-a"], capture_output=True, text=True).stdout.lower().replace("-", "").split()
+    if RELEASE < (7, 0) and "en_us.utf8" not in locales:
+        fail(
+            "Please ensure that the 'en_US.UTF-8' locale is available on your system.\nERROR unsupported locale setting"
+        )
+    if "c.utf8" not in locales:
+        print("ERROR Please ensure that a UTF-8-based locale is available on your system.")  # and goes on
+
+
+def require_packages(mode):
+    package = os.environ.get("FAKE_NO_PACKAGE")
+    if package and (mode == "analyze" or RELEASE < (7, 13)):
+        sys.exit(f"[ERROR] The '{package}' package was not found in the current execution environment.")
+
+
+def require_counter_list(library):
+    """A Python module of the ROCm that holds the library, looked for from there."""
+    root = Path(library).parents[2 if RELEASE >= (7, 12) else 1]
+    if not (root / "bin" / "rocprofv3_avail_module").is_dir():
+        sys.exit("ModuleNotFoundError: No module named 'rocprofv3_avail_module'")
+
+
+def refuse_parents(path):
+    if ".." in str(path):
+        fail("Access denied. Cannot access parent directories in path (i.e. ../)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Profile
+
+
 def profile(options, program):
-    if options.no_roof and options.kernel_names or "/" in options.name:
-        sys.exit("ERROR --kernel-names goes with --roof-only; a name has no /")
+    if options.no_roof and (options.kernel_names or options.roof_only) or "/" in options.name:
+        fail("--kernel-names and --roof-only want a roofline; a name has no /")
+    if bool(options.block) + bool(options.set) + options.roof_only > 1:
+        fail("--block, --set, and --roof-only are mutually exclusive options. Please use only one of them.")
+    if RELEASE >= (7, 1):  # 7.0 counts with rocprofv3
+        require_counter_list(options.library)
+    refuse_parents(options.path)
     # Without -- the first word is dropped, and the message is the same.
     if RELEASE < (7, 0) and not (program and os.path.isfile(program[0])):
-        sys.exit(f"Your command {' '.join(program[:1])} doesn't point to a executable. Please verify.")
+        fail(f"Your command {' '.join(program[:1])} doesn't point to a executable. Please verify.")
     if not program:
-        sys.exit("Profiling command required. Pass application executable after -- at the end of options.")
+        fail("Profiling command required. Pass application executable after -- at the end of options.")
     complain()
     folder = Path(options.path) if options.path else Path("workloads", options.name, "MI300X_A1")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
     words = " ".join(program).split()
     for _ in range(PASSES):
-        status = subprocess.run(words).returncode
-        if status:
-            finish(status)
-    if not os.environ.get("FAKE_NOTHING"):
-        folder.mkdir(parents=True)
-        (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
-        (folder / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name\n0,rmsnorm_kernel\n")
+        if subprocess.run(words).returncode:
+            fail("Profiling execution failed.")
+    if os.environ.get("FAKE_NOTHING"):
+        return
+    warmup_steps = int((["3", *re.findall(r"--warmup-steps (\d+)", " ".join(words))])[-1])
+    write_counters(folder / "pmc_perf.csv", options.kernel, warmup_steps + 1)
+    if not options.no_roof:
+        (folder / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
+        (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
+
+
+def write_counters(path, wanted, steps):
+    launches = [(WEIGHTS_KERNEL, 2_000_000)] * 2
+    for name, (count, ns) in KERNELS.items():
+        launches += [(name, ns)] * count * steps
+    launches = [(name, ns) for name, ns in launches if not wanted or any(part in name for part in wanted)]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", "SQ_WAVES"])
+        for number, (name, ns) in enumerate(launches):
+            writer.writerow([number, 0, name, 1_000_000 * number, 1_000_000 * number + ns, 64])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Analyze
+
+
+def analyze(options):
+    refuse_parents(options.path)
+    folder = Path(options.path)
+    if not (folder / "sysinfo.csv").exists():
+        fail(f"Invalid directory {folder}\nPlease try again.")
+    if not (folder / "pmc_perf.csv").exists():
+        fail("[analysis] No profiling data found.")
+    with open(folder / "pmc_perf.csv", newline="") as file:
+        dispatches = list(csv.DictReader(file))
+    if options.dispatch:
+        dispatches = [dispatches[number] for number in options.dispatch]
+    kernels = write_statistics(folder, dispatches, options.time_unit)
+    for number in options.kernel:
+        if number >= len(kernels):
+            fail(f"{number} is an invalid kernel id. Please enter an id between 0-{len(kernels) - 1}")
+    if os.environ.get("FAKE_NO_STATISTICS"):
+        (folder / "pmc_kernel_top.csv").unlink()
+    if options.list_stats:
+        print("-" * 80, "\nDetected Kernels (sorted descending by duration)")
+        print_grid(["", "Kernel_Name"], enumerate(kernels))
+        print("\n" + "-" * 80, "\nDispatch list")
+        rows = [(number, d["Dispatch_ID"], d["Kernel_Name"], d["GPU_ID"]) for number, d in enumerate(dispatches)]
+        print_grid(["", "Dispatch_ID", "Kernel_Name", "GPU_ID"], rows)
+        return
+    print("-" * 80, "\n0. Top Stats")
+    marks = ["*" if number in options.kernel else "" for number in range(len(kernels))]
+    shown = list(zip(range(options.max_stat_num), kernels, marks, strict=False))
+    print_grid(
+        ["", "Kernel_Name", *(["S"] if options.kernel else [])], [row[: 3 if options.kernel else 2] for row in shown]
+    )
+    for block in options.block or SECTIONS:
+        if block.split(".")[0] not in SECTIONS:  # 6.x shows nothing then
+            fail(f"{block} is not a metric id of --list-metrics")
+        print("-" * 80, f"\n{block}. {SECTIONS[block.split('.')[0]]}")
+
+
+def write_statistics(folder, dispatches, unit):
+    """As every analysis does; the position in the first file is what -k means. Returns its names."""
+    times = {}
+    for dispatch in dispatches:
+        duration = int(dispatch["End_Timestamp"]) - int(dispatch["Start_Timestamp"])
+        times.setdefault(dispatch["Kernel_Name"], []).append(duration)
+    ranked = sorted(times, key=lambda name: -sum(times[name]))
+    divisor = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}[unit]
+    with open(folder / "pmc_kernel_top.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        share = "Percent" if RELEASE >= (7, 1) else "Pct"
+        writer.writerow(["Kernel_Name", "Count", f"Sum({unit})", f"Mean({unit})", f"Median({unit})", share])
+        for name in ranked:
+            total = sum(times[name]) / divisor
+            writer.writerow([name, len(times[name]), total, total / len(times[name]), times[name][0] / divisor, 0])
+    with open(folder / "pmc_dispatch_info.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Dispatch_ID", "Kernel_Name", "GPU_ID"])
+        writer.writerows([d["Dispatch_ID"], d["Kernel_Name"], d["GPU_ID"]] for d in dispatches)
+    return ranked
+
+
+def print_grid(header, rows):
+    """tabulate's fancy_grid; 7.1 and newer wrap the names."""
+    rows = [header, *([str(cell) for cell in row] for row in rows)]
+    name = header.index("Kernel_Name")
+    lines = []
+    for row in rows:
+        wrapped = textwrap.wrap(row[name], 40) if RELEASE >= (7, 1) else [row[name]]
+        lines.append([[*row[:name], wrapped[0], *row[name + 1 :]]])
+        lines[-1] += [[""] * name + [part] + [""] * (len(row) - name - 1) for part in wrapped[1:]]
+    widths = [max(len(line[column]) for group in lines for line in group) for column in range(len(header))]
+    print("╒" + "╤".join("═" * (width + 2) for width in widths) + "╕")
+    for number, group in enumerate(lines):
+        for line in group:
+            print("│" + "│".join(f" {cell:{width}} " for cell, width in zip(line, widths, strict=True)) + "│")
+        if number < len(lines) - 1:
+            left, line, cross, right = "╞═╪╡" if number == 0 else "├─┼┤"
+            print(left + cross.join(line * (width + 2) for width in widths) + right)
+    print("╘" + "╧".join("═" * (width + 2) for width in widths) + "╛")
 
 
 def main():
@@ -70,12 +248,12 @@ def main():
         cut = arguments.index("--")
         arguments, program = arguments[:cut], arguments[cut + 1 :]
     options = make_parser().parse_args(arguments)
+    require_packages(options.mode)
+    require_locale()
     if options.mode == "profile":
         profile(options, program)
-    elif not Path(options.path, "sysinfo.csv").exists():
-        sys.exit(f"ERROR invalid path {options.path}: it holds no sysinfo.csv")
     else:
-        print(f"2. System Speed-of-Light\n(sections {' '.join(options.block)})")
+        analyze(options)
 
 
 main()

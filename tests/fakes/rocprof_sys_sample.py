@@ -1,6 +1,7 @@
-"""rocprof-sys-sample of ROCm 6.4 (1.0), 7.0 (1.1) and 7.1 (1.2)."""
+"""rocprof-sys-sample of ROCm 6.3 (0.1), 6.4 (1.0), 7.0 (1.1) and 7.1 (1.2)."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,46 +9,88 @@ from pathlib import Path
 
 from tool import complain, finish
 
-# Options and how many values they take; "+": one and, if no other option follows, a second.
+MANY = 99
+# Options and the least and most values they take, which end with the next option or with --.
 OPTIONS = {
-    "-T": 0, "--trace": 0, "-P": 0, "--profile": 0, "-F": 0, "--flat-profile": 0, "-H": 0, "--host": 0, "-D": 0,
-    "--device": 0, "-o": "+", "--output": "+", "-c": 1, "--config": 1, "-f": 1, "--freq": 1, "-w": 1, "--wait": 1,
-    "-d": 1, "--duration": 1, "--cputime": 0, "--realtime": 0, "-I": 1, "--include": 1, "-E": 1, "--exclude": 1,
-    "--trace-file": 1, "--trace-buffer-size": 1, "--trace-fill-policy": 1, "-v": 1, "--verbose": 1,
+    ("-T", "--trace"): (0, 1), ("-P", "--profile"): (0, 1), ("-F", "--flat-profile"): (0, 1), ("-H", "--host"): (0, 1),
+    ("-D", "--device"): (0, 1), ("-o", "--output"): (1, 2), ("-c", "--config"): (0, MANY), ("-f", "--freq"): (1, 1),
+    ("-w", "--wait"): (1, 1), ("-d", "--duration"): (1, 1), ("--cputime",): (0, MANY), ("--realtime",): (0, MANY),
+    ("-I", "--include"): (0, MANY), ("-E", "--exclude"): (0, MANY), ("-t", "--tids"): (1, MANY),
+    ("--cpus",): (0, MANY), ("--gpus",): (0, MANY), ("--process-freq",): (1, 1), ("--trace-file",): (1, 1),
+    ("--trace-buffer-size",): (1, 1), ("--trace-fill-policy",): (1, 1), ("-v", "--verbose"): (1, 1),
 }  # fmt: skip
+BACKENDS = set("all kokkosp mpip ompt rcclp rocm amd-smi rocm-smi rocprofiler-sdk mutex-locks spin-locks".split())
+BOOLEANS = ("-T", "-P", "-F", "-H", "-D")
+
+
+def stop(message):
+    print(message, file=sys.stderr)
+    sys.exit(1)
+
+
+def parse(arguments):
+    """{short name: values} of the options."""
+    given = {}
+    while arguments:
+        word = arguments.pop(0)
+        names, (least, most) = next((item for item in OPTIONS.items() if word in item[0]), (None, (0, 0)))
+        if names is None:
+            stop(f"Unrecognized command line option '{word}'")
+        values = given[names[0]] = []
+        while arguments and not arguments[0].startswith("-"):
+            values.append(arguments.pop(0))
+        if not least <= len(values) <= most:
+            stop(f"{word} takes {least} to {most} values, and got {values}")
+        if names[0] in ("-I", "-E") and not set(values) <= BACKENDS:
+            stop(f"Invalid choice for {word}: {values}")
+        if names[0] in BOOLEANS and not set(values) <= {"on", "off", "true", "false", "0", "1"}:
+            stop(f"{word} is on or off, not {values}")
+    if "-P" in given and "-F" in given:
+        stop("Error! '--profile' argument conflicts with '--flat-profile' argument")
+    return given
+
+
+def run(program):
+    """The program's status. The handler of signals is in place before Python's own, which then leaves Ctrl-C to it."""
+    if os.environ.get("ROCPROFSYS_ENABLE_SIGNAL_HANDLER") == "OFF":
+        return subprocess.run(program).returncode
+    process = subprocess.Popen(program, start_new_session=True)
+
+    def dump(number, _):
+        print(f"### ERROR ### [rocprof-sys][PID={process.pid}] signal={number}", file=sys.stderr)
+        print("7f0000000000-7f0000001000 r-xp libtorch_hip.so\n" * 1000, file=sys.stderr)
+        process.kill()
+
+    signal.signal(signal.SIGINT, dump)
+    return process.wait()
 
 
 def main():
-    arguments, program, output, given = sys.argv[1:], [], None, set()
+    arguments = sys.argv[1:]
     if "--" not in arguments:
         sys.exit(255)  # the whole line is taken for a command
     cut = arguments.index("--")
-    arguments, program = arguments[:cut], arguments[cut + 1 :]
-    while arguments:
-        option = arguments.pop(0)
-        if option not in OPTIONS:
-            print(f"Unrecognized command line option '{option}'", file=sys.stderr)
-            sys.exit(1)
-        given.add(option)
-        count = OPTIONS[option]
-        values = [arguments.pop(0) for _ in range(1 if count == "+" else count)]
-        if count == "+":
-            output = values[0]
-            if arguments and not arguments[0].startswith("-"):
-                arguments.pop(0)
+    given, program = parse(arguments[:cut]), arguments[cut + 1 :]
     complain()
-    status = subprocess.run(program).returncode
-    folder = Path(output or f"rocprofsys-{Path(program[0]).name}-output", time.strftime("%Y-%m-%d_%H.%M"))
+    status = run(program)
+    output, *prefix = given.get("-o", [f"rocprofsys-{Path(program[0]).name}-output"])
+    folder = Path(output, time.strftime("%Y-%m-%d_%H.%M"))
     if not os.environ.get("FAKE_NOTHING"):
-        folder.mkdir(parents=True)
-        (folder / "metadata-10470.json").write_text("{}")
-        profiled = given & {"-P", "--profile", "-F", "--flat-profile"}
-        if profiled:
-            (folder / "wall_clock-10470.txt").write_text("REAL-CLOCK TIMER\n")
-            (folder / "sampling_percent-10470.txt").write_text("SAMPLING\n")
-        if given & {"-T", "--trace"} or not profiled:
-            (folder / "perfetto-trace-10470.proto").write_bytes(b"a trace for Perfetto")
+        write(folder, "".join(prefix), given)
     finish(status)
+
+
+def write(folder, prefix, given):
+    folder.mkdir(parents=True)
+    (folder / f"{prefix}metadata-10470.json").write_text("{}")
+    profiled = given.keys() & {"-P", "-F"}
+    if profiled:
+        (folder / f"{prefix}wall_clock-10470.txt").write_text("REAL-CLOCK TIMER\n")
+        (folder / f"{prefix}sampling_percent-10470.txt").write_text("SAMPLING\n")
+    if "-D" in given and profiled:
+        (folder / f"{prefix}sampling_gpu_power-10470.txt").write_text("GPU POWER\n")
+    if "-T" in given or not profiled:
+        (folder / f"{prefix}perfetto-trace-10470.proto").write_bytes(b"a trace for Perfetto")
 
 
 main()

@@ -19,14 +19,6 @@ RELEASES = ("6.4", "7.1")
 SCRIPTS = tuple(FOLDERS)
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-
-
-@pytest.fixture
-def machine(tmp_path):
-    return Machine(tmp_path)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # With ROCm
 
@@ -120,29 +112,6 @@ def test_the_chip_decides_what_is_counted(machine):
     assert run.code == 0 and "OccupancyPercent" in run.out and "TCC_HIT_sum" not in run.out and "Mfma" not in run.out
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_rocprof_compute_gets_a_path_and_an_analysis(machine, release):
-    run = machine.with_rocm(release).run("get_rocprof_compute.sh", "--output", "out")
-    assert run.code == 0 and "System Speed-of-Light" in run.out
-    (profile,) = [words for words in run.commands if "profile" in words]
-    program = profile[profile.index("--") + 1 :]
-    assert os.path.isfile(program[0]) and program[program.index("--num-steps") + 1] == "1"
-    assert (machine.work / "out/workloads/tiny_llama/MI300X_A1/sysinfo.csv").exists()
-    assert f"rocprof-compute analyze -p {machine.work}/out/workloads/tiny_llama/MI300X_A1" in run.out
-
-
-def test_rocprof_compute_cannot_pass_on_spaces(machine):
-    run = machine.with_rocm("7.0").run("get_rocprof_compute.sh", "--output", "out of here")
-    assert run.code == 2 and "no spaces" in run.err
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_rocprof_sys_samples_and_traces(machine, release):
-    run = machine.with_rocm(release).run("get_rocprof_sys.sh", "--output", "out")
-    assert run.code == 0
-    assert one_file(machine, "perfetto-trace-*.proto") and one_file(machine, "sampling_*.txt")
-
-
 def test_two_rocm_installations_are_noticed(machine):
     machine.with_rocm("7.0")
     for hip, noticed in (("6.4.43482-0f2d60242", True), ("7.0.51831", False)):
@@ -169,19 +138,6 @@ def test_rocm_6_2_is_refused_by_name(machine, script):
     tool = ROCM_TOOL.get(script, "rocprofv3")
     run = machine.run(script, "--tool", tool)
     assert run.code == 2 and f"--tool {tool} cannot be used: it is of ROCm 6.2" in run.err
-
-
-def test_release_is_that_of_the_tool_behind_its_link(machine):
-    """bin/rocprof-compute of ROCm 7 links into libexec; ROCM_PATH may still name the release before."""
-    machine.with_rocm("7.1")
-    (machine.folder / "rocm").rename(machine.folder / "rocm-7.1")
-    machine.with_rocm("7.0")
-    own = machine.folder / "rocm-7.1" / "libexec" / "rocprofiler-compute"
-    own.mkdir(parents=True)
-    (machine.folder / "rocm-7.1" / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
-    (machine.bin / "rocprof-compute").symlink_to(own / "rocprof-compute")
-    assert machine.run("get_rocprof_compute.sh", "--dry-run").out.startswith("Tool: rocprof-compute of ROCm 7.1\n")
-    assert machine.run("get_trace.sh", "--dry-run").out.startswith("Tool: rocprofv3 of ROCm 7.0\n")
 
 
 def test_release_is_read_from_the_tool_without_a_version_file(machine):
@@ -335,8 +291,9 @@ def test_the_status_of_the_program_comes_back(machine, script, rocm):
     if rocm:
         machine.with_rocm("7.0")
     run = machine.run(script, "--output", "out", PROGRAM_STATUS="7")
-    assert run.code == 7 and run.err.count("\n") == 2
-    assert f"ended with status 7; the log: {machine.work}/out.failed/log.txt" in run.err
+    status = 1 if rocm and script == "get_rocprof_compute.sh" else 7  # rocprof-compute has its own
+    assert run.code == status and run.err.count("\n") == 2
+    assert f"ended with status {status}; the log: {machine.work}/out.failed/log.txt" in run.err
     assert machine.results() == ["out.failed"]
     assert "tiny llama:" in (machine.work / "out.failed" / "log.txt").read_text()
 
@@ -353,21 +310,6 @@ def test_the_status_of_the_profiler_comes_back(machine, script):
 def test_nothing_recorded_is_a_failure(machine, script, release):
     run = machine.with_rocm(release).run(script, "--output", "out", FAKE_NOTHING="1")
     assert run.code == 1 and "recorded nothing" in run.err and machine.results() == ["out.failed"]
-
-
-@pytest.mark.parametrize(
-    "complaint, reason",
-    [
-        ("ERROR Cannot find a supported arch in rocminfo: gfx1100", "does not support this GPU"),
-        ("RuntimeError: No HIP GPUs are available", "two ROCm installations"),
-        ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
-        ("Please ensure that the 'en_US.UTF-8' locale is available", "LC_ALL=C.UTF-8"),
-        ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
-    ],
-)
-def test_known_complaints_are_explained(machine, complaint, reason):
-    run = machine.with_rocm("6.4").run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
-    assert run.code == 1 and reason in run.err
 
 
 def test_a_new_run_replaces_what_failed_under_its_name_only(machine):
@@ -402,20 +344,6 @@ def test_bad_options(machine, script, arguments, complaint):
     run = machine.run(script, *arguments)
     assert run.code == 2 and run.err.count("\n") == 1 and complaint in run.err and run.out == ""
     assert machine.results() == []
-
-
-def test_a_python_named_from_here(machine):
-    """rocprof-compute runs in the folder of the result."""
-    machine.with_rocm("6.4")
-    (machine.work / "bin").symlink_to(machine.bin)
-    run = machine.run("get_rocprof_compute.sh", "--output", "out", PYTHON="bin/python")
-    assert run.code == 0 and str(machine.work / "bin" / "python") in run.commands[0]
-
-
-def test_an_output_beside_the_working_directory(machine):
-    run = machine.with_rocm("7.1").run("get_rocprof_compute.sh", "--output", "../beside")
-    assert run.code == 0 and not any(".." in word for words in run.commands for word in words)
-    assert (machine.folder / "beside" / "log.txt").exists()
 
 
 def test_printed_paths_exist(machine):
@@ -473,7 +401,14 @@ def test_interrupt_ends_script_and_program(machine, number, code, rocm):
 # Dry runs and help
 
 
-@pytest.mark.parametrize("script, release", [*itertools.product(SCRIPTS[:-1], (*RELEASES, None)), (SCRIPTS[-1], "6.4")])
+@pytest.mark.parametrize(
+    "script, release",
+    [
+        *itertools.product(SCRIPTS[:3], (*RELEASES, None)),
+        *itertools.product(ROCM_TOOL, [None]),  # with ROCm in files of their own
+        (SCRIPTS[-1], "6.4"),
+    ],
+)
 def test_dry_run_prints_what_a_run_executes(machine, script, release):
     if release:
         machine.with_rocm(release)
@@ -481,10 +416,8 @@ def test_dry_run_prints_what_a_run_executes(machine, script, release):
     dry = machine.run(script, "--dry-run", *arguments)
     assert dry.code == 0 and machine.results() == [] and not list(machine.work.iterdir())
     wet = machine.run(script, *arguments)
-    model_folder = {"GPU_MODEL": "MI300X_A1"}  # known only when the tool has run
-    planned = [[re.sub("GPU_MODEL", model_folder["GPU_MODEL"], word) for word in words] for words in dry.commands]
-    assert planned == wet.commands and len(planned) >= 1
-    program = next(words for words in planned if any(word.endswith("tiny_llama_v3.py") for word in words))
+    assert dry.commands == wet.commands and len(dry.commands) >= 1
+    program = next(words for words in dry.commands if any(word.endswith("tiny_llama_v3.py") for word in words))
     assert program[-2:] == ["--seq-len", "64"] or "--profile" in program
     assert program[program.index("--stage") + 1] == "4"
 
