@@ -184,7 +184,9 @@ class Config:
     check: bool = option(
         False, "first compare loss and gradients with PyTorch in higher precision; stop if they differ"
     )
-    profile: str | None = option(None, "write a Perfetto trace and a kernel table into this folder", metavar="DIR")
+    profile: str | None = option(
+        None, "write a Perfetto trace, a kernel table and, of a GPU, a memory snapshot into this folder", metavar="DIR"
+    )
     output_dir: str = option("triton_profiles", "where the JSON of the run goes", metavar="DIR")
 
     stage: int | None = option(
@@ -344,6 +346,36 @@ def get_device(type):
     is_amd = torch.version.hip is not None
     arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
     return Device("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
+
+
+def driver_version(device):
+    """The version of the GPU's kernel module, or None: there is no GPU, or the module is the kernel's own."""
+    path = Path("/sys/module", "amdgpu" if torch.version.hip else "nvidia", "version")
+    return path.read_text().strip() if device.type == "cuda" and path.exists() else None
+
+
+def ask(question):
+    """What a library or tool of the driver answers; None where it is missing or fails, in whatever way."""
+    try:
+        return question()
+    except Exception:
+        return None
+
+
+def gpu_state(device):
+    """{"power_w", "clock_mhz", "temperature_c", "utilization_percent"} of the GPU now, None for what nobody tells."""
+    answers = [None] * 4
+    if device.type == "cuda" and torch.version.hip:  # through amdsmi, whose 0 W or MHz mean that it does not know
+        power, clock = ask(torch.cuda.power_draw) or None, ask(torch.cuda.clock_rate) or None
+        answers = [power, clock, ask(torch.cuda.temperature), ask(torch.cuda.utilization)]
+    elif device.type == "cuda":  # torch.cuda would need a package that few have
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        fields = "--query-gpu=power.draw,clocks.sm,temperature.gpu,utilization.gpu"
+        command = ["nvidia-smi", f"--id=GPU-{uuid}", fields, "--format=csv,noheader,nounits"]
+        run = functools.partial(subprocess.run, command, capture_output=True, text=True, check=True, timeout=10)
+        text = ask(lambda: run().stdout) or ",,,"
+        answers = [ask(functools.partial(float, answer)) for answer in text.split(",")]
+    return dict(zip(("power_w", "clock_mhz", "temperature_c", "utilization_percent"), answers, strict=True))
 
 
 def select_device(requested):
@@ -2379,8 +2411,7 @@ class TrainStep:
     def show_ranges(self):
         """From now on, name the step, its phases and (unless compiled or captured) the layers to a profiler.
 
-        A range "step" is the host's: with --timing step its kernels run on behind it. Only the range "steps", around
-        all of the measured ones and the synchronization at their end, holds them all.
+        With --timing step, kernels run on behind their "step"; the range "steps" lasts until the last one has ended.
         """
         if self.named_range is named_range:
             return
@@ -2670,9 +2701,9 @@ def write_kernel_table(file, durations):
 
 
 def separate_layers(path):
-    """Moves the layers' backward ranges of a trace to a row of their own. OSError if PyTorch has left no whole trace.
+    """Moves the layers' backward ranges to a row of their own. OSError if PyTorch has left no whole trace.
 
-    Each begins in one of autograd's nodes and ends in another, and viewers drop slices that overlap others of a row.
+    Each begins in one of autograd's nodes and ends in another, and viewers drop slices of a row that do not nest.
     """
     try:
         trace = json.loads(path.read_text(), strict=False)
@@ -2684,13 +2715,22 @@ def separate_layers(path):
     layers = [event for event in ranges if re.fullmatch(r"layers\.\d+ backward", event["name"])]
     for event in layers:
         event["tid"] = row
-    title = {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": "layers, backward"}}
+    title = dict(ph="M", name="thread_name", tid=row, args={"name": "layers, backward"})
     events += [title | {"pid": event["pid"]} for event in layers[:1]]
     path.write_text(json.dumps(trace))
 
 
+def record_memory(step, path, steps):
+    """What the GPU's allocator does in a few more steps, of which recording slows each: a file for PyTorch's viewer."""
+    torch.cuda.memory._record_memory_history(stacks="python")
+    for _ in range(steps):
+        step.run()
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def write_profile(step, device, folder, steps=3):
-    """trace.json for Perfetto, and kernel_stats.csv with the columns of rocprofv3's, of a few more steps."""
+    """trace.json for Perfetto, kernel_stats.csv with rocprofv3's columns, and of a GPU memory_snapshot.pickle."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -2708,17 +2748,21 @@ def write_profile(step, device, folder, steps=3):
         elif device.type == "cpu" and event.name.startswith("aten::") and event.self_cpu_time_total > 0:
             durations.setdefault(event.name, []).append(event.self_cpu_time_total * 1e3)
     with scratch_beside(folder / "trace.json") as scratch:
-        trace, table = scratch / "trace.json", scratch / "kernel_stats.csv"
+        trace, table, memory = (scratch / name for name in ("trace.json", "kernel_stats.csv", "memory_snapshot.pickle"))
         profiler.export_chrome_trace(str(trace))
         separate_layers(trace)
         with open(table, "w", newline="") as file:
             write_kernel_table(file, durations)
-        for file in (trace, table):
+        if device.type == "cuda":
+            record_memory(step, memory, steps)
+        for file in scratch.iterdir():
             os.replace(file, folder / file.name)
     print(
         f"Profile of {steps} more steps: {folder / 'trace.json'} (open in https://ui.perfetto.dev) "
         f"and {folder / 'kernel_stats.csv'}"
     )
+    if device.type == "cuda":
+        print(f"Memory of {steps} more: {folder / memory.name} (open in https://pytorch.org/memory_viz)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2885,6 +2929,9 @@ def print_summary(summary, config, device):
     mfu = f", {100 * summary['mfu']:.1f} % of the {precision_name(config, device)} peak" if summary["mfu"] else ""
     print(f"Model arithmetic: {summary['tflops_per_second']:.2f} TFLOP/s{mfu}")
     print(f"Compilation and warm-up: {summary['warmup_seconds']:.1f} s, not counted above")
+    if None not in summary["gpu"]["busy"].values():
+        state = "{power_w:.0f} W, {clock_mhz:.0f} MHz, {temperature_c:.0f} degrees C".format(**summary["gpu"]["busy"])
+        print(f"GPU after the last step: {state}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2901,7 +2948,7 @@ def environment(device):
     return dict(
         device=device.name, arch=device.arch, python=platform.python_version(), torch=torch.__version__,
         triton=getattr(triton, "__version__", None), cuda=torch.version.cuda, hip=torch.version.hip,
-        numpy=np.__version__, commit=commit,
+        driver=driver_version(device), numpy=np.__version__, commit=commit,
     )  # fmt: skip
 
 
@@ -3049,7 +3096,7 @@ def train_and_report(config):
     step = TrainStep(config, device)
     data = DATA[config.data](config)
     print_configuration(config, device, step)
-    records, exit_code = [], 0
+    records, exit_code, idle = [], 0, gpu_state(device)
     try:
         warmup_seconds = warm_up(step, config, device)
         if attached_profiler():
@@ -3060,8 +3107,8 @@ def train_and_report(config):
         print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         if not records:
             return exit_code
-    summary = summarize(step, data, config, device, records)
-    summary["warmup_seconds"] = warmup_seconds
+    gpu = {"idle": idle, "busy": gpu_state(device)}  # straight after the measured steps
+    summary = summarize(step, data, config, device, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu}
     if summary["diverged"]:
         exit_code = exit_code or 1
     summary["kernels"] = count_kernels(step, device) if exit_code == 0 else "the run ended early"

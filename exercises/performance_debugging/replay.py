@@ -8,12 +8,12 @@
 
 Each stage is a full run in a process of its own, then a short profiled one; plain PyTorch (--impl torch) runs first, as
 the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles; everywhere else the script's own --profile
-does, into a CSV with the same columns. The output folder then holds
+does. The kernels of the steps, without those of the warm-up, become a table. The output folder then holds
 
     report.html, summary.md, stages.png      the comparison, to read
     summary.json                             the comparison, to compute with
     stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
-    stageN_profile.csv, stageN_output.log    kernel times; what the two runs printed
+    stageN_profile.csv, stageN_output.log    the kernels, with rocprofv3's columns; what the two runs printed
     ceilings.json                            the bandwidth and the arithmetic that this device reaches
     previous_DATE/                           what an earlier replay had left there
 
@@ -40,6 +40,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.stages import short_title
 from exercises.performance_debugging import comparison, report
+from profiling.readers import Unreadable, read_step_stats
 from tiny_llama_v3 import exit_code_of
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +48,10 @@ ROOT = HERE.parents[1]
 
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
-SHORT_RUN = ["--num-steps", "1", "--warmup-steps", "1"]  # beside the steps that --profile adds
+SHORT_RUN = {  # of a profile: the steps to be recorded, which the script's own --profile adds to those it measures
+    "rocprofv3": ["--num-steps", "3", "--warmup-steps", "1"],
+    "torch.profiler": ["--num-steps", "1", "--warmup-steps", "1"],
+}
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = ("stage*", "baseline*", "ceilings*", "summary.*", "report.html")  # by a replay into its output folder
 
@@ -62,7 +66,7 @@ class Part:
 
     what: str  # "measured" or "profiled"
     command: list
-    pattern: str  # the file that the process writes into the folder FOLDER of its command
+    pattern: str | None  # the file that the process writes into the folder FOLDER of its command; None of a profile
     target: str
     environment: dict = field(default_factory=dict)
 
@@ -94,9 +98,10 @@ def profiler_of(config):
 
 
 def profile_command(command, config):
-    command = [*command, *SHORT_RUN]
-    if profiler_of(config) == "rocprofv3":
-        tracing = ["--kernel-trace", "--stats", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
+    profiler = profiler_of(config)
+    command = [*command, *SHORT_RUN[profiler]]
+    if profiler == "rocprofv3":
+        tracing = ["--kernel-trace", "--marker-trace", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
         return ["rocprofv3", *tracing, "--", *command]
     return [*command, "--profile", FOLDER]
 
@@ -107,7 +112,7 @@ def training_run(name, title, script, arguments, config, stage=None, with_profil
     environment = {"TRITON_CACHE_DIR": f"{FOLDER}/triton"} if stage == 7 else {}
     parts = [Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)]
     if with_profile:
-        parts.append(Part("profiled", profile_command(command, config), "*kernel_stats.csv", f"{name}_profile.csv"))
+        parts.append(Part("profiled", profile_command(command, config), None, f"{name}_profile.csv"))
     return Run(name, title, parts, stage)
 
 
@@ -202,8 +207,16 @@ def execute(command, environment, log):
             print("\r\033[K", end="", flush=True)
 
 
+def write_kernels_of_steps(recording, path):
+    """The kernels of the measured steps in a recording, a folder, as CSV with rocprofv3's columns."""
+    table, steps = read_step_stats(recording)
+    if not steps or table.empty:
+        raise RuntimeError("the profiler recorded no kernels within a range named step: see its messages in the log")
+    table.to_csv(path, index=False)
+
+
 def execute_part(part, log_path, output):
-    """Runs a part and moves what it wrote into output. A RuntimeError says what went wrong."""
+    """Runs a part and moves what it wrote into output. A RuntimeError or Unreadable says what went wrong."""
     with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
         command = [argument.replace(FOLDER, work) for argument in part.command]
         environment = {name: value.replace(FOLDER, work) for name, value in part.environment.items()}
@@ -211,12 +224,15 @@ def execute_part(part, log_path, output):
         log.flush()
         status = execute(command, environment, log)
         log.flush()
-        written = max(Path(work).rglob(part.pattern), key=lambda path: path.stat().st_size, default=None)
+        written = next(Path(work).rglob(part.pattern), None) if part.pattern else work
         if status != 0 or written is None:
             tail = "".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-LOG_TAIL:])
             what = f"exit status {status}" if status else f"no {part.pattern} was written"
             raise RuntimeError(f"{what}; {log_path.name} ends\n{tail}")
-        os.replace(written, output / part.target)
+        if part.pattern:
+            os.replace(written, output / part.target)
+        else:
+            write_kernels_of_steps(written, output / part.target)
 
 
 def execute_run(run, output, progress):
@@ -227,7 +243,7 @@ def execute_run(run, output, progress):
                 continue  # a run that does not work cannot be profiled
             try:
                 execute_part(part, output / f"{run.name}_output.log", output)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, Unreadable) as error:
                 run.error = f"{part.what} run: {error}".rstrip()
                 print(f"{PROGRAM}: {run.title} failed, {run.error}", file=sys.stderr, flush=True)
     run.done = True

@@ -113,7 +113,7 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     assert result["config"] == result["config"] | asked
     assert result["environment"]["torch"] == torch.__version__ and result["environment"]["arch"]
     assert set(result["environment"]) == {
-        "device", "arch", "python", "torch", "triton", "cuda", "hip", "numpy", "commit"
+        "device", "arch", "python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit"
     }  # fmt: skip
     for name, operation in result["operations"].items():
         assert re.search(rf"^ +{name} +{re.escape(operation)}$", run.out, re.M)

@@ -19,9 +19,12 @@ from benchmarks import publish, stages
 from exercises.performance_debugging import comparison, pictures, replay, report
 from measure import tables
 from measure.work import kernel_work
+from profiling.readers import read_kernel_stats
+from tests.fakes import records
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
+FAKES = ROOT / "tests" / "fakes"
 
 
 ON_GPU = torch.cuda.is_available()
@@ -76,7 +79,8 @@ def test_rocprofv3_profiles_on_amd_only(capsys, monkeypatch):
     assert "rocprofv3" not in command and "--profile" in command
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     command = dry_run(capsys, "--stages", "2")["stage 2, slow performance"][1]
-    assert command.startswith("rocprofv3 --kernel-trace --stats --output-format csv") and "--profile" not in command
+    assert command.startswith("rocprofv3 --kernel-trace --marker-trace --output-format csv ")
+    assert "--profile" not in command and "--num-steps 3 " in f"{command} "  # as many as --profile records
     command = dry_run(capsys, "--stages", "2", "--", "--device", "cpu")["stage 2, slow performance"][1]
     assert "rocprofv3" not in command
 
@@ -180,6 +184,50 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
 def test_two_replays_cannot_share_a_folder(tmp_path):
     with replay.locked(tmp_path), pytest.raises(llama.UsageError, match="in use"), replay.locked(tmp_path):
         pass
+
+
+@pytest.fixture
+def rocprofv3(tmp_path, monkeypatch):
+    """A replay's profiled part of a program that does nothing, in the fake rocprofv3 of a release."""
+
+    def profiled(release, **environment):
+        fake = FAKES / "rocprofv3.py"
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "rocprofv3").write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(fake)])} "$@"\n')
+        (tmp_path / "bin" / "rocprofv3").chmod(0o755)
+        for name, value in (environment | {"FAKE_ROCM": release}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "hip", release)
+        (tmp_path / "program.py").touch()
+        run = replay.training_run("stage2", "", tmp_path / "program.py", [], llama.Config(), 2, with_profile=True)
+        replay.execute_part(run.parts[1], tmp_path / "stage2_output.log", tmp_path)
+        return read_kernel_stats(tmp_path / "stage2_profile.csv").set_index("Name")
+
+    return profiled
+
+
+@pytest.mark.parametrize("release", ["6.4", "7.0"])
+def test_a_profile_of_rocprofv3_holds_the_kernels_of_the_steps_alone(rocprofv3, release):
+    """Warm-up, compilation and tuning run before the first step; torch.profiler's tables lack them as well."""
+    calls = rocprofv3(release, FAKE_STEPS="4")["Calls"]
+    assert records.WARM_UP_KERNEL not in calls
+    assert calls.to_dict() == {name: 4 * count for name, (count, _) in records.KERNELS.items()}
+
+
+def test_a_profile_without_steps_is_refused(rocprofv3, monkeypatch):
+    unmarked = replay.profile_command
+    monkeypatch.setattr(replay, "profile_command", lambda *args: [w for w in unmarked(*args) if "marker" not in w])
+    with pytest.raises(RuntimeError, match="no kernels within a range named step"):
+        rocprofv3("7.0")
+
+
+def test_a_profile_that_recorded_nothing_fails_the_run_in_words(capsys, tmp_path):
+    run = script_run("stage1", "pass")
+    run.parts[0].pattern = None
+    assert replay.execute_all([run], tmp_path) and "holds no kernel statistics" in run.error
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 # --- a whole replay
