@@ -43,8 +43,10 @@ report_or_miss "the summary" summary "$RESULT" --tool "$TOOL"
 summary=$RESULT/triton_analysis_summary.md closing=()
 if [[ -e $summary ]]; then
     # Before finish_result, which ends with 1 if a part is missing.
-    [[ -n $OUTPUT ]] || cp "$summary" "$(dirname "$RESULT")"
-    [[ -n $OUTPUT ]] || summary=$(dirname "$RESULT")/triton_analysis_summary.md
+    if [[ -z $OUTPUT ]]; then
+        cp "$summary" "${RESULT%/*}"
+        summary=${RESULT%/*}/triton_analysis_summary.md
+    fi
     closing=("The summary: $summary")
 fi
 finish_result ${closing[@]+"${closing[@]}"}

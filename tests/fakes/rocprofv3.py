@@ -54,6 +54,8 @@ def make_parser():
         add("--minimum-output-data", type=int)
         add("-A", "--agent-index", choices=("absolute", "relative", "type-relative"))
         add("-p", "--pid", nargs="+")
+    if RELEASE >= (7, 2):
+        add("--profile-mpi-ranks", nargs="+")
     add("-i", "--input")
     add("-o", "--output-file")
     add("-d", "--output-directory")

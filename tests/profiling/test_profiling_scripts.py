@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -666,6 +667,41 @@ def test_each_release_takes_its_command_lines(machine, script, release):
     run = machine.run(script, "--dry-run", "--tool", "rocprofv3", *count, ROCM_VERSION=release)
     lines = [words[1 : words.index("--")] for words in run.commands if words[0] == "rocprofv3"]
     assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
+
+
+GUIDE = (ROOT / "README_PROFILING.md").read_text()
+TYPED = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.S) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("release", ("6.3", "6.4", "7.0", "7.1"))
+def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
+    lines = [shlex.split(line) for line in TYPED if line.startswith("rocprofv3 ")]
+    assert len(lines) > 4
+    for words in lines:
+        status = rocprofv3_of(machine, release, words[1 : words.index("--")])
+        assert status == (2 if "rocpd" in words and release < "7.0" else 0), words
+
+
+def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):
+    lines = [shlex.split(line) for line in TYPED if line.startswith("./")]
+    assert len(lines) == 2 and all(words.count("--") == 2 for words in lines)
+    for script, *options in lines:
+        run = machine.run(script[2:], "--dry-run", "--tool", "rocprofv3", *options)
+        assert run.code == 0
+        for words in run.commands:
+            assert words[0] != "rocprofv3" or rocprofv3_of(machine, "7.0", words[1 : words.index("--")]) == 0
+
+
+def test_what_is_typed_by_hand_is_reported_alike(machine):
+    """The folders and names of the guide are those that the reports look for."""
+    machine.with_rocm("7.1")
+    lines = [line for line in TYPED if re.search(" count([ /]|$)", line)]
+    assert len(lines) == 4
+    typed = "\n".join(lines).replace("python -m", f"{machine.env['PYTHON']} -m").replace(".venv/bin/python", "true")
+    env = machine.env | {"PATH": f"{machine.folder}/rocm/bin:{machine.env['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-ec", typed], cwd=machine.work, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "mean of the measured steps; occupancy" in done.stdout, done.stderr
+    assert re.search(r"^ *[\d.]+ +[\d.]+ +[\d.]+ +matrix product +Cijk", done.stdout, re.M)  # us, GB/s, MB
 
 
 def test_rocm_6_2_lacks_what_is_used(machine):
