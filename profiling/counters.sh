@@ -102,7 +102,7 @@ count_with_ncu() {
 
 # Statistics of a database by ROCm's own rocpd, where there is one (7.1 and newer); our reports read the database itself.
 summarize_database() {
-    if ! command -v rocpd >/dev/null; then
+    if ! command -v rocpd >/dev/null && [[ -z $DRY_RUN || $RELEASE -lt 701 ]]; then
         note "No rocpd command here: the reports read the database themselves."
     elif ! run_logged rocpd summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
         note "rocpd failed (another Python than it was made for, or no pandas): the reports read the database themselves."

@@ -669,6 +669,12 @@ def test_each_release_takes_its_command_lines(machine, script, release):
     assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
 
 
+@pytest.mark.parametrize("release, has_rocpd", [("6.4", False), ("7.0", False), ("7.1", True)])
+def test_a_dry_run_elsewhere_names_rocpd_where_the_release_has_it(machine, release, has_rocpd):
+    run = machine.run("get_counters.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION=release)
+    assert any(words[:2] == ["rocpd", "summary"] for words in run.commands) == has_rocpd
+
+
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
 TYPED = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.S) for line in block.splitlines()]
 
