@@ -9,6 +9,8 @@ set -euo pipefail
 TOOLS=(rocprofv3 ncu torch)
 # shellcheck source=profiling/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=profiling/rocprofv3.sh
+source "$ROOT/profiling/rocprofv3.sh"
 # shellcheck source=profiling/counters.sh
 source "$ROOT/profiling/counters.sh"
 
@@ -37,8 +39,10 @@ start_result counters/counter
 
 if [[ $TOOL == rocprofv3 ]]; then
     format=csv
-    ((RELEASE < 700)) || format=rocpd
-    run_or_fail rocprofv3 --kernel-trace --marker-trace --output-format "$format" -d "$RESULT" -o kernels -- "${PROGRAM[@]}"
+    # A database keeps the kernels' own names, and the passes, which are CSV, would not match.
+    if ((RELEASE >= 700)) && [[ " ${TOOL_ARGUMENTS[*]-} " != *" --kernel-rename "* ]]; then format=rocpd; fi
+    rocprofv3_command "$RESULT/kernels" --kernel-trace --marker-trace --output-format "$format"
+    run_or_fail "${COMMAND[@]}"
     if [[ $format == csv ]]; then
         require_file '*_kernel_trace.csv'
     else
@@ -52,8 +56,13 @@ else
     [[ $TOOL != ncu ]] || count_with_ncu
     [[ -z $COUNT || $TOOL == ncu ]] || note "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
 fi
-report hotspots "$RESULT" --csv "$RESULT/kernels_of_the_steps.csv"
-[[ -z $COUNT || $TOOL == torch ]] || report counters "$RESULT"
+report_or_miss "the table of the kernels" hotspots "$RESULT" --csv "$RESULT"
+table=$RESULT/kernels_of_the_steps.csv
+if [[ -e $RESULT/kernels.csv ]]; then
+    table=$RESULT/kernels.csv
+    miss "the measured steps, which the recording does not name: kernels.csv is of the whole run, warm-up included"
+fi
+[[ -z $COUNTED ]] || report_or_miss "the table of the counters" counters "$RESULT"
 
-finish_result "The table as a file: $RESULT/kernels_of_the_steps.csv" \
-    "$(suggestion "Compare with another run" compare "$RESULT" OTHER)"
+finish_result "The table as a file: $table" \
+    "$(suggestion "Compare with another run" compare "$RESULT" OTHER)" ${TOGETHER:+"$TOGETHER"}

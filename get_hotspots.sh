@@ -6,6 +6,8 @@ set -euo pipefail
 TOOLS=(rocprofv3 torch)
 # shellcheck source=profiling/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=profiling/rocprofv3.sh
+source "$ROOT/profiling/rocprofv3.sh"
 
 parse_arguments "$@"
 choose_tool
@@ -13,8 +15,8 @@ start_result hotspots/hotspot
 
 if [[ $TOOL == rocprofv3 ]]; then
     # CSV by name: with ROCm 7's default, a database, --stats writes nothing.
-    run_or_fail rocprofv3 --kernel-trace --marker-trace --stats --output-format csv -d "$RESULT" -o hotspots \
-        -- "${PROGRAM[@]}"
+    rocprofv3_command "$RESULT/hotspots" --kernel-trace --marker-trace --stats --output-format csv
+    run_or_fail "${COMMAND[@]}"
     require_file '*_kernel_stats.csv'
 else
     run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
@@ -23,4 +25,4 @@ fi
 report hotspots "$RESULT"
 
 finish_result "$(suggestion "Compare with another run" compare "$RESULT" OTHER)" \
-    "$(suggestion "Draw it" plot "$RESULT")"
+    "$(suggestion "Draw it" plot "$RESULT")" ${TOGETHER:+"$TOGETHER"}

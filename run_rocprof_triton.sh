@@ -9,6 +9,8 @@ set -euo pipefail
 TOOLS=(rocprofv3 ncu torch)
 # shellcheck source=profiling/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
+# shellcheck source=profiling/rocprofv3.sh
+source "$ROOT/profiling/rocprofv3.sh"
 # shellcheck source=profiling/counters.sh
 source "$ROOT/profiling/counters.sh"
 
@@ -19,8 +21,7 @@ start_result rocprof_results/session
 note "--- 1. Basic: each kernel alone, then the timeline of a training run"
 run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
 if [[ $TOOL == rocprofv3 ]]; then
-    run_or_fail rocprofv3 --runtime-trace --stats --output-format csv -d "$RESULT" -o basic -- "${PROGRAM[@]}"
-    require_file '*_kernel_trace.csv'
+    record_timeline basic
     note "--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters"
     default_passes
     [[ " ${PASSES[*]} " != *Mfma* ]] || PASSES+=("MfmaFlops")
@@ -35,10 +36,17 @@ else
         note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
     fi
 fi
-report plot "$RESULT" "$RESULT/kernels_alone.json"
-report summary "$RESULT" --tool "$TOOL"
+[[ $TOOL != ncu || -n $COUNTED ]] || TOOL=torch
+report_or_miss "the pictures" plot "$RESULT" "$RESULT/kernels_alone.json"
+report_or_miss "the summary" summary "$RESULT" --tool "$TOOL"
 
-summary=$(dirname "$RESULT")/triton_analysis_summary.md
-[[ -z $OUTPUT ]] || summary=$RESULT/triton_analysis_summary.md
-finish_result "The summary: $summary"
-[[ -n $OUTPUT ]] || cp "$RESULT/triton_analysis_summary.md" "$summary"
+summary=$RESULT/triton_analysis_summary.md closing=()
+if [[ -e $summary ]]; then
+    # Before finish_result, which ends with 1 if a part is missing.
+    if [[ -z $OUTPUT ]]; then
+        cp "$summary" "${RESULT%/*}"
+        summary=${RESULT%/*}/triton_analysis_summary.md
+    fi
+    closing=("The summary: $summary")
+fi
+finish_result ${closing[@]+"${closing[@]}"}

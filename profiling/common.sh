@@ -245,7 +245,8 @@ find_launcher() {
     done
 }
 
-# start_result traces/trace: sets RESULT, and PROGRAM, the run to be profiled.
+# start_result traces/trace: sets RESULT, PROGRAM, the run to be profiled, and for several processes TOGETHER, a line on
+# how to read the results of all.
 start_result() {
     local number=0 base
     find_launcher
@@ -257,7 +258,12 @@ start_result() {
     done
     # Whole and without "..", which rocprof-compute refuses.
     RESULT=$(realpath -m -- "$RESULT")
-    ((PROCESSES == 1)) || RESULT=$RESULT/rank_$PROCESS
+    TOGETHER=
+    if ((PROCESSES > 1)); then
+        # shellcheck disable=SC2034  # the scripts print it
+        TOGETHER=$(suggestion "All $PROCESSES processes in one table" hotspots "$RESULT")
+        RESULT=$RESULT/rank_$PROCESS
+    fi
     if [[ -e $RESULT && ! -d $RESULT || -n $(ls -A "$RESULT" 2>/dev/null) ]]; then
         die "--output $OUTPUT exists and is not an empty folder: give a new one"
     fi
@@ -384,6 +390,14 @@ require_file() {
 report() {
     module_command "$@"
     run_or_fail "${COMMAND[@]}"
+}
+
+# report_or_miss WHAT NAME ARGUMENTS: the same, where the recordings are worth keeping without it.
+report_or_miss() {
+    local status=0
+    module_command "${@:2}"
+    run_logged "${COMMAND[@]}" || status=$?
+    ((status == 0)) || miss "$1: profiling.$2 ended with status $status"
 }
 
 # suggestion TEXT NAME ARGUMENTS: how to go on with profiling/NAME.py.

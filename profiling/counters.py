@@ -3,7 +3,8 @@
     python -m profiling.counters counters/counter_20261121_120000
 
 Reads the counter files of rocprofv3 (CSV or rocpd databases, of several passes) and ncu's raw CSV. Values are means of
-a kernel's runs. Rates take their time from the uncounted run beside them, as counting slows kernels down.
+a kernel's runs within the measured steps, if each pass names them, else within the whole run. Rates take their time
+from the steps of the uncounted run beside them, as counting slows kernels down.
 
 Exit codes: 0 done, 1 nothing was counted, 2 the profile cannot be read.
 """
@@ -16,7 +17,7 @@ import pandas as pd
 from measure.options import positive
 from profiling.command_line import NothingRecorded, Parser, exit_code_of
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import read_counters, read_step_stats
+from profiling.readers import read_step_counters, read_step_stats
 
 KIB = 1024  # of FETCH_SIZE and WRITE_SIZE
 MOST_COLUMNS = 20  # that are printed; ncu counts hundreds
@@ -65,27 +66,30 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def print_derived(derived, order):
+def print_derived(derived, order, scope):
     shown = derived.loc[order].dropna(axis="columns", how="all")
     shown.insert(0, "us", shown.pop("ns") / 1e3)
     if "bytes" in shown:
         shown["MB"] = shown.pop("bytes") / 1e6
     shown["operation"] = [operation_of(name) for name in order]
     shown["kernel"] = [short_name(name, 44) for name in order]
-    print(f"\nA run of each kernel, by hardware counters ({len(derived)} kernels; occupancy to memory in %):\n")
+    print(f"\nA run of each of {len(derived)} kernels, by hardware counters, {scope}; occupancy to memory in %:\n")
     print(shown.to_string(index=False, float_format=lambda value: f"{value:,.1f}", na_rep="-"))
 
 
 def report(options):
-    counters = read_counters(options.profile)
+    counters, is_of_steps = read_step_counters(options.profile)
     if counters.empty:
         raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
+    scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
     stats = None
     if "gpu__time_duration.sum" not in counters:
-        stats, _ = read_step_stats(options.profile)
+        stats, steps = read_step_stats(options.profile)
+        if is_of_steps and not steps:
+            scope += ", times of the whole run"
     derived = derive(counters, stats)
     order = derived["ns"].sort_values(ascending=False).index[: options.top]
-    print_derived(derived, order)
+    print_derived(derived, order, scope)
     if len(counters.columns) > MOST_COLUMNS:
         print(f"\n{len(counters.columns)} counters in all: they are in {options.profile}.")
     else:

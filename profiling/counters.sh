@@ -1,5 +1,7 @@
 # shellcheck shell=bash
-# Sourced after common.sh by the scripts that read hardware counters, with rocprofv3 or with ncu.
+# Sourced after common.sh and rocprofv3.sh by the scripts that read hardware counters, with rocprofv3 or with ncu. What
+# cannot be counted is missed, and what was recorded before is kept; COUNTED is set if there is anything to report.
+COUNTED=
 
 # What fits into one pass each on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together on the latter, which
 # has no L2CacheHit either: the reports compute the rate from hits and misses.
@@ -30,23 +32,52 @@ default_passes() {
     if [[ $arch == gfx1* ]]; then PASSES=("${RDNA_PASSES[@]}"); else PASSES=("${CDNA_PASSES[@]}"); fi
 }
 
-# One run of the program for each of PASSES (each a list of counters), into counters/pass_N.
+# One run of the program for each of PASSES (each a list of counters), into pass_N. The ranges tell its measured steps
+# from its warm-up.
 count_with_rocprofv3() {
-    local pass number=0
+    local pass number=0 status
     ((${#PASSES[@]})) || default_passes
     for pass in "${PASSES[@]}"; do
-        number=$((number + 1))
+        number=$((number + 1)) status=0
         # shellcheck disable=SC2086  # a list of names
-        run_or_fail rocprofv3 --pmc $pass --output-format csv -d "$RESULT/pass_$number" -o counters -- "${PROGRAM[@]}"
-        require_file '*_counter_collection.csv' "pass_$number" "the GPU may know none of: $pass (rocprofv3-avail list)"
+        rocprofv3_command "$RESULT/pass_$number/counters" --pmc $pass --kernel-trace --marker-trace --output-format csv
+        run_logged "${COMMAND[@]}" || status=$?
+        if ((status == 0)); then
+            look_for_counters "$number" "$pass"
+        else
+            miss "$pass: $(explain "$status")"
+            [[ ! -d $RESULT/pass_$number ]] || mv "$RESULT/pass_$number" "$RESULT/pass_$number.failed"
+        fi
     done
+}
+
+# look_for_counters PASS NAMES: what rocprofv3 does not know it drops with a warning, and ends with status 0.
+look_for_counters() {
+    local name found='' dropped=()
+    if [[ -n $DRY_RUN ]]; then
+        COUNTED=1
+        return
+    fi
+    for name in $2; do
+        # A name may end in :device=0
+        if grep -rqsF --include='*_counter_collection.csv' "\"${name%%:*}\"" "$RESULT/pass_$1"; then
+            found=1
+        else
+            dropped+=("$name")
+        fi
+    done
+    COUNTED=${COUNTED:-$found}
+    if ((${#dropped[@]})); then
+        miss "${dropped[*]}: this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
+    fi
 }
 
 # ncu runs each kernel of one step again for every group of counters, and leaves the clock alone.
 # Returns its status; the arguments are options that choose what is measured.
 run_ncu() {
     run_logged ncu --nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled "$@" \
-        -f -o "$RESULT/ncu" "${PROGRAM[@]}" --num-steps 1 --warmup-steps 1 || return
+        -f -o "$RESULT/ncu" ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"} \
+        "${PROGRAM[@]}" --num-steps 1 --warmup-steps 1 || return
     [[ -n $DRY_RUN || -s $RESULT/ncu.ncu-rep ]] || return 1
     if [[ -n $DRY_RUN ]]; then
         note "ncu --import $(quoted "$RESULT/ncu.ncu-rep") --csv --page raw --print-units base > ncu_raw.csv"
@@ -61,12 +92,17 @@ count_with_ncu() {
     ((${#metrics[@]})) || metrics=("${NCU_METRICS[@]}")
     metrics=("$(echo "gpu__time_duration.sum ${metrics[*]}" | tr ' ' '\n' | sort -u | paste -sd,)")
     run_ncu --metrics "${metrics[0]}" || status=$?
-    ((status == 0)) || fall_back_to_torch "$(explain "$status")" "$status"
+    if ((status == 0)); then
+        COUNTED=1
+    else
+        miss "hardware counters: $(explain "$status")"
+        rm -f "$RESULT/ncu_raw.csv"
+    fi
 }
 
 # Statistics of a database by ROCm's own rocpd, where there is one (7.1 and newer); our reports read the database itself.
 summarize_database() {
-    if ! command -v rocpd >/dev/null; then
+    if ! command -v rocpd >/dev/null && [[ -z $DRY_RUN || $RELEASE -lt 701 ]]; then
         note "No rocpd command here: the reports read the database themselves."
     elif ! run_logged rocpd summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
         note "rocpd failed (another Python than it was made for, or no pandas): the reports read the database themselves."

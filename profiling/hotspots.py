@@ -3,7 +3,8 @@
     python -m profiling.hotspots hotspots/hotspot_20261121_120000
 
 Reads what any of the profiling scripts left, or a single file of rocprofv3 or torch.profiler. Where the trace names the
-steps (by the range "step"), only they count: compilation and warm-up are left out.
+steps (by the range "step"), only they count: compilation, warm-up and what runs between two steps are left out. Of
+several processes in a folder the table has all, and the mean of all their steps.
 
 Exit codes: 0 done, 1 no kernels were recorded, 2 the profile cannot be read.
 """
@@ -16,7 +17,7 @@ import pandas as pd
 from measure.options import positive
 from profiling.command_line import NothingRecorded, Parser, exit_code_of
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import read_step_stats
+from profiling.readers import read_processes
 
 
 def hotspots(table, steps):
@@ -60,19 +61,35 @@ def parse(argv):
     parser = Parser("hotspots", __doc__)
     parser.add_argument("profile", type=Path, help="folder or file")
     parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write all of them, with rocprofv3's columns")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="PATH",
+        help="also write all of them, with rocprofv3's columns; into a folder as kernels_of_the_steps.csv, or as "
+        "kernels.csv if the steps are not known",
+    )
     return parser.parse_args(argv)
 
 
+def scope_of(steps, processes):
+    """What a table of so many steps covers, in words."""
+    of_processes = f" of {processes} processes" if processes > 1 else ""
+    if steps:
+        return f"Kernels of {steps} steps{of_processes}, ms and calls a step"
+    return f"Kernels of the whole run{of_processes}, warm-up included"
+
+
 def report(options):
-    table, steps = read_step_stats(options.profile)
+    table, steps, processes = read_processes(options.profile)
     if table.empty:
         raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
     if options.csv:
-        table.to_csv(options.csv, index=False)
+        is_folder = options.csv.is_dir()
+        name = "kernels_of_the_steps.csv" if steps else "kernels.csv"
+        table.to_csv(options.csv / name if is_folder else options.csv, index=False)
     spots = hotspots(table, steps)
-    scope = f"Kernels of {steps} steps, ms and calls a step" if steps else "Kernels of the whole run, warm-up included"
-    print(f"\n{scope}: {spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels\n")
+    sums = f"{spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels"
+    print(f"\n{scope_of(steps, processes)}: {sums}\n")
     print(show(spots.head(options.top)))
     if len(spots) > options.top:
         rest = spots[options.top :]

@@ -14,10 +14,12 @@ function, which takes the path of one file and raises Unreadable:
     "kernels"             kernel_tables(path)      statistics made by the profiler: yields tables of COLUMNS
     "dispatches"          dispatches(path)         every kernel run: yields tables of Name, Start and End (ns)
     "markers", "calls"    ranges(path, content)    ranges on the host: yields tables of Name, Start and End (ns)
-    "counters"            counters(path)           a table with a row a kernel, a column a counter, the mean of a run
+    "counters"            counters(path)           every kernel run: yields tables of Name, Counter, Value and, where it
+                                                   was recorded, Start (ns)
 
-Tables are yielded in pieces of at most files.CHUNK_ROWS rows, as a trace may be larger than the memory. RECORDS_WARM_UP
-says whether there are kernels beside those of the measured steps. kernels_alone stands apart: it reads the JSON of
+Tables are yielded in pieces of at most files.CHUNK_ROWS rows, as a trace may be larger than the memory. A file is that
+of one process; beside(path, content) is where the profiler puts other content of the same one. RECORDS_WARM_UP says
+whether there are kernels beside those of the measured steps. kernels_alone stands apart: it reads the JSON of
 run_triton_profiling.py, which is no profile of a run.
 """
 
@@ -27,8 +29,8 @@ from pathlib import Path
 import pandas as pd
 
 from profiling.readers import chrome, ncu, rocpd, rocprofv3
-from profiling.readers.files import Unreadable, intervals, within
-from profiling.readers.statistics import COLUMNS, merge, statistics_of
+from profiling.readers.files import Unreadable, intervals, within, within_any
+from profiling.readers.statistics import COLUMNS, counter_means, counter_sums, merge, statistics_of
 
 __all__ = [
     "COLUMNS",
@@ -36,43 +38,60 @@ __all__ = [
     "read_counters",
     "read_dispatches",
     "read_kernel_stats",
+    "read_processes",
     "read_ranges",
+    "read_step_counters",
     "read_step_stats",
-    "step_window",
+    "step_windows",
     "steps_of",
     "within",
+    "within_any",
 ]
 
 FORMATS = (ncu, rocprofv3, rocpd, chrome)  # a folder may hold several: the first that has what is asked for is read
 COUNTING_PASS = re.compile(r"(^|/)(pmc|pass)_\d+/")  # a run that counting has slowed down
 
 
-def read_kernel_stats(path, window=None):
+def read_kernel_stats(path):
     """The kernels of a file, or of all processes of a folder: a DataFrame of COLUMNS, the largest total first.
 
-    Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample. With a window,
-    (start, end) in the trace's ns, only kernels that start within it count. No kernels at all: an empty table. Raises
-    Unreadable if there is no profile, or if it is damaged.
+    Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample. No kernels at
+    all: an empty table. Raises Unreadable if there is no profile, or if it is damaged.
     """
     reader, files = find(path, "kernels")
-    if files and window is None:  # a table before the trace that it was made from
+    if files:  # a table before the trace that it was made from
         return merge([table for file in files for table in reader.kernel_tables(file)])
-    return merge([statistics_of(chunk) for chunk in dispatch_chunks(path, window)])
+    return merge([statistics_of(chunk) for chunk in dispatch_chunks(path)])
 
 
 def read_step_stats(path):
     """(the kernels of the measured steps as read_kernel_stats gives them, how many steps), or (of the whole run, 0)."""
-    window, steps = step_window(path)
-    reader, _ = find(path, "dispatches")
-    return read_kernel_stats(path, window if reader and reader.RECORDS_WARM_UP else None), steps
+    table, steps, _ = read_processes(path)
+    return table, steps
 
 
-def read_dispatches(path, window=None):
+def read_processes(path):
+    """(the table and the number of steps that read_step_stats gives, the number of processes that they are of).
+
+    Each process has its own steps. One that names none is left out if another does: it took no part in them.
+    """
+    reader, files = find(path, "dispatches")
+    found = [(file, *windows_beside(reader, file)) for file in files]
+    in_steps = [(file, windows) for file, windows, steps in found if steps]
+    steps = sum(steps for *_, steps in found)
+    if not in_steps or not reader.RECORDS_WARM_UP:
+        _, tables = find(path, "kernels")
+        return read_kernel_stats(path), steps, len(in_steps or tables or files)
+    chunks = (within_any(chunk, windows) for file, windows in in_steps for chunk in reader.dispatches(file))
+    return merge([statistics_of(chunk) for chunk in chunks]), steps, len(in_steps)
+
+
+def read_dispatches(path):
     """Every kernel run: a DataFrame of Name (categorical), Start and End (ns), in the order of Start.
 
-    With a window, (start, end) in ns, those that start within it. Raises Unreadable.
+    Raises Unreadable.
     """
-    chunks = [chunk.astype({"Name": "category"}) for chunk in dispatch_chunks(path, window) if len(chunk)]
+    chunks = [chunk.astype({"Name": "category"}) for chunk in dispatch_chunks(path) if len(chunk)]
     if not chunks:
         return intervals()
     names = pd.api.types.union_categoricals([chunk["Name"] for chunk in chunks])
@@ -87,8 +106,7 @@ def read_ranges(path, kind="markers"):
     Raises Unreadable.
     """
     reader, files = find(path, kind)
-    parts = [chunk for file in files for chunk in reader.ranges(file, kind)]
-    return pd.concat([intervals(), *parts], ignore_index=True).sort_values("Start", ignore_index=True, kind="stable")
+    return in_order(chunk for file in files for chunk in reader.ranges(file, kind))
 
 
 def steps_of(ranges):
@@ -96,22 +114,42 @@ def steps_of(ranges):
     return ranges[ranges["Name"] == "step"].reset_index(drop=True)
 
 
-def step_window(path):
-    """((start, end) of the measured steps in ns, how many they are), or (None, 0) if the trace does not name them."""
-    steps = steps_of(read_ranges(path))
-    return ((steps["Start"].min(), steps["End"].max()), len(steps)) if len(steps) else (None, 0)
+def step_windows(path):
+    """(the windows of a process in which its measured steps ran, [(start, end), ...] in ns; how many steps these are).
+
+    ([], 0) if the recording does not name them. With --timing step the ranges "step" close on the host before their
+    kernels run, and one range "steps" holds all of them: it is the window. Otherwise each step is one, and what runs
+    between them does not count. Raises Unreadable.
+    """
+    return windows_of(read_ranges(path))
 
 
-def read_counters(path):
-    """A DataFrame with a row a kernel and a column a counter, the mean of a run; empty if nothing was counted.
+def read_step_counters(path):
+    """(a DataFrame with a row a kernel and a column a counter, the mean of a run; whether it is of the steps alone).
 
-    The units are the profiler's: FETCH_SIZE and WRITE_SIZE in KiB, ncu's in its base units. Raises Unreadable.
+    Each pass, and each process, is limited to its own steps. If one of them names none or has no times, or if nothing
+    was counted within them, all are of the whole run. Empty if nothing was counted at all. The units are the
+    profiler's: FETCH_SIZE and WRITE_SIZE in KiB, ncu's in its base units. Raises Unreadable.
     """
     reader, files = find(path, "counters")
     if not files:
-        return pd.DataFrame()
+        return pd.DataFrame(), False
+    whole, limited = [], []
+    for file in files:
+        windows, _ = windows_beside(reader, file)
+        for chunk in filter(len, reader.counters(file)):
+            whole.append(counter_sums(chunk))
+            if windows and "Start" in chunk:
+                limited.append(counter_sums(within_any(chunk, windows)))
+    is_limited = len(limited) == len(whole) and any(map(len, limited))
     # The same counter in several files (processes, passes) is one measurement more, not another column.
-    return pd.concat([reader.counters(file) for file in files]).groupby(level=0).mean()
+    return counter_means(limited if is_limited else whole), is_limited or not reader.RECORDS_WARM_UP
+
+
+def read_counters(path):
+    """The table of read_step_counters."""
+    table, _ = read_step_counters(path)
+    return table
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,18 +175,38 @@ def find(path, content):
 
 
 def files_below(folder, patterns, in_passes):
-    """Those that the first pattern finds; in_passes: also in the folders of the runs that counted."""
+    """Those that the first pattern finds, but in what failed; in_passes: also in the folders of runs that counted."""
     for pattern in patterns:
-        found = sorted(folder.rglob(pattern))
-        if files := [p for p in found if in_passes or not COUNTING_PASS.search(str(p.relative_to(folder)))]:
+        found = [(path, str(path.relative_to(folder))) for path in sorted(folder.rglob(pattern))]
+        found = [(path, name) for path, name in found if ".failed/" not in name]
+        if files := [path for path, name in found if in_passes or not COUNTING_PASS.search(name)]:
             return files
     return []
 
 
-def dispatch_chunks(path, window):
+def dispatch_chunks(path):
     reader, files = find(path, "dispatches")
     if not files:
         kinds = [kind.PATTERNS.get(content, ()) for content in ("kernels", "dispatches") for kind in FORMATS]
         raise Unreadable(f"{path} holds no kernel statistics: neither {', '.join(sum(kinds, ()))}")
     for file in files:
-        yield from (within(chunk, window) for chunk in reader.dispatches(file))
+        yield from reader.dispatches(file)
+
+
+def in_order(chunks):
+    return pd.concat([intervals(), *chunks], ignore_index=True).sort_values("Start", ignore_index=True, kind="stable")
+
+
+def windows_beside(reader, file):
+    """What step_windows gives, of the process that this file is of."""
+    markers = reader.beside(file, "markers")
+    return windows_of(in_order(reader.ranges(markers, "markers")) if markers and markers.exists() else intervals())
+
+
+def windows_of(ranges):
+    steps = steps_of(ranges)
+    around = ranges[ranges["Name"] == "steps"]
+    held = steps if around.empty else around
+    windows = list(zip(held["Start"], held["End"], strict=True))
+    count = len(within_any(steps, windows))
+    return (windows, count) if count else ([], 0)

@@ -18,6 +18,10 @@ def recognizes(path, content):
     return path.suffix not in (".csv", ".db")
 
 
+def beside(path, content):
+    return path
+
+
 def dispatches(path):
     """Kernels and copies of the device; where there are none, on a CPU, the operators that no other holds."""
     on_device = [event for event in events_of(path) if event.get("cat") in ON_DEVICE]

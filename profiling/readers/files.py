@@ -3,6 +3,7 @@
 import contextlib
 import sqlite3
 
+import numpy as np
 import pandas as pd
 
 from profiling.command_line import Failure
@@ -65,6 +66,14 @@ def intervals(rows=()):
     return table.astype({"Name": object, "Start": "int64", "End": "int64"})
 
 
-def within(dispatches, window):
-    """The intervals that start within (start, end), in ns; all of them without a window."""
-    return dispatches if window is None else dispatches[dispatches["Start"].between(*window)]
+def within(rows, window):
+    """Those of a table whose Start lies within (start, end), in ns."""
+    return within_any(rows, [window])
+
+
+def within_any(rows, windows):
+    """Those of a table whose Start lies within one of the windows, [(start, end), ...] in ns."""
+    inside = np.zeros(len(rows), dtype=bool)
+    for window in windows:
+        inside |= rows["Start"].between(*window).to_numpy()
+    return rows[inside]

@@ -5,10 +5,15 @@ import pandas as pd
 from profiling.readers.files import Unreadable, reported
 
 PATTERNS = {"counters": ("ncu_raw.csv",)}
+RECORDS_WARM_UP = False  # run_ncu counts within the range "step" alone
 
 
 def recognizes(path, content):
     return path.name.startswith("ncu")
+
+
+def beside(path, content):
+    return None
 
 
 def counters(path):
@@ -18,4 +23,4 @@ def counters(path):
     if "Kernel Name" not in table:
         raise Unreadable(f"{path} is no table of ncu --page raw --csv: profile again")
     metrics = [name for name in table if "__" in name and pd.api.types.is_numeric_dtype(table[name])]
-    return table.groupby("Kernel Name")[metrics].mean().rename_axis("Name")
+    yield table.melt("Kernel Name", metrics, "Counter", "Value").rename(columns={"Kernel Name": "Name"})

@@ -1,20 +1,21 @@
 """The rocpd databases of rocprofv3 since ROCm 7, read through their views, and the CSV of `rocpd summary`."""
 
 import contextlib
+import json
 import sqlite3
 
 import pandas as pd
 
 from profiling.readers import files
 from profiling.readers.files import Unreadable, csv_chunks, csv_header, intervals, reported
-from profiling.readers.statistics import COLUMNS, counter_means
+from profiling.readers.statistics import COLUMNS
 
 PATTERNS = {
     "kernels": ("*kernels_summary.csv",),
     "dispatches": ("*.db",),
     "markers": ("*.db",),
     "calls": ("*.db",),
-    "counters": ("*counters_results.db",),
+    "counters": ("*.db",),
 }
 RECORDS_WARM_UP = True
 
@@ -29,15 +30,19 @@ SUMMARY = {
     "STD_DEV": "StdDev",
 }
 DISPATCHES = 'SELECT name, start, "end" FROM kernels'
-RANGES = """SELECT name, start, "end" FROM regions WHERE category LIKE '{}%'"""
+RANGES = """SELECT name, extdata, start, "end" FROM regions WHERE category LIKE '{}%'"""
 CATEGORIES = {"markers": "MARKER", "calls": "HIP"}  # how those of the regions begin
-COUNTERS = "SELECT kernel_name, counter_name, value FROM counters_collection"
+COUNTERS = "SELECT kernel_name, counter_name, value, start FROM counters_collection"
 
 
 def recognizes(path, content):
     if content == "kernels":
         return path.suffix == ".csv" and "DURATION (nsec)" in csv_header(path)
     return path.suffix == ".db"
+
+
+def beside(path, content):
+    return path
 
 
 def kernel_tables(path):
@@ -49,13 +54,25 @@ def dispatches(path):
 
 
 def ranges(path, content):
-    return map(intervals, query(path, RANGES.format(CATEGORIES[content]), ["Name", "Start", "End"]))
+    for chunk in query(path, RANGES.format(CATEGORIES[content]), ["Name", "Data", "Start", "End"]):
+        names = [label_of(name, data) for name, data in zip(chunk["Name"], chunk["Data"], strict=True)]
+        yield intervals(chunk[["Name", "Start", "End"]].assign(Name=names))
+
+
+def label_of(name, data):
+    """What the program called a range. The name of a roctx range is that of roctx's function, roctxThreadRangeA.
+
+    Read here and not by SQL: SQLite may lack its functions for JSON, and rows that are none must not end the query.
+    """
+    try:
+        return json.loads(data).get("message") or name
+    except (TypeError, ValueError, AttributeError):  # nothing, no JSON, no object
+        return name
 
 
 def counters(path):
-    return counter_means(
-        chunk.astype({"Value": float}) for chunk in query(path, COUNTERS, ["Name", "Counter", "Value"])
-    )
+    chunks = query(path, COUNTERS, ["Name", "Counter", "Value", "Start"])
+    return (chunk.astype({"Value": float}) for chunk in chunks)
 
 
 def query(path, sql, columns):

@@ -1,7 +1,7 @@
 """The CSV files of rocprofv3. Columns are found by name: ROCm 7 has more of them than 6, and in another order."""
 
 from profiling.readers.files import csv_chunks, csv_header
-from profiling.readers.statistics import COLUMNS, counter_means
+from profiling.readers.statistics import COLUMNS
 
 PATTERNS = {
     "kernels": ("*kernel_stats.csv",),
@@ -11,18 +11,31 @@ PATTERNS = {
     "counters": ("*counter_collection.csv",),
 }
 RECORDS_WARM_UP = True
+COLUMN_OF = {
+    "kernels": "TotalDurationNs",
+    "dispatches": "Kernel_Name",
+    "markers": "Function",
+    "calls": "Function",
+    "counters": "Counter_Name",
+}
 
 KERNEL_TRACE = {"Kernel_Name": "Name", "Start_Timestamp": "Start", "End_Timestamp": "End"}
 API_TRACE = {"Function": "Name", "Start_Timestamp": "Start", "End_Timestamp": "End"}
 COUNTER_COLLECTION = {"Kernel_Name": "Name", "Counter_Name": "Counter", "Counter_Value": "Value"}
+COUNTER_START = {"Start_Timestamp": "Start"}  # since ROCm 6.3
 
 
 def recognizes(path, content):
-    if path.suffix != ".csv":
-        return False
-    if content == "kernels":
-        return "TotalDurationNs" in csv_header(path)
-    return content not in ("markers", "calls") or "Function" in csv_header(path)
+    return path.suffix == ".csv" and COLUMN_OF[content] in csv_header(path)
+
+
+def beside(path, content):
+    """The files of a process begin alike, with -o's name or the process id."""
+    for (pattern,) in PATTERNS.values():
+        ending = pattern.lstrip("*")
+        if path.name.endswith(ending):
+            return path.with_name(path.name[: -len(ending)] + PATTERNS[content][0].lstrip("*"))
+    return None
 
 
 def kernel_tables(path):
@@ -38,4 +51,5 @@ def ranges(path, content):
 
 
 def counters(path):
-    return counter_means(csv_chunks(path, COUNTER_COLLECTION, words=("Name", "Counter")))
+    is_timed = COUNTER_START.keys() <= set(csv_header(path))
+    return csv_chunks(path, COUNTER_COLLECTION | (COUNTER_START if is_timed else {}), words=("Name", "Counter"))

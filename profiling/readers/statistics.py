@@ -38,8 +38,14 @@ def with_percentage(table):
     return table.sort_values("TotalDurationNs", ascending=False, ignore_index=True, kind="stable")[COLUMNS]
 
 
-def counter_means(chunks):
-    """A table with a row a kernel and a column a counter, the mean of a run, from chunks of Name, Counter and Value."""
-    sums = pd.concat(chunk.groupby(["Name", "Counter"])["Value"].agg(["sum", "count"]) for chunk in chunks)
-    sums = sums.groupby(level=[0, 1]).sum()
+def counter_sums(chunk):
+    """The part that a table of Name, Counter and Value has in counter_means."""
+    return chunk.groupby(["Name", "Counter"])["Value"].agg(["sum", "count"])
+
+
+def counter_means(parts):
+    """A table with a row a kernel and a column a counter, the mean of a run; empty without any."""
+    if not parts:
+        return pd.DataFrame()
+    sums = pd.concat(parts).groupby(level=[0, 1]).sum()
     return (sums["sum"] / sums["count"]).unstack("Counter")

@@ -19,6 +19,8 @@ parser.add_argument("--print-kernel-base", choices=("function", "demangled", "ma
 parser.add_argument("--print-units", choices=("auto", "base"))
 parser.add_argument("--section", action="append", choices=SECTIONS, default=[])
 parser.add_argument("--metrics")
+parser.add_argument("-k", "--kernel-name")
+parser.add_argument("-c", "--launch-count", type=int)
 parser.add_argument("-f", "--force-overwrite", action="store_true")
 parser.add_argument("-o", "--export")
 parser.add_argument("--import", dest="report")

@@ -32,7 +32,8 @@ if "--json" in arguments:
 if "--profile" in arguments:
     folder = Path(arguments[arguments.index("--profile") + 1])
     run = records.make_run(3)
-    records.write_stats(folder / "kernel_stats.csv", run.dispatches[1:])
+    run = run._replace(dispatches=run.in_steps())  # nothing else is profiled
+    records.write_stats(folder / "kernel_stats.csv", run.dispatches)
     categories = {
         "dispatches": "kernel",
         "ranges": "user_annotation",
@@ -42,7 +43,7 @@ if "--profile" in arguments:
     events = [
         {"ph": "X", "tid": 1, "cat": category, "name": r.name, "ts": r.start / 1e3, "dur": r.duration / 1e3}
         for part, category in categories.items()
-        for r in getattr(run, part)[part == "dispatches" :]
+        for r in getattr(run, part)
     ]
     (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
 sys.exit(int(os.environ.get("PROGRAM_STATUS", 0)))

@@ -1,6 +1,7 @@
-"""What rocprofv3 leaves behind: CSV headers and rocpd schema of ROCm 6.4 and 7.0, filled with made-up records."""
+"""What rocprofv3 leaves behind: CSV headers and rocpd schema of ROCm 6.2 to 7.1, filled with made-up records."""
 
 import csv
+import json
 import random
 import sqlite3
 import statistics
@@ -16,6 +17,9 @@ KERNELS = {  # a step's kernels: name, (dispatches a step, ns)
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, 1>(int, float)": (3, 4_000),
 }
 WARM_UP_KERNEL = "triton_poi_autotuned_0"  # before the first step
+WARM_UP_SLOWNESS = 20  # of the kernels of the warm-up step: caches and clocks are cold
+DIAGNOSTIC = "void at::native::lpnorm_cleanup<float>(float*)"  # between the steps, or after the last
+LAUNCH = "hipModuleLaunchKernel"
 START = 5_343_067_615_713
 
 
@@ -35,32 +39,78 @@ class Run(NamedTuple):
     api_calls: list
     copies: list
 
+    def in_steps(self):
+        """The dispatches of the measured steps, which is what the reports are to find."""
+        windows = [r for r in self.ranges if r.name == "steps"] or [r for r in self.ranges if r.name == "step"]
+        return [d for d in self.dispatches if any(w.start <= d.start <= w.end for w in windows)]
 
-def make_run(steps):
-    """A run of a few steps: kernels one after the other, 2 us apart, each launched 5 us before it starts."""
+    def renamed(self):
+        """As --kernel-rename records it: a kernel carries the name of the innermost range around its launch."""
+        launches = [call for call in self.api_calls if call.name == LAUNCH]
+        names = []
+        for dispatch, launch in zip(self.dispatches, launches, strict=True):
+            around = [r for r in self.ranges if r.start <= launch.start < r.end]
+            names.append(min(around, key=lambda r: r.duration).name if around else dispatch.name)
+        dispatches = [d._replace(name=name) for d, name in zip(self.dispatches, names, strict=True)]
+        return self._replace(dispatches=dispatches)
+
+
+def make_run(steps, one_window=False):
+    """A run of a few steps after a slow one of warm-up: kernels one after the other, 2 us apart.
+
+    As with --timing phases, each step ends with a synchronization within its range, and a diagnostic kernel follows.
+    With one_window, as with --timing step: the ranges "step" close before most of their kernels start, and a range
+    "steps" lasts until the last of them has ended.
+    """
     rng = random.Random(steps)
     run, now = Run([], [], [], []), START
 
-    def dispatch(name, ns):
+    def dispatch(name, ns, launched=None):
         nonlocal now
+        launched = now - 5_000 if launched is None else launched
+        now = max(now, launched + 5_000)
         duration = round(ns * rng.uniform(0.95, 1.05))
-        run.api_calls.append(Record("hipModuleLaunchKernel", now - 5_000, now - 1_500))
+        run.api_calls.append(Record(LAUNCH, launched, launched + 3_500))
         run.dispatches.append(Record(name, now, now + duration))
         now += duration + 2_000
 
-    dispatch(WARM_UP_KERNEL, 50_000_000)
-    for _ in range(steps):
-        now += 40_000
-        run.copies.append(Record("MEMORY_COPY_HOST_TO_DEVICE", now, now + 8_000))
-        now += 20_000
-        begin = now - 10_000
+    def dispatch_step(slowness=1):
         for name, (count, ns) in KERNELS.items():
             for _ in range(count):
-                dispatch(name, ns)
-        run.api_calls.append(Record("hipDeviceSynchronize", begin + 5_000, now))
-        run.ranges.append(Record("step", begin, now))
-        run.ranges.append(Record("forward", begin, (begin + now) // 2))
-        run.ranges.append(Record("backward", (begin + now) // 2, now))
+                dispatch(name, slowness * ns)
+
+    def launch_step(host):
+        """Returns when the host has launched the kernels of a step, all of them before the second has run."""
+        for name, (count, ns) in KERNELS.items():
+            for _ in range(count):
+                dispatch(name, ns, host)
+                host += 4_000
+        return host
+
+    dispatch(WARM_UP_KERNEL, 50_000_000)
+    dispatch_step(WARM_UP_SLOWNESS)
+    host = window = now
+    for _ in range(steps):
+        if one_window:
+            end = launch_step(host)
+            run.ranges.append(Record("step", host, end))
+            host = end + 1_000
+        else:
+            now += 40_000
+            run.copies.append(Record("MEMORY_COPY_HOST_TO_DEVICE", now, now + 8_000))
+            now += 20_000
+            begin = now - 10_000
+            dispatch_step()
+            run.api_calls.append(Record("hipDeviceSynchronize", begin + 5_000, now))
+            run.ranges.append(Record("step", begin, now))
+            run.ranges.append(Record("forward", begin, (begin + now) // 2))
+            run.ranges.append(Record("backward", (begin + now) // 2, now))
+            now += 6_000
+            dispatch(DIAGNOSTIC, 30_000)
+    if one_window:
+        run.ranges.append(Record("steps", window, now))
+        now += 6_000
+        dispatch(DIAGNOSTIC, 30_000)
     return run
 
 
@@ -92,6 +142,12 @@ def write_stats(path, records):
     write_rows(path, header, rows)
 
 
+def write_domain_stats(path, run):
+    """A row a domain."""
+    domains = dict(zip(("KERNEL_DISPATCH", "MARKER_API", "HIP_API", "MEMORY_COPY"), run, strict=True))
+    write_stats(path, [record._replace(name=name) for name, part in domains.items() for record in part])
+
+
 SIZES = "Workgroup_Size_X,Workgroup_Size_Y,Workgroup_Size_Z,Grid_Size_X,Grid_Size_Y,Grid_Size_Z".split(",")
 
 
@@ -118,6 +174,11 @@ def write_api_trace(path, domain, records):
     write_rows(path, header, [[domain, r.name, 10470, 10470, i, r.start, r.end] for i, r in enumerate(records, 1)])
 
 
+def write_markers(path, release, ranges):
+    """The ranges of roctx, by their labels."""
+    write_api_trace(path, "MARKER_CORE_API" if release < (7, 0) else "MARKER_CORE_RANGE_API", ranges)
+
+
 def write_copies(path, release, copies):
     stream = ["Stream_Id"] if release >= (7, 0) else []
     header = ["Kind", "Direction", *stream, "Source_Agent_Id", "Destination_Agent_Id", "Correlation_Id"]
@@ -126,9 +187,24 @@ def write_copies(path, release, copies):
     write_rows(path, [*header, "Start_Timestamp", "End_Timestamp"], rows)
 
 
-def write_agent_info(path):
-    header = "Node_Id,Logical_Node_Id,Agent_Type,Wave_Front_Size,Cu_Count,Name,Product_Name".split(",")
-    write_rows(path, header, [[0, 0, "CPU", 0, 0, "AMD EPYC", "AMD EPYC"], [1, 1, "GPU", 64, 304, "gfx942", "MI300X"]])
+AGENT_INFO = (
+    "Node_Id,Logical_Node_Id,Agent_Type,Cpu_Cores_Count,Simd_Count,Cpu_Core_Id_Base,Simd_Id_Base,Max_Waves_Per_Simd,"
+    "Lds_Size_In_Kb,Gds_Size_In_Kb,Num_Gws,Wave_Front_Size,Num_Xcc,Cu_Count,Array_Count,Num_Shader_Banks,"
+    "Simd_Arrays_Per_Engine,Cu_Per_Simd_Array,Simd_Per_Cu,Max_Slots_Scratch_Cu,Gfx_Target_Version,Vendor_Id,Device_Id,"
+    "Location_Id,Domain,Drm_Render_Minor,Num_Sdma_Engines,Num_Sdma_Xgmi_Engines,Num_Sdma_Queues_Per_Engine,"
+    "Num_Cp_Queues,Max_Engine_Clk_Ccompute,Max_Engine_Clk_Fcompute,Sdma_Fw_Version,Fw_Version,Capability,Cu_Per_Engine,"
+    "Max_Waves_Per_Cu,Family_Id,Workgroup_Max_Size,Grid_Max_Size,Local_Mem_Size,Hive_Id,Gpu_Id,Workgroup_Max_Dim_X,"
+    "Workgroup_Max_Dim_Y,Workgroup_Max_Dim_Z,Grid_Max_Dim_X,Grid_Max_Dim_Y,Grid_Max_Dim_Z,Name,Vendor_Name,Product_Name,"
+    "Model_Name"
+).split(",")
+
+
+def write_agent_info(path, arch="gfx942"):
+    cpu = {"Agent_Type": "CPU", "Name": "AMD EPYC", "Vendor_Name": "CPU", "Product_Name": "AMD EPYC"}
+    gpu = {"Node_Id": 1, "Logical_Node_Id": 1, "Agent_Type": "GPU", "Wave_Front_Size": 64, "Cu_Count": 304}
+    gpu |= {"Name": arch, "Vendor_Name": "AMD", "Product_Name": "AMD Instinct"}
+    words = dict.fromkeys(("Name", "Vendor_Name", "Product_Name", "Model_Name"), "")
+    write_rows(path, AGENT_INFO, [[(words | agent).get(column, 0) for column in AGENT_INFO] for agent in (cpu, gpu)])
 
 
 def counter_value(counter, record):
@@ -144,58 +220,81 @@ def counter_value(counter, record):
 
 def write_counters(path, release, dispatches, counters):
     header = "Correlation_Id,Dispatch_Id,Agent_Id,Queue_Id,Process_Id,Thread_Id,Grid_Size,Kernel_Id,Kernel_Name,"
-    header += "Workgroup_Size,LDS_Block_Size,Scratch_Size,VGPR_Count,Accum_VGPR_Count,SGPR_Count,"
-    header += "Counter_Name,Counter_Value,Start_Timestamp,End_Timestamp"
+    header += "Workgroup_Size,LDS_Block_Size,Scratch_Size,VGPR_Count,"
+    header += "Accum_VGPR_Count,SGPR_Count," if release >= (6, 4) else "SGPR_Count,"
+    header += "Counter_Name,Counter_Value" + (",Start_Timestamp,End_Timestamp" if release >= (6, 3) else "")
     agent = 1 if release < (7, 0) else "Agent 1"
+    registers = [64, 0, 48] if release >= (6, 4) else [64, 48]
     rows = []
     for i, d in enumerate(dispatches, 1):
-        fixed = [i, i, agent, 1, 10470, 10470, 262144, 13, d.name, 256, 8192, 0, 64, 0, 48]
-        rows += [[*fixed, counter, counter_value(counter, d), d.start, d.end] for counter in counters]
+        fixed = [i, i, agent, 1, 10470, 10470, 262144, 13, d.name, 256, 8192, 0, *registers]
+        times = [d.start, d.end] if release >= (6, 3) else []
+        rows += [[*fixed, counter, counter_value(counter, d), *times] for counter in counters]
     write_rows(path, header.split(","), rows)
 
 
 # Columns of the tables that hold data; the others of the schema stay empty.
 ROCPD_TABLES = {
     "metadata": "id INTEGER PRIMARY KEY, tag TEXT, value TEXT",
-    "string": "id INTEGER PRIMARY KEY, guid TEXT, string TEXT",
+    "string": "id INTEGER PRIMARY KEY, guid TEXT, string TEXT UNIQUE",
     "info_agent": "id INTEGER PRIMARY KEY, guid TEXT, type TEXT, absolute_index INTEGER, name TEXT",
-    "info_process": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER",
+    "info_process": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, command TEXT",
+    "info_thread": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, name TEXT",
     "info_kernel_symbol": "id INTEGER PRIMARY KEY, guid TEXT, kernel_name TEXT, display_name TEXT",
     "info_pmc": "id INTEGER PRIMARY KEY, guid TEXT, agent_id INTEGER, name TEXT, symbol TEXT",
-    "event": "id INTEGER PRIMARY KEY, guid TEXT, category_id INTEGER",
+    "event": "id INTEGER PRIMARY KEY, guid TEXT, category_id INTEGER, extdata JSONB DEFAULT '{}' NOT NULL",
     "pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, value REAL",
     "region": (
-        'id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, start BIGINT, "end" BIGINT, name_id INTEGER, event_id INTEGER'
+        "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, start BIGINT, "
+        '"end" BIGINT, name_id INTEGER, event_id INTEGER'
     ),
     "kernel_dispatch": (
-        "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, agent_id INTEGER, kernel_id INTEGER, dispatch_id INTEGER, "
-        'start BIGINT, "end" BIGINT, event_id INTEGER'
+        "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, agent_id INTEGER, kernel_id INTEGER, "
+        'dispatch_id INTEGER, start BIGINT, "end" BIGINT, region_name_id INTEGER, event_id INTEGER'
     ),
-    "memory_copy": 'id INTEGER PRIMARY KEY, guid TEXT, start BIGINT, "end" BIGINT, name_id INTEGER',
+    "memory_copy": (
+        'id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, start BIGINT, "end" BIGINT, name_id INTEGER, event_id INTEGER'
+    ),
 }
 ROCPD_VIEWS = """
 CREATE VIEW kernels AS
-    SELECT k.id, k.guid, s.display_name AS name, k.pid, a.absolute_index AS agent_abs_index, k.dispatch_id, k.start,
-        k."end", k."end" - k.start AS duration
+    SELECT k.id, k.guid, t.tid, c.string AS category, r.string AS region, s.display_name AS name, p.pid,
+        a.absolute_index AS agent_abs_index, k.kernel_id, k.dispatch_id, k.start, k."end",
+        k."end" - k.start AS duration
     FROM rocpd_kernel_dispatch k
     JOIN rocpd_info_agent a ON a.id = k.agent_id AND a.guid = k.guid
-    JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid;
+    JOIN rocpd_event e ON e.id = k.event_id AND e.guid = k.guid
+    LEFT JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid
+    JOIN rocpd_string r ON r.id = k.region_name_id AND r.guid = k.guid
+    JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid
+    JOIN rocpd_info_process p ON p.id = k.pid AND p.guid = k.guid
+    JOIN rocpd_info_thread t ON t.id = k.tid AND t.guid = k.guid;
 CREATE VIEW regions AS
-    SELECT r.id, r.guid, c.string AS category, n.string AS name, r.pid, r.start, r."end", r."end" - r.start AS duration
+    SELECT r.id, r.guid, c.string AS category, n.string AS name, p.pid, t.tid, r.start, r."end",
+        r."end" - r.start AS duration, r.event_id, e.extdata
     FROM rocpd_region r
     JOIN rocpd_event e ON e.id = r.event_id AND e.guid = r.guid
-    JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid
-    JOIN rocpd_string n ON n.id = r.name_id AND n.guid = r.guid;
+    LEFT JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid
+    JOIN rocpd_string n ON n.id = r.name_id AND n.guid = r.guid
+    JOIN rocpd_info_process p ON p.id = r.pid AND p.guid = r.guid
+    JOIN rocpd_info_thread t ON t.id = r.tid AND t.guid = r.guid;
 CREATE VIEW memory_copies AS
-    SELECT m.id, m.guid, n.string AS name, m.start, m."end", m."end" - m.start AS duration
-    FROM rocpd_memory_copy m JOIN rocpd_string n ON n.id = m.name_id AND n.guid = m.guid;
+    SELECT m.id, m.guid, c.string AS category, p.pid, n.string AS name, m.start, m."end", m."end" - m.start AS duration
+    FROM rocpd_memory_copy m
+    JOIN rocpd_event e ON e.id = m.event_id AND e.guid = m.guid
+    LEFT JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid
+    JOIN rocpd_string n ON n.id = m.name_id AND n.guid = m.guid
+    JOIN rocpd_info_process p ON p.id = m.pid AND p.guid = m.guid;
 CREATE VIEW counters_collection AS
-    SELECT min(p.id) AS id, p.guid, k.dispatch_id, s.display_name AS kernel_name, i.name AS counter_name,
-        sum(p.value) AS value, k.start, k."end", k."end" - k.start AS duration
+    SELECT min(p.id) AS id, p.guid, k.dispatch_id, k.kernel_id, e.id AS event_id, o.pid, s.display_name AS kernel_name,
+        i.name AS counter_name, i.symbol AS counter_symbol, sum(p.value) AS value, k.start, k."end",
+        k."end" - k.start AS duration, e.extdata
     FROM rocpd_pmc_event p
     JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid
+    JOIN rocpd_event e ON e.id = p.event_id AND e.guid = p.guid
     JOIN rocpd_kernel_dispatch k ON k.event_id = p.event_id AND k.guid = p.guid
     JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid
+    JOIN rocpd_info_process o ON o.id = k.pid AND o.guid = k.guid
     GROUP BY p.guid, k.dispatch_id, i.name, k.agent_id;
 CREATE VIEW top_kernels AS -- microseconds, unlike every other view
     SELECT name, count(*) AS total_calls, sum(duration) / 1000.0 AS total_duration,
@@ -203,12 +302,15 @@ CREATE VIEW top_kernels AS -- microseconds, unlike every other view
         sum(duration) * 100.0 / (SELECT sum(duration) FROM kernels) AS percentage
     FROM kernels GROUP BY name ORDER BY total_duration DESC;
 """
+# What the host's regions are called: a range of roctx by the function that opens it. Its label is in the event.
+ROCTX_RANGE = "roctxThreadRangeA"
+CATEGORIES = ("KERNEL_DISPATCH", "MARKER_CORE_RANGE_API", "HIP_RUNTIME_API_EXT", "MEMORY_COPY")  # of the parts of a Run
 
 
 def write_rocpd(path, run, counters=()):
     """A database as rocprofv3 7.0 writes it: tables that carry the guid in their names, views without it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    guid = str(uuid.UUID(int=1))
+    guid, pid = str(uuid.UUID(int=1)), 10470
     suffix = guid.replace("-", "_")
     connection = sqlite3.connect(path)
 
@@ -223,26 +325,45 @@ def write_rocpd(path, run, counters=()):
             connection.execute(f"CREATE TABLE rocpd_{table}_{suffix} ({columns})")
             connection.execute(f"CREATE VIEW rocpd_{table} AS SELECT * FROM rocpd_{table}_{suffix}")
         connection.executescript(ROCPD_VIEWS)
-        strings = ["KERNEL_DISPATCH", "MARKER_CORE_RANGE_API", "HIP_RUNTIME_API", "MEMORY_COPY"]
-        strings = {name: i for i, name in enumerate(dict.fromkeys(strings + [r.name for part in run for r in part]), 1)}
+        names = ["", *CATEGORIES, ROCTX_RANGE, *(record.name for part in run for record in part)]
+        strings = {name: i for i, name in enumerate(dict.fromkeys(names), 1)}
         insert("metadata", [(1, "schema_version", "3"), (2, "uuid", f"_{suffix}"), (3, "guid", guid)])
         insert("string", [(i, guid, name) for name, i in strings.items()])
         insert("info_agent", [(1, guid, "CPU", 0, "AMD EPYC"), (2, guid, "GPU", 1, "gfx942")])
-        insert("info_process", [(1, guid, 10470)])
+        insert("info_process", [(pid, guid, pid, "python3 tiny_llama_v3.py")])
+        insert("info_thread", [(pid, guid, pid, pid, "python3")])
         symbols = {name: i for i, name in enumerate(by_name(run.dispatches), 1)}
         insert("info_kernel_symbol", [(i, guid, f"{name}.kd", name) for name, i in symbols.items()])
         insert("info_pmc", [(i, guid, 2, name, name) for i, name in enumerate(counters, 1)])
-        events = ["KERNEL_DISPATCH"] * len(run.dispatches) + ["MARKER_CORE_RANGE_API"] * len(run.ranges)
-        events += ["HIP_RUNTIME_API"] * len(run.api_calls)
-        insert("event", [(i, guid, strings[category]) for i, category in enumerate(events, 1)])
+        events = [
+            (strings[category], json.dumps({"message": record.name}) if part is run.ranges else "{}")
+            for category, part in zip(CATEGORIES, run, strict=True)
+            for record in part
+        ]
+        insert("event", [(i, guid, *event) for i, event in enumerate(events, 1)])
+        first_copy = 1 + len(events) - len(run.copies)
         insert(
             "kernel_dispatch",
-            [(i, guid, 1, 2, symbols[d.name], i, d.start, d.end, i) for i, d in enumerate(run.dispatches, 1)],
+            [
+                (i, guid, pid, pid, 2, symbols[d.name], i, d.start, d.end, strings[""], i)
+                for i, d in enumerate(run.dispatches, 1)
+            ],
         )
-        first = len(run.dispatches) + 1
-        regions = enumerate([*run.ranges, *run.api_calls], first)
-        insert("region", [(i, guid, 1, r.start, r.end, strings[r.name], i) for i, r in regions])
-        insert("memory_copy", [(i, guid, c.start, c.end, strings[c.name]) for i, c in enumerate(run.copies, 1)])
+        regions = [(r, ROCTX_RANGE) for r in run.ranges] + [(call, call.name) for call in run.api_calls]
+        insert(
+            "region",
+            [
+                (i, guid, pid, pid, r.start, r.end, strings[name], i)
+                for i, (r, name) in enumerate(regions, len(run.dispatches) + 1)
+            ],
+        )
+        insert(
+            "memory_copy",
+            [
+                (i, guid, pid, c.start, c.end, strings[c.name], event)
+                for i, (event, c) in enumerate(enumerate(run.copies, first_copy), 1)
+            ],
+        )
         values = [
             (i, pmc, counter_value(c, d)) for i, d in enumerate(run.dispatches, 1) for pmc, c in enumerate(counters, 1)
         ]

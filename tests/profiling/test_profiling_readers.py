@@ -20,11 +20,6 @@ RUN = records.make_run(steps=3)
 RELEASES = [(6, 4), (7, 0)]
 
 
-def in_steps(dispatches):
-    first, last = RUN.ranges[0].start, max(r.end for r in RUN.ranges)
-    return [d for d in dispatches if first <= d.start <= last]
-
-
 def expected(dispatches):
     """The table from its definition, in plain Python."""
     total = sum(d.duration for d in dispatches)
@@ -55,7 +50,7 @@ def profile(request, tmp_path):
     if kind:
         records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), version, RUN.dispatches)
         records.write_stats(Path(f"{prefix}_hip_api_stats.csv"), RUN.api_calls)
-        records.write_api_trace(Path(f"{prefix}_marker_api_trace.csv"), "MARKER_CORE_API", RUN.ranges)
+        records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), version, RUN.ranges)
         records.write_agent_info(Path(f"{prefix}_agent_info.csv"))
     else:
         records.write_rocpd(Path(f"{prefix}_results.db"), RUN)
@@ -69,11 +64,96 @@ def test_every_kind_of_file_gives_the_same_table(profile, monkeypatch):
 
 
 def test_steps_alone(profile):
-    window, steps = readers.step_window(profile)
+    windows, steps = readers.step_windows(profile)
+    assert steps == 3 and windows == [(r.start, r.end) for r in RUN.ranges if r.name == "step"]
+    table, steps = readers.read_step_stats(profile)
+    assert steps == 3 and len(RUN.in_steps()) == 3 * 19
+    assert_equal(table, expected(RUN.in_steps()))
+    assert not {records.WARM_UP_KERNEL, records.DIAGNOSTIC} & set(table["Name"])
+
+
+def write_recording(prefix, kind, run):
+    """Kernels and ranges of a process, as rocprofv3 leaves them in CSV files or in a database."""
+    if kind == "csv":
+        records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), (7, 0), run.dispatches)
+        records.write_stats(Path(f"{prefix}_kernel_stats.csv"), run.dispatches)
+        if run.ranges:
+            records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), (7, 0), run.ranges)
+    else:
+        records.write_rocpd(Path(f"{prefix}_results.db"), run)
+
+
+def later(run, ns):
+    return records.Run(*([r._replace(start=r.start + ns, end=r.end + ns) for r in part] for part in run))
+
+
+@pytest.mark.parametrize("kind", ["csv", "db"])
+def test_one_window_around_all_steps(tmp_path, kind):
+    """With --timing step the host has closed the ranges "step" before their kernels start."""
+    run = records.make_run(steps=4, one_window=True)
+    write_recording(tmp_path / "1", kind, run)
+    (steps,) = [(r.start, r.end) for r in run.ranges if r.name == "steps"]
+    assert readers.step_windows(tmp_path) == ([steps], 4)
+    table, steps = readers.read_step_stats(tmp_path)
+    assert steps == 4 and len(run.in_steps()) == 4 * 19
+    assert_equal(table, expected(run.in_steps()))
+
+
+@pytest.mark.parametrize("kind", ["csv", "db"])
+def test_each_process_has_its_own_steps(tmp_path, kind):
+    """The second starts while the first is in its steps, and is then in its slow warm-up; the third has no steps."""
+    runs = RUN, later(records.make_run(steps=2), 60_000_000), later(RUN._replace(ranges=[]), 10_000)
+    for rank, run in enumerate(runs):
+        write_recording(tmp_path / f"rank_{rank}" / "hotspots", kind, run)
+    write_recording(tmp_path / "rank_0.failed" / "hotspots", kind, RUN)
+    table, steps, processes = readers.read_processes(tmp_path)
+    assert (steps, processes) == (5, 2)
+    assert_equal(table, expected([d for run in runs[:2] for d in run.in_steps()]))
+
+
+def test_processes_in_one_folder_are_told_apart(tmp_path):
+    """Without -o, or with %pid% in it, their files lie side by side."""
+    second = later(records.make_run(steps=2), 60_000_000)
+    write_recording(tmp_path / "10470", "csv", RUN)
+    write_recording(tmp_path / "10471", "csv", second)
+    table, steps, processes = readers.read_processes(tmp_path)
+    assert (steps, processes) == (5, 2)
+    assert_equal(table, expected(RUN.in_steps() + second.in_steps()))
+
+
+def test_a_single_file_has_the_steps_of_its_process(tmp_path):
+    write_recording(tmp_path / "10470", "csv", RUN)
+    write_recording(tmp_path / "10471", "csv", later(RUN, 10**9))
+    table, steps = readers.read_step_stats(tmp_path / "10470_kernel_trace.csv")
     assert steps == 3
-    table = read_kernel_stats(profile, window)
-    assert_equal(table, expected(in_steps(RUN.dispatches)))
-    assert records.WARM_UP_KERNEL not in set(table["Name"])
+    assert_equal(table, expected(RUN.in_steps()))
+    table, steps = readers.read_step_stats(tmp_path / "10470_kernel_stats.csv")
+    assert steps == 0  # statistics of the whole run
+    assert_equal(table, expected(RUN.dispatches))
+
+
+def test_without_steps_the_whole_run_counts(tmp_path):
+    write_recording(tmp_path / "1", "csv", RUN._replace(ranges=[records.Record("steps", 0, 10**18)]))
+    write_recording(tmp_path / "2", "csv", RUN._replace(ranges=[]))
+    table, steps, processes = readers.read_processes(tmp_path)
+    assert (steps, processes) == (0, 2)
+    assert_equal(table, expected(2 * RUN.dispatches))
+
+
+@pytest.mark.parametrize("data", [None, "", "{}", "[]", '{"message": null}', '{"message"', '{"other": "step"}'])
+def test_a_range_without_a_label_keeps_its_name(tmp_path, data):
+    records.write_rocpd(tmp_path / "a.db", RUN)
+    connection = rocpd.sqlite3.connect(tmp_path / "a.db")
+    (table,) = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_event_%'").fetchone()
+    with connection:
+        connection.execute(f"CREATE TABLE copy AS SELECT * FROM {table}")  # without NOT NULL
+        connection.execute("UPDATE copy SET extdata = ? WHERE extdata LIKE '%step%'", (data,))
+        connection.execute("DROP VIEW rocpd_event")
+        connection.execute("CREATE VIEW rocpd_event AS SELECT * FROM copy")
+    connection.close()
+    ranges = readers.read_ranges(tmp_path)
+    assert list(ranges["Name"]) == 3 * [records.ROCTX_RANGE, "forward", "backward"]
+    assert set(readers.read_ranges(tmp_path, "calls")["Name"]) == {records.LAUNCH, "hipDeviceSynchronize"}
 
 
 def test_dispatches_come_in_order(profile, monkeypatch):
@@ -138,8 +218,8 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     np.testing.assert_allclose(table["StdDev"], [float(row["StdDev"]) for row in rows], rtol=1e-6, atol=1e-6)
     # Not which comes first: a process that is interrupted inside a view makes that one the longest.
     assert {"matrix product", "optimizer", "softmax", "elementwise"} <= set(table["Name"].map(operation_of))
-    window, steps = readers.step_window(tmp_path / "p")
-    dispatches = readers.read_dispatches(tmp_path / "p", window)
+    windows, steps = readers.step_windows(tmp_path / "p")
+    dispatches = readers.within_any(readers.read_dispatches(tmp_path / "p"), windows)
     assert steps == 3 and "aten::mm" in set(dispatches["Name"])
     assert (dispatches["Start"].to_numpy()[1:] >= dispatches["End"].to_numpy()[:-1]).all()  # never two at once
 
@@ -165,7 +245,7 @@ def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, name):
         ("rmsnorm_kernel", 2250),
         ("Memcpy HtoD", 1000),
     ]
-    assert readers.step_window(tmp_path) == ((9000, 39000), 1)
+    assert readers.step_windows(tmp_path) == ([(9000, 39000)], 1)
 
 
 def test_the_last_kernels_of_a_step_that_outlive_its_range_count(tmp_path):
@@ -189,6 +269,7 @@ def test_a_memset_counts_as_a_copy_does(tmp_path):
 def test_a_kernel_belongs_to_the_step_in_which_it_starts():
     dispatches = files.intervals([("before", 80, 120), ("inside", 110, 130), ("beyond", 190, 230), ("later", 210, 220)])
     assert list(readers.within(dispatches, (100, 200))["Name"]) == ["inside", "beyond"]
+    assert list(readers.within_any(dispatches, [(100, 150), (205, 300)])["Name"]) == ["inside", "later"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -281,7 +362,7 @@ def test_a_million_dispatches(tmp_path, kind, monkeypatch):
         (table,) = connection.execute(
             "SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_kernel_dispatch_%'"
         ).fetchone()
-        columns = 'guid, pid, agent_id, kernel_id, dispatch_id, start, "end", event_id'
+        columns = 'guid, pid, tid, agent_id, kernel_id, dispatch_id, start, "end", region_name_id, event_id'
         with connection:
             connection.execute(
                 f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {thousands - 1}) "

@@ -26,17 +26,30 @@ ALONE = {
 }
 
 
+def counted(number):
+    """The run of a counting pass: it starts later than the others, and its kernels are slower."""
+    ns = 10**9 * number
+    moved = [[r._replace(start=r.start + ns, end=r.end + ns) for r in part] for part in RUN]
+    run = records.Run(*moved)
+    return run._replace(dispatches=[d._replace(end=d.end + 10**6) for d in run.dispatches])
+
+
+def write_pass(folder, number, release, names):
+    prefix = folder / f"pass_{number}" / "counters"
+    run = counted(number)
+    records.write_counters(Path(f"{prefix}_counter_collection.csv"), release, run.dispatches, names)
+    records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), release, run.ranges)
+
+
 @pytest.fixture
 def session(tmp_path):
     """What run_rocprof_triton.sh records with ROCm."""
     prefix = tmp_path / "basic"
     records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), (6, 4), RUN.dispatches)
-    records.write_api_trace(Path(f"{prefix}_marker_api_trace.csv"), "MARKER_CORE_API", RUN.ranges)
+    records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), (6, 4), RUN.ranges)
     records.write_api_trace(Path(f"{prefix}_hip_api_trace.csv"), "HIP_RUNTIME_API", RUN.api_calls)
     for number, names in enumerate((["FETCH_SIZE"], ["WRITE_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], ["MfmaFlops"]), 1):
-        folder = tmp_path / f"pass_{number}"
-        slowed = [records.Record(d.name, d.start, d.end + 10**6) for d in RUN.dispatches]
-        records.write_counters(folder / "counters_counter_collection.csv", (6, 4), slowed, names)
+        write_pass(tmp_path, number, (6, 4), names)
     (tmp_path / "kernels_alone.json").write_text(json.dumps(ALONE))
     return tmp_path
 
@@ -113,24 +126,52 @@ def test_compare_a_step_with_a_step(session, tmp_path, capsys):
 
 
 def test_counters_of_several_passes(session):
-    counted = readers.read_counters(session)
-    assert set(counted) == {"FETCH_SIZE", "WRITE_SIZE", "TCC_HIT_sum", "TCC_MISS_sum", "MfmaFlops"}
-    norms = [records.Record(d.name, d.start, d.end + 10**6) for d in RUN.dispatches if d.name == "rmsnorm_kernel"]
+    """Of the measured steps of each pass, though their warm-up was slow; the times are of the uncounted run's steps."""
+    table, is_of_steps = readers.read_step_counters(session)
+    assert is_of_steps and set(table) == {"FETCH_SIZE", "WRITE_SIZE", "TCC_HIT_sum", "TCC_MISS_sum", "MfmaFlops"}
+    assert not {records.WARM_UP_KERNEL, records.DIAGNOSTIC} & set(table.index)
+    norms = [d for d in counted(1).in_steps() if d.name == "rmsnorm_kernel"]
     fetched = np.mean([records.counter_value("FETCH_SIZE", d) for d in norms])
-    assert counted.loc["rmsnorm_kernel", "FETCH_SIZE"] == pytest.approx(fetched)
-    stats = read_kernel_stats(session)
-    derived = counters.derive(counted, stats).loc["rmsnorm_kernel"]
-    assert derived["bytes"] == pytest.approx(1024 * (fetched + counted.loc["rmsnorm_kernel", "WRITE_SIZE"]))
-    ns = stats.set_index("Name").loc["rmsnorm_kernel", "AverageNs"]
-    assert derived["ns"] == ns and derived["GB/s"] == pytest.approx(derived["bytes"] / ns)  # of the uncounted run
+    assert table.loc["rmsnorm_kernel", "FETCH_SIZE"] == pytest.approx(fetched)
+    stats, _ = readers.read_step_stats(session)
+    derived = counters.derive(table, stats).loc["rmsnorm_kernel"]
+    assert derived["bytes"] == pytest.approx(1024 * (fetched + table.loc["rmsnorm_kernel", "WRITE_SIZE"]))
+    ns = np.mean([d.duration for d in RUN.in_steps() if d.name == "rmsnorm_kernel"])
+    assert derived["ns"] == pytest.approx(ns) and derived["GB/s"] == pytest.approx(derived["bytes"] / ns)
     assert derived["L2 hits"] == pytest.approx(75) and np.isnan(derived["occupancy"])
+
+
+@pytest.mark.parametrize("release, marked, scope", [
+    ((6, 4), True, "mean of the measured steps"),
+    ((6, 4), False, "mean of the whole run, warm-up included"),
+    ((6, 2), True, "mean of the whole run, warm-up included"),  # its counters have no times
+])  # fmt: skip
+def test_counters_say_what_they_cover(session, capsys, release, marked, scope):
+    write_pass(session, 1, release, ["FETCH_SIZE"])
+    if not marked:
+        (session / "pass_1" / "counters_marker_api_trace.csv").unlink()
+    assert counters.main([str(session)]) == 0
+    out = capsys.readouterr().out
+    assert f", {scope}; occupancy" in out
+    assert (records.WARM_UP_KERNEL in out) == (scope != "mean of the measured steps")
+
+
+def test_counters_outside_the_steps_are_of_the_whole_run(tmp_path):
+    """As --kernel-iteration-range "[1-3]" leaves them: the first runs of a kernel are those of the warm-up."""
+    records.write_counters(tmp_path / "a_counter_collection.csv", (7, 0), RUN.dispatches[:5], ["SQ_WAVES"])
+    records.write_markers(tmp_path / "a_marker_api_trace.csv", (7, 0), RUN.ranges)
+    table, is_of_steps = readers.read_step_counters(tmp_path)
+    assert len(table) == len({d.name for d in RUN.dispatches[:5]}) and not is_of_steps
 
 
 def test_counters_in_a_database(tmp_path):
     records.write_counters(tmp_path / "csv" / "counters_counter_collection.csv", (7, 0), RUN.dispatches, ["SQ_WAVES"])
-    records.write_rocpd(tmp_path / "db" / "counters_results.db", RUN, ["SQ_WAVES"])
-    from_csv, from_database = (readers.read_counters(tmp_path / kind) for kind in ("csv", "db"))
-    pd.testing.assert_frame_equal(from_csv, from_database, check_names=False)
+    records.write_markers(tmp_path / "csv" / "counters_marker_api_trace.csv", (7, 0), RUN.ranges)
+    records.write_rocpd(tmp_path / "db" / "pass_1" / "10470_results.db", RUN, ["SQ_WAVES"])
+    records.write_rocpd(tmp_path / "db" / "kernels_results.db", RUN)
+    from_csv, from_database = (readers.read_step_counters(tmp_path / kind) for kind in ("csv", "db"))
+    assert from_csv[1] and from_database[1]
+    pd.testing.assert_frame_equal(from_csv[0], from_database[0], check_names=False)
 
 
 def test_ncu(tmp_path):
@@ -315,7 +356,7 @@ def test_perfetto_finds_kernels_phases_and_layers(trace_processor, device, tmp_p
 def test_counters_are_printed_in_their_units(monkeypatch, capsys):
     """us, MB and GB/s of a kernel of 12 us that moves 4 MB."""
     columns = {"gpu__time_duration.sum": 12e3, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6}
-    monkeypatch.setattr(counters, "read_counters", lambda path: pd.DataFrame(columns, index=["k"]))
+    monkeypatch.setattr(counters, "read_step_counters", lambda path: (pd.DataFrame(columns, index=["k"]), True))
     assert counters.main(["profile"]) == 0
     header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
     shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))

@@ -1,8 +1,9 @@
-"""The shell scripts against fakes of the profilers of ROCm 6.4, 7.0 and 7.1, and for ncu."""
+"""The shell scripts against fakes of the profilers of ROCm 6.2 to 7.1, and of ncu."""
 
 import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from profiling.readers import read_kernel_stats, read_step_stats
+from profiling.readers import read_dispatches, read_kernel_stats, read_step_stats
 from tests.fakes.machine import FOLDERS, ROOT, Machine
 
 RELEASES = ("6.4", "7.1")
 SCRIPTS = tuple(FOLDERS)
+OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,8 +102,135 @@ def test_each_pmc_is_a_pass(machine):
     )
     assert run.code == 0
     passes = [words[2:4] for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
-    assert passes == [["SQ_WAVES", "GRBM_COUNT"], ["FETCH_SIZE", "--output-format"]]
+    assert passes == [["SQ_WAVES", "GRBM_COUNT"], ["FETCH_SIZE", "--kernel-trace"]]
     assert "SQ_WAVES" in run.out.split("All that was counted")[1]
+
+
+@pytest.mark.parametrize("release", ("6.3", "6.4", "7.0", "7.1"))
+def test_counters_are_those_of_the_measured_steps(machine, release):
+    """Each pass has the ranges of its own run: they tell the steps from the warm-up, whose kernels are slow."""
+    run = machine.with_rocm(release).run("get_counters.sh", "--pmc", "FETCH_SIZE", "--output", "out")
+    assert run.code == 0 and "by hardware counters, mean of the measured steps;" in run.out
+    counted = run.out.split("by hardware counters")[1]
+    assert "rmsnorm_kernel" in counted and "triton_poi_autotuned" not in counted and "lpnorm" not in counted
+
+
+@pytest.mark.parametrize("release", ("6.4", "7.1"))
+def test_a_pass_that_fails_leaves_what_was_recorded(machine, release):
+    arguments = ["--pmc", "SQ_WAVES", "--pmc", "FETCH_SIZE", "WRITE_SIZE", "--output", "out"]
+    run = machine.with_rocm(release).run("get_counters.sh", *arguments)  # five counters of L2, which has four
+    missing = "FETCH_SIZE WRITE_SIZE: too many counters for one pass: name fewer, or several --pmc"
+    assert run.code == 1 and f"\nMissing: {missing}\n" in run.out
+    assert (
+        run.err == f"get_counters.sh: error: the result lacks a part: {missing}; the log: {machine.work}/out/log.txt\n"
+    )
+    assert machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
+    assert "Kernels of 3 steps" in run.out and "SQ_WAVES" in run.out.split("All that was counted")[1]
+    shutil.rmtree(machine.work / "out")
+    assert machine.run("get_counters.sh", *arguments, FAKE_ARCH="gfx90a").code == 0
+
+
+@pytest.mark.parametrize(
+    "arch, missing", [("gfx908", ["MeanOccupancyPerCU", "MfmaUtil"]), ("gfx1201", ["OccupancyPercent"])]
+)
+def test_counters_that_the_gpu_lacks_are_named(machine, arch, missing):
+    machine.with_rocm("7.0")
+    (machine.bin / "rocminfo").write_text(f"#!/bin/sh\necho '  Name:  {arch}'\n")
+    (machine.bin / "rocminfo").chmod(0o755)
+    run = machine.run("get_counters.sh", "--pmc", "--output", "out", FAKE_ARCH=arch)
+    named = re.findall(r"^Missing: (.*): this GPU, or this release, does not know them", run.out, re.M)
+    assert run.code == 1 and named == missing
+    counted = run.out.split("All that was counted")[1]
+    assert "FETCH_SIZE" in counted and "WRITE_SIZE" in counted and machine.results() == ["out"]
+    assert ("VALUBusy" in counted) == (arch == "gfx908")  # of the pass that lost one of its counters
+
+
+@pytest.mark.parametrize("names", [["NO_SUCH_COUNTER"], ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"]])
+def test_without_any_counter_the_kernels_stay(machine, names):
+    run = machine.with_rocm("7.0").run("get_counters.sh", "--pmc", *names, "--output", "out")
+    assert run.code == 1 and f"Missing: {' '.join(names)}: " in run.out and "hardware counters" not in run.out
+    assert machine.results() == ["out"] and "Kernels of 3 steps" in run.out
+    assert one_file(machine, "kernels_of_the_steps.csv")
+
+
+@pytest.mark.parametrize("release", ("6.4", "7.1"))
+def test_a_table_of_the_whole_run_is_not_called_one_of_the_steps(machine, release):
+    """PyTorch's ranges may not reach the profiler."""
+    run = machine.with_rocm(release).run("get_counters.sh", "--pmc", "SQ_WAVES", "--output", "out", FAKE_NO_RANGES="1")
+    assert (
+        run.code == 1
+        and "the measured steps, which the recording does not name: kernels.csv is of the whole" in run.err
+    )
+    assert "Kernels of the whole run, warm-up included" in run.out
+    assert "by hardware counters, mean of the whole run, warm-up included;" in run.out
+    assert not list(machine.work.rglob("kernels_of_the_steps.csv"))
+    assert "triton_poi_autotuned_0" in set(read_kernel_stats(one_file(machine, "kernels.csv"))["Name"])
+    assert f"The table as a file: {machine.work}/out/kernels.csv\n" in run.out
+
+
+@pytest.mark.parametrize("release", ("6.4", "7.1"))
+@pytest.mark.parametrize("script", OF_ROCPROFV3[:3])
+def test_steps_that_overlap_with_their_kernels_are_found(machine, script, release):
+    run = machine.with_rocm(release).run(script, "--", "--timing", "step")
+    assert run.code == 0 and re.search(r"^Kernels of 3 steps.* in 19 calls of 6 kernels$", run.out, re.M)
+
+
+@pytest.mark.parametrize("release", ("6.3", "6.4", "7.0", "7.1"))
+def test_one_run_gives_the_timeline_and_its_tables(machine, release):
+    run = machine.with_rocm(release).run("get_trace.sh", "--output", "out")
+    assert run.code == 0 and len([words for words in run.commands if words[0] == "rocprofv3"]) == 1
+    assert one_file(machine, "trace_results.pftrace") and one_file(machine, "trace_kernel_stats.csv")
+    assert one_file(machine, "trace_hip_api_stats.csv") and one_file(machine, "trace_domain_stats.csv")
+    assert bool(list(machine.work.rglob("trace_results.db"))) == (release >= "7.0")
+    assert re.search(r"^Kernels of 3 steps.* in 19 calls of 6 kernels$", run.out, re.M)
+
+
+def test_a_timeline_without_its_table_stays(machine):
+    """The report fails where pandas is missing, say."""
+    (machine.with_rocm("7.0").bin / "env").write_text(
+        '#!/bin/sh\ncase $* in *profiling.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
+    )
+    (machine.bin / "env").chmod(0o755)
+    run = machine.run("get_trace.sh", "--output", "out")
+    assert run.code == 1 and "the table of the kernels: profiling.hotspots ended with status 3" in run.err
+    assert machine.results() == ["out"] and one_file(machine, "trace_results.pftrace")
+
+
+@pytest.mark.parametrize("script", OF_ROCPROFV3)
+def test_options_of_the_profiler(machine, script):
+    machine.with_rocm("7.0")
+    own, theirs = ["--learning-rate", "1e-3"], ["--kernel-include-regex", "rms norm"]
+    run = machine.run(script, "--dry-run", *(["--pmc"] if "counters" in script else []), "--", *own, "--", *theirs)
+    lines = [words for words in run.commands if words[0] == "rocprofv3"]
+    assert run.code == 0 and len(lines) == {"get_counters.sh": 6, "run_rocprof_triton.sh": 7}.get(script, 1)
+    for words in lines:
+        cut = words.index("--")
+        assert words[cut - 2 : cut] == theirs and words[-2:] == own
+
+
+def test_options_of_ncu(machine):
+    options = ["--kernel-name", "rmsnorm_kernel", "--launch-count", "3"]
+    run = machine.with_nvidia().run("get_counters.sh", "--pmc", "--output", "out", "--", "--", *options)
+    (command,) = [words for words in run.commands if words[0] == "ncu"]
+    assert run.code == 0 and " ".join(options) in " ".join(command).split("tiny_llama_v3.py")[0]
+
+
+def test_counting_some_kernels_alone(machine):
+    options = ["--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-include-regex", "rmsnorm"]
+    run = machine.with_rocm("6.4").run("get_counters.sh", *options)
+    assert run.code == 0 and "A run of each of 1 kernels, by hardware counters" in run.out
+
+
+@pytest.mark.parametrize("release", ("6.3", "7.1"))
+def test_kernels_under_the_names_of_their_ranges(machine, release):
+    """Which tells what a matrix product is for."""
+    machine.with_rocm(release)
+    arguments = "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-rename"
+    run = machine.run("get_counters.sh", *arguments)
+    assert run.code == 0 and {"forward", "backward"} <= set(read_dispatches(machine.work / "out")["Name"])
+    kernels, counted = run.out.split("by hardware counters")
+    assert re.search(r"^Kernels of 3 steps.* in 19 calls of 2 kernels$", kernels, re.M)
+    assert re.search(r"^ *[\d.]+ +other +backward$", counted, re.M)  # with a time: of the same name
 
 
 def test_the_chip_decides_what_is_counted(machine):
@@ -240,16 +369,21 @@ def test_ncu_counts(machine):
         ("==WARNING== No kernels were profiled.", "saw no kernel within a range named step"),
     ],
 )
-@pytest.mark.parametrize("arguments", [["get_rocprof_compute.sh"], ["get_counters.sh", "--pmc"]])
-def test_without_permission_for_counters(machine, complaint, reason, arguments):
+def test_without_permission_for_counters(machine, complaint, reason):
     machine.with_nvidia()
-    run = machine.run(*arguments, FAKE_COMPLAINT=complaint)
+    run = machine.run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
     assert run.code == 0 and f"Tool: torch.profiler from here on ({reason[:4]}" in run.out.replace(
         "the driver ", ""
     ).replace("ncu ", "")
     assert reason in run.out and "Kernels of 3 steps" in run.out
-    run = machine.run(*arguments, "--tool", "ncu", "--output", "out", FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
+    arguments = "--tool", "ncu", "--output", "out"
+    run = machine.run("get_rocprof_compute.sh", *arguments, FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
     assert run.code == 9 and reason in run.err and "out.failed" in machine.results()
+    for tool in ("auto", "ncu"):  # the kernels were recorded before
+        arguments = "--pmc", "--tool", tool, "--output", f"out_{tool}"
+        run = machine.run("get_counters.sh", *arguments, FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
+        assert run.code == 1 and "Missing: hardware counters: " in run.out and reason in run.err
+        assert "Kernels of 3 steps" in run.out and f"out_{tool}" in machine.results()
 
 
 @pytest.mark.parametrize("tool", ["rocprofv3", "ncu", "torch"])
@@ -270,6 +404,19 @@ def test_session_of_the_first_exercise(machine, tool):
     assert ("from the bytes counted at the memory" in text) == (tool != "torch")
     assert ("Counted in the training run, matrix units alone" in text) == (tool == "rocprofv3")
     assert len(list(folder.glob("session_*/*.png"))) == 3 * len(machine.results())
+
+
+@pytest.mark.parametrize("vendor", ["amd", "nvidia"])
+def test_session_without_some_of_its_counters(machine, vendor):
+    """What there is becomes a summary, in the place that it has otherwise."""
+    machine.with_rocm("7.0") if vendor == "amd" else machine.with_nvidia()
+    env = {"FAKE_ARCH": "gfx908"} if vendor == "amd" else {"FAKE_COMPLAINT": "==ERROR== ERR_NVGPUCTRPERM"}
+    run = machine.run("run_rocprof_triton.sh", **env)
+    assert run.code == 1 and "the result lacks a part" in run.err
+    summary = machine.work / "rocprof_results" / "triton_analysis_summary.md"
+    assert f"The summary: {summary}\n" in run.out
+    assert ("from the bytes counted at the memory" in summary.read_text()) == (vendor == "amd")
+    assert not any(result.endswith(".failed") for result in machine.results())
 
 
 def test_counters_need_a_tool_that_counts(machine):
@@ -364,6 +511,11 @@ def test_each_rank_has_a_folder_of_its_own(machine, launcher):
     for number in ("0", "1"):
         run = machine.run("get_hotspots.sh", "--output", "out", **{rank: number, size: "2"})
         assert run.code == 0 and f"Results: {machine.work}/out/rank_{number}\n" in run.out
+        (command,) = re.findall(r"^All 2 processes in one table: (.*)$", run.out, flags=re.M)
+    done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
+    assert re.search(r"^Kernels of 6 steps of 2 processes, .* in 19 calls of 6 kernels$", done.stdout, re.M), (
+        done.stderr
+    )
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
     assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
     assert machine.run("get_hotspots.sh", **{rank: "0", size: "1"}).code == 0
@@ -391,7 +543,8 @@ def test_interrupt_ends_script_and_program(machine, number, code, rocm):
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == code and "interrupted" in err
-    assert ("Interrupted after 2 of 10 steps" in out) == (number == signal.SIGINT)
+    # rocprofv3's library takes the signals before Python can.
+    assert ("Interrupted after 2 of 10 steps" in out) == (number == signal.SIGINT and not rocm)
     assert machine.results() == ["out.failed"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(machine.work) not in running
@@ -430,6 +583,70 @@ def test_dry_run_of_a_tool_that_is_absent(machine, script):
         run = machine.run(script, "--dry-run", "--tool", tool, ROCM_VERSION=release)
         assert run.code == 0 and run.out.startswith(f"Tool: {tool} of ROCm {release}\n")
         assert any(word in run.out for word in ("rocprofv3 -", "rocprof-compute profile", "rocprof-sys-sample -T"))
+
+
+def rocprofv3_of(machine, release, options):
+    """The status of the fake of a release."""
+    tool = machine.install(machine.folder / "tools" / release, "rocprofv3.py", FAKE_ROCM=release, FAKE_NOTHING="1")
+    done = subprocess.run([tool, *options, "--", "true"], cwd=machine.work, capture_output=True, text=True)
+    print(done.stderr)
+    return done.returncode
+
+
+@pytest.mark.parametrize("release", ("6.3", "6.4", "7.0", "7.1"))
+@pytest.mark.parametrize("script", OF_ROCPROFV3)
+def test_each_release_takes_its_command_lines(machine, script, release):
+    count = ["--pmc"] if script == "get_counters.sh" else []
+    run = machine.run(script, "--dry-run", "--tool", "rocprofv3", *count, ROCM_VERSION=release)
+    lines = [words[1 : words.index("--")] for words in run.commands if words[0] == "rocprofv3"]
+    assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
+
+
+@pytest.mark.parametrize("release, has_rocpd", [("6.4", False), ("7.0", False), ("7.1", True)])
+def test_a_dry_run_elsewhere_names_rocpd_where_the_release_has_it(machine, release, has_rocpd):
+    run = machine.run("get_counters.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION=release)
+    assert any(words[:2] == ["rocpd", "summary"] for words in run.commands) == has_rocpd
+
+
+GUIDE = (ROOT / "README_PROFILING.md").read_text()
+TYPED = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.S) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("release", ("6.3", "6.4", "7.0", "7.1"))
+def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
+    lines = [shlex.split(line) for line in TYPED if line.startswith("rocprofv3 ")]
+    assert len(lines) > 4
+    for words in lines:
+        status = rocprofv3_of(machine, release, words[1 : words.index("--")])
+        assert status == (2 if "rocpd" in words and release < "7.0" else 0), words
+
+
+def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):
+    lines = [shlex.split(line) for line in TYPED if line.startswith("./")]
+    assert len(lines) == 2 and all(words.count("--") == 2 for words in lines)
+    for script, *options in lines:
+        run = machine.run(script[2:], "--dry-run", "--tool", "rocprofv3", *options)
+        assert run.code == 0
+        for words in run.commands:
+            assert words[0] != "rocprofv3" or rocprofv3_of(machine, "7.0", words[1 : words.index("--")]) == 0
+
+
+def test_what_is_typed_by_hand_is_reported_alike(machine):
+    """The folders and names of the guide are those that the reports look for."""
+    machine.with_rocm("7.1")
+    lines = [line for line in TYPED if re.search(" count([ /]|$)", line)]
+    assert len(lines) == 4
+    typed = "\n".join(lines).replace("python -m", f"{machine.env['PYTHON']} -m").replace(".venv/bin/python", "true")
+    env = machine.env | {"PATH": f"{machine.folder}/rocm/bin:{machine.env['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-ec", typed], cwd=machine.work, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "mean of the measured steps; occupancy" in done.stdout, done.stderr
+    assert re.search(r"^ *[\d.]+ +[\d.]+ +[\d.]+ +matrix product +Cijk", done.stdout, re.M)  # us, GB/s, MB
+
+
+def test_rocm_6_2_lacks_what_is_used(machine):
+    """Why it is refused."""
+    for options in (["--runtime-trace"], ["--pmc", "SQ_WAVES"]):
+        assert rocprofv3_of(machine, "6.2", options) == 2 and rocprofv3_of(machine, "6.3", options) == 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
