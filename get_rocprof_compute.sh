@@ -147,7 +147,7 @@ rocprof-compute)
 ncu)
     status=0
     run_ncu --section SpeedOfLight --section Occupancy --section MemoryWorkloadAnalysis --section LaunchStats \
-        --metrics "$(IFS=, && echo "${NCU_METRICS[*]}")" ${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"} || status=$?
+        --metrics "$(IFS=, && echo "${NCU_METRICS[*]}")" || status=$?
     ((status == 0)) || fall_back_to_torch "$(explain "$status")" "$status"
     ;;
 esac

@@ -22,7 +22,7 @@ from measure.options import positive
 from profiling.command_line import NothingRecorded, Parser, exit_code_of
 from profiling.hotspots import show
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, steps_of, within
+from profiling.readers import Unreadable, read_dispatches, read_processes, step_windows, within
 
 SAME = 0.05  # a change of a kernel's time that is not worth a word
 FEWEST_STEPS = 3  # of which one can say how much they differ
@@ -32,17 +32,10 @@ NORMAL_IQR = 1.349  # the interquartile range of a normal distribution, in stand
 # and samples, the number of measurements that the spread is of.
 
 
-def step_windows(path):
-    """[(start, end)] in ns of the steps that hold their own kernels; none if the kernels run on behind their step."""
-    ranges = read_ranges(path)
-    steps = steps_of(ranges) if not (ranges["Name"] == "steps").any() else ranges[:0]
-    return list(zip(steps["Start"], steps["End"], strict=True))
-
-
 def of_steps(path):
-    """The side of a recording whose steps can be told apart, by medians; None of any other."""
-    windows = step_windows(path)
-    if len(windows) < FEWEST_STEPS:
+    """The side of a process's recording whose steps can be told apart, by medians; None of any other."""
+    windows, steps = step_windows(path)
+    if steps < FEWEST_STEPS or len(windows) < steps:
         return None
     try:
         dispatches = read_dispatches(path)
@@ -116,17 +109,19 @@ def print_sums(compared, by_step, noise):
 
 def sides_of(paths):
     """((before, after), whether a step is compared with a step, what the noise is)."""
-    tables = [read_step_stats(path) for path in paths]
-    for path, (table, _) in zip(paths, tables, strict=True):
+    recordings = [read_processes(path) for path in paths]
+    for path, (table, *_) in zip(paths, recordings, strict=True):
         if table.empty:
             raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
-    sides = [of_steps(path) for path in paths]
+    sides = [
+        of_steps(path) if processes == 1 else None for path, (*_, processes) in zip(paths, recordings, strict=True)
+    ]
     if all(side is not None for side in sides):
         steps = [side["samples"].iloc[0] for side in sides]
         noise = f"the interquartile ranges of a kernel's time in {steps[0]} and in {steps[1]} steps, added, times "
         return sides, True, f"{noise}1 + 10 / {min(steps)}"
-    by_step = all(steps for _, steps in tables)
-    sides = [of_calls(table, steps if by_step else 1) for table, steps in tables]
+    by_step = all(steps for _, steps, _ in recordings)
+    sides = [of_calls(table, steps if by_step else 1) for table, steps, _ in recordings]
     return sides, by_step, "from the standard deviation of a kernel's calls, as single steps are not known"
 
 

@@ -6,6 +6,10 @@ import re
 # The first pattern found in a kernel's name decides. Triton kernels keep the names of their functions; a matrix product
 # is known by the library that made it, and which layer wanted it is not in its name.
 OPERATIONS = {
+    # rocprofv3 --kernel-rename: the range around the launch
+    r"^layers\.\d+ forward$": "layer",
+    r"^layers\.\d+ backward$": "layer backward",
+    r"^optimizer$": "optimizer",
     # tiny_llama_v3.py and nanogpt_triton
     r"^rmsnorm_kernel": "RMSNorm",
     r"^(rmsnorm_backward|column_sum)_kernel": "RMSNorm backward",
@@ -48,6 +52,7 @@ OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in
 
 # A hue a family, so that an operation is known again in another picture; a backward pass is the lighter of its pair.
 COLORS = {
+    "layer": "#3f7f93", "layer backward": "#a3c6d0",
     "matrix product": "#1f77b4", "fused by torch.compile": "#843c39",
     "attention": "#2ca02c", "attention backward": "#98df8a", "rotary embedding": "#00594f", "softmax": "#8ca252",
     "SwiGLU": "#ff7f0e", "SwiGLU backward": "#ffbb78", "SwiGLU matrix product, naive": "#a63603",

@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from profiling.command_line import NothingRecorded, Parser, exit_code_of  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
 from profiling.kernel_names import COLORS, OTHER, operation_of  # noqa: E402
-from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within  # noqa: E402
+from profiling.readers import Unreadable, read_dispatches, read_processes, read_ranges, step_windows, within  # noqa: E402
 from profiling.readers.kernels_alone import read_kernels_alone  # noqa: E402
 from profiling.timeline import typical_step  # noqa: E402
 
@@ -111,15 +111,21 @@ def draw_roofline(result):
     return figure
 
 
+def shows_single_steps(path):
+    """Whether a step's kernels lie within its range, which with --timing step they need not."""
+    windows, steps = step_windows(path)
+    return steps > 0 and len(windows) == steps
+
+
 def pictures_of(path, title):
     """{file name: figure} of what can be drawn of a folder, a trace or a JSON."""
     if path.suffix == ".json" and path.name != "trace.json":
         return {"roofline.png": draw_roofline(read_kernels_alone(path))}
-    table, steps = read_step_stats(path)
+    table, steps, processes = read_processes(path)
     pictures = {}
     if len(table):
         pictures["kernels.png"] = draw_kernels(table, steps, f"{title}: the kernels that take the most time")
-    if steps:
+    if processes == 1 and shows_single_steps(path):
         pictures["timeline.png"] = draw_timeline(read_dispatches(path), read_ranges(path), f"{title}: one step")
     return pictures
 
@@ -145,6 +151,8 @@ def draw(options):
             figure.savefig(folder / name, dpi=120)
             plt.close(figure)
             print(f"Picture: {folder / name}")
+        if "kernels.png" in pictures and "timeline.png" not in pictures:
+            print("No timeline: it needs the recording of one process, whose ranges hold the kernels of each step")
     return 0
 
 

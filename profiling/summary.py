@@ -13,9 +13,9 @@ import pandas as pd
 from measure.tables import cell, markdown_table, number
 from profiling.command_line import Parser, exit_code_of
 from profiling.counters import derive
-from profiling.hotspots import hotspots
+from profiling.hotspots import hotspots, scope_of
 from profiling.kernel_names import operation_of, short_name
-from profiling.readers import read_counters, read_step_stats
+from profiling.readers import read_step_counters, read_step_stats
 from profiling.readers.kernels_alone import read_kernels_alone
 from profiling.timeline import step_figures
 
@@ -154,7 +154,7 @@ def summary(path, tool):
     """The text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
     table, steps = read_step_stats(path)
     alone = read_kernels_alone(path / "kernels_alone.json")
-    counters = read_counters(path)
+    counters, is_of_steps = read_step_counters(path)
     derived = derive(counters, table) if len(counters) else pd.DataFrame()
     figures = step_figures(path)
     spots = hotspots(table, steps)
@@ -163,6 +163,10 @@ def summary(path, tool):
     top = spots.head(TOP).rename(columns={"share": "% of the time", "ms": "ms a step", "calls": "calls a step"})
     software = f"PyTorch {environment['torch']}, Triton {environment['triton']}"
     note = "" if on_gpu else "\n**No GPU: the kernels ran in Triton's interpreter, and times mean nothing.**\n"
+    if len(counters) and not is_of_steps:
+        note += (
+            "\n**The counters are means of the whole run, warm-up included: the steps were not found in every pass.**\n"
+        )
     return f"""# Triton kernels, profiled
 
 {environment["device"]} ({environment["arch"]}), {software}, {alone["date"]}.
@@ -170,7 +174,7 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 {note}
 ## Hot spots
 
-{steps} steps, {spots["ms"].sum():,.4g} ms of kernels a step. Picture: `kernels.png`.
+{scope_of(steps, 1)}: {spots["ms"].sum():,.4g} ms. Picture: `kernels.png`.
 
 {markdown(top)}
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from profiling.readers import read_dispatches, read_ranges, steps_of, within
+from profiling.readers import read_dispatches, read_ranges, step_windows, steps_of, within
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
@@ -24,7 +24,7 @@ def busy_ns(dispatches):
 
 
 def figures_of(window, kernels, launches):
-    """What step_figures gives, of one step: its (start, end) in ns, its kernels and its launch calls."""
+    """Sums over a window, (start, end) in ns, of its kernels and its launch calls; times in us."""
     start, end = window
     busy = busy_ns(kernels)
     span = kernels["End"].max() - kernels["Start"].min() if len(kernels) else 0
@@ -32,8 +32,9 @@ def figures_of(window, kernels, launches):
         "step_us": (end - start) / 1e3,
         "kernels": len(kernels),
         "kernel_us": (kernels["End"] - kernels["Start"]).sum() / 1e3,
-        "busy": busy / (end - start),
-        "gap_us": (span - busy) / 1e3 / max(len(kernels) - 1, 1),
+        "busy_us": busy / 1e3,
+        "gaps": max(len(kernels) - 1, 0),
+        "gaps_us": (span - busy) / 1e3,
         "launches": len(launches),
         "launch_us": (launches["End"] - launches["Start"]).sum() / 1e3,
     }
@@ -45,13 +46,15 @@ def step_figures(path):
     steps, step_us, kernels, kernel_us (their sum), busy (share of the step in which a kernel ran), launches, launch_us
     (host time in launch calls, all of them together), mean_launch_us and gap_us (mean pause between two kernels).
     """
-    steps = steps_of(read_ranges(path))
-    if steps.empty:
+    windows, steps = step_windows(path)
+    if not steps:
         return None
     dispatches, calls = read_dispatches(path), read_ranges(path, "calls")
     launches = calls[calls["Name"].str.match(LAUNCH)] if len(calls) else calls
-    windows = zip(steps["Start"], steps["End"], strict=True)
     rows = [figures_of(window, within(dispatches, window), within(launches, window)) for window in windows]
-    figures = pd.DataFrame(rows).mean().to_dict()
+    figures = (pd.DataFrame(rows).sum() / steps).to_dict()
+    figures["busy"] = figures.pop("busy_us") / figures["step_us"]
+    gaps, gaps_us = figures.pop("gaps"), figures.pop("gaps_us")
+    figures["gap_us"] = gaps_us / gaps if gaps else 0.0
     figures["mean_launch_us"] = figures["launch_us"] / figures["launches"] if figures["launches"] else None
-    return {"steps": len(steps)} | figures
+    return {"steps": steps} | figures

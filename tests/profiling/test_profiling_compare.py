@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from profiling import compare
+from profiling.kernel_names import operation_of
 from profiling.readers import COLUMNS, read_step_stats
 from tests.fakes import records
 
@@ -90,3 +91,18 @@ def test_a_single_call_has_no_noise_to_judge_by():
     for us, change in ((104, "same"), (200, "unknown")):
         sides = [compare.of_calls(table_of(us), 1) for us in (100, us)]
         assert list(compare.compare(*sides)["change"]) == [change]
+
+
+def test_processes_of_one_folder_are_compared_by_means(tmp_path, capsys):
+    """The windows of one process hold kernels of the other, which are none of its steps'."""
+    for name in ("before", "after"):
+        for rank in range(2):
+            write_recording(tmp_path / name / f"rank_{rank}", seed=rank, jitter=0.01)
+    told, out = changes(capsys, tmp_path / "before", tmp_path / "after")
+    assert set(told.values()) == {"same"} and "A step of each: 4." in out and "in 40 calls" in out
+
+
+def test_a_layer_that_names_its_kernels(tmp_path):
+    """rocprofv3 --kernel-rename calls kernels after the range around their launch."""
+    names = {"layers.0 forward": "layer", "layers.11 backward": "layer backward", "optimizer": "optimizer"}
+    assert {name: operation_of(name) for name in names} == names

@@ -225,6 +225,19 @@ def test_figures_of_a_step(tmp_path):
     }  # fmt: skip
 
 
+def test_figures_of_steps_whose_kernels_run_on_behind_them(tmp_path):
+    """--timing step: the host is through with a step before the device is, and one window holds all of them."""
+    run = records.make_run(steps=4, one_window=True)
+    records.write_rocpd(tmp_path / "a.db", run)
+    figures = timeline.step_figures(tmp_path)
+    (window,) = [r for r in run.ranges if r.name == "steps"]
+    held = run.in_steps()
+    assert (figures["steps"], figures["kernels"], figures["launches"]) == (4, len(held) / 4, len(held) / 4)
+    assert figures["step_us"] == pytest.approx(window.duration / 4 / 1e3)
+    assert figures["kernel_us"] == pytest.approx(sum(d.duration for d in held) / 4 / 1e3)
+    assert figures["busy"] == pytest.approx(sum(d.duration for d in held) / window.duration)
+
+
 def test_the_typical_step_is_the_median():
     ranges = frame(("step", 0, 900), ("forward", 0, 10), ("step", 1000, 1100), ("step", 2000, 2300))
     assert timeline.typical_step(ranges) == (2000, 2300)
@@ -253,6 +266,16 @@ def test_pictures_of_a_profile(session):
     assert sum(len(bars.get_paths()) for bars in step.collections) == 3 + 19  # step and phases; kernels
     assert plot.main([str(session), "--output", str(session / "new")]) == 0
     assert (session / "new" / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("processes, one_window", [(1, True), (2, False)])
+def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, processes, one_window):
+    """Neither a host's step whose kernels run later, nor a step under the kernels of two processes."""
+    for rank in range(processes):
+        records.write_rocpd(tmp_path / f"rank_{rank}" / "a.db", records.make_run(3, one_window))
+    assert plot.main([str(tmp_path)]) == 0
+    assert (tmp_path / "kernels.png").exists() and not (tmp_path / "timeline.png").exists()
+    assert "No timeline: it needs the recording of one process" in capsys.readouterr().out
 
 
 def test_roofline(tmp_path):
@@ -286,6 +309,13 @@ def test_summary_is_computed_from_the_recordings(session):
         and "| attention | 1,000 | 100 | arithmetic | 16.7 |" in text
     )
     assert "No GPU" not in text and text.count("| rmsnorm_kernel |") >= 2
+
+
+def test_summary_says_that_its_counters_are_of_the_whole_run(session):
+    assert "means of the whole run" not in summary.summary(session, "rocprofv3")
+    for path in session.glob("pass_1/*_marker_api_trace.csv"):
+        path.unlink()
+    assert "counters are means of the whole run, warm-up included" in summary.summary(session, "rocprofv3")
 
 
 def test_summary_says_what_was_not_counted(session):
