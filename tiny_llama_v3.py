@@ -2816,7 +2816,9 @@ def train_in_one_window(step, data, config, device, records):
     clock = StepClock(device, config.unsynced_timing)
     synchronize(device)
     try:
-        with step.named_range("steps"):
+        with contextlib.ExitStack() as window:
+            window.enter_context(step.named_range("steps"))
+            window.callback(synchronize, device)  # after Ctrl-C too: the steps done so far count
             clock.mark()
             for batch in batches:
                 start = time.perf_counter()
@@ -2826,9 +2828,7 @@ def train_in_one_window(step, data, config, device, records):
                 losses.append(step.loss.detach().clone())
                 host_ms.append((time.perf_counter() - start) * 1e3)
                 clock.mark()
-            synchronize(device)
-    finally:  # Ctrl-C: the steps done so far count
-        synchronize(device)
+    finally:
         done = zip(losses, host_ms, clock.intervals(), strict=False)
         for index, (loss, host, batch_ms) in enumerate(done):
             last = index + 1 == config.num_steps  # whose gradients no later loss depends on
