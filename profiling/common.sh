@@ -61,8 +61,8 @@ print_help() {
   --stage N      profile a stage of the workshop (tiny_llama_v3.py --list-stages)
   --tool NAME    $(IFS='|' && echo "${TOOLS[*]}|auto"); auto, the default, takes the first that works here
   --dry-run      print the command lines and do nothing
-  -- OPTIONS     options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps $STEPS
-  -- ... -- OPTIONS   what follows a second -- are options of the profiler itself
+  -- OPTIONS     options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps $STEPS; behind a second --
+                 those of the profiler itself
 
 PYTHON chooses the interpreter, ROCM_PATH the ROCm installation. Exit codes: 0 done, 1 nothing was recorded or a part is
 missing, 2 the request cannot be met, 130 interrupted; otherwise that of the program or the profiler.
