@@ -8,7 +8,7 @@ unexport PYTHON
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test lint publish kernel-report clean force
+.PHONY: help run test emulate lint publish kernel-report clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,11 @@ run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 
 test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
 	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+# TINYGRAD: a copy of the emulator's commit, for a machine without a network. COUNT=1 counts instead of testing.
+emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gfx942 on one, COUNT=1 counts
+	$(VENV_PYTHON) -m profiling.emulator $(if $(ARCH),--architectures $(ARCH)) $(if $(COUNT),--count) \
+		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
@@ -31,8 +36,8 @@ publish: .venv/run.stamp ## write the measured tables and pictures of the pages 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
 	$(VENV_PYTHON) -m profiling.kernel_report
 
-clean: ## remove .venv, the caches and what pip built
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
+clean: ## remove .venv, the caches, the emulator and what pip built
+	rm -rf .venv .emulator .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A .venv that was moved, or lost its interpreter or packages, is made anew, whatever its stamps say.

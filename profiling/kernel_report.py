@@ -173,6 +173,20 @@ class Launch:
 
 
 @contextlib.contextmanager
+def device_found(device, **replaced):
+    """The launchers find this Device, and choose their tiles for it; replaced are other functions of their modules."""
+    modules = kernel_modules()
+    tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.multiple(module, get_device=lambda type: device, **replaced))
+        for tile in tiles:
+            stack.callback(tile.cache_clear)
+            tile.cache_clear()
+        yield
+
+
+@contextlib.contextmanager
 def recording(arch):
     """Yields a list that launch() appends to, the device being one of arch."""
     launches = []
@@ -188,14 +202,7 @@ def recording(arch):
         items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
         launches.append(Launch(kernel.fn.__name__, *items))
 
-    modules = kernel_modules()
-    tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(mock.patch.multiple(module, launch=record, get_device=lambda type: device_of(arch)))
-        for tile in tiles:
-            stack.callback(tile.cache_clear)
-            tile.cache_clear()
+    with device_found(device_of(arch), launch=record):
         yield launches
 
 

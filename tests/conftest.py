@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch  # noqa: E402  (after the variable)
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # `make emulate` says 0
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def ticking(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if "compiled" in item.keywords and interpreted:
+            item.add_marker(pytest.mark.skip(reason="needs compiled kernels: a GPU, or `make emulate`"))

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not inst
 
 ON_GPU = torch.cuda.is_available()
 ATOL = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# Triton's interpreter multiplies the bit patterns of bf16 matrices: kernels with a tl.dot need a GPU for it.
-DOT_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+# Triton's interpreter multiplies the bit patterns of bf16 matrices: kernels with a tl.dot must be compiled for it.
+DOT_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.compiled)]
 ALL_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -246,7 +246,7 @@ def test_rmsnorm_with_a_different_padding_for_each_argument(randn):
 
 
 # The interpreter does not round to bf16, it cuts off.
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.compiled)])
 def test_rmsnorm_normalises_the_residual_that_it_stores(randn, dtype):
     x, branch, weight = randn(20, 256).to(dtype), randn(20, 256).to(dtype), torch.ones(256, device=randn(1).device)
     y, residual = llama.triton_rmsnorm(x, branch, weight.to(dtype), 1e-5)

@@ -1,0 +1,8 @@
+"""What runs on an emulated GPU alone."""
+
+import os
+
+import pytest
+
+EMULATED = os.environ.get("EMULATE")  # the architecture, of `make emulate`
+only_emulated = pytest.mark.skipif(EMULATED is None, reason="runs on an emulated AMD GPU: make emulate")
