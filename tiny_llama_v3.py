@@ -960,9 +960,12 @@ def program_index(AXIS: tl.constexpr, INT64: tl.constexpr):
 
 
 @jit
-def head_ptr(ptr, strides, batch, head):
+def head_ptr(ptr, strides, batch, head, HEAD_ALIGNMENT: tl.constexpr):
     """Where the (seq, head_dim) matrix of one head begins; batch is in 64 bits."""
-    return ptr + (batch * strides[0] + head * strides[2])
+    batch_offset, head_offset = batch * strides[0], head * strides[2]
+    if HEAD_ALIGNMENT > 1:
+        head_offset = tl.multiple_of(head_offset, HEAD_ALIGNMENT)
+    return ptr + (batch_offset + head_offset)
 
 
 @jit
@@ -1043,7 +1046,7 @@ def attend(
 def flash_attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, num_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k^T * scale) v under the causal mask.
 
@@ -1056,9 +1059,11 @@ def flash_attention_kernel(
     head = batch_head % num_heads
     block = tl.num_programs(1) - 1 - program_index(1, INT64)  # the last queries have the most keys: they start first
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
-    q = load_tile(head_ptr(q_ptr, q_strides, batch, head), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE, HEAD_ALIGNMENT)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE, HEAD_ALIGNMENT)
+    q = load_tile(
+        head_ptr(q_ptr, q_strides, batch, head, HEAD_ALIGNMENT), q_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D
+    )
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -1072,7 +1077,7 @@ def flash_attention_kernel(
         diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
         True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    o_ptr = head_ptr(o_ptr, o_strides, batch, head)
+    o_ptr = head_ptr(o_ptr, o_strides, batch, head, HEAD_ALIGNMENT)
     store_tile(o_ptr, o_strides, acc / l_i[:, None], rows, seq_len, HEAD_DIM, BLOCK_D)
     tl.store(lse_ptr + (batch * num_heads + head) * seq_len + rows, m_i + tl.log2(l_i), mask=rows < seq_len)
 
@@ -1104,18 +1109,19 @@ def query_gradient(
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
     batch_head, block, num_heads, seq_len, scale, qk_scale,
     STORE_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch = (batch_head // num_heads).to(tl.int64)
     head = batch_head % num_heads
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_offsets = (batch * num_heads + head) * seq_len + rows
-    q_ptr = head_ptr(q_ptr, q_strides, batch, head)
-    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE)
-    o_ptr = head_ptr(o_ptr, o_strides, batch, head)
-    o_grad_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head)
+    q_ptr = head_ptr(q_ptr, q_strides, batch, head, HEAD_ALIGNMENT)
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head // GROUP_SIZE, HEAD_ALIGNMENT)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head // GROUP_SIZE, HEAD_ALIGNMENT)
+    o_ptr = head_ptr(o_ptr, o_strides, batch, head, HEAD_ALIGNMENT)
+    o_grad_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head, HEAD_ALIGNMENT)
     o = load_tile(o_ptr, o_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     o_grad = load_tile(o_grad_ptr, o_grad_strides, rows, seq_len, False, HEAD_DIM, BLOCK_D)
     delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
@@ -1137,7 +1143,7 @@ def query_gradient(
     q_grad *= scale
     if ROTARY:
         q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, BLOCK_M, HEAD_DIM, BLOCK_D)
-    q_grad_ptr = head_ptr(q_grad_ptr, q_grad_strides, batch, head)
+    q_grad_ptr = head_ptr(q_grad_ptr, q_grad_strides, batch, head, HEAD_ALIGNMENT)
     store_tile(q_grad_ptr, q_grad_strides, q_grad, rows, seq_len, HEAD_DIM, BLOCK_D)
 
 
@@ -1185,14 +1191,14 @@ def key_value_gradient(
     batch_head, block, num_kv_heads, seq_len, scale, qk_scale,
     EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it."""
     batch = (batch_head // num_kv_heads).to(tl.int64)
     head_kv = batch_head % num_kv_heads
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_ptr = head_ptr(k_ptr, k_strides, batch, head_kv)
-    v_ptr = head_ptr(v_ptr, v_strides, batch, head_kv)
+    k_ptr = head_ptr(k_ptr, k_strides, batch, head_kv, HEAD_ALIGNMENT)
+    v_ptr = head_ptr(v_ptr, v_strides, batch, head_kv, HEAD_ALIGNMENT)
     k = load_tile(k_ptr, k_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     v = load_tile(v_ptr, v_strides, keys, seq_len, False, HEAD_DIM, BLOCK_D)
     k_grad = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -1201,9 +1207,14 @@ def key_value_gradient(
     end = tl.minimum(tl.cdiv((block + 1) * BLOCK_N, BLOCK_M) * BLOCK_M, seq_len)  # queries after it see them all
     for head in range(head_kv * GROUP_SIZE, (head_kv + 1) * GROUP_SIZE):
         head = tl.cast(head, head_kv.dtype)
-        q_head_ptr = q_ptr + batch * q_strides[0] + head * q_strides[2]  # not head_ptr(): the first sum is made once
-        o_head_ptr = o_ptr + batch * o_strides[0] + head * o_strides[2]
-        o_grad_head_ptr = o_grad_ptr + batch * o_grad_strides[0] + head * o_grad_strides[2]
+        if HEAD_ALIGNMENT > 1:
+            q_head_ptr = head_ptr(q_ptr, q_strides, batch, head, HEAD_ALIGNMENT)
+            o_head_ptr = head_ptr(o_ptr, o_strides, batch, head, HEAD_ALIGNMENT)
+            o_grad_head_ptr = head_ptr(o_grad_ptr, o_grad_strides, batch, head, HEAD_ALIGNMENT)
+        else:
+            q_head_ptr = q_ptr + batch * q_strides[0] + head * q_strides[2]  # the first sum is made once
+            o_head_ptr = o_ptr + batch * o_strides[0] + head * o_strides[2]
+            o_grad_head_ptr = o_grad_ptr + batch * o_grad_strides[0] + head * o_grad_strides[2]
         row_offset = (batch * num_kv_heads * GROUP_SIZE + head) * seq_len
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
@@ -1218,8 +1229,8 @@ def key_value_gradient(
     k_grad *= scale
     if ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, BLOCK_N, HEAD_DIM, BLOCK_D)
-    k_grad_ptr = head_ptr(k_grad_ptr, k_grad_strides, batch, head_kv)
-    v_grad_ptr = head_ptr(v_grad_ptr, v_grad_strides, batch, head_kv)
+    k_grad_ptr = head_ptr(k_grad_ptr, k_grad_strides, batch, head_kv, HEAD_ALIGNMENT)
+    v_grad_ptr = head_ptr(v_grad_ptr, v_grad_strides, batch, head_kv, HEAD_ALIGNMENT)
     store_tile(k_grad_ptr, k_grad_strides, k_grad, keys, seq_len, HEAD_DIM, BLOCK_D)
     store_tile(v_grad_ptr, v_grad_strides, v_grad, keys, seq_len, HEAD_DIM, BLOCK_D)
 
@@ -1229,7 +1240,8 @@ def flash_attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):  # fmt: skip
     """q_grad = s_grad k * scale, and delta for the kernel below.
 
@@ -1241,7 +1253,8 @@ def flash_attention_backward_dq_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
         program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
-        seq_len, scale, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        seq_len, scale, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT,
+        PRECISION,
     )  # fmt: skip
 
 
@@ -1251,7 +1264,8 @@ def flash_attention_backward_dkdv_kernel(
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
     num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
     """k_grad = s_grad^T q * scale, v_grad = p^T o_grad.  EVEN_M: seq_len is a multiple of BLOCK_M.
 
@@ -1262,7 +1276,7 @@ def flash_attention_backward_dkdv_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
         program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
-        EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT, PRECISION,
     )  # fmt: skip
 
 
@@ -1272,7 +1286,8 @@ def flash_attention_backward_kernel(
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, k_grad_strides, v_grad_strides,
     batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
     """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
 
@@ -1286,7 +1301,7 @@ def flash_attention_backward_kernel(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, k_grad_ptr, v_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
             pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
-            EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         pid -= key_programs
@@ -1295,7 +1310,8 @@ def flash_attention_backward_kernel(
             q_ptr, k_ptr, v_ptr, o_ptr, o_grad_ptr, lse_ptr, lse_ptr, q_grad_ptr, cos_ptr, sin_ptr,
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
             pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
-            seq_len, scale, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            seq_len, scale, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT,
+            PRECISION,
         )  # fmt: skip
 
 
@@ -1334,9 +1350,13 @@ def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precisio
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
     # Offsets within a sequence that exceed 32 bits.
     needs_int64 = any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim >= 2**31 for s in strides)
+    # Of a stride the compiler sees whether it is a multiple of 16, and nothing between: heads of 40 would be loaded
+    # element by element, each with a mask of its own, were it not told of the 8. 1: there is nothing to tell.
+    alignment = math.gcd(16, *(s[2] for s in strides))
     constants = dict(
         GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
-        BLOCK_N=tile.BLOCK_N, INT64=needs_int64, PRECISION=precision,
+        BLOCK_N=tile.BLOCK_N, HEAD_ALIGNMENT=1 if alignment == 16 else alignment, INT64=needs_int64,
+        PRECISION=precision,
     )  # fmt: skip
     return tile, constants
 

@@ -276,6 +276,8 @@ class Case(NamedTuple):
 SHORT, LONG = SIZES["small"] | dict(num_layers=1), SIZES["medium"] | dict(num_layers=1)
 # Tiles depend on the vendor, on NVIDIA also on the architecture. Without tensor cores ptxas takes up to half a minute.
 HEADS = {"gfx942": ("bf16", "fp32")}
+# A head that is no power of two is padded, and its masks and offsets take scalar registers.
+PADDED_HEADS = {arch: ("bf16", "fp32") for arch in CHIPS if is_amd(arch)} | {"gfx942": tuple(PRECISIONS)}
 WIDE_HEADS = {"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)}
 BF16 = dict.fromkeys(CHIPS, ("bf16",))
 AMD_BF16 = {arch: ("bf16",) for arch in CHIPS if is_amd(arch)}
@@ -285,9 +287,13 @@ CASES = {
     "large": Case(SIZES["large"], reported=("bf16",)),
     "heads-16": Case(LONG | dict(num_heads=64), precisions=HEADS),
     "heads-32": Case(LONG | dict(num_heads=32), precisions=HEADS),
-    "heads-80": Case(LONG | dict(hidden_dim=1280), precisions=HEADS),
+    "heads-40": Case(LONG | dict(hidden_dim=1280, num_heads=32), precisions=PADDED_HEADS),
+    "heads-80": Case(LONG | dict(hidden_dim=1280), precisions=PADDED_HEADS),
     "heads-128": Case(LONG | dict(num_heads=8), precisions=WIDE_HEADS),
     "short-heads-32": Case(SHORT | dict(num_heads=16), precisions=HEADS),
+    "short-heads-40": Case(SHORT | dict(hidden_dim=640, num_heads=16), precisions=PADDED_HEADS),
+    "short-heads-80": Case(SHORT | dict(hidden_dim=640), precisions=PADDED_HEADS),
+    "odd-heads-40": Case(SHORT | dict(hidden_dim=320, seq_len=33), precisions=PADDED_HEADS),
     "short-heads-128": Case(SHORT | dict(num_heads=4), precisions=WIDE_HEADS),
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
@@ -367,7 +373,13 @@ def compile_launch(arch, launch):
 
 
 AMD_WIDTHS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}
-AMD_WIDTHS["dwordx4"] = 16
+AMD_WIDTHS |= {"dwordx4": 16, "byte": 1}
+
+
+def memory_access(name):
+    """("load" or "store", bytes a lane) of AMD's instructions of global memory, None of others."""
+    moved = re.fullmatch(r"(?:global|buffer|flat)_(load|store)_([us]?byte|[us]?short|dword(?:x\d)?)(?:_d16.*)?", name)
+    return moved and (moved[1], AMD_WIDTHS[moved[2]])
 
 
 def read_amdgcn(asm):
@@ -378,13 +390,12 @@ def read_amdgcn(asm):
 
     loads, instructions = collections.Counter(), collections.Counter()
     for name in re.findall(r"^\s+([a-z]\w+)", text, flags=re.M):
-        moved = re.fullmatch(
-            r"(?:global|buffer|flat)_(load|store)_([us]?byte|[us]?short|dword(?:x\d)?)(?:_d16.*)?", name
-        )
-        if moved:
-            instructions[f"{moved[1]} {8 * AMD_WIDTHS[moved[2]]}"] += 1
-            if moved[1] == "load":
-                loads[AMD_WIDTHS[moved[2]]] += 1
+        access = memory_access(name)
+        if access:
+            kind, width = access
+            instructions[f"{kind} {8 * width}"] += 1
+            if kind == "load":
+                loads[width] += 1
         elif name.startswith("v_mfma"):
             instructions[name] += 1
     return {
@@ -563,7 +574,12 @@ SCRATCH = {
     ("sm_90", "flash_attention_backward_dkdv_kernel", "bf16"): 232,
     ("sm_90", "flash_attention_backward_dkdv_kernel", "fp32"): 976,
 }
-SCALAR_SPILLS = 8  # AMD's scalar registers spill into lanes of a vector register, not into memory
+# AMD's scalar registers spill into lanes of a vector register, not into memory. Heads of 40 in one kernel for all
+# gradients take 3 more on gfx90a, which has the fewest; without the hint of HEAD_ALIGNMENT they would be 15.
+SCALAR_SPILLS = 8
+MORE_SCALAR_SPILLS = {
+    ("gfx90a", case, "flash_attention_backward_kernel", "bf16"): 11 for case in ("short-heads-40", "odd-heads-40")
+}
 WIDE_SHARE = 0.5
 
 
@@ -574,6 +590,7 @@ def violations(row):
         return [f"{launch}: does not compile: {row['error']}"]
     chip, threads = CHIPS[arch], row["warps"] * wave_size(arch)
     scratch = SCRATCH.get((arch, row["kernel"], row["precision"]), 0)
+    scalar_spills = MORE_SCALAR_SPILLS.get((arch, row["case"], row["kernel"], row["precision"]), SCALAR_SPILLS)
     # NVIDIA's matrix instructions take fp32 only as TF32.
     needs_matrix = row["has_dot"] and (is_amd(arch) or row["precision"] != "fp32")
     limits = [
@@ -587,8 +604,8 @@ def violations(row):
         ),
         ((row["vector_spills"] or 0) > 0, f"{row['vector_spills']} vector registers spilled, limit 0"),
         (
-            (row["scalar_spills"] or 0) > SCALAR_SPILLS,
-            f"{row['scalar_spills']} scalar registers spilled, limit {SCALAR_SPILLS}",
+            (row["scalar_spills"] or 0) > scalar_spills,
+            f"{row['scalar_spills']} scalar registers spilled, limit {scalar_spills}",
         ),
         (row["scratch_bytes"] > scratch, f"{row['scratch_bytes']} bytes of scratch a thread, limit {scratch}"),
         (
@@ -672,8 +689,9 @@ HEADER = """# What the compiler makes of each kernel
 
 Every Triton kernel, compiled for five GPU architectures in the configurations that
 [tiny_llama_v3.py](../tiny_llama_v3.py) chooses there. **Nothing on this page was run**: registers, shared memory and
-instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet; times
-measured on an NVIDIA H200 are in [README.md](../README.md).
+instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet; what they
+do in emulation is counted in [emulated_counts.md](emulated_counts.md), times measured on an NVIDIA H200 are in
+[README.md](../README.md).
 
 - *registers* of a thread. AMD has 512 of them, accumulation registers included, NVIDIA 255.
 - *shared*: KiB of shared memory (AMD: LDS) of a program.
