@@ -3727,7 +3727,8 @@ def main(argv=None, program=None):
     return exit_code_of(run_command_line, Path(program).name)
 
 
-if __name__ == "__main__":
+def run_as_program():
+    """main(), and what concerns the whole process: signals, and an end that waits for nobody."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         exit_code = main()
@@ -3740,4 +3741,8 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to interrupt
     if exit_code and JOB.world.size > 1:
         os._exit(exit_code)  # no tear-down: it would wait for the other processes
-    sys.exit(exit_code)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_program())
