@@ -16,18 +16,24 @@ Verify: loss and every gradient against PyTorch in higher precision, before anyt
 
     python tiny_llama_v3.py --check --num-steps 1
 
+Scale: one process a GPU, data parallel, each with its own batch and its share of the optimizer's state:
+
+    torchrun --standalone --nproc_per_node=4 tiny_llama_v3.py --use-amp --graph
+
 Replay a mistake (the table BUGS below), and see what gives it away:
 
     python tiny_llama_v3.py --list-stages
     python tiny_llama_v3.py --stage 4 --profile profiles/stage4
 
-Each run prints one line a step, a summary, and the path of a JSON file that holds all of it.
+Each run prints one line a step, a summary, and the path of a JSON file that holds all of it; of several processes, the
+first one does.
 Exit codes: 0 done, 1 a check failed or the run diverged (a loss or gradient norm is not finite), 2 the request cannot
 be met or a file not be written (one line says why), 130 interrupted by Ctrl-C or SIGTERM (the steps done are saved),
 141 the reader of the output has left.
 """
 
 import argparse
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -46,15 +52,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -134,7 +142,7 @@ class UsageError(Exception):
 LARGEST = 2**31 - 1  # kernels and their grids count in 32 bits
 LEAST = dict(
     hidden_dim=1, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=1, vocab_size=2, batch_size=1, seq_len=1,
-    num_steps=1, warmup_steps=0,
+    num_steps=1, warmup_steps=0, comm_timeout=1,
 )  # fmt: skip
 
 
@@ -154,7 +162,7 @@ class Config:
     ffn_dim: int | None = option(None, "width of the feed-forward layer; default: 4 x hidden-dim")
     vocab_size: int = option(1000, "distinct tokens")
 
-    batch_size: int = option(8, "sequences a step", group="training")
+    batch_size: int = option(8, "sequences a step, of each process", group="training")
     seq_len: int = option(256, "tokens a sequence")
     num_steps: int = option(50, "training steps that are measured")
     warmup_steps: int = option(3, "steps before the measured ones; weights and optimizer are restored after them")
@@ -176,6 +184,13 @@ class Config:
         "highest", "fp32 matmuls in full fp32 or in TF32, library and kernels alike", choices=("highest", "high")
     )
     deterministic: bool = option(False, "ask PyTorch for deterministic algorithms (our kernels always are)")
+
+    shard: str | None = option(
+        None, "what torchrun's processes share: the optimizer's state (--impl triton does by default), or weights and "
+        "gradients too (FSDP2, for --impl torch and sdpa, which by default share nothing)",
+        choices=("optimizer", "full"), group="several processes",
+    )  # fmt: skip
+    comm_timeout: int = option(120, "how long processes wait for each other", metavar="SECONDS")
 
     timing: str = option(
         "phases", "events around each phase and a sync a step; or one sync at the end",
@@ -378,13 +393,21 @@ def gpu_state(device):
     return dict(zip(("power_w", "clock_mhz", "temperature_c", "utilization_percent"), answers, strict=True))
 
 
-def select_device(requested):
-    """The Device of --device; UsageError if there is no such one."""
+def select_device(requested, local_rank=0):
+    """The Device of --device, of several the one of this process; UsageError if there is no such one."""
     if requested == "cuda" and not torch.cuda.is_available():
         build = torch.version.hip or torch.version.cuda
         reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
         raise UsageError(f"--device cuda: there is no GPU here ({reason}): use --device cpu, or install a GPU build")
-    return get_device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
+    if requested == "cpu" or not torch.cuda.is_available():
+        return get_device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"there are {torch.cuda.device_count()} GPUs here, and this is process {local_rank + 1} of this node: "
+            "lower --nproc_per_node of torchrun, or give --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return get_device("cuda")
 
 
 def triton_obstacle(device, use_amp=False):
@@ -525,6 +548,7 @@ CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
 SCALE_BLOCK = 4096  # hardly ever at work: the factor is 1
 EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns; a quarter of the columns takes twice as long
 ADAMW_BLOCK = 1024  # 256 to 4096 are within 3 %
+BUCKET_ELEMENTS = 25_000_000  # that several processes send at once; a layer that is larger goes by itself
 
 
 @functools.cache
@@ -571,6 +595,142 @@ def cross_entropy_tile(n_cols, device_type):
     cols = min(next_power_of_2(n_cols), most)
     warps = max(4, cols // (32 * CROSS_ENTROPY_PER_THREAD))
     return cols, warps // 2 if get_device(device_type).family == "amd" else warps
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several processes, one a device, as torchrun starts them. All that they say to each other goes through
+# torch.distributed: weights and gradients over NCCL (RCCL on ROCm) or, on a CPU, gloo; what is to be agreed on, outside
+# of what is timed, over gloo between the hosts.
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the environment of its processes
+STOP_SECONDS = 5  # how long a process that is told to stop waits for the others to do the same
+VOTES_UNDER_WAY = 3  # steps until a request to stop is heeded by all
+# Renamed in PyTorch 2.13; a PyTorch without torch.distributed has neither.
+reduce_scatter = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
+
+class World:
+    """This process among those that train together; as it is made, the only one."""
+
+    def __init__(self, rank=0, size=1, local_rank=0, store=None):
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.store = store  # torchrun's, for a word of those that fail
+        self.backend = None  # of weights and gradients: "nccl" or "gloo"
+        self.control = None  # the group of what is said between the hosts
+        self.timeout = 0  # seconds
+        self.stop_requested = None  # when, by Ctrl-C or SIGTERM
+        self.votes = collections.deque()
+        self.waited_ms = 0.0  # of the host, for weights and gradients on a CPU
+
+    def join(self, config, device):
+        """Meets the others. UsageError if they cannot be met, or were given other flags."""
+        if self.size == 1:
+            return
+        self.backend, self.timeout = "nccl" if device.type == "cuda" else "gloo", config.comm_timeout
+        options = None
+        if self.backend == "nccl":  # its kernels go first: everybody waits for them, and they leave most units free
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        limit = timedelta(seconds=config.comm_timeout)
+        try:
+            dist.init_process_group(
+                self.backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit, pg_options=options,
+                device_id=torch.device("cuda", self.local_rank) if device.type == "cuda" else None,
+            )  # fmt: skip
+            self.control = dist.new_group(backend="gloo", timeout=limit)
+        except (RuntimeError, ValueError) as error:
+            reason = f"over {self.backend}: {str(error).splitlines()[0]}"
+            raise UsageError(f"the {self.size} processes do not find each other {reason}") from error
+        first, *others = map(dataclasses.asdict, self.gather(config))
+        for rank, flags in enumerate(others, 1):
+            differing = [name for name in flags if flags[name] != first[name]]
+            if differing:
+                values = ", ".join(f"{flag_of(name)} {flags[name]} and not {first[name]}" for name in differing)
+                raise UsageError(f"rank {rank} was given {values} as rank 0: start all with the same flags")
+
+    def leave(self):
+        """Ends what join() began, when all have done the same work."""
+        if self.size > 1:
+            self.gather(None)  # torchrun ends all when one ends: rank 0 must have written
+            gc.collect()  # a communicator outlives the graphs that have captured it, or waits for their end
+            dist.destroy_process_group()
+
+    def gather(self, value):
+        """[the value of each process], on all of them."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def mean(self, values):
+        """The mean over the processes of a list of numbers, added in the order of their ranks."""
+        return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
+
+    def rows(self, batch_size):
+        """Which rows of the batch of all processes are this one's, of batch_size."""
+        return slice(self.rank * batch_size, (self.rank + 1) * batch_size)
+
+    def wait(self, work):
+        """Waits for a collective: on a GPU the stream does, on a CPU the host."""
+        start = time.perf_counter()
+        work.wait()
+        self.waited_ms += (time.perf_counter() - start) * 1e3
+
+    def wait_for(self, event):
+        """Waits for an event of the GPU. UsageError if it does not come: what is captured, NCCL does not watch over."""
+        start = time.monotonic()
+        while not event.query():
+            limit = self.timeout if self.stop_requested is None else min(self.timeout, STOP_SECONDS)
+            if time.monotonic() - max(start, self.stop_requested or 0) > limit:
+                raise UsageError(f"the GPU has waited {limit} s for another process: it has ended or does not answer")
+            time.sleep(1e-5)
+
+    def request_stop(self, number, frame):
+        """A signal's handler. A second one ends at once, unless it is torchrun's, which repeats the first."""
+        if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
+            raise KeyboardInterrupt
+        self.stop_requested = self.stop_requested or time.monotonic()
+
+    def all_stop(self):
+        """Whether all stop before this step; asked before each, answered by a reduction that began some steps ago."""
+        if self.size == 1:
+            return False
+        vote = torch.tensor(float(self.stop_requested is not None))
+        self.votes.append((vote, dist.all_reduce(vote, group=self.control, async_op=True)))
+        if len(self.votes) <= VOTES_UNDER_WAY:
+            return False
+        vote, work = self.votes.popleft()
+        work.wait()
+        return vote.item() > 0
+
+    def stop_together(self):
+        """Ctrl-C and SIGTERM reach processes in different steps: from now on they only ask for all to stop."""
+        if self.size > 1:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.request_stop)
+
+
+ALONE = World()
+JOB = SimpleNamespace(world=ALONE)  # main() puts torchrun's here
+
+
+def launched():
+    """The World that torchrun's variables tell of, not joined yet. UsageError if they are incomplete."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return ALONE
+    remedy = "start the processes with torchrun, or unset WORLD_SIZE for a single one"
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        raise UsageError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment without {missing[0]}: {remedy}")
+    try:
+        rank, local_rank, size = (int(os.environ[name]) for name in TORCHRUN[:3])
+        store, rank, size = next(dist.rendezvous("env://", rank, size))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"torchrun's environment leads nowhere ({str(error).splitlines()[0]}): {remedy}") from error
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+    return World(rank, size, local_rank, store)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1966,9 +2126,9 @@ def triton_embedding(tokens, weight):
 def adamw_kernel(
     param_ptr, remainder_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, beta_powers_ptr, n_elements,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GRADIENT_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """torch.optim.AdamW's update. With SPLIT an fp32 weight is kept in two int16 halves (see split_fp32).
+    """torch.optim.AdamW's update with GRADIENT_SCALE * grad. With SPLIT a weight is two int16 halves (see split_fp32).
 
     param, remainder, grad, exp_avg, exp_avg_sq (n_elements,): param in fp32 or, with SPLIT, like remainder in int16,
     the moments in fp32; lr () in fp32, beta_powers (2,) in fp64.  Grid: (blocks of elements,).
@@ -1980,6 +2140,8 @@ def adamw_kernel(
     bias_correction1 = (1.0 - tl.load(beta_powers_ptr)).to(tl.float32)
     bias_correction2 = (1.0 - tl.load(beta_powers_ptr + 1)).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if GRADIENT_SCALE != 1.0:
+        grad *= GRADIENT_SCALE
     exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
     weights = tl.load(param_ptr + offsets, mask=mask, other=0)
@@ -2019,6 +2181,45 @@ def join_fp32(rounded, remainder):
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
+class Bucket:
+    """Consecutive parameters whose gradients and weights travel together.
+
+    Its parts of the optimizer's flat buffers: all_weights and all_grads (elements,); and of this process own_weights,
+    own_grads, remainder, exp_avg and exp_avg_sq (elements / processes,). At own and at kept they lie in the buffers.
+    """
+
+    def __init__(self, parameters, first_layer=None):
+        self.parameters = parameters
+        self.first_layer = first_layer  # the first to need the weights, and the last to have gradients
+        self.is_reduced = False  # or on the way to it: since zero_grad()
+        self.reduction = self.gathering = None  # under way
+
+
+def count_weights(parameters):
+    """The number of elements of all of them."""
+    return sum(p.numel() for p in parameters)
+
+
+def make_buckets(model, world):
+    """[Bucket] of all parameters in their order. The embedding, which is also the head, goes with the first layer.
+
+    Nothing is left to hide the first layer's messages behind, so those are short. Each further bucket may be as large
+    as all before it together, so that small models send few messages, up to BUCKET_ELEMENTS.
+    """
+    if world.size == 1:
+        return [Bucket(list(model.parameters()))]
+    first, *layers = model.layers
+    buckets, limit = [Bucket([*model.embed_tokens.parameters(), *first.parameters()])], 0
+    for layer in layers:
+        parameters = list(layer.parameters())
+        if not limit or count_weights(buckets[-1].parameters + parameters) > min(limit, BUCKET_ELEMENTS):
+            limit += count_weights(buckets[-1].parameters)
+            buckets.append(Bucket([], layer))
+        buckets[-1].parameters += parameters
+    buckets[-1].parameters += model.norm.parameters()
+    return buckets
+
+
 class FlatAdamW:
     """AdamW whose parameters, gradients and moments are each one flat buffer.
 
@@ -2026,18 +2227,24 @@ class FlatAdamW:
     split between param and remainder). So do their gradients: our kernels write into main_grad, and add to it in
     further backward passes before zero_grad(); what autograd leaves in .grad is copied there by step(). Learning rate
     and step count live on the device, for captured steps.
+
+    Of several processes each has moments and remainder of its own slices of the buckets, and updates these weights
+    (ZeRO stage 1: Rajbhandari et al., arXiv:1910.02054). Gradients are added up and scattered while the backward pass
+    runs, weights gathered while the next forward pass does; both in the model's precision.
     """
 
     ALIGNMENT = 64  # elements; matmuls want their operands on 16-byte boundaries
 
-    def __init__(self, model, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    def __init__(self, model, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, world=ALONE):
+        self.world = world
         self.parameters = list(model.parameters())
+        self.buckets = make_buckets(model, world)
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
-        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
+        self.constants |= dict(GRADIENT_SCALE=1 / world.size, SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
         device = self.parameters[0].device
-        n_elements = sum(self._aligned(p) for p in self.parameters)
-        zeros = functools.partial(torch.zeros, n_elements, device=device)
-        self.param = zeros(dtype=torch.bfloat16 if low_precision else torch.float32)
+        n_elements = self._place()
+        zeros = functools.partial(torch.zeros, n_elements // world.size, device=device)
+        self.param = torch.zeros(n_elements, dtype=torch.bfloat16 if low_precision else torch.float32, device=device)
         self.remainder = zeros(dtype=torch.int16) if low_precision else None
         self.grad = torch.zeros_like(self.param)
         self.exp_avg, self.exp_avg_sq = zeros(dtype=torch.float32), zeros(dtype=torch.float32)
@@ -2045,59 +2252,155 @@ class FlatAdamW:
         self.betas = torch.tensor(betas, dtype=torch.float64, device=device)
         self.beta_powers = torch.ones_like(self.betas)
         initial = [p.detach().float() for p in self.parameters]
-        self.main_grads = list(self._views(self.grad))
-        for p, param_view, buffer in zip(self.parameters, self._views(self.param), self.main_grads, strict=True):
+        for p, param_view, buffer in zip(self.parameters, self._views(self.param), self._views(self.grad), strict=True):
             p.data, p.main_grad = param_view, buffer
+        for bucket in self.buckets:
+            bucket.all_weights, bucket.all_grads = self.param[bucket.all], self.grad[bucket.all]
+            bucket.own_weights, bucket.own_grads = self.param[bucket.own], self.grad[bucket.own]
+            bucket.remainder = self.remainder[bucket.kept] if low_precision else None
+            bucket.exp_avg, bucket.exp_avg_sq = self.exp_avg[bucket.kept], self.exp_avg_sq[bucket.kept]
         self.reset(initial)
 
-    def _aligned(self, parameter):
-        return math.ceil(parameter.numel() / self.ALIGNMENT) * self.ALIGNMENT
+    def _place(self):
+        """Gives parameters and buckets their places in the flat buffers. Returns the length of these."""
+        self.starts, position = [], 0
+        for bucket in self.buckets:
+            start = position
+            for p in bucket.parameters:
+                self.starts.append(position)
+                position += cdiv(p.numel(), self.ALIGNMENT) * self.ALIGNMENT
+            length = cdiv(position - start, self.ALIGNMENT * self.world.size) * self.ALIGNMENT  # of a process
+            position = start + length * self.world.size
+            bucket.all = slice(start, position)
+            bucket.own = slice(start + self.world.rank * length, start + (self.world.rank + 1) * length)
+            bucket.kept = slice(start // self.world.size, start // self.world.size + length)
+        return position
 
     def _views(self, flat):
-        start = 0
-        for p in self.parameters:
+        for p, start in zip(self.parameters, self.starts, strict=True):
             yield flat[start : start + p.numel()].view(p.shape)
-            start += self._aligned(p)
 
     @torch.no_grad()
     def reset(self, weights):
         """Start over from these weights (a list of fp32 tensors)."""
-        flat = torch.zeros_like(self.exp_avg)
+        flat = torch.zeros_like(self.param, dtype=torch.float32)
         torch._foreach_copy_(list(self._views(flat)), weights)
         if self.remainder is None:
             self.param.copy_(flat)
         else:
             param, remainder = split_fp32(flat)
             self.param.copy_(param)
-            self.remainder.copy_(remainder)
+            for bucket in self.buckets:
+                bucket.remainder.copy_(remainder[bucket.own])
         for state in (self.grad, self.exp_avg, self.exp_avg_sq):
             state.zero_()
         self.beta_powers.fill_(1.0)
 
     def weights(self):
-        """The fp32 weights, a list of tensors in the order of model.parameters()."""
-        flat = self.param if self.remainder is None else join_fp32(self.param, self.remainder)
-        return list(self._views(flat))
+        """The fp32 weights, a list of tensors in the order of model.parameters(); all processes must ask."""
+        self.gather_weights()
+        for bucket in self.buckets:
+            self.wait_for_weights(bucket)
+        if self.remainder is None:
+            return list(self._views(self.param))
+        remainder = self.remainder
+        if self.world.size > 1:
+            remainder = torch.empty_like(self.param)  # called bf16: int16 is no type of a message
+            for bucket in self.buckets:
+                all_gather(remainder[bucket.all], bucket.remainder.view(remainder.dtype))
+        return list(self._views(join_fp32(self.param, remainder.view(torch.int16))))
 
     def zero_grad(self):
         """The next backward pass overwrites the gradients."""
         for p in self.parameters:
             p.grad = None
+        for bucket in self.buckets:
+            bucket.is_reduced = False
+
+    def gather_weights(self):
+        """Asks for the weights that the other processes have updated, those of the first layers first."""
+        if self.world.size > 1:
+            for bucket in self.buckets:
+                bucket.gathering = all_gather(bucket.all_weights, bucket.own_weights, async_op=True)
+
+    def wait_for_weights(self, bucket):
+        """Until those of a bucket are there."""
+        if bucket.gathering:
+            self.world.wait(bucket.gathering)
+            bucket.gathering = None
+
+    def reduce_gradients(self, bucket):
+        """The gradients of a bucket, all computed, into the flat buffer; with several processes on their way.
+
+        A parameter without a gradient is taken to have zeros.
+        """
+        for p in bucket.parameters:
+            if p.grad is None:
+                p.main_grad.zero_()
+            elif p.grad is not p.main_grad:  # from autograd, not from our kernels
+                p.main_grad.copy_(p.grad)
+        if self.world.size > 1:
+            if bucket.is_reduced:
+                raise RuntimeError("a second backward pass would add to reduced gradients: call zero_grad() before it")
+            bucket.is_reduced = True
+            bucket.reduction = reduce_scatter(bucket.own_grads, bucket.all_grads, async_op=True)
+
+    @torch.no_grad()
+    def finish_reduction(self):
+        """At the end of the backward pass: what was not reduced on the way is, and all of it waited for."""
+        for bucket in reversed(self.buckets):
+            if not bucket.is_reduced:
+                self.reduce_gradients(bucket)
+        for bucket in reversed(self.buckets):
+            if bucket.reduction:
+                self.world.wait(bucket.reduction)
+                bucket.reduction = None
+
+    @torch.no_grad()
+    def gather_gradients(self):
+        """After step(): the mean gradients of all processes into .grad, for who wants to look at them."""
+        if self.world.size > 1:
+            for bucket in self.buckets:
+                bucket.own_grads.mul_(self.constants["GRADIENT_SCALE"])
+                all_gather(bucket.all_grads, bucket.own_grads)
+            for p in self.parameters:
+                p.grad = None if p.grad is None else p.main_grad
+
+    def overlap(self):
+        """From now on a bucket travels as soon as it can, by hooks on its first layer."""
+        for bucket in self.buckets:
+            if bucket.first_layer is not None:
+                bucket.first_layer.register_forward_pre_hook(functools.partial(self._before_layer, bucket))
+
+    def _before_layer(self, bucket, layer, inputs):
+        self.wait_for_weights(bucket)
+        if inputs[0].requires_grad:  # its gradient comes after those of the layer's weights
+            inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
     @torch.no_grad()
     def step(self):
-        """Updates the weights; a parameter without a gradient is taken to have zeros."""
-        for p, buffer in zip(self.parameters, self.main_grads, strict=True):
-            grad = p.grad
-            if grad is None:
-                buffer.zero_()
-            elif grad is not buffer:  # from autograd, not from our kernels
-                buffer.copy_(grad)
+        """Updates the weights, each process its own."""
+        self.finish_reduction()
         self.beta_powers.mul_(self.betas)
-        n_elements = self.param.numel()
-        param = self.param if self.remainder is None else self.param.view(torch.int16)
-        tensors = (param, self.remainder, self.grad, self.exp_avg, self.exp_avg_sq, self.lr, self.beta_powers)
-        launch(adamw_kernel, (cdiv(n_elements, ADAMW_BLOCK),), tensors, (n_elements,), self.constants)
+        for bucket in self.buckets:
+            weights = bucket.own_weights if self.remainder is None else bucket.own_weights.view(torch.int16)
+            state = bucket.remainder, bucket.own_grads, bucket.exp_avg, bucket.exp_avg_sq
+            tensors, n_elements = (weights, *state, self.lr, self.beta_powers), weights.numel()
+            launch(adamw_kernel, (cdiv(n_elements, ADAMW_BLOCK),), tensors, (n_elements,), self.constants)
+
+
+def whole(tensor):
+    """All of a tensor that --shard full has distributed; all processes must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(parameter, weight):
+    """The whole weight (a tensor), distributed as its parameter is."""
+    if not hasattr(parameter, "full_tensor"):
+        return weight
+    from torch.distributed.tensor import distribute_tensor  # as in parallelize()
+
+    return distribute_tensor(weight, parameter.device_mesh, parameter.placements)
 
 
 class TorchAdamW(torch.optim.AdamW):
@@ -2113,7 +2416,8 @@ class TorchAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def reset(self, weights):
         """As FlatAdamW's."""
-        torch._foreach_copy_(self.parameters, weights)
+        for p, weight in zip(self.parameters, weights, strict=True):
+            p.copy_(shard_like(p, weight))
         for state in self.state.values():
             for value in state.values():
                 value.zero_()
@@ -2308,7 +2612,8 @@ class TinyLlamaTriton(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Data: made on the CPU, so that every device sees the same.
+# Data: made on the CPU, so that every device sees the same. Several processes each make the batch of all and take their
+# rows: N processes with batches of b see what one process with N * b does.
 
 MARKOV_SUCCESSORS = 4
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
@@ -2317,15 +2622,16 @@ MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
 class RandomTokens:
     """Independent uniform tokens: nothing to learn, the loss stays at ln(vocab)."""
 
-    def __init__(self, config):
-        self.shape = (config.batch_size, config.seq_len + 1)
+    def __init__(self, config, world=ALONE):
+        self.rows = world.rows(config.batch_size)
+        self.shape = (world.size * config.batch_size, config.seq_len + 1)
         self.vocab_size = config.vocab_size
         self.generator = torch.Generator().manual_seed(config.seed)
         self.entropy = math.log(config.vocab_size)  # nats a token
 
     def next_batch(self):
         """(tokens, targets), both (batch, seq): targets are the tokens one position on."""
-        sequence = torch.randint(self.vocab_size, self.shape, generator=self.generator)
+        sequence = torch.randint(self.vocab_size, self.shape, generator=self.generator)[self.rows]
         return sequence[:, :-1], sequence[:, 1:]
 
 
@@ -2336,20 +2642,21 @@ class MarkovTokens:
     four numbers, 1.213 nats, and no model's loss can stay below it.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, world=ALONE):
         self.rng = np.random.default_rng(config.seed)
         order = self.rng.permutation(config.vocab_size)
         shifts = self.rng.choice(config.vocab_size, MARKOV_SUCCESSORS, replace=False)  # distinct successors, therefore
         self.successors = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
-        self.shape = (config.batch_size, config.seq_len + 1)
+        self.rows = world.rows(config.batch_size)
+        self.shape = (world.size * config.batch_size, config.seq_len + 1)
         self.entropy = -sum(p * math.log(p) for p in MARKOV_PROBABILITIES)
 
     def next_batch(self):
         """As RandomTokens."""
         batch_size, length = self.shape
-        choices = self.rng.choice(MARKOV_SUCCESSORS, p=MARKOV_PROBABILITIES, size=(length, batch_size))
-        sequence = np.empty((length, batch_size), dtype=np.int64)
-        sequence[0] = self.rng.integers(len(self.successors), size=batch_size)
+        choices = self.rng.choice(MARKOV_SUCCESSORS, p=MARKOV_PROBABILITIES, size=(length, batch_size))[:, self.rows]
+        sequence = np.empty(choices.shape, dtype=np.int64)
+        sequence[0] = self.rng.integers(len(self.successors), size=batch_size)[self.rows]
         for position in range(1, length):
             sequence[position] = self.successors[sequence[position - 1], choices[position]]
         sequence = torch.from_numpy(sequence.T.copy())
@@ -2362,23 +2669,55 @@ DATA = {"random": RandomTokens, "markov": MarkovTokens}
 # Training step: three phases on fixed buffers, called one by one or captured in graphs.
 
 
-class TrainStep:
-    """One training step of one model, on fixed buffers: forward(), backward(), optimizer_step(), or run() for all."""
+def parallelize(model, config, device, world):
+    """What to call instead of a model of PyTorch's operators, so that the gradients are the mean of all processes.
 
-    def __init__(self, config, device):
+    DistributedDataParallel, or the model itself after FSDP2's fully_shard with --shard full.
+    """
+    if config.shard != "full":
+        # The compiler cuts its graphs at DistributedDataParallel's buckets only where these may change.
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=[world.local_rank] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True, static_graph=not config.compile,
+        )  # fmt: skip
+    from torch.distributed.device_mesh import init_device_mesh  # a second of imports that few need
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if config.use_amp else {}
+    policy = MixedPrecisionPolicy(**low, cast_forward_inputs=False)
+    shard = functools.partial(fully_shard, mesh=init_device_mesh(device.type, (world.size,)), mp_policy=policy)
+    for layer in model.layers:
+        shard(layer)
+    return shard(model)
+
+
+class TrainStep:
+    """One training step of one model, on fixed buffers: forward(), backward(), optimizer_step(), or run() for all.
+
+    With a world of several processes it is theirs together: on other batches, with the mean of their gradients.
+    """
+
+    def __init__(self, config, device, world=ALONE):
         torch.manual_seed(config.seed)
-        self.config, self.device = config, device
+        self.config, self.device, self.world = config, device, world
         self.implementation, operations = select_operations(config, device)
         with torch.device(device.type):
             self.model = TinyLlamaTriton(config, operations)
             self.tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
             self.targets = torch.zeros_like(self.tokens)
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
+        self.run_model = self.model
         if self.implementation == "triton":
-            self.optimizer = FlatAdamW(self.model, config.learning_rate, config.use_amp)
+            self.optimizer = FlatAdamW(self.model, config.learning_rate, config.use_amp, world=world)
+            if not config.compile:  # hooks on layers are not the compiler's: nothing then is hidden
+                self.optimizer.overlap()
         else:
+            if world.size > 1:
+                self.run_model = parallelize(self.model, config, device, world)
             self.optimizer = TorchAdamW(self.model, config.learning_rate)
-        self.run_model = torch.compile(self.model) if config.compile else self.model
+        if config.compile:
+            self.run_model = torch.compile(self.run_model)
+        self.is_sharded = self.implementation == "triton" and world.size > 1
         self.loss = None
         self.named_range = contextlib.nullcontext  # show_ranges() puts a real one here
 
@@ -2396,17 +2735,27 @@ class TrainStep:
     def forward(self):
         """The loss, with its history, into self.loss; gradients are cleared first."""
         self.optimizer.zero_grad()
+        if self.is_sharded:
+            self.optimizer.gather_weights()
+            self.optimizer.wait_for_weights(self.optimizer.buckets[0])
         with self.autocast():
             self.loss = self.run_model(self.tokens, self.targets)
 
     def backward(self):
-        """Gradients of self.loss."""
+        """Gradients of self.loss, and with several processes their sum."""
         with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread costs 0.5 ms a step
             self.loss.backward()
+        if self.is_sharded:
+            self.optimizer.finish_reduction()
 
     def optimizer_step(self):
         """New weights."""
         self.optimizer.step()
+
+    def gather_gradients(self):
+        """After a step: the gradients that it used into .grad, where they are not there yet."""
+        if self.is_sharded:
+            self.optimizer.gather_gradients()
 
     def run(self):
         """The whole step; nothing is synchronized."""
@@ -2424,7 +2773,9 @@ class TrainStep:
         self.loss = None  # its autograd history belongs to the warm-up
         for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # NCCL's watchdog may ask for an event meanwhile, in its own thread.
+            mode = "global" if self.world.size == 1 else "thread_local"
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 getattr(self, name)()
             setattr(self, name, graph.replay)
 
@@ -2444,9 +2795,13 @@ class TrainStep:
             show_layers(self.model.layers)
 
 
-def synchronize(device):
+def synchronize(device, world=ALONE):
     """Waits for the GPU, if there is one."""
-    if device.type == "cuda":
+    if device.type == "cuda" and world.size > 1:
+        event = torch.cuda.Event()
+        event.record()
+        world.wait_for(event)
+    elif device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -2489,7 +2844,7 @@ def show_layers(layers):
 
 def gradient_norm(model):
     """The 2-norm of all gradients together, a tensor on the device."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2533,36 +2888,52 @@ def relative_errors(results, exact, order=2):
     }
 
 
-def loss_and_gradients(config, device, batch, double=False):
+def loss_and_gradients(config, device, batch, double=False, world=ALONE):
     """{"loss" or parameter: the loss or its gradient} of one forward and backward pass from the initial weights."""
-    step = TrainStep(config, device)
+    step = TrainStep(config, device, world)
     if double:
         step.model.double()
     step.load(*batch)
     step.forward()
     step.backward()
-    return {"loss": step.loss.detach().double(), **{name: p.grad for name, p in step.model.named_parameters()}}
+    step.gather_gradients()
+    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in step.model.named_parameters()}
+    return {"loss": step.loss.detach().double(), **gradients}
 
 
 def exact_loss_and_gradients(config, device, batch):
     """Those of --impl torch in fp64, or in full fp32 for a bf16 run."""
     torch.set_float32_matmul_precision("highest")
-    plain = dataclasses.replace(config, impl="torch", use_amp=False)
+    plain = dataclasses.replace(config, impl="torch", shard=None, use_amp=False)
     exact = loss_and_gradients(plain, device, batch, double=not config.use_amp)
     torch.set_float32_matmul_precision(config.matmul_precision)
     return exact
 
 
-def check_gradients(config, device):
-    """True if loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
+def check_gradients(config, device, world=ALONE):
+    """True if loss and gradients are as close to those in higher precision as the Verdict's rule demands.
+
+    Each process checks its own, and then all the mean that they train with.
+    """
     config = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
-    plain = dataclasses.replace(config, impl="torch")
-    batch = DATA[config.data](config).next_batch()
+    plain = dataclasses.replace(config, impl="torch", shard=None)
+    batch = DATA[config.data](config, world).next_batch()
     exact = exact_loss_and_gradients(config, device, batch)
     plain_errors = relative_errors(loss_and_gradients(plain, device, batch), exact)
     errors = relative_errors(loss_and_gradients(config, device, batch), exact)
-    verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
-    print_verdict(verdict, "fp32" if config.use_amp else "fp64")
+    reference, tolerance = "fp32" if config.use_amp else "fp64", CHECK_ATOL[precision_name(config, device)]
+    verdicts = world.gather(judge(errors, plain_errors, tolerance))
+    failed = [rank for rank, verdict in enumerate(verdicts) if verdict.failed]
+    for rank in failed or [0]:
+        print_verdict(verdicts[rank], reference + (f", rank {rank}" if world.size > 1 else ""))
+    if failed or world.size == 1:
+        return not failed
+    for tensor in exact.values():
+        dist.all_reduce(tensor.div_(world.size))
+    results = loss_and_gradients(config, device, batch, world=world)
+    (results["loss"],) = world.mean([results["loss"].item()])
+    verdict = judge(relative_errors(results, exact), plain_errors, tolerance)
+    print_verdict(verdict, f"{reference}, the mean of {world.size} processes")
     return not verdict.failed
 
 
@@ -2674,7 +3045,7 @@ def require_host_memory(config, device):
 def gradient_share(model):
     """(parameters with a gradient other than zero, all parameters), counted in weights."""
     parameters = list(model.parameters())
-    received = sum(p.numel() for p in parameters if p.grad is not None and bool(p.grad.any()))
+    received = sum(p.numel() for p in parameters if p.grad is not None and bool(whole(p.grad).any()))
     return received, sum(p.numel() for p in parameters)
 
 
@@ -2691,22 +3062,43 @@ def attached_profiler():
 
 
 def count_kernels(step, device):
-    """{"kernels": ..., "launches": ...} of one more step, or a reason why they were not counted."""
+    """{"kernels": ..., "launches": ...} of one more step, or a reason why they were not counted.
+
+    Of several processes also "exposed_communication_ms": when only messages ran on the GPU.
+    """
     if device.type == "cpu":
         return "there is no GPU"
     if attached_profiler():
         return f"another profiler is attached ({attached_profiler()})"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    steps = 1 if step.world.size == 1 else 2  # the first one also waits for the other processes' profilers
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        step.run()
-        synchronize(device)
-    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        for _ in range(steps):
+            step.run()
+        synchronize(device, step.world)
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     calls = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
     is_launch = re.compile(r"(cuda|cu|hip)\w*(Launch)\w*(Kernel|ExC|Graph)?")
-    return {
-        "kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in names),
-        "launches": sum(bool(is_launch.match(name)) for name in calls),
+    counts = {
+        "kernels": len(kernels) // steps,
+        "launches": sum(bool(is_launch.match(name)) for name in calls) // steps,
     }
+    if steps > 1:
+        spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
+        spans = spans[len(spans) // steps :]
+        work = [(start, end) for start, end, name in spans if not name.startswith("nccl")]  # RCCL's name as well
+        counts["exposed_communication_ms"] = (covered(span[:2] for span in spans) - covered(work)) / 1e3
+    return counts
+
+
+def covered(spans):
+    """How long something ran, of (start, end) in the order of their starts."""
+    total, until = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def write_kernel_table(file, durations):
@@ -2801,7 +3193,7 @@ def progress_line(config, index, record):
     print(" | ".join(fields), flush=True)
 
 
-def train_in_phases(step, data, config, device, records):
+def train_in_phases(step, data, config, device, records, world=ALONE):
     """Appends a StepRecord a step; the device is synchronized once a step."""
     for index in range(config.num_steps):
         step.load(*data.next_batch())
@@ -2818,29 +3210,37 @@ def train_in_phases(step, data, config, device, records):
             step.optimizer_step()
             clock.mark()
             host_ms = (time.perf_counter() - start) * 1e3
-            synchronize(device)
+            synchronize(device, world)
             # --------------- the training step ends: what follows is diagnostics ---------------
             wall_ms = (time.perf_counter() - start) * 1e3
         phase_ms = dict(zip(("forward", "backward", "optimizer"), clock.intervals(), strict=True))
         batch_ms = wall_ms if config.unsynced_timing else sum(phase_ms.values())
-        records.append(StepRecord(step.loss.item(), batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
+        if world.size > 1:
+            step.gather_gradients()
+        loss, is_stopping = world.mean([step.loss.item(), world.stop_requested is not None])
+        records.append(StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model).item()))
         progress_line(config, index, records[-1])
         if divergence(records[-1:]):
             return
+        if is_stopping:
+            raise KeyboardInterrupt
 
 
-def train_in_one_window(step, data, config, device, records):
+def train_in_one_window(step, data, config, device, records, world=ALONE):
     """Appends the StepRecords at the end; the device is synchronized there only."""
     batches = [[t.to(step.tokens.device) for t in data.next_batch()] for _ in range(config.num_steps)]
-    losses, host_ms = [], []
+    losses, host_ms, is_stopping = [], [], False
     clock = StepClock(device, config.unsynced_timing)
-    synchronize(device)
+    synchronize(device, world)
     try:
         with contextlib.ExitStack() as window:
             window.enter_context(step.named_range("steps"))
-            window.callback(synchronize, device)  # after Ctrl-C too: the steps done so far count
+            window.callback(wait_for_steps, clock, device, world)  # after Ctrl-C too: the steps done so far count
             clock.mark()
             for batch in batches:
+                is_stopping = world.all_stop()
+                if is_stopping:
+                    break
                 start = time.perf_counter()
                 step.load(*batch)
                 with step.named_range("step"):
@@ -2848,29 +3248,49 @@ def train_in_one_window(step, data, config, device, records):
                 losses.append(step.loss.detach().clone())
                 host_ms.append((time.perf_counter() - start) * 1e3)
                 clock.mark()
-    finally:
-        done = zip(losses, host_ms, clock.intervals(), strict=False)
-        for index, (loss, host, batch_ms) in enumerate(done):
-            last = index + 1 == config.num_steps  # whose gradients no later loss depends on
-            norm = gradient_norm(step.model).item() if last else None
-            records.append(StepRecord(loss.item(), batch_ms, host, {}, norm))
-            progress_line(config, index, records[-1])
-            if divergence(records[-1:]):
-                break
+    except KeyboardInterrupt:
+        if world.size == 1:
+            record_window(step, config, losses, host_ms, clock, records)
+        raise
+    record_window(step, config, losses, host_ms, clock, records, world)
+    if is_stopping:
+        raise KeyboardInterrupt
 
 
-def warm_up(step, config, device):
+def record_window(step, config, losses, host_ms, clock, records, world=ALONE):
+    """The StepRecords of a window, or of its steps before the run diverged."""
+    if world.size > 1:
+        step.gather_gradients()
+    done = zip(world.mean([loss.item() for loss in losses]), host_ms, clock.intervals(), strict=False)
+    for index, (loss, host, batch_ms) in enumerate(done):
+        last = index + 1 == config.num_steps  # whose gradients no later loss depends on
+        norm = gradient_norm(step.model).item() if last else None
+        records.append(StepRecord(loss, batch_ms, host, {}, norm))
+        progress_line(config, index, records[-1])
+        if divergence(records[-1:]):
+            break
+
+
+def wait_for_steps(clock, device, world):
+    """Waits for all that were issued; of several processes for one after the other, to see when one does not come."""
+    if world.size > 1 and clock.uses_events:
+        for mark in clock.marks:
+            world.wait_for(mark)
+    synchronize(device, world)
+
+
+def warm_up(step, config, device, world=ALONE):
     """Runs the warm-up steps, goes back to the initial weights, captures if asked to. Returns the seconds it took."""
     start = time.perf_counter()
     context = contextlib.nullcontext()
     if config.graph:  # what is captured must have been warmed up off the default stream
         context = torch.cuda.stream(torch.cuda.Stream())
-    data = DATA[config.data](dataclasses.replace(config, seed=(config.seed + 1) % 2**32))
+    data = DATA[config.data](dataclasses.replace(config, seed=(config.seed + 1) % 2**32), world)
     with context:
         for index in range(config.warmup_steps):
             step.load(*data.next_batch())
             step.run()
-            synchronize(device)
+            synchronize(device, world)
             print(f"warm-up {index + 1}/{config.warmup_steps} | {time.perf_counter() - start:.1f} s", flush=True)
     if config.warmup_steps:
         step.restart()
@@ -2878,18 +3298,37 @@ def warm_up(step, config, device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if config.graph:
-        step.capture(one_graph=config.timing == "step")
-    synchronize(device)
+        obstacle = capture_obstacle(world)
+        if obstacle:
+            print(f"Note: --graph is left out: messages cannot be captured here ({obstacle})")
+        else:
+            step.capture(one_graph=config.timing == "step")
+    synchronize(device, world)
     return time.perf_counter() - start
 
 
-def train(step, data, config, device, records):
+def capture_obstacle(world):
+    """Why messages between processes cannot be captured in a graph, in words, or None if they can."""
+    if world.size == 1:
+        return None
+    sent, received = torch.zeros(1, device="cuda"), torch.zeros(world.size, device="cuda")
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            all_gather(received, sent, async_op=True).wait()
+        reason = None
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    return next(filter(None, world.gather(reason)), None)
+
+
+def train(step, data, config, device, records, world=ALONE):
     """Trains for num_steps steps, or until the run diverges, and appends a StepRecord for each."""
-    (train_in_phases if config.timing == "phases" else train_in_one_window)(step, data, config, device, records)
+    in_turn = train_in_phases if config.timing == "phases" else train_in_one_window
+    in_turn(step, data, config, device, records, world)
 
 
 def summarize(step, data, config, device, records):
-    """The measured figures as a dict, printed by print_summary and written to the JSON."""
+    """The measured figures of this process as a dict, printed by print_summary and written to the JSON."""
     batch = [record.batch_ms for record in records]
     mean_batch = statistics.fmean(batch)
     p20, p50, p80 = np.percentile(batch, [20, 50, 80]).tolist()
@@ -2913,6 +3352,51 @@ def summarize(step, data, config, device, records):
         "tflops_per_second": tflops_per_s,
         "mfu": tflops_per_s / peak if peak else None,
     }
+
+
+def summarize_world(summary, step, world):
+    """What several processes did together, from the summary of each."""
+    exposed_ms = None
+    if isinstance(summary["kernels"], dict):
+        exposed_ms = summary["kernels"].pop("exposed_communication_ms")
+    elif step.is_sharded and world.backend == "gloo":
+        exposed_ms = world.waited_ms / summary["steps"]
+    batch_ms = summary["batch_ms"]
+    processes = world.gather(
+        dict(
+            rank=world.rank, host=platform.node(), batch_ms=batch_ms, exposed_communication_ms=exposed_ms,
+            own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
+            tokens_per_second=summary["tokens_per_second"], peak_memory_mib=summary["peak_memory_mib"],
+        )
+    )  # fmt: skip
+    slowest = None
+    if exposed_ms is not None:
+        slowest, fastest = (choose(processes, key=lambda process: process["own_ms"]) for choose in (max, min))
+        slowest = {"rank": slowest["rank"], "behind_ms": slowest["own_ms"] - fastest["own_ms"]}
+        exposed_ms = max(process["exposed_communication_ms"] for process in processes)
+    return {
+        "size": world.size,
+        "backend": world.backend,
+        "tokens_per_second": world.size * min(process["tokens_per_second"] for process in processes),
+        "exposed_communication_ms": exposed_ms,
+        "slowest": slowest,
+        "peak_memory_mib": max(process["peak_memory_mib"] or 0 for process in processes),
+        "processes": processes,
+    }
+
+
+def print_world(summary):
+    """Prints what summarize_world() found."""
+    world = summary["world"]
+    each = world["tokens_per_second"] / world["size"]
+    print(f"Processes: {world['size']} over {world['backend']}; the figures above are those of rank 0")
+    print(f"Throughput of all: {world['tokens_per_second']:,.0f} tokens/sec, {each:,.0f} a process")
+    if world["slowest"]:
+        print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
+        print("Slowest process: rank {rank}, {behind_ms:.3f} ms a step behind the fastest".format(**world["slowest"]))
+    else:
+        print("Communication that was not hidden: not measured")
+    print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
 
 
 def print_summary(summary, config, device):
@@ -2952,6 +3436,8 @@ def print_summary(summary, config, device):
     if None not in summary["gpu"]["busy"].values():
         state = "{power_w:.0f} W, {clock_mhz:.0f} MHz, {temperature_c:.0f} degrees C".format(**summary["gpu"]["busy"])
         print(f"GPU after the last step: {state}")
+    if summary["world"]:
+        print_world(summary)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2993,8 +3479,9 @@ def print_configuration(config, device, step):
     print(f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else ""))
     for name, operation in used_operations(step.model).items():
         print(f"    {name:13} {operation_name(operation)}")
-    print(f"    {'optimizer':13} {type(step.optimizer).__name__}")
-    for line in inert_flags(config, device, step.implementation):
+    shared = f", shared by {step.world.size} processes" if step.is_sharded else ""
+    print(f"    {'optimizer':13} {type(step.optimizer).__name__}{shared}")
+    for line in inert_flags(config, device, step.implementation, step.world):
         print(f"Note: {line}")
     if config.bugs:
         print("Mistakes brought back: " + ", ".join(flag_of(name) for name in config.bugs))
@@ -3013,8 +3500,10 @@ def operation_name(operation):
     return operation.__name__
 
 
-def inert_flags(config, device, implementation):
+def inert_flags(config, device, implementation, world=ALONE):
     """A line for each flag that changes nothing here."""
+    if config.shard and world.size == 1:
+        yield f"--shard {config.shard} has no effect on one process: start several with torchrun"
     if implementation != "triton":
         for name in ("noncontiguous_kv", "triton_matmul_swiglu", "severed_autograd"):
             if getattr(config, name):
@@ -3085,8 +3574,16 @@ def writable_folder(flag, name):
     return Path(name)
 
 
-def validate_on_device(config, device):
-    """UsageError for what this device cannot do."""
+def validate_on_device(config, device, world=ALONE):
+    """UsageError for what this device, or several of them, cannot do."""
+    if world.size > 1:
+        is_triton = select_operations(config, device)[0] == "triton"
+        if config.shard == "full" and is_triton:
+            raise UsageError("--shard full is for --impl torch and sdpa: --impl triton shards the optimizer's state")
+        if config.shard == "optimizer" and not is_triton:
+            raise UsageError("--shard optimizer is for --impl triton: leave it out, or give --shard full")
+        if config.graph and not is_triton:
+            raise UsageError("--graph with several processes is for --impl triton: drop --graph")
     if config.graph and device.type == "cpu":
         raise UsageError("--graph needs a GPU, and the device is a CPU: drop --graph (or --stage 8)")
     if config.graph and config.warmup_steps == 0:
@@ -3098,10 +3595,11 @@ def validate_on_device(config, device):
         raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 
 
-def train_and_report(config):
+def train_and_report(config, world=ALONE):
     """What the configuration asks for, from the check to the profile. Returns the exit code."""
-    device = select_device(config.device)
-    validate_on_device(config, device)
+    device = select_device(config.device, world.local_rank)
+    world.join(config, device)
+    validate_on_device(config, device, world)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = writable_folder("--profile", config.profile) if config.profile is not None else None
     require_host_memory(config, device)
@@ -3110,18 +3608,19 @@ def train_and_report(config):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
-    if config.check and not check_gradients(config, device):
+    if config.check and not check_gradients(config, device, world):
         return 1
     gc.collect()  # the models of the check: their Functions and gradients refer to each other
-    step = TrainStep(config, device)
-    data = DATA[config.data](config)
+    step = TrainStep(config, device, world)
+    data = DATA[config.data](config, world)
     print_configuration(config, device, step)
     records, exit_code, idle = [], 0, gpu_state(device)
     try:
-        warmup_seconds = warm_up(step, config, device)
+        warmup_seconds = warm_up(step, config, device, world)
         if attached_profiler():
             step.show_ranges()
-        train(step, data, config, device, records)
+        world.stop_together()
+        train(step, data, config, device, records, world)
     except KeyboardInterrupt:
         exit_code = 130
         print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
@@ -3132,6 +3631,7 @@ def train_and_report(config):
     if summary["diverged"]:
         exit_code = exit_code or 1
     summary["kernels"] = count_kernels(step, device) if exit_code == 0 else "the run ended early"
+    summary["world"] = summarize_world(summary, step, world) if world.size > 1 else None
     print_summary(summary, config, device)
     result = {
         "implementation": step.implementation,
@@ -3142,12 +3642,16 @@ def train_and_report(config):
         "summary": summary,
         "steps": [dataclasses.asdict(record) for record in records],
     }
-    stem = f"tiny_llama_v3_{step.implementation}_{datetime.now():%Y%m%d_%H%M%S}"
-    path = write_new_json(output_folder, stem, result)
-    print(f"Results: {path}")
+    if world.rank == 0:
+        stem = f"tiny_llama_v3_{step.implementation}_{datetime.now():%Y%m%d_%H%M%S}"
+        path = write_new_json(output_folder, stem, result)
+        print(f"Results: {path}")
     if profile_folder and exit_code == 0:
-        write_profile(step, device, profile_folder)
+        write_profile(step, device, profile_folder / f"rank_{world.rank}" if world.size > 1 else profile_folder)
     return exit_code
+
+
+LOST_PEER = "Connection (closed|reset|refused)|Timed out waiting|Broken pipe|NCCL"  # what gloo and NCCL say
 
 
 def remedy(error, config):
@@ -3159,6 +3663,8 @@ def remedy(error, config):
         lowerable = [name for name in sizes if getattr(config, name) > LEAST[name]]
         given = ", ".join(f"{flag_of(name)} {getattr(config, name)}" for name in lowerable)
         return f"out of memory with {given}: lower one of them"
+    if isinstance(error, dist.DistError) or re.search(LOST_PEER, str(error)):
+        return f"another process has ended, or does not answer ({str(error).splitlines()[0]})"
     if re.search(r"No working C\+\+ compiler|Failed to find C compiler", str(error)):
         return (
             "Triton and --compile need a C and a C++ compiler, and found none: install gcc and g++, or set CC and CXX"
@@ -3166,10 +3672,12 @@ def remedy(error, config):
     return None
 
 
-def run(config):
+def run(config, world=ALONE):
     """The exit code of train_and_report(); what the user can remedy becomes a UsageError."""
     try:
-        return train_and_report(config)
+        exit_code = train_and_report(config, world)
+        world.leave()
+        return exit_code
     except (RuntimeError, MemoryError) as error:
         message = remedy(error, config)
         if message is None:
@@ -3185,7 +3693,7 @@ def exit_code_of(run, program):
         finally:
             print(end="", flush=True)  # a closed pipe shows here, not in the interpreter's last flush
     except UsageError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        complain(program, error)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -3195,19 +3703,41 @@ def exit_code_of(run, program):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where that last flush may go
         if error.errno == errno.EPIPE:
             return 141
-        print(f"{program}: error: {error}", file=sys.stderr)
+        complain(program, error)
         return 2
+
+
+def complain(program, error):
+    """One line about what ends the program. Of several processes the first has it, not those that it takes along."""
+    world = JOB.world
+    if world.size > 1 and ask(lambda: world.store.add("complaints", 1)) not in (1, None):
+        return
+    who = f"rank {world.rank}: " if world.size > 1 else ""
+    print(f"{program}: error: {who}{error}", file=sys.stderr, flush=True)
 
 
 def main(argv=None, program=None):
     """The exit code of a command line."""
     argv, program = sys.argv[1:] if argv is None else argv, program or sys.argv[0]
-    return exit_code_of(lambda: run(parse_config(argv, program)), Path(program).name)
+
+    def run_command_line():
+        JOB.world = launched()
+        return run(parse_config(argv, program), JOB.world)
+
+    return exit_code_of(run_command_line, Path(program).name)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    exit_code = main()
+    try:
+        exit_code = main()
+    except Exception:
+        if JOB.world.size == 1:
+            raise
+        traceback.print_exc()
+        exit_code = 1
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to interrupt
+    if exit_code and JOB.world.size > 1:
+        os._exit(exit_code)  # no tear-down: it would wait for the other processes
     sys.exit(exit_code)
