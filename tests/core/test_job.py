@@ -119,7 +119,8 @@ def test_what_a_site_changes_stands_at_the_top_a_line_each():
     assert not re.search(r"^\w+=", top[: top.rindex("#SBATCH")], flags=re.M)
     for name in ("modules", "venv", "interface", "network", "cores"):
         assert len(re.findall(rf"^{name}=", JOB, flags=re.M)) == 1 and f"${{{name}" in rest or f"${name}" in rest
-    assert {"account", "partition", "gpus-per-node", "nodes", "time"} <= set(re.findall(r"^#SBATCH --([\w-]+)", JOB, re.M))
+    options = set(re.findall(r"^#SBATCH --([\w-]+)", JOB, flags=re.M))
+    assert {"account", "partition", "gpus-per-node", "nodes", "time"} <= options
 
 
 def test_every_variable_has_its_reason():
