@@ -367,7 +367,7 @@ def parse(argv):
 def run(argv):
     start = time.monotonic()
     options = parse(argv)
-    world = llama.launched()
+    world = llama.JOB.world = llama.launched()
     if world.size == 1:
         command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")

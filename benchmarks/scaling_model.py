@@ -12,8 +12,8 @@ step of tiny_llama_v3.py with a sharded optimizer, the batch of a process held c
   gathered bucket by bucket, the first layers first, and a bucket's layers begin when its weights are there.
 - A collective of S bytes is NCCL's ring: (N-1)/N S bytes leave each GPU, over the slowest link of the ring. Within a
   node that is a GPU's links; between nodes, there are as many rings as a node has GPUs, each over a network card of its
-  own. Each of N-1 hops has a latency. Base, hops and the three protocols are those of NCCL's own tuning (src/graph/tuning.cc),
-  which takes the fastest. RCCL is taken to be like it.
+  own. Each of N-1 hops has a latency. Latencies and the three protocols are those of NCCL's own tuning
+  (src/graph/tuning.cc), which takes the fastest. RCCL is taken to be like it.
 - A collective gets LINK_REACH of the datasheet's bandwidth of the links, or what was measured, and NIC_REACH of the
   network's. Nobody else uses the network, and its switches are not oversubscribed.
 - While a collective runs, the card computes as fast as without. No process is slower than another.
