@@ -16,7 +16,8 @@ step of tiny_llama_v3.py with a sharded optimizer, the batch of a process held c
   (src/graph/tuning.cc), which takes the fastest. RCCL is taken to be like it.
 - A collective gets LINK_REACH of the datasheet's bandwidth of the links, or what was measured, and NIC_REACH of the
   network's. Nobody else uses the network, and its switches are not oversubscribed.
-- While a collective runs, the card computes as fast as without. No process is slower than another.
+- A collective occupies UNITS_TAKEN of the card while it runs, and the layers get the rest. No process is slower than
+  another.
 - Forward and backward grow in proportion to the batch (--batch-factor).
 - On another card, forward and backward take the H200's time by the ratio of the bf16 peaks, and AdamW by that of the
   memory's bandwidths. Nothing was measured there.
@@ -42,6 +43,7 @@ OURS = "triton graph"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LINK_REACH = 0.8  # of 450 GB/s, NCCL's collectives reach about 360 on 8 H100 or H200
 NIC_REACH = 0.9  # 16 MI300X on two nodes with 8 x 400 Gb/s: 361 of 400 GB/s (ROCm/rccl, pull request 2078)
+UNITS_TAKEN = 16 / 132  # multiprocessors of an H200 that NCCL's kernels hold, one for each channel
 GOOD = 0.9  # an efficiency that is worth the GPUs
 
 
@@ -143,12 +145,18 @@ def step_ms(work, gpus, machine, latency=1.0):
     gathered = now = 0.0
     for share, time in zip(shares, times, strict=True):
         gathered += time
-        now = max(now, gathered) + share * work.forward
+        now = computed(max(now, gathered), share * work.forward, sum(times))
     reduced = now
     for share, time in reversed(list(zip(shares, times, strict=True))):
-        now += share * work.backward
+        now = computed(now, share * work.backward, reduced)
         reduced = max(now, reduced) + time
     return reduced + work.optimizer / gpus
+
+
+def computed(start, time, network_end):
+    """When layers are done that take so much time and begin at start; collectives run until network_end."""
+    beside = max(0.0, network_end - start) * (1 - UNITS_TAKEN)  # what is computed until then
+    return start + time / (1 - UNITS_TAKEN) if time <= beside else max(start, network_end) + time - beside
 
 
 class Prediction(NamedTuple):
