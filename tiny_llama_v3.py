@@ -628,16 +628,18 @@ class World:
         if self.size == 1:
             return
         self.backend, self.timeout = "nccl" if device.type == "cuda" else "gloo", config.comm_timeout
-        options = None
-        if self.backend == "nccl":  # its kernels go first: everybody waits for them, and they leave most units free
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        limit = timedelta(seconds=config.comm_timeout)
+        seconds, options = config.comm_timeout, {}
+        if device.type == "cuda":
+            # NCCL's kernels go first: everybody waits for them, and they leave most units free.
+            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options["device_id"] = torch.device("cuda", self.local_rank)
+            seconds += 10  # its watchdog tells less, and comes after wait_for()
         try:
             dist.init_process_group(
-                self.backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit, pg_options=options,
-                device_id=torch.device("cuda", self.local_rank) if device.type == "cuda" else None,
+                self.backend, store=self.store, rank=self.rank, world_size=self.size,
+                timeout=timedelta(seconds=seconds), **options,
             )  # fmt: skip
-            self.control = dist.new_group(backend="gloo", timeout=limit)
+            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm_timeout))
         except (RuntimeError, ValueError) as error:
             reason = f"over {self.backend}: {str(error).splitlines()[0]}"
             raise UsageError(f"the {self.size} processes do not find each other {reason}") from error
@@ -654,6 +656,13 @@ class World:
             self.gather(None)  # torchrun ends all when one ends: rank 0 must have written
             gc.collect()  # a communicator outlives the graphs that have captured it, or waits for their end
             dist.destroy_process_group()
+
+    def abandon(self, exit_code):
+        """Of several processes ends this one at once: to tear down, or free a graph that runs, waits for the others."""
+        if self.size > 1:
+            ask(sys.stdout.flush)
+            os._exit(exit_code)
+        return exit_code
 
     def gather(self, value):
         """[the value of each process], on all of them."""
@@ -689,7 +698,7 @@ class World:
     def request_stop(self, number, frame):
         """A signal's handler. A second one ends at once, unless it is torchrun's, which repeats the first."""
         if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
-            raise KeyboardInterrupt
+            self.abandon(130)
         self.stop_requested = self.stop_requested or time.monotonic()
 
     def all_stop(self):
@@ -3151,7 +3160,7 @@ def write_profile(step, device, folder, steps=3):
         for _ in range(steps):
             with named_range("step"):
                 step.run()
-                synchronize(device)
+                synchronize(device, step.world)
     durations = {}
     for event in profiler.events():
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
@@ -3625,7 +3634,7 @@ def train_and_report(config, world=ALONE):
         exit_code = 130
         print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         if not records:
-            return exit_code
+            return world.abandon(exit_code)
     gpu = {"idle": idle, "busy": gpu_state(device)}  # straight after the measured steps
     summary = summarize(step, data, config, device, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu}
     if summary["diverged"]:
@@ -3694,9 +3703,9 @@ def exit_code_of(run, program):
             print(end="", flush=True)  # a closed pipe shows here, not in the interpreter's last flush
     except UsageError as error:
         complain(program, error)
-        return 2
+        return JOB.world.abandon(2)
     except KeyboardInterrupt:
-        return 130
+        return JOB.world.abandon(130)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
@@ -3727,7 +3736,8 @@ def main(argv=None, program=None):
     return exit_code_of(run_command_line, Path(program).name)
 
 
-if __name__ == "__main__":
+def run_as_program():
+    """main(), and what concerns the whole process: signals, and an end that waits for nobody."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         exit_code = main()
@@ -3735,9 +3745,11 @@ if __name__ == "__main__":
         if JOB.world.size == 1:
             raise
         traceback.print_exc()
-        exit_code = 1
+        JOB.world.abandon(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to interrupt
-    if exit_code and JOB.world.size > 1:
-        os._exit(exit_code)  # no tear-down: it would wait for the other processes
-    sys.exit(exit_code)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_program())

@@ -1,0 +1,437 @@
+"""Several processes, started by torchrun: they train as one does on the batch of all, and end as one does."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from tests.core import together
+from tests.core.tiny import TINY
+from tests.core.together import CONFIG
+
+PROGRAM = Path(together.__file__)
+SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
+ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", "--num-steps", "1000000"]
+needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+
+
+def start(function, *arguments, processes=2):
+    """A function of together.py under torchrun; the output of both ends in one pipe."""
+    command = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    return subprocess.Popen(
+        [*command, str(PROGRAM), function, *map(str, arguments)],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(program, seconds=240):
+    """(exit code, output)"""
+    try:
+        out, _ = program.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        raise
+    return program.returncode, out
+
+
+def error_lines(out):
+    return [line for line in out.splitlines() if "tiny_llama_v3.py: error:" in line]
+
+
+# --- the same training
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """{name: results of both ranks} of together.RUNS."""
+    folder = tmp_path_factory.mktemp("trainings")
+    exit_code, out = finish(start("trainings", folder))
+    assert exit_code == 0, out
+    return {name: [torch.load(folder / f"{name} {rank}.pt") for rank in range(2)] for name in together.RUNS}
+
+
+def train_alone(monkeypatch, name, runs=together.RUNS, config=CONFIG):
+    """What one process does with the batch of both."""
+    if config.device == "auto" and name != "kernels":
+        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
+    return together.train(dataclasses.replace(config, batch_size=2 * config.batch_size, **runs[name]))
+
+
+def assert_same_training(both, alone, rel):
+    for results in both:
+        assert results["losses"] == pytest.approx(alone["losses"], rel=rel)
+        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=100 * rel)
+        for weight, expected in zip(results["weights"], alone["weights"], strict=True):
+            assert (weight - expected).norm() <= 10 * rel * expected.norm()
+    assert both[0]["losses"] == both[1]["losses"]
+    assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["sharded", "one window", "ddp", "full", "kernels"])
+def test_two_processes_train_as_one_does_on_the_batch_of_both(trained, monkeypatch, name):
+    monkeypatch.setattr(llama, "INTERPRETED", True)
+    alone = train_alone(monkeypatch, name)
+    assert_same_training(trained[name], alone, 1e-5)
+    if name != "kernels":
+        assert alone["losses"][-1] < alone["losses"][0] - 0.1  # it learns
+
+
+@needs_triton
+def test_two_runs_give_the_same_bits(trained):
+    for other in ("again", "one window"):
+        for first, second in zip(trained["sharded"], trained[other], strict=True):
+            assert first["losses"] == second["losses"]
+            assert all(map(torch.equal, first["weights"], second["weights"]))
+
+
+@needs_triton
+def test_each_process_has_its_share_of_the_optimizer_s_state(trained):
+    for results in trained["sharded"]:
+        weights = sum(results["sizes"])
+        padding = 64 * (len(results["sizes"]) + 2 * CONFIG.num_layers)
+        assert weights / 2 <= results["state"] <= (weights + padding) / 2
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one_does(monkeypatch, tmp_path):
+    """NCCL, bf16 and graphs; one GPU takes the whole batch, so that its sums are rounded in another order."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    exit_code, out = finish(start("gpu_trainings", tmp_path))
+    assert exit_code == 0, out
+    config = dataclasses.replace(CONFIG, device="cuda", hidden_dim=128, seq_len=64, vocab_size=500)
+    for use_amp in (False, True):
+        runs = {}
+        for name in together.GPU_RUNS:
+            runs[name] = [torch.load(tmp_path / f"{name} {use_amp} {rank}.pt") for rank in range(2)]
+            alone = train_alone(monkeypatch, name, together.GPU_RUNS, dataclasses.replace(config, use_amp=use_amp))
+            assert_same_training(runs[name], alone, 1e-2 if use_amp else 1e-4)
+        for name in ("again", "three graphs", "one graph"):
+            assert runs[name][0]["losses"] == runs["sharded"][0]["losses"]
+            assert all(map(torch.equal, runs[name][0]["weights"], runs["sharded"][0]["weights"]))
+
+
+# --- the check
+
+
+def test_check_names_the_ranks_that_fail(tmp_path):
+    exit_code, out = finish(start("checks", tmp_path))
+    assert exit_code == 0, out
+    outcomes = [json.loads((tmp_path / f"outcomes {rank}.json").read_text()) for rank in range(2)]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == {
+        "nothing": True, "an operation on rank 1": False, "nothing, sharded": True, "the reduction": False,
+    }  # fmt: skip
+    lines = [line for line in (tmp_path / "out 0").read_text().splitlines() if line.startswith("Check")]
+    assert [line.split(" (")[0] for line in lines] == [
+        "Check against PyTorch in fp64, rank 0: passed",
+        "Check against PyTorch in fp64, the mean of 2 processes: passed",
+        "Check against PyTorch in fp64, rank 1: FAILED in 9 of 9",
+        "Check against PyTorch in fp64, rank 0: passed",
+        "Check against PyTorch in fp64, the mean of 2 processes: passed",
+        "Check against PyTorch in fp64, rank 0: passed",
+        "Check against PyTorch in fp64, the mean of 2 processes: FAILED in 8 of 9",
+    ]
+
+
+# --- a whole run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder, output) of the script with a few flags, under torchrun."""
+    folder = tmp_path_factory.mktemp("run")
+    arguments = [*SIZES, "--impl", "sdpa", "--device", "cpu", "--num-steps", "3", "--stage", "7"]
+    arguments += ["--output-dir", folder / "results", "--profile", folder / "profile"]
+    (folder / "pids").mkdir()
+    exit_code, out = finish(start("script", folder / "pids", *arguments))
+    assert exit_code == 0, out
+    return folder, out
+
+
+def test_one_process_prints_and_writes(run):
+    folder, out = run
+    assert out.count("Final loss:") == out.count("step    3/3") == 1
+    assert "\nProcesses: 2 over gloo" in out and "\nThroughput of all: " in out and "\nPeak memory of the f" in out
+    assert "Mistakes brought back: --no-warmup" in out
+    assert len(list((folder / "results").iterdir())) == 1
+    for rank in range(2):
+        names = [path.name for path in (folder / "profile" / f"rank_{rank}").iterdir()]
+        assert sorted(names) == ["kernel_stats.csv", "trace.json"]
+
+
+def test_the_json_has_the_figures_of_all_processes(run):
+    (path,) = (run[0] / "results").iterdir()
+    result = json.loads(path.read_text())
+    world = result["summary"]["world"]
+    assert (world["size"], world["backend"]) == (2, "gloo")
+    assert [process["rank"] for process in world["processes"]] == [0, 1]
+    assert world["tokens_per_second"] == 2 * min(process["tokens_per_second"] for process in world["processes"])
+    assert world["peak_memory_mib"] == max(process["peak_memory_mib"] for process in world["processes"]) > 0
+    assert len(result["steps"]) == 3
+
+
+def test_a_process_alone_has_no_world(tmp_path, capsys):
+    arguments = [*SIZES, "--impl", "torch", "--device", "cpu", "--num-steps", "1", "--shard", "full"]
+    assert llama.main([*arguments, "--output-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Note: --shard full has no effect on one process: start several with torchrun" in out
+    assert "Processes:" not in out
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["summary"]["world"] is None
+
+
+# --- faults
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """Starts an endless run and returns when it trains: the program, the processes' numbers, the folder of results."""
+    programs = []
+
+    def begin(*arguments):
+        program = start("script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments)
+        programs.append(program)
+        for line in program.stdout:
+            if line.startswith(("step    3", "warm-up 1")) and ("step" in line or "--timing" in arguments):
+                break
+        pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+        return program, pids, tmp_path / "results"
+
+    yield begin
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
+def ended(pid):
+    """Whether a process has gone, at the latest in some seconds."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_process_that_is_killed_ends_all(endless):
+    program, pids, results = endless()
+    os.kill(pids[1], signal.SIGKILL)
+    begin = time.monotonic()
+    exit_code, out = finish(program)
+    assert exit_code != 0 and time.monotonic() - begin < 30
+    (line,) = error_lines(out)
+    assert "rank 0: another process has ended, or does not answer" in line
+    assert all(map(ended, pids)) and not results.exists()
+
+
+def test_a_process_that_is_stopped_ends_all_in_comm_timeout(endless):
+    program, pids, results = endless("--comm-timeout", "3")
+    os.kill(pids[1], signal.SIGSTOP)
+    line = next(line for line in program.stdout if "error:" in line)
+    assert "rank 0: another process has ended, or does not answer (" in line and "3000ms" in line
+    os.kill(pids[1], signal.SIGCONT)  # torchrun's SIGTERM waits for that, half a minute
+    exit_code, out = finish(program)
+    assert exit_code != 0 and error_lines(out) == []
+    assert all(map(ended, pids)) and not results.exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--timing", "step", "--num-steps", "3000")], ids=["phases", "step"])
+@pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
+def test_ctrl_c_stops_all_at_the_same_step(endless, whom, arguments):
+    program, pids, results = endless(*arguments)
+    time.sleep(1)
+    os.kill(program.pid if whom == "torchrun" else pids[1], signal.SIGINT)
+    _, out = finish(program)
+    assert "\nInterrupted after " in out and "Final loss: " in out and error_lines(out) == [], out
+    (path,) = results.iterdir()
+    steps = json.loads(path.read_text())["steps"]
+    assert f"Interrupted after {len(steps)} of " in out and steps
+    assert all(map(ended, pids))
+
+
+def test_other_flags_on_one_process(tmp_path):
+    exit_code, out = finish(start("script_of_another_mind", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results"))
+    (line,) = error_lines(out)
+    assert "rank 1 was given --seq-len 9 and not 8, --seed 1 and not 42 as rank 0" in line
+    assert exit_code != 0 and "step " not in out and not (tmp_path / "results").exists()
+
+
+def test_wrong_flags_are_told_once(tmp_path):
+    exit_code, out = finish(start("script", tmp_path, "--num-steps", "none"))
+    (line,) = error_lines(out)
+    assert "argument --num-steps: invalid int value: 'none'" in line and exit_code != 0
+
+
+def test_a_process_without_memory_ends_all(tmp_path):
+    exit_code, out = finish(start("script_out_of_memory", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results"))
+    (line,) = error_lines(out)
+    assert "error: rank 1: out of memory with --batch-size 8" in line
+    assert exit_code != 0 and not (tmp_path / "results").exists()
+
+
+# --- the parts, without processes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("data", ["random", "markov"])
+def test_batches_of_several_processes_are_one_batch(data, size):
+    config = dataclasses.replace(CONFIG, batch_size=2)
+    alone = llama.DATA[data](dataclasses.replace(config, batch_size=2 * size))
+    ranks = [llama.DATA[data](config, llama.World(rank, size)) for rank in range(size)]
+    for _ in range(3):
+        batches = [rank.next_batch() for rank in ranks]
+        for whole, parts in zip(alone.next_batch(), zip(*batches, strict=True), strict=True):
+            assert torch.equal(whole, torch.cat(parts))
+
+
+def make_optimizers(size, config=TINY, low_precision=False):
+    torch.manual_seed(0)
+    models = [llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]) for _ in range(size)]
+    return [llama.FlatAdamW(m, 1e-3, low_precision, world=llama.World(r, size)) for r, m in enumerate(models)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_slices_of_all_processes_are_the_buckets(size, low_precision):
+    optimizers = make_optimizers(size, dataclasses.replace(TINY, num_layers=5), low_precision)
+    covered = torch.zeros_like(optimizers[0].param)
+    for optimizer in optimizers:
+        kept = torch.zeros_like(optimizer.exp_avg)
+        for bucket in optimizer.buckets:
+            covered[bucket.own] += 1
+            kept[bucket.kept] += 1
+            assert bucket.own_weights.numel() % 64 == bucket.own.start % 64 == bucket.kept.start % 64 == 0
+            assert len(bucket.own_weights) * size == len(bucket.all_weights)
+            low, high = bucket.all_grads.data_ptr(), bucket.all_grads.data_ptr() + bucket.all_grads.nbytes
+            assert all(low <= p.main_grad.data_ptr() < high for p in bucket.parameters)
+        assert (kept == 1).all()
+        for state in (optimizer.exp_avg, optimizer.exp_avg_sq, *[optimizer.remainder] * low_precision):
+            assert len(state) * size == len(optimizer.param)
+    assert (covered == 1).all()
+
+
+def test_buckets_double_until_they_are_large(monkeypatch):
+    def layers_of_buckets(num_layers):
+        model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
+        buckets = llama.make_buckets(model, llama.World(0, 2))
+        order = [p for bucket in buckets for p in bucket.parameters]
+        assert all(p is q for p, q in zip(order, model.parameters(), strict=True))
+        assert [b.first_layer for b in buckets[1:]] == [
+            next(layer for layer in model.layers if b.parameters[0] in set(layer.parameters())) for b in buckets[1:]
+        ]
+        return [sum(p.dim() == 2 for p in bucket.parameters) // 4 for bucket in buckets]
+
+    assert layers_of_buckets(1) == [1]
+    assert layers_of_buckets(8) == [1, 1, 2, 4]
+    one_layer = sum(p.numel() for p in llama.TransformerBlock(TINY).parameters())
+    monkeypatch.setattr(llama, "BUCKET_ELEMENTS", 2 * one_layer)
+    assert layers_of_buckets(8) == [1, 1, 2, 2, 2]
+    monkeypatch.setattr(llama, "BUCKET_ELEMENTS", one_layer // 2)
+    assert layers_of_buckets(4) == [1, 1, 1, 1]
+
+
+def test_one_process_has_one_bucket_of_everything():
+    model = llama.TinyLlamaTriton(TINY, llama.OPERATIONS["torch"])
+    optimizer = llama.FlatAdamW(model, 1e-3)
+    (bucket,) = optimizer.buckets
+    assert bucket.own_weights.data_ptr() == optimizer.param.data_ptr() and len(bucket.own_weights) == len(
+        bucket.all_weights
+    )
+    optimizer.overlap()
+    assert not any(layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_a_second_backward_pass_is_refused(monkeypatch):
+    monkeypatch.setattr(llama, "reduce_scatter", lambda *args, **kwargs: None)
+    optimizer = make_optimizers(2)[0]
+    optimizer.reduce_gradients(optimizer.buckets[0])
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before"):
+        optimizer.reduce_gradients(optimizer.buckets[0])
+    optimizer.zero_grad()
+    optimizer.reduce_gradients(optimizer.buckets[0])
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(impl="triton", shard="full"), "--shard full is for --impl torch and sdpa"),
+        (dict(impl="sdpa", shard="optimizer"), "--shard optimizer is for --impl triton"),
+        (dict(impl="sdpa", graph=True), "--graph with several processes is for --impl triton"),
+    ],
+)
+def test_what_several_processes_cannot_do(monkeypatch, flags, words):
+    monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
+    config = dataclasses.replace(TINY, warmup_steps=1, **flags)
+    with pytest.raises(llama.UsageError, match=words):
+        llama.validate_on_device(config, llama.Device("cuda", "a GPU", "sm_90", 132, 32), llama.World(0, 2))
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(llama.UsageError, match="there are 2 GPUs here, and this is process 3 of this node"):
+        llama.select_device("auto", local_rank=2)
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2 in the environment without RANK"),
+        (dict(WORLD_SIZE="x", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1"), "leads nowhere"),
+        (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "leads nowhere"),
+    ],
+)
+def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, words):
+    for name in llama.TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert llama.main([]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "torchrun" in error and error.count("\n") == 1
+
+
+def test_a_gpu_that_waits_for_a_lost_process(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(llama, "time", clock)
+    world = llama.World(0, 2)
+    world.timeout = 20
+    world.wait_for(SimpleNamespace(query=lambda: now[0] > 15))  # late, but it comes
+    with pytest.raises(llama.UsageError, match="waited 20 s for another process"):
+        world.wait_for(SimpleNamespace(query=lambda: False))
+    begin = world.stop_requested = now[0]
+    with pytest.raises(llama.UsageError):
+        world.wait_for(SimpleNamespace(query=lambda: False))
+    assert now[0] - begin <= llama.STOP_SECONDS + 2
+
+
+def test_exposed_communication_is_what_no_work_covers():
+    assert llama.covered([]) == 0
+    assert llama.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+
+
+def test_messages_that_cannot_be_captured_are_named(monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    world = llama.World(0, 2)
+    monkeypatch.setattr(world, "gather", lambda value: [None, value])
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    assert llama.capture_obstacle(world) == "operation not permitted when stream is capturing"
+    assert llama.capture_obstacle(llama.ALONE) is None
