@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import statistics
 import sys
 import time
@@ -416,8 +415,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        os._exit(code)  # the others wait for this process: no tear-down that waits for them
-    sys.exit(code)
+    sys.exit(main())

@@ -112,13 +112,11 @@ def test_wrong_requests_end_in_one_line(capsys, flags, reason):
     assert error.count("\n") == 1 and reason in error
 
 
-def test_without_gpus_the_models_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scaling.llama, "launched", lambda: scaling.llama.World(size=2))
-    monkeypatch.setattr(scaling.llama.torch.cuda, "is_available", lambda: False)
-    assert scaling.main(["--output-dir", str(tmp_path / "new")]) == 2
-    error = capsys.readouterr().err
-    monkeypatch.setattr(scaling.llama.JOB, "world", scaling.llama.ALONE)
-    assert error.count("\n") == 1 and "need GPUs" in error and not (tmp_path / "new").exists()
+def test_without_gpus_the_models_are_refused(tmp_path):
+    program = PLAIN.replace("sys.exit", "sys.argv.remove('--tiny')\nsys.exit")
+    code, output, result = run(tmp_path, program=program)
+    assert code != 0 and result is None
+    assert len(re.findall("error: rank [01]: the models that are measured need GPUs", output)) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
