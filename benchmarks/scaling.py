@@ -121,18 +121,33 @@ def phases_ms(config, device):
 
 
 def measure_collectives(device, world, n_bytes):
-    """What a reduce-scatter and an all-gather take, alone: bandwidth in GB/s that leave a process, latency in us."""
+    """What a reduce-scatter and an all-gather take, alone: bandwidth in GB/s that leave a process, latency in us.
+
+    On a GPU they are captured, as in the step: a launch takes the host longer than a short message its way.
+    """
+
+    def ms(function, calls):
+        def all_calls():
+            for _ in range(calls):
+                function()
+
+        all_calls()
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                all_calls()
+            all_calls = graph.replay
+        wall_seconds([all_calls], 1, device)
+        world.gather(None)
+        return max(world.gather(wall_seconds([all_calls], 3, device) * 1e3)) / calls
 
     def both_ms(n_bytes, calls):
-        whole = torch.zeros(n_bytes // 2 // world.size * world.size, dtype=torch.bfloat16, device=device.type)
+        whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
         own = whole.chunk(world.size)[world.rank]
-        functions = [lambda: llama.reduce_scatter(own, whole), lambda: llama.all_gather(whole, own)]
-        for function in functions:
-            wall_seconds([function], 2, device)
-        world.gather(None)
-        return [max(world.gather(wall_seconds([function], calls, device) * 1e3)) for function in functions]
+        return ms(lambda: llama.reduce_scatter(own, whole), calls), ms(lambda: llama.all_gather(whole, own), calls)
 
-    milliseconds, short = both_ms(n_bytes, 10), both_ms(2 * world.size, 100)
+    n_bytes -= n_bytes % (2 * world.size)
+    milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
     sent = 2 * n_bytes * (world.size - 1) / world.size
     return {
         "bytes": n_bytes,
@@ -150,6 +165,7 @@ class Setup(NamedTuple):
     world: llama.World
     options: SimpleNamespace  # of the command line
     deadline: float  # no row begins later, by time.monotonic()
+    alone_ms: dict  # {configuration: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
 
     def build(self, config, world=llama.ALONE):
         """A Contender on each process; if it fails on one, Unavailable on all.
@@ -198,10 +214,9 @@ def require_losses(losses, expected, precision):
 class Mode:
     """Weak or strong scaling of one model: its rows at one batch a process, 1/factor of that of one process alone."""
 
-    def __init__(self, setup, config, factor, alone_ms):
+    def __init__(self, setup, config, factor):
         self.setup, self.factor = setup, factor
         self.config = dataclasses.replace(config, batch_size=config.batch_size // factor)
-        self.alone_ms = alone_ms  # {flags: ms of a step of one process}, weak and strong alike
         self.expected = None  # losses
         self.reference = None  # the Contender that takes turns with all others
 
@@ -227,16 +242,16 @@ class Mode:
         if self.reference:
             functions["reference"] = self.reference.window
         single = dataclasses.replace(config, shard=None, batch_size=self.factor * config.batch_size)
-        if single not in self.alone_ms:
+        if single not in setup.alone_ms:
             one = setup.build(single)
             functions["alone"] = functools.partial(setup.alone, one)
             functions["side by side"] = functools.partial(setup.side_by_side, one)
         windows = setup.windows(functions)
         if "alone" in windows:
-            self.alone_ms[single] = statistics.median(windows["alone"])
+            setup.alone_ms[single] = statistics.median(windows["alone"])
         if name == REFERENCE:
             self.reference = contender
-        return self.figures(contender, windows, self.alone_ms[single])
+        return self.figures(contender, windows, setup.alone_ms[single])
 
     def figures(self, contender, windows, alone_ms):
         """The row from its windows; alone_ms is a step of one process."""
@@ -257,37 +272,51 @@ class Mode:
         return row
 
 
-def measure_size(setup, config, result, save):
-    """Fills the result of one size, weak and then strong; save() is called whenever there is more of it.
+def measure_mode(setup, mode, config, result, save):
+    """Fills the result of one size with weak or strong scaling; save() is called whenever there is more of it.
 
     Returns whether a row had wrong losses.
     """
-    result |= {"config": dataclasses.asdict(config), "precision": llama.precision_name(config, setup.device)}
-    if REFERENCE in setup.options.rows:
-        result["phases_ms"] = phases_ms(config, setup.device)
-        release_all(setup.device)
-    alone_ms, any_wrong = {}, False
-    for mode in setup.options.modes:
-        factor = setup.world.size if mode == "strong" else 1
-        if config.batch_size % factor:
-            print(f"    {mode}: {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
-            continue
-        measured = Mode(setup, config, factor, alone_ms)
-        rows = {}
-        result[mode] = {"batch_size": measured.config.batch_size, "rows": rows}
-        for name in setup.options.rows:
-            try:
-                rows[name] = row = measured.measure(name)
-                times = ", ".join(f"{key} {value:.3f}" for key, value in row["ms"].items())
-                line = f"{100 * row['efficiency']:5.1f} %, ms a step: {times}"
-            except (Unavailable, ArithmeticError) as error:
-                any_wrong |= isinstance(error, ArithmeticError)
-                line = str(error)
-                rows[name] = {"error": line}
-            print(f"    {mode:6} {name:12} {line}", flush=True)
-            release_all(setup.device, compiled=True)
-            save()
+    factor, any_wrong = setup.world.size if mode == "strong" else 1, False
+    if config.batch_size % factor:
+        print(f"    {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
+        return any_wrong
+    measured, rows = Mode(setup, config, factor), {}
+    result[mode] = {"batch_size": measured.config.batch_size, "rows": rows}
+    for name in setup.options.rows:
+        try:
+            rows[name] = row = measured.measure(name)
+            times = ", ".join(f"{key} {value:.3f}" for key, value in row["ms"].items())
+            line = f"{100 * row['efficiency']:5.1f} %, ms a step: {times}"
+        except (Unavailable, ArithmeticError) as error:
+            any_wrong |= isinstance(error, ArithmeticError)
+            line = str(error)
+            rows[name] = {"error": line}
+        print(f"    {name:12} {line}", flush=True)
+        release_all(setup.device, compiled=True)
         result[mode]["expected_losses"] = measured.expected
+        save()
+    return any_wrong
+
+
+def measure_sizes(setup, names, result, save):
+    """Fills the result, weak scaling of all sizes first. Returns whether a row had wrong losses."""
+    device, world, any_wrong = setup.device, setup.world, False
+    on_gpu = device.type == "cuda"
+    torch.set_float32_matmul_precision("highest")  # the trainer's is another
+    world.join(llama.Config(), device)
+    result["collectives"] = measure_collectives(device, world, MESSAGE_BYTES if on_gpu else 2**20)
+    for mode in setup.options.modes:
+        for name in names:
+            print(f"\n{name}, {mode}", flush=True)
+            config = llama.Config(**SIZES[name], use_amp=on_gpu, learning_rate=LEARNING_RATE)
+            size = result["sizes"].setdefault(name, {"config": dataclasses.asdict(config)})
+            size["precision"] = llama.precision_name(config, device)
+            if REFERENCE in setup.options.rows and "phases_ms" not in size:
+                size["phases_ms"] = phases_ms(config, device)
+                release_all(device)
+            any_wrong |= measure_mode(setup, mode, config, size, save)
+    world.leave()
     return any_wrong
 
 
@@ -300,6 +329,7 @@ def measure_gpt(setup, result, save):
     world, described, config, batch = gpt.prepare(setup.options)
     result |= described | {"rows": {}}
     layer_norm = "triton" if world.device.type == "cuda" else "torch"
+    steps = setup.options.steps or GPT_STEPS
     for name, compiled in {"eager": False, "compile": True}.items():
         result["rows"][name] = row = {"error": None}
         if world.any(time.monotonic() > setup.deadline):
@@ -307,9 +337,9 @@ def measure_gpt(setup, result, save):
             continue
         try:
             single = gpt.Contender(gpt.Row(layer_norm, compile=compiled), config, batch, world.device)
-            single.window(setup.options.steps or GPT_STEPS)
+            single.window(steps)
             exchanging = gpt.Contender(single.row, config, batch, world.device, world)
-            exchanging.window(setup.options.steps or GPT_STEPS)
+            exchanging.window(steps)
         except Exception as error:  # compilation fails everywhere alike
             row["error"] = describe(error)
             continue
@@ -317,11 +347,11 @@ def measure_gpt(setup, result, save):
         for _ in range(setup.options.windows):
             world.mean(torch.zeros(()))  # a barrier that keeps no GPU busy
             if world.is_master:
-                windows["alone"].append(single.window(setup.options.steps or GPT_STEPS))
+                windows["alone"].append(single.window(steps))
             world.mean(torch.zeros(()))
-            windows["side by side"].append(single.window(setup.options.steps or GPT_STEPS))
+            windows["side by side"].append(single.window(steps))
             world.mean(torch.zeros(()))
-            windows["exchanging"].append(exchanging.window(setup.options.steps or GPT_STEPS))
+            windows["exchanging"].append(exchanging.window(steps))
         world.mean(torch.zeros(()))
         if world.is_master:
             ms = {mode: statistics.median(values) for mode, values in windows.items()}
@@ -347,18 +377,13 @@ def parse(argv):
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of scaling (default: both)")
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        metavar="N",
-        help=f"in a window (default: {GPT_STEPS} of gpt2, {WINDOW_SECONDS} s of the others)",
-    )
+    default = f"{GPT_STEPS} of {GPT2}, {WINDOW_SECONDS} s of the others"
+    parser.add_argument("--steps", type=positive, metavar="N", help=f"in a window (default: {default})")
     parser.add_argument(
         "--time-limit", type=time_limit, default=400, metavar="SECONDS", help="no row is started later (default: 400)"
     )
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
-    options.sizes = [name for name in SCALED if name in options.sizes]  # gpt2 comes last: it has a world of its own
     if options.tiny:
         options.sizes = list(dict.fromkeys(name if name == GPT2 else "tiny" for name in options.sizes))
     options.rows = [name for name in ROWS if name in (options.rows or ROWS)]  # the reference first
@@ -373,16 +398,14 @@ def run(argv):
         command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")
     device = llama.select_device("auto", world.local_rank)
-    on_gpu = device.type == "cuda"
-    if not (on_gpu or options.tiny):
+    if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    world.join(llama.Config(), device)
     result = header("scaling", device, argv) | {"processes": world.size, "sizes": {}}
     launcher = f"torchrun --standalone --nproc_per_node={world.size}"
     result["command"] = f"{launcher} {result['command'].removeprefix('python ')}"
     file = ResultFile(folder, result)
-    setup = Setup(device, world, options, start + options.time_limit)
+    setup = Setup(device, world, options, start + options.time_limit, {})
 
     def save():
         if world.rank == 0:
@@ -390,20 +413,12 @@ def run(argv):
             file.save(result)
 
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {world.size} processes", flush=True)
-    result["collectives"] = measure_collectives(device, world, MESSAGE_BYTES if on_gpu else 2**20)
-    any_wrong = False
-    for name in options.sizes:
-        print(f"\n{name}", flush=True)
-        if name == GPT2:
-            world.leave()
-            result[GPT2] = {}
-            measure_gpt(setup, result[GPT2], save)
-        else:
-            config = llama.Config(**SIZES[name], use_amp=on_gpu, learning_rate=LEARNING_RATE)
-            result["sizes"][name] = {}
-            any_wrong |= measure_size(setup, config, result["sizes"][name], save)
-    if GPT2 not in options.sizes:
-        world.leave()
+    if GPT2 in options.sizes:  # the trainer has a world of its own, before ours
+        print(f"\n{GPT2}", flush=True)
+        result[GPT2] = {}
+        measure_gpt(setup, result[GPT2], save)
+    sizes = [name for name in options.sizes if name != GPT2]
+    any_wrong = bool(sizes) and measure_sizes(setup, sizes, result, save)
     save()
     print(f"\nResults: {file.path}")
     return int(any_wrong)

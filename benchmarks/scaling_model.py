@@ -12,8 +12,8 @@ step of tiny_llama_v3.py with a sharded optimizer, the batch of a process held c
   gathered bucket by bucket, the first layers first, and a bucket's layers begin when its weights are there.
 - A collective of S bytes is NCCL's ring: (N-1)/N S bytes leave each GPU, over the slowest link of the ring. Within a
   node that is a GPU's links; between nodes, there are as many rings as a node has GPUs, each over a network card of its
-  own. Each of N-1 hops has a latency. Latencies and the three protocols are those of NCCL's own tuning
-  (src/graph/tuning.cc), which takes the fastest. RCCL is taken to be like it.
+  own. The shortest takes LATENCY_US, or what was measured, and each further hop of the N-1 adds to it. Hops and the
+  three protocols are those of NCCL's own tuning (src/graph/tuning.cc), which takes the fastest; RCCL's as well.
 - A collective gets LINK_REACH of the datasheet's bandwidth of the links, or what was measured, and NIC_REACH of the
   network's. Nobody else uses the network, and its switches are not oversubscribed.
 - A collective occupies UNITS_TAKEN of the card while it runs, and the layers get the rest. No process is slower than
@@ -44,6 +44,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LINK_REACH = 0.8  # of 450 GB/s, NCCL's collectives reach about 360 on 8 H100 or H200
 NIC_REACH = 0.9  # 16 MI300X on two nodes with 8 x 400 Gb/s: 361 of 400 GB/s (ROCm/rccl, pull request 2078)
 UNITS_TAKEN = 16 / 132  # multiprocessors of an H200 that NCCL's kernels hold, one for each channel
+LATENCY_US = 20.0
 GOOD = 0.9  # an efficiency that is worth the GPUs
 
 
@@ -57,6 +58,7 @@ class Machine(NamedTuple):
     tflops: float  # bf16, of the matrix units
     memory: float  # TB/s
     source: str
+    latency: float = LATENCY_US  # of the shortest collective of two GPUs
 
 
 MACHINES = {
@@ -79,13 +81,12 @@ MEASURED_ON = MACHINES["h200"]
 class Protocol(NamedTuple):
     """A ring of NCCL 2.10 (src/graph/tuning.cc). Times in us, bandwidth as a share of the links'."""
 
-    base: float
     link_hop: float
     nic_hop: float
     bandwidth: float
 
 
-PROTOCOLS = (Protocol(8.4, 3.4, 9.6, 1.0), Protocol(10.0, 1.9, 4.0, 0.92), Protocol(3.6, 0.47, 2.7, 0.25))
+PROTOCOLS = (Protocol(3.4, 9.6, 1.0), Protocol(1.9, 4.0, 0.92), Protocol(0.47, 2.7, 0.25))
 
 
 class Work(NamedTuple):
@@ -132,8 +133,8 @@ def collective_ms(size, gpus, machine, latency=1.0):
         return math.inf
 
     def us(protocol):
-        hops = (gpus - nodes) * protocol.link_hop + (nodes - 1) * protocol.nic_hop
-        return latency * (protocol.base + hops) + sent_bytes(size, gpus) / (bandwidth * protocol.bandwidth) / 1e3
+        hops = max(gpus - nodes - 1, 0) * protocol.link_hop + (nodes - 1) * protocol.nic_hop
+        return latency * (machine.latency + hops) + sent_bytes(size, gpus) / (bandwidth * protocol.bandwidth) / 1e3
 
     return min(map(us, PROTOCOLS)) / 1e3
 
@@ -199,7 +200,7 @@ class Measured(NamedTuple):
     source: str  # the name of the result's file
     result: dict
     work: Work
-    bandwidth: float  # GB/s that leave a GPU in a collective within the node
+    collectives: dict  # "bandwidth" in GB/s that leave a GPU within the node, "latency_us"
     processes: int
     ms: float  # of a step on so many processes
 
@@ -223,8 +224,7 @@ def measured_of(source, result, size):
     scale = row["ms"]["alone"] / sum(phases.values())
     phases = [scale * phases[name] for name in ("forward", "backward", "optimizer")]
     work = Work(*phases, bucket_bytes(config), config.tokens_per_step)
-    bandwidth = result["collectives"]["bandwidth"]
-    return Measured(source, result, work, bandwidth, result["processes"], row["ms"]["exchanging"])
+    return Measured(source, result, work, result["collectives"], result["processes"], row["ms"]["exchanging"])
 
 
 def newest_measured(folder):
@@ -239,10 +239,12 @@ def newest_measured(folder):
     return {name: newest[name] for name in WORK_SIZES if name in newest}
 
 
-def reached(machine, bandwidth=None):
+def reached(machine, collectives):
     """The machine with what a collective reaches of its bandwidths: within a node as measured, or as assumed."""
-    link = bandwidth if bandwidth and machine is MEASURED_ON else machine.link * LINK_REACH
-    return machine._replace(link=link, nic=machine.nic * NIC_REACH)
+    machine = machine._replace(nic=machine.nic * NIC_REACH)
+    if (machine.title, machine.link) != (MEASURED_ON.title, MEASURED_ON.link):
+        return machine._replace(link=machine.link * LINK_REACH)
+    return machine._replace(link=collectives["bandwidth"], latency=collectives["latency_us"])
 
 
 def cell(prediction):
@@ -252,7 +254,7 @@ def cell(prediction):
 def table(sizes, gpus, machine, factor=1):
     """Markdown: a line for each number of GPUs, a column for each of {name: Measured}; the batch that would do last."""
     works = {name: measured.work.on(machine).with_batch(factor) for name, measured in sizes.items()}
-    machines = {name: reached(machine, measured.bandwidth) for name, measured in sizes.items()}
+    machines = {name: reached(machine, measured.collectives) for name, measured in sizes.items()}
     rows = [[f"{n:,}", *(cell(predict(works[name], n, machines[name])) for name in sizes)] for n in gpus]
     batches = [least_batch(works[name], gpus[-1], machines[name]) for name in sizes]
     last = [f"{batch} x" if batch else "none" for batch in batches]
@@ -264,7 +266,7 @@ def check_table(sizes):
     """Markdown: the model beside the measurement, at the number of GPUs that was measured."""
     rows = []
     for name, measured in sizes.items():
-        ms = step_ms(measured.work, measured.processes, reached(MEASURED_ON, measured.bandwidth))
+        ms = step_ms(measured.work, measured.processes, reached(MEASURED_ON, measured.collectives))
         difference = f"{100 * (ms / measured.ms - 1):+.1f} %"
         rows.append([name, f"{measured.processes}", number(ms), number(measured.ms), difference])
     return markdown_table(["", "GPUs", "model, ms a step", "measured", "difference"], rows)

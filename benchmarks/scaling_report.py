@@ -204,7 +204,7 @@ def draw_model(folder, path):
         )
         for axes, (name, measured) in zip(all_axes[0], sizes.items(), strict=True):
             for machine, color in zip(model.MACHINES.values(), (BLUE, RED, DARK), strict=True):
-                work, reached = measured.work.on(machine), model.reached(machine, measured.bandwidth)
+                work, reached = measured.work.on(machine), model.reached(machine, measured.collectives)
                 predictions = [model.predict(work, n, reached) for n in model.GPUS]
                 axes.plot(model.GPUS, [100 * p.efficiency for p in predictions], color=color, label=machine.title)
             axes.plot(measured.processes, 100 * measured.work.alone / measured.ms, "o", color=BLUE, label="measured")
