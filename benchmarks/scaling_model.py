@@ -16,8 +16,8 @@ step of tiny_llama_v3.py with a sharded optimizer, the batch of a process held c
   three protocols are those of NCCL's own tuning (src/graph/tuning.cc), which takes the fastest; RCCL's as well.
 - A collective gets LINK_REACH of the datasheet's bandwidth of the links, or what was measured, and NIC_REACH of the
   network's. Nobody else uses the network, and its switches are not oversubscribed.
-- A collective occupies UNITS_TAKEN of the card while it runs, and the layers get the rest. No process is slower than
-  another.
+- Beside computation, a collective gets LINK_BESIDE of the bandwidth that it reaches alone within a node, and takes
+  CARD_BESIDE of the card's speed from the layers. No process is slower than another.
 - Forward and backward grow in proportion to the batch (--batch-factor).
 - On another card, forward and backward take the H200's time by the ratio of the bf16 peaks, and AdamW by that of the
   memory's bandwidths. Nothing was measured there.
@@ -43,8 +43,11 @@ OURS = "triton graph"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LINK_REACH = 0.8  # of 450 GB/s, NCCL's collectives reach about 360 on 8 H100 or H200
 NIC_REACH = 0.9  # 16 MI300X on two nodes with 8 x 400 Gb/s: 361 of 400 GB/s (ROCm/rccl, pull request 2078)
-UNITS_TAKEN = 16 / 132  # multiprocessors of an H200 that NCCL's kernels hold, one for each channel
+# Of two H200 at large: collectives took 3.4 to 5.3 times as long as alone, and the kernels beside them 20 % longer.
+LINK_BESIDE = 0.25
+CARD_BESIDE = 0.2
 LATENCY_US = 20.0
+TINY = 1e-9  # ms
 GOOD = 0.9  # an efficiency that is worth the GPUs
 
 
@@ -121,12 +124,15 @@ def sent_bytes(size, gpus):
     return (gpus - 1) / gpus * size
 
 
-def collective_ms(size, gpus, machine, latency=1.0):
-    """The time of a reduce-scatter or an all-gather of size bytes; latency: a factor on that of each hop."""
+def collective_ms(size, gpus, machine, latency=1.0, beside=False):
+    """The time of a reduce-scatter or an all-gather of size bytes, alone or beside computation.
+
+    latency: a factor on that of each hop.
+    """
     if gpus == 1:
         return 0.0
     nodes = math.ceil(gpus / machine.gpus_per_node)
-    bandwidth = machine.link
+    bandwidth = machine.link * (LINK_BESIDE if beside else 1.0)
     if nodes > 1:
         bandwidth = min(bandwidth, machine.gpus_per_node * machine.nic)
     if bandwidth == 0:
@@ -140,24 +146,33 @@ def collective_ms(size, gpus, machine, latency=1.0):
 
 
 def step_ms(work, gpus, machine, latency=1.0):
-    """The time of a step on so many GPUs, in the steady state."""
+    """The time of a step on so many GPUs, in the steady state: layers, and messages beside them, each in their order."""
+    alone, beside = (
+        [collective_ms(size, gpus, machine, latency, is_beside) for size in work.buckets] for is_beside in (False, True)
+    )
+    if math.isinf(sum(beside)):
+        return math.inf
     shares = [size / sum(work.buckets) for size in work.buckets]
-    times = [collective_ms(size, gpus, machine, latency) for size in work.buckets]
-    gathered = now = 0.0
-    for share, time in zip(shares, times, strict=True):
-        gathered += time
-        now = computed(max(now, gathered), share * work.forward, sum(times))
-    reduced = now
-    for share, time in reversed(list(zip(shares, times, strict=True))):
-        now = computed(now, share * work.backward, reduced)
-        reduced = max(now, reduced) + time
-    return reduced + work.optimizer / gpus
-
-
-def computed(start, time, network_end):
-    """When layers are done that take so much time and begin at start; collectives run until network_end."""
-    beside = max(0.0, network_end - start) * (1 - UNITS_TAKEN)  # what is computed until then
-    return start + time / (1 - UNITS_TAKEN) if time <= beside else max(start, network_end) + time - beside
+    layers = [share * work.forward for share in shares] + [share * work.backward for share in reversed(shares)]
+    messages = list(zip(alone + alone[::-1], beside + beside[::-1], strict=True))
+    forward, total = len(shares), len(layers)
+    now, computed, sent = 0.0, 0, 0  # how many are done, and what is left of the next ones, in ms at full speed
+    layer, message = layers[0], messages[0][0]
+    while computed < total or sent < total:
+        # Layers wait for their weights in the forward pass; gradients for their layers in the backward pass.
+        is_computing = computed < total and (computed >= forward or computed < sent)
+        is_sending = sent < total and (sent < forward or sent < computed)
+        speed = 1 - CARD_BESIDE * is_sending
+        rate = messages[sent][0] / messages[sent][1] if is_sending and is_computing and messages[sent][1] else 1.0
+        passed = min([layer / speed] * is_computing + [message / rate] * is_sending)
+        now, layer, message = now + passed, layer - passed * speed * is_computing, message - passed * rate * is_sending
+        if is_computing and layer <= TINY:
+            computed += 1
+            layer = layers[computed] if computed < total else 0.0
+        if is_sending and message <= TINY:
+            sent += 1
+            message = messages[sent][0] if sent < total else 0.0
+    return now + work.optimizer / gpus
 
 
 class Prediction(NamedTuple):

@@ -69,15 +69,21 @@ def test_with_many_gpus_and_a_short_step_the_latency_binds():
 
 
 def test_what_is_hidden_is_hidden():
-    """By a network that is just fast enough: what is left is the first bucket, gathered first and reduced last."""
-    first, *_ = (model.collective_ms(size, 8, MACHINE) for size in LARGE.buckets)
-    exposed = model.step_ms(LARGE, 8, MACHINE) - (LARGE.forward + LARGE.backward + LARGE.optimizer / 8)
-    beside = 2 * sum(model.collective_ms(size, 8, MACHINE) for size in LARGE.buckets[1:])
-    assert exposed == pytest.approx(2 * first + model.UNITS_TAKEN * beside)
+    """By a network that is fast enough: what is left is the first bucket, gathered first and reduced last."""
+    fast = MACHINE._replace(link=4500.0)
+    first, *_ = (model.collective_ms(size, 8, fast) for size in LARGE.buckets)
+    beside = 2 * sum(model.collective_ms(size, 8, fast, beside=True) for size in LARGE.buckets[1:])
+    computing = LARGE.forward + LARGE.backward + LARGE.optimizer / 8
+    assert model.step_ms(LARGE, 8, fast) == pytest.approx(computing + 2 * first + model.CARD_BESIDE * beside)
     one_bucket = LARGE._replace(buckets=(sum(LARGE.buckets),))
-    all_of_it = 2 * model.collective_ms(sum(LARGE.buckets), 8, MACHINE)
-    alone = LARGE.forward + LARGE.backward + LARGE.optimizer / 8
-    assert model.step_ms(one_bucket, 8, MACHINE) == pytest.approx(alone + all_of_it)
+    all_of_it = 2 * model.collective_ms(sum(LARGE.buckets), 8, fast)
+    assert model.step_ms(one_bucket, 8, fast) == pytest.approx(computing + all_of_it)
+
+
+def test_a_message_that_computation_does_not_outlast_ends_at_full_speed():
+    short = LARGE._replace(backward=1e-6, forward=1e-6)
+    all_of_it = 2 * sum(model.collective_ms(size, 8, MACHINE) for size in short.buckets)
+    assert model.step_ms(short, 8, MACHINE) == pytest.approx(all_of_it + short.optimizer / 8, rel=1e-3)
 
 
 def test_a_larger_batch_hides_the_network():
