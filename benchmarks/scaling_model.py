@@ -146,7 +146,7 @@ def collective_ms(size, gpus, machine, latency=1.0, beside=False):
 
 
 def step_ms(work, gpus, machine, latency=1.0):
-    """The time of a step on so many GPUs, in the steady state: layers, and messages beside them, each in their order."""
+    """The time of a step on so many GPUs, in the steady state: layers, and beside them messages, each in order."""
     alone, beside = (
         [collective_ms(size, gpus, machine, latency, is_beside) for size in work.buckets] for is_beside in (False, True)
     )
