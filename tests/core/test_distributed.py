@@ -105,21 +105,33 @@ def test_each_process_has_its_share_of_the_optimizer_s_state(trained):
 
 @pytest.mark.gpu
 def test_two_gpus_train_as_one_does(monkeypatch, tmp_path):
-    """NCCL, bf16 and graphs; one GPU takes the whole batch, so that its sums are rounded in another order."""
+    """NCCL, bf16 and graphs. In bf16 the error against fp32 may be twice that of one process, and a little."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     exit_code, out = finish(start("gpu_trainings", tmp_path))
     assert exit_code == 0, out
-    config = dataclasses.replace(CONFIG, device="cuda", hidden_dim=128, seq_len=64, vocab_size=500)
-    for use_amp in (False, True):
-        runs = {}
-        for name in together.GPU_RUNS:
-            runs[name] = [torch.load(tmp_path / f"{name} {use_amp} {rank}.pt") for rank in range(2)]
-            alone = train_alone(monkeypatch, name, together.GPU_RUNS, dataclasses.replace(config, use_amp=use_amp))
-            assert_same_training(runs[name], alone, 1e-2 if use_amp else 1e-4)
-        for name in ("again", "three graphs", "one graph"):
-            assert runs[name][0]["losses"] == runs["sharded"][0]["losses"]
-            assert all(map(torch.equal, runs[name][0]["weights"], runs["sharded"][0]["weights"]))
+    wrong = []
+    for name in together.GPU_RUNS:
+        alone = {}
+        for use_amp in (False, True):
+            config = dataclasses.replace(together.GPU_CONFIG, use_amp=use_amp)
+            alone[use_amp] = train_alone(monkeypatch, name, together.GPU_RUNS, config)
+            for rank in range(2):
+                both = torch.load(tmp_path / f"{name} {use_amp} {rank}.pt")
+                error, allowed = distance(both, alone[False]), 2 * distance(alone[use_amp], alone[False])
+                if not error <= allowed + (2e-2 if use_amp else 1e-3):
+                    wrong.append(f"{name}, bf16 {use_amp}, rank {rank}: {error:.1e} off, one process {allowed / 2:.1e}")
+                same = torch.load(tmp_path / f"sharded {use_amp} {rank}.pt")
+                if together.GPU_RUNS[name].get("impl") is None and both["losses"] != same["losses"]:
+                    wrong.append(f"{name}, bf16 {use_amp}, rank {rank}: other bits than eager")
+    assert wrong == []
+
+
+def distance(results, reference):
+    """The larger one of the relative distances of all weights and of all losses."""
+    pairs = (results["losses"], reference["losses"]), (results["weights"], reference["weights"])
+    flat = [[torch.cat([torch.as_tensor(x).flatten() for x in side]) for side in pair] for pair in pairs]
+    return max(float((x - y).norm() / y.norm()) for x, y in flat)
 
 
 # --- the check

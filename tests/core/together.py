@@ -25,6 +25,9 @@ RUNS = {  # of CONFIG
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(num_layers=2, num_steps=2, warmup_steps=0),
 }
+GPU_CONFIG = dataclasses.replace(
+    CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
+)
 GPU_RUNS = {
     "sharded": {},
     "again": {},
@@ -71,11 +74,10 @@ def trainings(folder):
 
 def gpu_trainings(folder):
     """Each of GPU_RUNS, in fp32 and bf16."""
-    base = dataclasses.replace(CONFIG, device="cuda", hidden_dim=128, seq_len=64, vocab_size=500)
-    world = join(base)
+    world = join(GPU_CONFIG)
     for use_amp in (False, True):
         for name, changes in GPU_RUNS.items():
-            results = train(dataclasses.replace(base, use_amp=use_amp, **changes), world)
+            results = train(dataclasses.replace(GPU_CONFIG, use_amp=use_amp, **changes), world)
             torch.save(results, Path(folder, f"{name} {use_amp} {world.rank}.pt"))
     world.leave()
 

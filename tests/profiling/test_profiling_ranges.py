@@ -141,9 +141,9 @@ def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers,
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
     monkeypatch.setattr(llama, "show_layers", lambda layers: None)
 
-    def noted(name, original, argument):
+    def noted(name, original, *arguments):
         torch.cuda.nvtx.mark(name)
-        return original(argument)
+        return original(*arguments)
 
     for name in ("synchronize", "gradient_norm"):
         monkeypatch.setattr(llama, name, functools.partial(noted, name, getattr(llama, name)))
