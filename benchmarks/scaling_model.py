@@ -9,7 +9,7 @@ step of tiny_llama_v3.py with a sharded optimizer, the batch of a process held c
 
 - Layers take time in proportion to their weights. A bucket of gradients leaves when the backward pass is done with all
   of its layers, buckets go one after the other, and AdamW follows the last one, on 1/N of the weights. Then weights are
-  gathered bucket by bucket, the first layers first, and a bucket's layers begin when its weights are there.
+  gathered, the first layers first and one bucket ahead; a bucket's layers begin when its weights are there.
 - A collective of S bytes is NCCL's ring: (N-1)/N S bytes leave each GPU, over the slowest link of the ring. Within a
   node that is a GPU's links; between nodes, there are as many rings as a node has GPUs, each over a network card of its
   own. The shortest takes LATENCY_US, or what was measured, and each further hop of the N-1 adds to it. Hops and the
@@ -159,9 +159,10 @@ def step_ms(work, gpus, machine, latency=1.0):
     now, computed, sent = 0.0, 0, 0  # how many are done, and what is left of the next ones, in ms at full speed
     layer, message = layers[0], messages[0][0]
     while computed < total or sent < total:
-        # Layers wait for their weights in the forward pass; gradients for their layers in the backward pass.
+        # In the forward pass layers wait for their weights, which are asked for one bucket ahead; in the backward pass
+        # gradients wait for their layers.
         is_computing = computed < total and (computed >= forward or computed < sent)
-        is_sending = sent < total and (sent < forward or sent < computed)
+        is_sending = sent < total and (computed >= sent - 1 if sent < forward else computed > sent)
         speed = 1 - CARD_BESIDE * is_sending
         rate = messages[sent][0] / messages[sent][1] if is_sending and is_computing and messages[sent][1] else 1.0
         passed = min([layer / speed] * is_computing + [message / rate] * is_sending)
