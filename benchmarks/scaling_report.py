@@ -19,6 +19,7 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenanc
 PEERS = ("DDP", "FSDP2")
 COLORS = {model.OURS: BLUE, "triton": "#79b0f7", "DDP": DARK, "FSDP2": LIGHT}
 PAPER_GPUS = (8, 16, 64, 256, 1024)
+DRAWN_GPUS = (2, 4, *model.GPUS)
 
 
 def newest_of(folder, has):
@@ -205,8 +206,8 @@ def draw_model(folder, path):
         for axes, (name, measured) in zip(all_axes[0], sizes.items(), strict=True):
             for machine, color in zip(model.MACHINES.values(), (BLUE, RED, DARK), strict=True):
                 work, reached = measured.work.on(machine), model.reached(machine, measured.collectives)
-                predictions = [model.predict(work, n, reached) for n in model.GPUS]
-                axes.plot(model.GPUS, [100 * p.efficiency for p in predictions], color=color, label=machine.title)
+                efficiencies = [100 * work.alone / model.step_ms(work, n, reached) for n in DRAWN_GPUS]
+                axes.plot(DRAWN_GPUS, efficiencies, color=color, label=machine.title)
             axes.plot(measured.processes, 100 * measured.work.alone / measured.ms, "o", color=BLUE, label="measured")
             axes.set_title(name)
             axes.set(xlabel="GPUs", ylim=(0, 110))
