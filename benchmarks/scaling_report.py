@@ -22,24 +22,30 @@ PAPER_GPUS = (8, 16, 64, 256, 1024)
 DRAWN_GPUS = (2, 4, *model.GPUS)
 
 
-def newest_of(folder, has):
-    """{processes: (name, result)}: the newest of each number of processes that has what is asked for."""
-    newest = {}
-    for name, result in newest_first(folder, "scaling"):
-        if has(result):
-            newest.setdefault(result["processes"], (name, result))
-    return {processes: newest[processes] for processes in sorted(newest)}
-
-
-def measured_sizes(result):
-    """{size: its part of the result}, without trials."""
-    return {name: result["sizes"][name] for name in SIZES if "weak" in result["sizes"].get(name, {})}
-
-
 def row_of(size, mode, name):
     """The row where it has a time, else None."""
     row = size.get(mode, {"rows": {}})["rows"].get(name)
     return row if row and not row["error"] else None
+
+
+def newest_sizes(folder):
+    """{processes: {size: {mode: (name, result)}}}: the newest result of each that has times, without trials."""
+    newest = {}
+    for name, result in newest_first(folder, "scaling"):
+        for size in SIZES:
+            for mode in ("weak", "strong"):
+                if any(row_of(result["sizes"].get(size, {}), mode, row) for row in COLORS):
+                    modes = newest.setdefault(result["processes"], {}).setdefault(size, {})
+                    modes.setdefault(mode, (name, result))
+    return {
+        processes: {size: sizes[size] for size in SIZES if "weak" in sizes.get(size, {})}
+        for processes, sizes in sorted(newest.items())
+    }
+
+
+def part_of(size, modes, mode):
+    """What the newest result has of a size, weak or strong; empty where there is none."""
+    return modes[mode][1]["sizes"][size] if mode in modes else {}
 
 
 def share(value):
@@ -50,10 +56,10 @@ def share(value):
 # Tables
 
 
-def row_cells(size, name):
-    weak, strong = (row_of(size, mode, name) for mode in ("weak", "strong"))
+def row_cells(name, weak_size, strong_size):
+    weak, strong = row_of(weak_size, "weak", name), row_of(strong_size, "strong", name)
     if weak is None:
-        return [cell(size["weak"]["rows"][name]["error"]), *[""] * 6]
+        return [cell(weak_size["weak"]["rows"][name]["error"]), *[""] * 6]
     memory = weak["peak_memory_mib"]
     return [
         number(weak["ms"]["alone"]),
@@ -68,31 +74,34 @@ def row_cells(size, name):
 
 def peer_line(name, size):
     """Ours against the faster of the peers, by their windows in turns."""
-    ours = row_of(size, "weak", model.OURS)
     peers = [peer for peer in PEERS if row_of(size, "weak", peer)]
-    if not ours or not peers:
+    if not row_of(size, "weak", model.OURS) or not peers:
         return None
     fastest = min(peers, key=lambda peer: row_of(size, "weak", peer)["ms"]["exchanging"])
     times = 1 / row_of(size, "weak", fastest)["ratio"]
     return f"{name} {times:.2f} times those of {fastest}"
 
 
-def measured_table(name, result):
-    processes, sizes = result["processes"], measured_sizes(result)
+def measured_table(processes, sizes):
     header = ["", "1 GPU, ms", f"{processes} GPUs, ms", "tokens/s", f"of {processes} times one", "memory of each, MiB"]
     header += ["batch divided, ms", f"of {processes} times one"]
-    rows = []
-    for size_name, size in sizes.items():
-        for row_name in size["weak"]["rows"]:
-            label = f"{size_name}, {row_name}"
-            rows.append([f"**{label}**" if row_name == model.OURS else label, *row_cells(size, row_name)])
-    lines = [line for line in (peer_line(*item) for item in sizes.items()) if line]
-    summary = f"Tokens a second of `{model.OURS}` on {processes} GPUs: {'; '.join(lines)}."
+    rows, lines, sources = [], [], {}
+    for size_name, modes in sizes.items():
+        weak, strong = (part_of(size_name, modes, mode) for mode in ("weak", "strong"))
+        for name in weak["weak"]["rows"]:
+            bold = "**" if name == model.OURS else ""
+            rows.append([f"{bold}{size_name}, {name}{bold}", *row_cells(name, weak, strong)])
+        lines.append(peer_line(size_name, weak))
+        sources |= dict(modes[mode] for mode in ("weak", "strong") if mode in modes)
+    lines = "; ".join(filter(None, lines))
+    collectives = next(iter(sources.values()))["collectives"]
     links = (
-        f"A reduce-scatter and an all-gather of 1 GiB, alone: {number(result['collectives']['bandwidth'])} GB/s leave "
-        f"each GPU; the shortest message takes {number(result['collectives']['latency_us'])} us."
+        f"A reduce-scatter and an all-gather of 1 GiB, alone: {number(collectives['bandwidth'])} GB/s leave "
+        f"each GPU; the shortest message takes {number(collectives['latency_us'])} us."
     )
-    return "\n\n".join([markdown_table(header, rows), *([summary] if lines else []), links, provenance(name, result)])
+    summary = f"Tokens a second of `{model.OURS}` on {processes} GPUs: {lines}." if lines else ""
+    sources = [provenance(*item) for item in sources.items()]
+    return "\n\n".join(filter(None, [markdown_table(header, rows), summary, links, *sources]))
 
 
 def gpt_table(name, result):
@@ -108,13 +117,18 @@ def gpt_table(name, result):
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-def has_gpt(result):
-    return "rows" in result.get("gpt2", {}) and result["gpt2"]["size"] != "tiny"
+def newest_gpt(folder):
+    """{processes: (name, result)}: the newest result of each that has nanogpt_triton's step, without trials."""
+    newest = {}
+    for name, result in newest_first(folder, "scaling"):
+        if "rows" in result.get("gpt2", {}) and result["gpt2"]["size"] != "tiny":
+            newest.setdefault(result["processes"], (name, result))
+    return dict(sorted(newest.items()))
 
 
 def scaling_section(folder):
-    parts = [measured_table(*item) for item in newest_of(folder, measured_sizes).values()]
-    parts += [gpt_table(*item) for item in newest_of(folder, has_gpt).values()]
+    parts = [measured_table(*item) for item in newest_sizes(folder).items()]
+    parts += [gpt_table(*item) for item in newest_gpt(folder).values()]
     return "\n\n".join(parts) or NOT_MEASURED
 
 
@@ -152,11 +166,11 @@ def on_gpus(axes, gpus):
     axes.minorticks_off()
 
 
-def points_of(results, size_name, row_name):
-    """[(GPUs, tokens a second, efficiency)] of a row, one GPU first."""
+def points_of(measured, size_name, row_name):
+    """[(GPUs, tokens a second, efficiency)] of a row of newest_sizes(), one GPU first."""
     points = []
-    for processes, (_, result) in results.items():
-        size = result["sizes"].get(size_name, {})
+    for processes, sizes in measured.items():
+        size = part_of(size_name, sizes.get(size_name, {}), "weak")
         row = row_of(size, "weak", row_name)
         if row and not points:
             tokens = llama.Config(**size["config"]).tokens_per_step
@@ -168,7 +182,7 @@ def points_of(results, size_name, row_name):
 
 def draw_measured(folder, path):
     """Tokens a second and efficiency of every row over the number of GPUs; nothing where there is no result."""
-    results = newest_of(folder, measured_sizes)
+    results = newest_sizes(folder)
     if not results:
         return
     with plt.rc_context(STYLE):
@@ -189,7 +203,8 @@ def draw_measured(folder, path):
         lines = [pair for panel in axes[0] for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
         entries = {label: line for line, label in lines}
         figure.legend(entries.values(), entries, frameon=False, labelcolor=DARK, ncols=4, loc="outside lower center")
-        devices = dict.fromkeys(result["environment"]["device"] for _, result in results.values())
+        measured = [result for sizes in results.values() for modes in sizes.values() for _, result in modes.values()]
+        devices = dict.fromkeys(result["environment"]["device"] for result in measured)
         figure.suptitle(f"The batch of a process held constant, bf16, {', '.join(devices)}", color=DARK)
         save(figure, path)
 

@@ -175,6 +175,20 @@ def test_the_table_holds_the_figures(results):
     assert "scaling_some-gpu_20260101" not in text  # superseded
 
 
+def test_weak_and_strong_may_come_from_two_results(results):
+    """Each from the newest one that has times of it; both are named."""
+    newer = result_of(2, 9)
+    late = {"error": "not started within --time-limit 1"}
+    newer["sizes"]["large"]["weak"]["rows"] = dict.fromkeys(newer["sizes"]["large"]["weak"]["rows"], late)
+    newer["sizes"]["large"]["strong"]["rows"] = {"triton graph": row(100.0, 51.0, 160e3, 0.98)}
+    del newer["gpt2"]
+    (results / "scaling_some-gpu_20260109.json").write_text(json.dumps(newer))
+    text = scaling_report.scaling_section(results)
+    assert "| **large, triton graph** | 100 | 101 | 162,000 | 99.0 % | 23,501 | 51.0 | 98.0 % |" in text
+    first = text[: text.index("4 GPUs, ms")]
+    assert "scaling_some-gpu_20260102" in first and "scaling_some-gpu_20260109" in first and "not started" not in text
+
+
 def test_the_page_of_the_model_follows_from_the_measurement(results, monkeypatch):
     page = results / "page.md"
     page.write_text("<!-- begin: scaling_model --><!-- end: scaling_model -->")
@@ -192,6 +206,6 @@ def test_pictures_show_what_was_measured(results):
         path = results / f"{name}.png"
         draw(results, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-    points = scaling_report.points_of(scaling_report.newest_of(results, scaling_report.measured_sizes), "large", "DDP")
+    points = scaling_report.points_of(scaling_report.newest_sizes(results), "large", "DDP")
     assert [(gpus, efficiency) for gpus, _, efficiency in points] == [(1, 1.0), (2, 0.909), (4, 0.909)]
     assert points[0][1] == pytest.approx(4 * 2048 / 110.0 * 1e3)
