@@ -21,9 +21,10 @@ test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
 	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
 # TINYGRAD: a copy of the emulator's commit, for a machine without a network. COUNT=1 counts instead of testing.
+# ARGS: flags of the script; then the kernels of one step with them are counted.
 emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gfx942 on one, COUNT=1 counts
 	$(VENV_PYTHON) -m profiling.emulator $(if $(ARCH),--architectures $(ARCH)) $(if $(COUNT),--count) \
-		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(PYTEST_ARGS)
+		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(if $(COUNT),$(ARGS),$(PYTEST_ARGS))
 
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .

@@ -3683,7 +3683,7 @@ def remedy(error, config):
         lowerable = [name for name in sizes if getattr(config, name) > LEAST[name]]
         given = ", ".join(f"{flag_of(name)} {getattr(config, name)}" for name in lowerable)
         return f"out of memory with {given}: lower one of them"
-    if isinstance(error, dist.DistError) or re.search(LOST_PEER, str(error)):
+    if isinstance(error, getattr(dist, "DistError", ())) or re.search(LOST_PEER, str(error)):
         return f"another process has ended, or does not answer ({str(error).splitlines()[0]})"
     if re.search(r"No working C\+\+ compiler|Failed to find C compiler", str(error)):
         return (

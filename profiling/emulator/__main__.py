@@ -3,6 +3,7 @@
     python -m profiling.emulator                                      gfx90a, gfx942 and gfx950, some minutes
     python -m profiling.emulator --architectures gfx942 -- -k attention
     python -m profiling.emulator --count                              count instead: writes docs/emulated_counts.md
+    python -m profiling.emulator --count -- --stage 2 --seq-len 64    count a step of the script with these flags
 
 It shows that code and layout are right, not how fast they are. tinygrad, whose emulator executes the instructions, is
 taken from --tinygrad or fetched by git, once.
@@ -41,9 +42,9 @@ def run_tests(arch, seed, arguments, variables):
     return subprocess.run([*command, *TESTS, *arguments], cwd=ROOT, env=variables).returncode
 
 
-def count(arguments, variables):
+def count(architectures, flags, variables):
     """The exit code of profiling.emulator.counts."""
-    command = [sys.executable, "-m", "profiling.emulator.counts", *arguments]
+    command = [sys.executable, "-m", "profiling.emulator.counts", "--architectures", *architectures, "--", *flags]
     return subprocess.run(command, cwd=ROOT, env=variables).returncode
 
 
@@ -57,14 +58,14 @@ def run(argv):
         "--seed", type=int, default=random.randrange(10**6), help="of the order of waves (default: any)"
     )
     parser.add_argument("--count", action="store_true", help="count instructions and cache lines instead of testing")
-    parser.add_argument("pytest_arguments", nargs="*", help="for pytest, after --")
+    parser.add_argument("arguments", nargs="*", help="for pytest, or flags of tiny_llama_v3.py, after --")
     options = parser.parse_args(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton, on Linux")
     variables = environment(source.prepare(options.tinygrad))
     if options.count:
-        return count(["--architectures", *options.architectures], variables)
-    codes = [run_tests(arch, options.seed, options.pytest_arguments, variables) for arch in options.architectures]
+        return count(options.architectures, options.arguments, variables)
+    codes = [run_tests(arch, options.seed, options.arguments, variables) for arch in options.architectures]
     return int(any(codes))
 
 

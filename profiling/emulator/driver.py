@@ -10,7 +10,7 @@ import triton
 import tiny_llama_v3 as llama
 from profiling import kernel_report as report
 from profiling.emulator.code_object import CodeObject
-from profiling.emulator.machine import Machine, Program, TensorMemory
+from profiling.emulator.machine import Program, TensorMemory
 
 # Triton's types of arguments: struct's letters. Pointers begin with "*".
 FORMATS = {
@@ -21,14 +21,13 @@ HIDDEN_BYTES = 256  # of implicit arguments, in code objects of version 5
 
 
 @contextlib.contextmanager
-def emulating(arch, seed=0, units=None):
-    """Launches of the project's kernels on tensors of the CPU run as on a GPU of arch; yields the Machine.
+def emulating(machine, units=None):
+    """Launches of the project's kernels on tensors of the CPU run on a Machine, which it yields.
 
-    The launchers choose what they would choose there. seed: of the order of waves; units: compute units, those of the
-    chip by default. Kernels must be compiled (not TRITON_INTERPRET=1), and may be called by Triton's own kernel[grid].
+    The launchers choose what they would choose on its GPU. units: compute units, those of the chip by default. Kernels
+    must be compiled (not TRITON_INTERPRET=1), and may be called by Triton's own kernel[grid].
     """
-    machine = Machine(arch, seed)
-    chip = report.CHIPS[arch]
+    arch, chip = machine.arch, report.CHIPS[machine.arch]
     device = llama.Device("cpu", chip.name, arch, units or chip.units, report.wave_size(arch))
     triton.runtime.driver.set_active(Driver(arch, machine))  # and it stays: compiled kernels ask it when they are freed
     with (

@@ -33,7 +33,7 @@ REGISTERS = 256  # vector registers of a lane, and as many accumulation register
 MOST_WAVES = 16  # of a workgroup
 TURNS = (1, 7, 40, 300)  # instructions that a wave executes before another one may go on
 MOST_INSTRUCTIONS = 50_000_000  # of a wave: then it does not end
-PROGRAM_COUNTER = 256  # as tinygrad numbers what is no scalar register
+EXEC, PROGRAM_COUNTER = 126, 256  # as tinygrad numbers what is no scalar register
 TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
 POISON = 0xFF
 
@@ -265,6 +265,14 @@ class Program:
         if arch == "gfx90a":
             self.rename_matrix_instructions()
 
+    def holds(self, address):
+        """Whether there is code of it at an address."""
+        return 0 <= address - self.code.begin < self.code.nbytes
+
+    def instruction_at(self, address):
+        """The Instruction at an address."""
+        return self.instructions[(address - self.code.begin) // 4]
+
     def decode(self, address):
         """tinygrad's Inst at an address."""
         if address not in self.decoded:
@@ -283,7 +291,7 @@ class Program:
     def compile(self, address):
         """The function of the instruction at an address, and where it stands."""
         inst = self.decode(address)
-        entry = self.instructions[(address - self.code.begin) // 4]
+        entry = self.instruction_at(address)
         program, runtime = runner_of(inst, address)
         arguments = program.arg.globals
         entry.buffers[: len(arguments)] = arguments
@@ -293,7 +301,7 @@ class Program:
     def executed(self):
         """Yields (Inst, how often it was executed)."""
         for address, inst in self.decoded.items():
-            yield inst, self.instructions[(address - self.code.begin) // 4].executed
+            yield inst, self.instruction_at(address).executed
 
 
 class Machine:
@@ -375,7 +383,7 @@ class Machine:
     def meet(self, wave, workgroup):
         """Compiles the instruction that the wave has come to, or executes it here."""
         address, program = wave.program_counter, self.program
-        if not 0 <= address - program.code.begin < program.code.nbytes:
+        if not program.holds(address):
             raise Fault(f"{self.where(wave, workgroup)} leaves its code")
         inst = program.decode(address)
         if inst.op.name not in IN_PYTHON:
@@ -384,12 +392,11 @@ class Machine:
         if address not in program.in_python:
             program.in_python[address] = IN_PYTHON[inst.op.name](inst)
         program.in_python[address](wave, self.lds_halves)
-        program.instructions[(address - program.code.begin) // 4].executed += 1
+        program.instruction_at(address).executed += 1
         wave.program_counter = address + inst.size()
 
     def where(self, wave, workgroup):
         address = wave.program_counter
-        inside = 0 <= address - self.program.code.begin < self.program.code.nbytes
-        instruction = f", {self.program.decode(address)!r}" if inside else ""
+        instruction = f", {self.program.decode(address)!r}" if self.program.holds(address) else ""
         place = f"workgroup {workgroup}, wave {self.waves.index(wave)}"
         return f"{self.program.code.name} on {self.arch}, {place}{instruction}"

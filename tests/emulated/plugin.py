@@ -12,6 +12,7 @@ import tiny_llama_v3 as llama
 llama.INTERPRETED = True  # before others import it: kernels take tensors of the CPU, though nothing interprets them
 
 from profiling.emulator.driver import emulating  # noqa: E402
+from profiling.emulator.machine import Machine  # noqa: E402
 
 ARCH, SEED = os.environ["EMULATE"], os.environ["EMULATE_SEED"]
 
@@ -22,5 +23,5 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def emulated(request):
-    with emulating(ARCH, f"{SEED} {request.node.nodeid}"):
+    with emulating(Machine(ARCH, f"{SEED} {request.node.nodeid}")):
         yield

@@ -17,7 +17,7 @@ if EMULATED:
     from triton.runtime.errors import OutOfResources
 
     from profiling.emulator import driver
-    from profiling.emulator.machine import Fault, Program
+    from profiling.emulator.machine import Fault, Machine, Program
 
 pytestmark = only_emulated
 randn = test_kernels.randn
@@ -62,7 +62,7 @@ def rmsnorm(randn):
 
 def run(kernel, randn):
     """One kernel's test, on the emulated GPU."""
-    with driver.emulating(EMULATED, seed=1):
+    with driver.emulating(Machine(EMULATED, seed=1)):
         {
             "short attention": lambda: attention(randn, 104),
             "attention": lambda: attention(randn, 150),
