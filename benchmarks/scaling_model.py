@@ -43,7 +43,8 @@ OURS = "triton graph"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LINK_REACH = 0.8  # of 450 GB/s, NCCL's collectives reach about 360 on 8 H100 or H200
 NIC_REACH = 0.9  # 16 MI300X on two nodes with 8 x 400 Gb/s: 361 of 400 GB/s (ROCm/rccl, pull request 2078)
-# Of two H200 at large: collectives took 3.4 to 5.3 times as long as alone, and the kernels beside them 20 % longer.
+# Read off recordings of the captured step at large on two H200: collectives took 3.4 to 5.3 times as long as alone, and
+# what ran beside them lost a fifth of its speed. Not captured, they take less from each other.
 LINK_BESIDE = 0.25
 CARD_BESIDE = 0.2
 LATENCY_US = 20.0
