@@ -1,6 +1,6 @@
 """Write what was measured into the pages, from the newest results.
 
-    python -m benchmarks.publish            rewrite what stands between the markers, draw the picture of the front page
+    python -m benchmarks.publish            rewrite what stands between the markers, and draw the pages' pictures
     python -m benchmarks.publish --check    print what would change, and exit with 1 if anything would
 
 The markers are <!-- begin: NAME --> and <!-- end: NAME -->, with the names of SECTIONS; a page may have any of them. Of
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from benchmarks import front_page, stages
+from benchmarks import front_page, scaling_report, stages
 from measure.results import RESULTS, ROOT, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from tiny_llama_v3 import exit_code_of
@@ -185,24 +185,6 @@ def gpt_section(folder):
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-def scaling_section(folder):
-    results = [item for item in newest_first(folder, "scaling") if item[1]["size"] != "tiny"]
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
-    rows = []
-    for row_name, row in result["rows"].items():
-        if row["error"]:
-            rows.append([row_name, cell(row["error"]), "", "", ""])
-            continue
-        ms = row["ms"]
-        figures = [f"{number(ms[mode])} ms" for mode in ("alone", "exchanging")]
-        rows.append([row_name, *figures, f"{row['tokens_per_second']:,.0f}", f"{100 * row['efficiency']:.1f} %"])
-    gpus = result["processes"]
-    header = ["", "1 GPU", f"{gpus} GPUs", "tokens/s", f"of {gpus} times one"]
-    return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
-
-
 PICTURES = {
     "kernels_stage4.png": "The top kernels of stage 4",
     "kernels_stage5.png": "The top kernels of stage 5",
@@ -235,14 +217,19 @@ SECTIONS = {  # marker: the folder of results -> Markdown, its links from the to
     "stages": stages_section,
     "layer_norm": layer_norm_section,
     "gpt": gpt_section,
-    "scaling": scaling_section,
+    "scaling": scaling_report.scaling_section,
+    "scaling_model": scaling_report.scaling_model_section,
     "overhead": overhead_section,
     "pictures": pictures_section,
     "front": front_page.front_section,
     "published": front_page.published_section,
 }
-PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md")]
-PICTURE = ROOT / "docs" / "front_page.png"
+PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/scaling.md")]
+DRAWN = {  # picture: what draws it from the folder of results
+    ROOT / "docs" / "front_page.png": front_page.draw,
+    ROOT / "docs" / "scaling_measured.png": scaling_report.draw_measured,
+    ROOT / "docs" / "scaling_model.png": scaling_report.draw_model,
+}
 
 
 def rewrite(page, contents):
@@ -333,7 +320,8 @@ def run(argv):
     contents = {name: functools.partial(section_of, options.results, name) for name in SECTIONS}
     out_of_date = update(options.pages or PAGES, contents, options.check)
     if not (options.check or options.pages):
-        front_page.draw(options.results, PICTURE)
+        for picture, draw in DRAWN.items():
+            draw(options.results, picture)
     return int(options.check and out_of_date)
 
 

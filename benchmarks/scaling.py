@@ -1,92 +1,427 @@
-"""Time how a step of nanogpt_triton's GPT-2 (124 million weights, bf16) scales over the GPUs of a host.
+"""Time how a training step scales over the GPUs of a host: ours beside PyTorch's ways to train on several.
 
-    torchrun --standalone --nproc_per_node=4 -m benchmarks.scaling
-    torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling --tiny    a small model, to see that it works
+    torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling
+    torchrun --standalone --nproc_per_node=4 -m benchmarks.scaling --sizes large
+    torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling --tiny     a model of seconds, also on a CPU
 
-Every GPU has the same batch of 12 x 1024 tokens. A step of one process alone, of all side by side without a word to
-each other, and of all with the exchange of gradients are timed in turns.
+tiny_llama_v3.py's model in three sizes, bf16: our kernels with the sharded optimizer, eager and as one captured graph,
+and DistributedDataParallel and FSDP2 on the compiled PyTorch model. Weak scaling: each process has the batch that one
+has. Strong scaling: together they have it. Before a row is timed, the losses of its first steps are compared with those
+of one process at the batch of all. Steps of one process alone, of all side by side without a word to each other, and of
+all that exchange are timed in turns, and with them those of "triton graph". "gpt2" is nanogpt_triton's trainer (GPT-2,
+124 million weights, 12 x 1024 tokens a process, bf16), measured in the same three ways.
 
-Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
+Exit codes: 0 done, 1 the losses of a row are wrong, 2 the request cannot be met, 130 interrupted.
 """
 
-import gc
-import os
+import contextlib
+import dataclasses
+import functools
+import math
 import statistics
 import sys
 import time
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.gpt import Contender, Row, make_parser, prepare
-from measure.results import ResultFile, describe, header
+from benchmarks import gpt
+from benchmarks.steps import release_all
+from measure.accuracy import require_finite
+from measure.options import positive, time_limit
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.timing import in_turns, wall_seconds
+from measure.work import SIZES
 from tiny_llama_v3 import exit_code_of
 
+ROWS = {  # flags of tiny_llama_v3.py
+    "triton graph": dict(impl="triton", graph=True),
+    "triton": dict(impl="triton"),
+    "DDP": dict(impl="sdpa", compile=True),
+    "FSDP2": dict(impl="sdpa", compile=True, shard="full"),
+}
+REFERENCE = "triton graph"  # takes turns with every other row
+GPT2 = "gpt2"
+SCALED = ("small", "medium", "large", GPT2)
+MODES = ("weak", "strong")
+WINDOW_SECONDS = 0.25
+GPT_STEPS = 8  # in a window
+# At 3e-4 the large model overshoots in its first steps, and bf16 alone drives two correct runs apart.
+LEARNING_RATE = 3e-5
+GATE_STEPS = 5  # on one batch, so that how far the loss falls depends on the gradients of all
+GATE_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of that fall
+MESSAGE_BYTES = 2**30  # long enough for its latency not to count
 
-def measure_scaling(options, config, batch, world, deadline, rows, save):
-    """Fills rows: a step of the master alone, of all without exchange, and of all with it."""
-    layer_norm = "triton" if world.device.type == "cuda" else "torch"
-    for name, compiled in {"eager": False, "compile": True}.items():
-        rows[name] = {"error": None}
-        if world.any(time.monotonic() > deadline):
-            rows[name]["error"] = "left out by --time-limit"
-            continue
-        row = Row(layer_norm, compile=compiled)
+# ----------------------------------------------------------------------------------------------------------------------
+# tiny_llama_v3.py's model
+
+
+class Contender:
+    """A training step of a world, warmed up and captured; .losses are those of its first steps, the mean over all."""
+
+    def __init__(self, config, device, world, steps=None):
+        self.config, self.device, self.world = config, device, world
+        on_gpu = device.type == "cuda"
+        if config.graph and not on_gpu:
+            raise Unavailable("needs a GPU")
+        obstacle = llama.triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
+        if obstacle:
+            raise Unavailable(obstacle)
+        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
+        self.step = llama.TrainStep(config, device, world)
+        self.step.load(*llama.DATA[config.data](config, world).next_batch())
+        # What is captured must have been warmed up off the default stream.
+        with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
+            losses = [self.next_loss() for _ in range(GATE_STEPS)]
+        self.losses = world.mean(losses)
+        self.step.restart()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if config.graph:
+            self.step.capture(one_graph=True)
+        self.window(1)
+        self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
+        self.peak_memory_mib = max(world.gather(llama.peak_memory_mib(device) - before)) if on_gpu else None
+
+    def next_loss(self):
+        self.step.run()
+        return self.step.loss.item()
+
+    def window(self, steps=None):
+        """ms a step of the same batch over and over, on the slowest process."""
+        self.world.gather(None)  # all begin together
+        milliseconds = wall_seconds([self.step.run], steps or self.steps, self.device) * 1e3
+        require_finite(self.step.loss.item())
+        return max(self.world.gather(milliseconds))
+
+
+def phases_ms(config, device):
+    """{phase: ms} of a step of one process, medians; on a GPU each is a captured graph."""
+    step = llama.TrainStep(config, device)
+    step.load(*llama.DATA[config.data](config).next_batch())
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                step.run()
+        step.capture()
+    clocks = []
+    for _ in range(20 if on_gpu else 1):
+        clocks.append(llama.StepClock(device, unsynced=False))
+        clocks[-1].mark()
+        for phase in (step.forward, step.backward, step.optimizer_step):
+            phase()
+            clocks[-1].mark()
+    llama.synchronize(device)
+    medians = map(statistics.median, zip(*(clock.intervals() for clock in clocks), strict=True))
+    return dict(zip(("forward", "backward", "optimizer"), medians, strict=True))
+
+
+def measure_collectives(device, world, n_bytes):
+    """What a reduce-scatter and an all-gather take, alone: bandwidth in GB/s that leave a process, latency in us.
+
+    On a GPU they are captured, as in the step: a launch takes the host longer than a short message its way.
+    """
+
+    def ms(function, calls):
+        def all_calls():
+            for _ in range(calls):
+                function()
+
+        all_calls()
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                all_calls()
+            all_calls = graph.replay
+        wall_seconds([all_calls], 1, device)
+        world.gather(None)
+        return max(world.gather(wall_seconds([all_calls], 3, device) * 1e3)) / calls
+
+    def both_ms(n_bytes, calls):
+        whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
+        own = whole.chunk(world.size)[world.rank]
+        return ms(lambda: llama.reduce_scatter(own, whole), calls), ms(lambda: llama.all_gather(whole, own), calls)
+
+    n_bytes -= n_bytes % (2 * world.size)
+    milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
+    sent = 2 * n_bytes * (world.size - 1) / world.size
+    return {
+        "bytes": n_bytes,
+        "reduce_scatter_ms": milliseconds[0],
+        "all_gather_ms": milliseconds[1],
+        "bandwidth": sent / sum(milliseconds) / 1e6,
+        "latency_us": 1e3 * sum(short) / 2,
+    }
+
+
+class Setup(NamedTuple):
+    """What all measurements share."""
+
+    device: llama.Device
+    world: llama.World
+    options: SimpleNamespace  # of the command line
+    deadline: float  # no row begins later, by time.monotonic()
+    alone_ms: dict  # {configuration: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
+
+    def build(self, config, world=llama.ALONE):
+        """A Contender on each process; if it fails on one, Unavailable on all.
+
+        Who fails within a collective leaves the others waiting for it, until the timeout of World.join() ends all.
+        """
+        contender = error = None
         try:
-            single = Contender(row, config, batch, world.device)
-            single.window(options.steps)
-            exchanging = Contender(row, config, batch, world.device, world)
-            exchanging.window(options.steps)
+            contender = Contender(config, self.device, world, self.options.steps)
+        except Exception as exception:  # of one row: the others are still worth measuring
+            error = describe(exception)
+        errors = [text for text in self.world.gather(error) if text]
+        if errors:
+            raise Unavailable(errors[0])
+        return contender
+
+    def configure(self, config, name):
+        """The configuration of a row; compilation is for a GPU."""
+        config = dataclasses.replace(config, **ROWS[name])
+        return dataclasses.replace(config, compile=config.compile and self.device.type == "cuda")
+
+    def windows(self, functions):
+        """{mode: ms of each window} of {mode: function}, in turns."""
+        return dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
+
+    def alone(self, contender):
+        """A window of the first process, while the others wait."""
+        self.world.gather(None)
+        return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
+
+    def side_by_side(self, contender):
+        """A window of all processes, each for itself, of which the slowest counts."""
+        self.world.gather(None)
+        return max(self.world.gather(contender.window()))
+
+
+def require_losses(losses, expected, precision):
+    """ArithmeticError if they do not fall as expected."""
+    allowed = GATE_TOLERANCE[precision] * (max(expected) - min(expected))
+    error = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
+    if not error <= allowed:
+        text, theirs = (", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected))
+        raise ArithmeticError(f"wrong losses: {text} instead of {theirs}, {error:.1e} off, allowed {allowed:.1e}")
+
+
+class Mode:
+    """Weak or strong scaling of one model: its rows at one batch a process, 1/factor of that of one process alone."""
+
+    def __init__(self, setup, config, factor):
+        self.setup, self.factor = setup, factor
+        self.config = dataclasses.replace(config, batch_size=config.batch_size // factor)
+        self.expected = None  # losses
+        self.reference = None  # the Contender that takes turns with all others
+
+    def expect(self):
+        """The losses of one process at the batch of all, on plain PyTorch; each process computes them for itself."""
+        if self.expected is None:
+            batch_size = self.setup.world.size * self.config.batch_size
+            config = dataclasses.replace(self.config, impl="sdpa", batch_size=batch_size)
+            self.expected = self.setup.build(config).losses
+            release_all(self.setup.device)
+        return self.expected
+
+    def measure(self, name):
+        """The row of the result. Unavailable or ArithmeticError if it has no time."""
+        setup, world = self.setup, self.setup.world
+        if any(world.gather(time.monotonic() > setup.deadline)):
+            raise Unavailable(f"not started within --time-limit {setup.options.time_limit:g}")
+        expected = self.expect()
+        config = setup.configure(self.config, name)
+        contender = setup.build(config, world)
+        require_losses(contender.losses, expected, llama.precision_name(config, setup.device))
+        functions = {"exchanging": contender.window}
+        if self.reference:
+            functions["reference"] = self.reference.window
+        single = dataclasses.replace(config, shard=None, batch_size=self.factor * config.batch_size)
+        if single not in setup.alone_ms:
+            one = setup.build(single)
+            functions["alone"] = functools.partial(setup.alone, one)
+            functions["side by side"] = functools.partial(setup.side_by_side, one)
+        windows = setup.windows(functions)
+        if "alone" in windows:
+            setup.alone_ms[single] = statistics.median(windows["alone"])
+        if name == REFERENCE:
+            self.reference = contender
+        return self.figures(contender, windows, setup.alone_ms[single])
+
+    def figures(self, contender, windows, alone_ms):
+        """The row from its windows; alone_ms is a step of one process."""
+        ms = {mode: statistics.median(values) for mode, values in windows.items()}
+        tokens = contender.world.size * contender.config.tokens_per_step
+        row = {
+            "error": None,
+            "losses": contender.losses,
+            "windows_ms": windows,
+            "ms": {"alone": alone_ms, **ms},
+            "tokens_per_second": tokens / ms["exchanging"] * 1e3,
+            "efficiency": alone_ms / self.factor / ms["exchanging"],
+            "peak_memory_mib": contender.peak_memory_mib,
+        }
+        if "reference" in windows:
+            pairs = zip(windows["reference"], windows["exchanging"], strict=True)
+            row["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)  # below 1 ours is faster
+        return row
+
+
+def measure_mode(setup, mode, config, result, save):
+    """Fills the result of one size with weak or strong scaling; save() is called whenever there is more of it.
+
+    Returns whether a row had wrong losses.
+    """
+    factor, any_wrong = setup.world.size if mode == "strong" else 1, False
+    if config.batch_size % factor:
+        print(f"    {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
+        return any_wrong
+    measured, rows = Mode(setup, config, factor), {}
+    result[mode] = {"batch_size": measured.config.batch_size, "rows": rows}
+    for name in setup.options.rows:
+        try:
+            rows[name] = row = measured.measure(name)
+            times = ", ".join(f"{key} {value:.3f}" for key, value in row["ms"].items())
+            line = f"{100 * row['efficiency']:5.1f} %, ms a step: {times}"
+        except (Unavailable, ArithmeticError) as error:
+            any_wrong |= isinstance(error, ArithmeticError)
+            line = str(error)
+            rows[name] = {"error": line}
+        print(f"    {name:12} {line}", flush=True)
+        release_all(setup.device, compiled=True)
+        result[mode]["expected_losses"] = measured.expected
+        save()
+    return any_wrong
+
+
+def measure_sizes(setup, names, result, save):
+    """Fills the result, weak scaling of all sizes first. Returns whether a row had wrong losses."""
+    device, world, any_wrong = setup.device, setup.world, False
+    on_gpu = device.type == "cuda"
+    torch.set_float32_matmul_precision("highest")  # the trainer's is another
+    world.join(llama.Config(), device)
+    result["collectives"] = measure_collectives(device, world, MESSAGE_BYTES if on_gpu else 2**20)
+    for mode in setup.options.modes:
+        for name in names:
+            print(f"\n{name}, {mode}", flush=True)
+            config = llama.Config(**SIZES[name], use_amp=on_gpu, learning_rate=LEARNING_RATE)
+            size = result["sizes"].setdefault(name, {"config": dataclasses.asdict(config)})
+            size["precision"] = llama.precision_name(config, device)
+            if REFERENCE in setup.options.rows and "phases_ms" not in size:
+                size["phases_ms"] = phases_ms(config, device)
+                release_all(device)
+            any_wrong |= measure_mode(setup, mode, config, size, save)
+    world.leave()
+    return any_wrong
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nanogpt_triton's trainer
+
+
+def measure_gpt(setup, result, save):
+    """Fills the result: a step of the first process alone, of all side by side, and of all that exchange."""
+    world, described, config, batch = gpt.prepare(setup.options)
+    result |= described | {"rows": {}}
+    layer_norm = "triton" if world.device.type == "cuda" else "torch"
+    steps = setup.options.steps or GPT_STEPS
+    for name, compiled in {"eager": False, "compile": True}.items():
+        result["rows"][name] = row = {"error": None}
+        if world.any(time.monotonic() > setup.deadline):
+            row["error"] = "left out by --time-limit"
+            continue
+        try:
+            single = gpt.Contender(gpt.Row(layer_norm, compile=compiled), config, batch, world.device)
+            single.window(steps)
+            exchanging = gpt.Contender(single.row, config, batch, world.device, world)
+            exchanging.window(steps)
         except Exception as error:  # compilation fails everywhere alike
-            rows[name]["error"] = describe(error)
+            row["error"] = describe(error)
             continue
         windows = {"alone": [], "side by side": [], "exchanging": []}
-        for _ in range(options.windows):
+        for _ in range(setup.options.windows):
             world.mean(torch.zeros(()))  # a barrier that keeps no GPU busy
             if world.is_master:
-                windows["alone"].append(single.window(options.steps))
+                windows["alone"].append(single.window(steps))
             world.mean(torch.zeros(()))
-            windows["side by side"].append(single.window(options.steps))
+            windows["side by side"].append(single.window(steps))
             world.mean(torch.zeros(()))
-            windows["exchanging"].append(exchanging.window(options.steps))
+            windows["exchanging"].append(exchanging.window(steps))
         world.mean(torch.zeros(()))
         if world.is_master:
             ms = {mode: statistics.median(values) for mode, values in windows.items()}
             efficiency = ms["alone"] / ms["exchanging"]
             tokens = batch[0].numel() * world.size / ms["exchanging"] * 1e3
-            rows[name] |= {"windows_ms": windows, "ms": ms, "efficiency": efficiency, "tokens_per_second": tokens}
-            columns = ", ".join(f"{mode} {value:.2f} ms" for mode, value in ms.items())
-            print(
-                f"{name:10} {columns}: {100 * efficiency:.1f} % of {world.size} times one, {tokens:,.0f} tokens/s",
-                flush=True,
-            )
+            row |= {"windows_ms": windows, "ms": ms, "efficiency": efficiency, "tokens_per_second": tokens}
+            times = ", ".join(f"{mode} {value:.2f}" for mode, value in ms.items())
+            print(f"    {name:10} {100 * efficiency:5.1f} %  ms: {times}", flush=True)
             save()
         del single, exchanging
-        gc.collect()
+        release_all(world.device, compiled=compiled)
+    world.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse(argv):
+    parser = llama.Parser("scaling.py", __doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SCALED, default=SCALED, help="what to measure (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="in place of each a model of seconds, also on a CPU")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of scaling (default: both)")
+    parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
+    default = f"{GPT_STEPS} of {GPT2}, {WINDOW_SECONDS} s of the others"
+    parser.add_argument("--steps", type=positive, metavar="N", help=f"in a window (default: {default})")
+    parser.add_argument(
+        "--time-limit", type=time_limit, default=400, metavar="SECONDS", help="no row is started later (default: 400)"
+    )
+    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.sizes = list(dict.fromkeys(name if name == GPT2 else "tiny" for name in options.sizes))
+    options.rows = [name for name in ROWS if name in (options.rows or ROWS)]  # the reference first
+    return options
 
 
 def run(argv):
     start = time.monotonic()
-    options = make_parser("scaling.py", __doc__).parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        command = "torchrun --standalone --nproc_per_node=4 -m benchmarks.scaling"
+    options = parse(argv)
+    world = llama.JOB.world = llama.launched()
+    if world.size == 1:
+        command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")
+    device = llama.select_device("auto", world.local_rank)
+    if not (device.type == "cuda" or options.tiny):
+        raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    world, described, config, batch = prepare(options)
-    device = llama.get_device(world.device.type)
-    result = header("scaling", device, argv) | described | {"rows": {}}
+    result = header("scaling", device, argv) | {"processes": world.size, "sizes": {}}
     launcher = f"torchrun --standalone --nproc_per_node={world.size}"
     result["command"] = f"{launcher} {result['command'].removeprefix('python ')}"
     file = ResultFile(folder, result)
-    if world.is_master:
-        print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {world.size} processes", flush=True)
-    deadline = start + options.time_limit
-    measure_scaling(options, config, batch, world, deadline, result["rows"], lambda: file.save(result))
-    if world.is_master:
-        file.save(result)
-        print(f"\nResults: {file.path}")
-    world.close()
-    return 0
+    setup = Setup(device, world, options, start + options.time_limit, {})
+
+    def save():
+        if world.rank == 0:
+            result["seconds"] = round(time.monotonic() - start, 1)
+            file.save(result)
+
+    print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {world.size} processes", flush=True)
+    if GPT2 in options.sizes:  # the trainer has a world of its own, before ours
+        print(f"\n{GPT2}", flush=True)
+        result[GPT2] = {}
+        measure_gpt(setup, result[GPT2], save)
+    sizes = [name for name in options.sizes if name != GPT2]
+    any_wrong = bool(sizes) and measure_sizes(setup, sizes, result, save)
+    save()
+    print(f"\nResults: {file.path}")
+    return int(any_wrong)
 
 
 def main(argv=None):
@@ -95,8 +430,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        os._exit(code)  # the others wait for this process: no tear-down that waits for them
-    sys.exit(code)
+    sys.exit(main())

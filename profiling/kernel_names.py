@@ -24,6 +24,10 @@ OPERATIONS = {
     r"^(cross_entropy|scale)_kernel": "cross-entropy",
     r"^embedding_backward_kernel": "embedding backward",
     r"^adamw_kernel": "optimizer",
+    # NCCL and RCCL; kernels for any collective do not say which
+    r"^nccl.*ReduceScatter": "reduce-scatter",
+    r"^nccl.*AllGather": "all-gather",
+    r"^nccl": "collective",
     # PyTorch's fused attention: flash, cuDNN, memory-efficient, AOTriton
     r"(flash|fmha|sdpa|attention|attn|_efficient_).*(bwd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
     r"flash_fwd|fmha|sdpa|scaled_dot_product|flash_attention|attn_fwd": "attention",
@@ -47,6 +51,7 @@ OPERATIONS = {
     r"reduce|aten::(sum|mean|max|norm)": "reduction",
     r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",
 }
+COLLECTIVES = ("reduce-scatter", "all-gather", "collective")
 OTHER = "other"
 OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in OPERATIONS.items()]
 
@@ -61,6 +66,7 @@ COLORS = {
     "norm": "#8c564b", "norm backward": "#c49c94",
     "embedding": "#17becf", "embedding backward": "#9edae5", "cross-entropy": "#e377c2",
     "optimizer": "#bcbd22", "gradient norm": "#e7e29a",
+    "reduce-scatter": "#b5179e", "all-gather": "#f72585", "collective": "#ffb3d9",
     "elementwise": "#393b79", "reduction": "#9c9ede", "random numbers": "#5f9ea0",
     "copy or fill": "#7f7f7f", OTHER: "#d9d9d9",
 }  # fmt: skip

@@ -17,8 +17,8 @@ import numpy as np  # noqa: E402
 
 from profiling.command_line import NothingRecorded, Parser, exit_code_of  # noqa: E402
 from profiling.hotspots import hotspots  # noqa: E402
-from profiling.kernel_names import COLORS, OTHER, operation_of  # noqa: E402
-from profiling.readers import Unreadable, read_dispatches, read_processes, read_ranges, step_windows, within  # noqa: E402
+from profiling.kernel_names import COLLECTIVES, COLORS, OTHER, operation_of  # noqa: E402
+from profiling.readers import Unreadable, read_processes, read_processes_apart, steps_of, within  # noqa: E402
 from profiling.readers.kernels_alone import read_kernels_alone  # noqa: E402
 from profiling.timeline import typical_step  # noqa: E402
 
@@ -68,17 +68,41 @@ def draw_timeline(dispatches, ranges, title):
     dispatches and ranges are tables of Name, Start and End (ns) as the readers give them.
     """
     start, end = typical_step(ranges)
-    kernels = within(dispatches, (start, end))
-    operations = kernels["Name"].astype(str).map(operation_of)
-    totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
     figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
     draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
-    for name in totals.index:
-        draw_bars(axes, start, kernels[operations == name], 0, color=COLORS[name], label=name)
+    draw_operations(axes, start, within(dispatches, (start, end)), lambda operation: 0)
     axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
     axes.set_xlabel("ms since the step began")
     axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     axes.set_title(title)
+    return figure
+
+
+def draw_operations(axes, start, kernels, level_of):
+    """Kernels as bars, in ms since start, coloured by operation, whose level is level_of(operation)."""
+    operations = kernels["Name"].astype(str).map(operation_of)
+    totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
+    for name in totals.index:
+        draw_bars(axes, start, kernels[operations == name], level_of(name), color=COLORS[name], label=name)
+
+
+def draw_processes(processes, title):
+    """A step of the first process, and what the others do meanwhile: the kernels of each, above them its collectives.
+
+    processes are pairs of dispatches and ranges, as draw_timeline has them, by one clock.
+    """
+    start, end = typical_step(processes[0][1])
+    size = 12, 1.2 + 1.1 * len(processes)
+    figure, all_axes = plt.subplots(len(processes), figsize=size, layout="constrained", sharex=True, squeeze=False)
+    for number, ((dispatches, _), axes) in enumerate(zip(processes, all_axes[:, 0], strict=True)):
+        draw_operations(axes, start, within(dispatches, (start, end)), lambda operation: operation in COLLECTIVES)
+        axes.set_yticks([0.4, 1.4], ["kernels", "collectives"])
+        axes.set_ylabel(f"process {number}")
+    axes.set_xlabel("ms since the step began")
+    drawn = [pair for axes in all_axes[:, 0] for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    entries = {label: handle for handle, label in drawn}
+    figure.legend(entries.values(), entries, ncols=5, fontsize=7, loc="outside lower center")
+    figure.suptitle(title)
     return figure
 
 
@@ -111,22 +135,24 @@ def draw_roofline(result):
     return figure
 
 
-def shows_single_steps(path):
+def shows_single_steps(ranges):
     """Whether a step's kernels lie within its range, which with --timing step they need not."""
-    windows, steps = step_windows(path)
-    return steps > 0 and len(windows) == steps
+    return len(steps_of(ranges)) > 0 and not (ranges["Name"] == "steps").any()
 
 
 def pictures_of(path, title):
     """{file name: figure} of what can be drawn of a folder, a trace or a JSON."""
     if path.suffix == ".json" and path.name != "trace.json":
         return {"roofline.png": draw_roofline(read_kernels_alone(path))}
-    table, steps, processes = read_processes(path)
+    table, steps, number = read_processes(path)
     pictures = {}
     if len(table):
         pictures["kernels.png"] = draw_kernels(table, steps, f"{title}: the kernels that take the most time")
-    if processes == 1 and shows_single_steps(path):
-        pictures["timeline.png"] = draw_timeline(read_dispatches(path), read_ranges(path), f"{title}: one step")
+    processes = read_processes_apart(path)
+    if len(processes) == number and all(shows_single_steps(ranges) for _, ranges in processes):
+        of = f" of {number} processes" if number > 1 else ""
+        draw = draw_processes if number > 1 else lambda recorded, title: draw_timeline(*recorded[0], title)
+        pictures["timeline.png"] = draw(processes, f"{title}: one step{of}")
     return pictures
 
 
@@ -152,7 +178,7 @@ def draw(options):
             plt.close(figure)
             print(f"Picture: {folder / name}")
         if "kernels.png" in pictures and "timeline.png" not in pictures:
-            print("No timeline: it needs the recording of one process, whose ranges hold the kernels of each step")
+            print("No timeline: it needs a recording whose ranges hold the kernels of each step")
     return 0
 
 

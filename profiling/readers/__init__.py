@@ -39,6 +39,7 @@ __all__ = [
     "read_dispatches",
     "read_kernel_stats",
     "read_processes",
+    "read_processes_apart",
     "read_ranges",
     "read_step_counters",
     "read_step_stats",
@@ -107,6 +108,16 @@ def read_ranges(path, kind="markers"):
     """
     reader, files = find(path, kind)
     return in_order(chunk for file in files for chunk in reader.ranges(file, kind))
+
+
+def read_processes_apart(path):
+    """[(dispatches, ranges)] of each process that names its steps, as read_dispatches and read_ranges give them.
+
+    By one clock, if they ran on one machine. Raises Unreadable.
+    """
+    reader, files = find(path, "dispatches")
+    in_steps = [file for file in files if windows_beside(reader, file)[1]]
+    return [(read_dispatches(file), read_ranges(reader.beside(file, "markers"))) for file in in_steps]
 
 
 def steps_of(ranges):

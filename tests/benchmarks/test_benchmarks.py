@@ -232,7 +232,7 @@ def test_tables_of_a_real_result(comparison, tmp_path):
 def test_tables_without_results(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README.replace("\nold\n", ""))
-    (tmp_path / "scaling_x.json").write_text('{"date": "2026", "size": "tiny"}')
+    (tmp_path / "scaling_x.json").write_text('{"date": "2026", "sizes": {"tiny": {}}}')
     assert publish.main(["--pages", str(readme), "--results", str(tmp_path)]) == 0
     assert readme.read_text().count(publish.NOT_MEASURED) == 2
 

@@ -134,7 +134,7 @@ def test_tables_hold_the_figures(tmp_path):
     results = {
         "layer_norm": {"copy_rate": 4.0, "cases": [case]},
         "gpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
-        "scaling": {"size": "gpt2", "processes": 4, "rows": {"eager": scaling}},
+        "scaling": {"processes": 4, "sizes": {}, "gpt2": {"size": "gpt2", "rows": {"eager": scaling}}},
     }
     for name, result in results.items():
         (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))

@@ -52,7 +52,7 @@ def execute(request):
     os.environ.clear()
     os.environ.update(request["env"])
     sys.executable = request["executable"]  # subprocesses start fast as well
-    sys.argv = request["argv"]
+    sys.argv = request["argv"][request["argv"][0] == "-u" :]  # torchrun's, for streams that are not buffered
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
         if sys.argv[0] == "-c":

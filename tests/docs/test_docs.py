@@ -78,6 +78,7 @@ SMALL = {
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
     "profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
     "benchmarks.steps": "--rows torch sdpa",
+    "benchmarks.scaling_model": f"--results {ROOT / 'benchmarks' / 'results'}",
 }
 SMALL_PYTHON = """#!/usr/bin/env bash
 program=${{1##*/}}
@@ -93,6 +94,15 @@ case $program in
 {cases}
 esac
 exec {real} "$@"
+"""
+SMALL_TORCHRUN = """#!/bin/sh
+for program; do
+    case $program in
+    {cases}
+    esac
+done
+echo "$0: no program of SMALL in: $*" >&2
+exit 127
 """
 NO_PYTHON = """#!/bin/sh
 echo "$0: there is no torch for this python: . .venv/bin/activate comes first" >&2
@@ -123,7 +133,10 @@ def project(tmp_path_factory):
     venv.create(copy / ".venv")
     cases = "\n".join(f'{program}) exec {server.executable} "$@" {options} ;;' for program, options in SMALL.items())
     small_python = SMALL_PYTHON.format(real=server.executable, model=MODEL, cases=cases)
-    write_executables(copy / ".venv" / "bin", dict.fromkeys(("python", "python3"), small_python))
+    launcher = f'{server.executable} -m torch.distributed.run "$@"'
+    cases = "\n".join(f"{program}) exec {launcher} {options} ;;" for program, options in SMALL.items())
+    programs = dict.fromkeys(("python", "python3"), small_python) | {"torchrun": SMALL_TORCHRUN.format(cases=cases)}
+    write_executables(copy / ".venv" / "bin", programs)
     commands.mkdir()
     rocprofv3 = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
     others = {
@@ -231,7 +244,9 @@ def without_generated(text):
 FOREIGN_FLAGS = {"--plugin", "--basenames", "--roctx-trace", "--roctx-rename", "--list-basic", "--list-derived"}
 FOREIGN_FLAGS |= {"--timestamp", "--help", "--httpd", "--no-deps"}
 FLAG = r"(?<![\w-])--[a-z][\w-]*\w"
-SOURCES = [path for kind in ("*.py", "*.sh", "Makefile") for path in ROOT.rglob(kind) if ".venv" not in path.parts]
+SOURCES = [
+    path for kind in ("*.py", "*.sh", "*.slurm", "Makefile") for path in ROOT.rglob(kind) if ".venv" not in path.parts
+]
 
 
 def test_every_flag_that_a_page_names_exists():
@@ -277,6 +292,7 @@ def test_measured_tables_stand_where_a_reader_looks_for_them():
     marked = {page_name(page): re.findall(r"<!-- begin: (\w+) -->", page.read_text()) for page in PAGES}
     measured = ["steps", "kernels", "stages", "layer_norm", "gpt", "scaling", "overhead", "pictures"]
     expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published"], "docs/measured.md": measured}
+    expected |= {"docs/scaling.md": ["scaling_model"]}
     assert {name: markers for name, markers in marked.items() if markers} == expected
 
 

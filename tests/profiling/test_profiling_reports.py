@@ -268,14 +268,32 @@ def test_pictures_of_a_profile(session):
     assert (session / "new" / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("processes, one_window", [(1, True), (2, False)])
-def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, processes, one_window):
-    """Neither a host's step whose kernels run later, nor a step under the kernels of two processes."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, processes):
+    """The host's step ends before its kernels run."""
     for rank in range(processes):
-        records.write_rocpd(tmp_path / f"rank_{rank}" / "a.db", records.make_run(3, one_window))
+        records.write_rocpd(tmp_path / f"rank_{rank}" / "a.db", records.make_run(3, one_window=True))
     assert plot.main([str(tmp_path)]) == 0
     assert (tmp_path / "kernels.png").exists() and not (tmp_path / "timeline.png").exists()
-    assert "No timeline: it needs the recording of one process" in capsys.readouterr().out
+    assert "No timeline: it needs a recording whose ranges hold" in capsys.readouterr().out
+
+
+def test_a_timeline_of_two_processes(tmp_path):
+    """Their steps by one clock, and what they exchange apart from what they compute."""
+    run = records.make_run(3)
+    for rank, names in enumerate((["ReduceScatter_Sum_bf16_RING_LL", "AllGather_RING_LL"], ["AllGather_RING_LL"])):
+        beside = [record for record in run.dispatches if record.name == "swiglu_activation_kernel"]  # two in a step
+        collectives = [record._replace(name=f"ncclDevKernel_{name}") for record in beside for name in names]
+        own = run._replace(dispatches=run.dispatches + collectives)
+        records.write_rocpd(tmp_path / f"rank_{rank}" / "a.db", own)
+    figure = plot.pictures_of(tmp_path, "title")["timeline.png"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["process 0", "process 1"]
+    (legend,) = figure.legends
+    entries = {text.get_text() for text in legend.get_texts()}
+    assert {"reduce-scatter", "all-gather", "matrix product"} <= entries and "collective" not in entries
+    for axes, expected in zip(figure.axes, (4, 2), strict=True):
+        bars = [path.get_extents().y0 for collection in axes.collections for path in collection.get_paths()]
+        assert (bars.count(1), bars.count(0)) == (expected, 19)
 
 
 def test_roofline(tmp_path):

@@ -1,0 +1,49 @@
+"""docs/scaling.md says what the script prints, and job.slurm has the lines that it names."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "scaling.md").read_text()
+SCRIPT = re.sub(r'"\n\s+f?"', "", (ROOT / "tiny_llama_v3.py").read_text())  # strings that go over several lines
+
+
+def table_below(heading):
+    """The rows of a section's table, without its header."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| (?!---)(.*) \|$", section, flags=re.M)[1:]
+
+
+def test_the_lines_of_a_run_are_what_it_prints():
+    rows = table_below("What a run says")
+    assert len(rows) > 4
+    for row in rows:
+        label = re.match(r"`(.*?)`", row)[1]
+        assert f'"{label}: ' in SCRIPT, label
+
+
+def test_the_messages_of_faults_are_the_script_s():
+    messages = [text for row in table_below("When something fails") for text in re.findall(r"`([^`]*…[^`]*)`", row)]
+    assert len(messages) > 4
+    for message in messages:
+        for part in message.split("…"):
+            assert part in SCRIPT, message
+
+
+def test_what_the_page_says_of_the_job_is_in_it():
+    job = (ROOT / "job.slurm").read_text()
+    for name in (
+        "--gpus-per-node=8",
+        "--gpus-per-task",
+        "--gpu-bind",
+        "NCCL_DEBUG",
+        "aws-ofi-nccl",
+        "interface=",
+        "cores=",
+    ):
+        assert name in job and name.rstrip("=") in PAGE, name
+    # Device 0 of an MI250X node is next to cores 48 to 55, of which the first is the system's.
+    lists = re.search(r"^# cores=\((.*)\)", job, flags=re.M)[1].split()
+    cores = [range(*map(int, text.split("-"))) for text in lists]
+    assert lists[0] == "49-55" and len(lists) == 8 and {len(each) for each in cores} == {6}
+    assert sorted(each.start // 8 for each in cores) == list(range(8)) and all(each.start % 8 == 1 for each in cores)

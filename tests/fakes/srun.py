@@ -1,0 +1,25 @@
+"""srun of Slurm 23: the options that job.slurm uses. One task a node, and every node is this machine."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
+parser.add_argument("--kill-on-bad-exit", type=int, choices=(0, 1), default=0)
+parser.add_argument("--cpu-bind", choices=("none", "cores", "sockets", "threads"), default="cores")
+parser.add_argument("program", nargs=argparse.REMAINDER)
+options = parser.parse_args()
+if options.cpu_bind != "none":  # what is bound here stays on its core, and so do its processes
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+tasks = [
+    subprocess.Popen(options.program, env=os.environ | dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID"), str(node)))
+    for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+]
+while None in [task.poll() for task in tasks]:
+    if options.kill_on_bad_exit and any(task.returncode for task in tasks):
+        for task in tasks:
+            task.kill()
+    time.sleep(0.05)
+sys.exit(max(abs(task.returncode) for task in tasks))
