@@ -29,7 +29,7 @@ emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gf
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
-	find . -name .venv -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
+	find . \( -name .venv -o -name .emulator \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
 	$(VENV_PYTHON) -m benchmarks.publish
