@@ -98,8 +98,9 @@ def test_every_node_takes_part_and_each_process_has_its_cores(cluster):
 
 
 def test_a_node_that_fails_ends_the_job(cluster):
-    code = "import os, time; os.environ['RANK'] == '3' and exit(7); time.sleep(90)"
-    assert cluster.sbatch(job=with_program(JOB, code)).returncode != 0
+    code = "import os, time; os.environ['RANK'] == '3' and exit(7); time.sleep(60); print('still here')"
+    done = cluster.sbatch(job=with_program(JOB, code))
+    assert done.returncode != 0 and "still here" not in done.stdout
 
 
 def test_the_variables_of_the_network(cluster):

@@ -20,6 +20,7 @@ tasks = [
 while None in [task.poll() for task in tasks]:
     if options.kill_on_bad_exit and any(task.returncode for task in tasks):
         for task in tasks:
-            task.kill()
+            task.terminate()
+        options.kill_on_bad_exit = 0
     time.sleep(0.05)
 sys.exit(max(abs(task.returncode) for task in tasks))
