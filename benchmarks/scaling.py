@@ -28,7 +28,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt
-from benchmarks.steps import release_all
+from benchmarks.steps import begin_measuring, release_all
 from measure.accuracy import require_finite
 from measure.options import positive, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
@@ -76,12 +76,7 @@ class Contender:
         with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
             losses = [self.next_loss() for _ in range(GATE_STEPS)]
         self.losses = world.mean(losses)
-        self.step.restart()
-        if on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        if config.graph:
-            self.step.capture(one_graph=True)
+        begin_measuring(self.step, device, config.graph)
         self.window(1)
         self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
         self.peak_memory_mib = max(world.gather(llama.peak_memory_mib(device) - before)) if on_gpu else None

@@ -261,6 +261,16 @@ def release_all(device, compiled=False):
     release(device, compiled)
 
 
+def begin_measuring(step, device, graph):
+    """After the warm-up: the initial weights, memory counted anew, and with graph the step captured."""
+    step.restart()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if graph:
+        step.capture(one_graph=True)
+
+
 class Contender:
     """A training step, built, warmed up and captured; peak memory and compile time are known then."""
 
@@ -282,12 +292,7 @@ class Contender:
                     self.results["first_loss"] = self.step.loss.item()
                     first_seconds = time.perf_counter() - start
         self.results["compile_seconds"] = first_seconds if row.compile else None
-        self.step.restart()
-        if on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        if row.graph:
-            self.step.capture(one_graph=True)
+        begin_measuring(self.step, device, row.graph)
         self.window(1)
         step_ms, _ = self.window(2)
         self.results["peak_memory_mib"] = llama.peak_memory_mib(device) - before if on_gpu else None

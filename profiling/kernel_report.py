@@ -372,8 +372,10 @@ def compile_launch(arch, launch):
     }
 
 
-AMD_WIDTHS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}
-AMD_WIDTHS |= {"dwordx4": 16, "byte": 1}
+AMD_WIDTHS = {
+    "byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12,
+    "dwordx4": 16,
+}  # fmt: skip
 
 
 def memory_access(name):

@@ -25,10 +25,10 @@ import tiny_llama_v3 as llama
 from measure.results import RESULTS, ROOT, read_result, write_json
 from measure.tables import markdown_table, number
 from profiling.emulator import source
-from profiling.kernel_report import memory_access
+from profiling.kernel_report import memory_access, wave_size
 
 PAGE, RESULT = ROOT / "docs" / "emulated_counts.md", RESULTS / "emulated_counts.json"
-LANES = 64
+LANES = wave_size("gfx942")  # and of the other two
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The memories. Lines of the vector L1 cache: ROCm Compute Profiler's documentation, "Vector L1 cache". Banks of LDS,

@@ -26,9 +26,9 @@ from tinygrad.renderer.amd import decode_inst
 from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
 from profiling.emulator.code_object import LONGEST_INSTRUCTION
+from profiling.emulator.counts import LANES
 
 ISA = "cdna"  # tinygrad's name; it tells MI200, MI300 and MI350 apart by the instructions alone
-LANES = 64
 REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
 MOST_WAVES = 16  # of a workgroup
 TURNS = (1, 7, 40, 300)  # instructions that a wave executes before another one may go on

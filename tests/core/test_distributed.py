@@ -1,5 +1,6 @@
 """Several processes, started by torchrun: they train as one does on the batch of all, and end as one does."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -176,6 +177,7 @@ def test_one_process_prints_and_writes(run):
     folder, out = run
     assert out.count("Final loss:") == out.count("step    3/3") == 1
     assert "\nProcesses: 2 over gloo" in out and "\nThroughput of all: " in out and "\nPeak memory of the f" in out
+    assert "\nTraining: batch 8 x 8 tokens on each of 2 processes, 3 steps" in out
     assert "Mistakes brought back: --no-warmup" in out
     assert len(list((folder / "results").iterdir())) == 1
     for rank in range(2):
@@ -447,3 +449,15 @@ def test_messages_that_cannot_be_captured_are_named(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     assert llama.capture_obstacle(world) == "operation not permitted when stream is capturing"
     assert llama.capture_obstacle(llama.ALONE) is None
+
+
+def test_what_is_not_captured_is_not_called_so(monkeypatch, capsys):
+    monkeypatch.setattr(llama, "capture_obstacle", lambda world: "no such operation")
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    config, device = dataclasses.replace(TINY, impl="torch", graph=True), llama.get_device("cpu")
+    step = llama.TrainStep(config, device)
+    monkeypatch.setattr(step, "capture", lambda one_graph: pytest.fail("captured"))
+    llama.warm_up(step, config, device)
+    assert "--graph is left out: messages cannot be captured here (no such operation)" in capsys.readouterr().out
+    assert not step.config.graph  # which is what the JSON has

@@ -73,7 +73,7 @@ def test_what_is_not_watched_is_only_executed(count):
     assert counts.launches == 1 and counts.instructions["matrix"] > 0 and not counts.bytes
 
 
-def test_a_step(capsys):
+def test_a_step():
     counts = count_step(EMULATED, TINY)
     assert {"rmsnorm_kernel", "flash_attention_kernel", "adamw_kernel"} <= set(counts)
     assert all(c.launches and c.instructions["scalar"] for c in counts.values())
