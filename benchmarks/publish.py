@@ -23,6 +23,7 @@ import tiny_llama_v3 as llama
 from benchmarks import front_page, scaling_report, stages
 from measure.results import RESULTS, ROOT, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+from measure.work import SIZES, SWEEPS
 from tiny_llama_v3 import exit_code_of
 
 MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
@@ -69,12 +70,38 @@ def steps_section(folder):
     newest = {}
     for name, result in newest_first(folder, "steps"):
         for size_name, size in result["sizes"].items():
-            if "comparisons" in size:  # measured to its end
+            if size_name in SIZES and "comparisons" in size:  # measured to its end
                 newest.setdefault(size_name, (size_name, size, name, result))
     if len(newest) > 1:
         newest.pop("tiny", None)  # a trial
     order = ("small", "medium", "large", "tiny")
     return "\n\n".join(steps_table(*newest[size_name]) for size_name in order if size_name in newest) or NOT_MEASURED
+
+
+def sweep_table(name, result):
+    """A line a size: the time of each row, and what ours cost compared with the strongest peer."""
+    lines = []
+    for size_name, size in result["sizes"].items():
+        rows, pair = size["rows"].values(), size["comparisons"][0] if size["comparisons"] else {}
+        lines.append(
+            [
+                f"{size_name} x {size['config']['batch_size']}" if result["sweep"] == "length" else size_name,
+                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in rows),
+                number(pair.get("time_ratio"), 2),
+                number(pair.get("memory_ratio"), 2),
+            ]
+        )
+    header = [f"ms a step, {result['sweep']} grows", *next(iter(result["sizes"].values()))["rows"]]
+    table = markdown_table([*header, "time, ours / strongest peer", "memory"], lines)
+    return f"{table}\n\n{provenance(name, result)}"
+
+
+def sweeps_section(folder):
+    newest = {}
+    for name, result in newest_first(folder, "steps"):
+        if result.get("sweep") and all("comparisons" in size for size in result["sizes"].values()):
+            newest.setdefault(result["sweep"], sweep_table(name, result))
+    return "\n\n".join(newest[sweep] for sweep in SWEEPS if sweep in newest) or NOT_MEASURED
 
 
 def kernels_section(folder):
@@ -213,6 +240,7 @@ def overhead_section(folder):
 
 SECTIONS = {  # marker: the folder of results -> Markdown, its links from the top of the project
     "steps": steps_section,
+    "sweeps": sweeps_section,
     "kernels": kernels_section,
     "stages": stages_section,
     "layer_norm": layer_norm_section,

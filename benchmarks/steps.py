@@ -2,6 +2,7 @@
 
     python -m benchmarks.steps                                every size and row, bf16
     python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
+    python -m benchmarks.steps --sweep length         how the cost grows: also width, vocab
     TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a model of seconds, also on a CPU
 
 A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph. Loss and gradients
@@ -29,7 +30,7 @@ from measure.accuracy import require_finite
 from measure.options import positive, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release
-from measure.work import SIZES
+from measure.work import SIZES, SWEEPS
 from tiny_llama_v3 import exit_code_of
 
 WARMUP_STEPS = 4
@@ -59,14 +60,20 @@ ROWS = {
         Row("sdpa", compile=True),
         Row("hf"),
         Row("hf liger"),
+        Row("hf liger fused"),
         Row(OURS, graph=True),
         Row("torch", graph=True),
         Row("torch", compile=True, graph=True),
         Row("sdpa", graph=True),
         Row("sdpa", compile=True, graph=True),
         Row("hf", compile=True, graph=True),
+        Row("sdpa flat", compile=True, graph=True),
+        Row("sdpa bf16", compile=True, graph=True),
     )
 }
+# They tell kernels from optimizer and from precision, and are no peers: one has our optimizer, one fewer digits.
+YARDSTICKS = ("sdpa flat", "sdpa bf16")
+SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger fused", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The peer from outside: Hugging Face's LLaMA with our sizes and initial weights.
@@ -97,7 +104,7 @@ class HuggingFaceLlama(nn.Module):
 
     pristine = None  # modeling_llama as imported, which Liger patches as a whole
 
-    def __init__(self, config, weights, liger):
+    def __init__(self, config, weights, liger=False, fused=False):
         super().__init__()
         try:
             from transformers.models.llama import modeling_llama
@@ -126,19 +133,25 @@ class HuggingFaceLlama(nn.Module):
             )
         )
         self.cross_entropy = F.cross_entropy
+        self.fused_cross_entropy = None  # Liger's of hidden states and head, which never keeps all logits
         if liger:
-            self.use_liger()
+            self.use_liger(fused)
         self.llama.train()
         self.copy_weights(weights)
 
-    def use_liger(self):
+    def use_liger(self, fused):
         try:
-            from liger_kernel.transformers import LigerCrossEntropyLoss, apply_liger_kernel_to_llama
+            from liger_kernel.transformers import (
+                LigerCrossEntropyLoss,
+                LigerFusedLinearCrossEntropyLoss,
+                apply_liger_kernel_to_llama,
+            )
         except ModuleNotFoundError as error:
             raise Unavailable(f"{error.name} is not installed") from error
         # Its cross-entropy is called by name: patched in, it would replace everyone's F.cross_entropy.
         apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
         self.cross_entropy = LigerCrossEntropyLoss()
+        self.fused_cross_entropy = LigerFusedLinearCrossEntropyLoss() if fused else None
 
     @torch.no_grad()
     def copy_weights(self, weights):
@@ -156,6 +169,9 @@ class HuggingFaceLlama(nn.Module):
         return {name: torch.cat([theirs[hf_name].grad for hf_name in hf_names(name)]) for name in names}
 
     def forward(self, tokens, targets):
+        if self.fused_cross_entropy:
+            hidden = self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state
+            return self.fused_cross_entropy(self.llama.lm_head.weight, hidden.flatten(0, 1), targets.flatten())
         logits = self.llama(input_ids=tokens, use_cache=False).logits
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -163,18 +179,49 @@ class HuggingFaceLlama(nn.Module):
 class HuggingFaceStep(llama.TrainStep):
     """The training step of --impl torch around that model."""
 
-    def __init__(self, config, device, liger):
+    def __init__(self, config, device, liger=False, fused=False):
         super().__init__(dataclasses.replace(config, impl="torch"), device)
         weights = dict(self.model.named_parameters())
         self.names = list(weights)
         with torch.device(device.type):
-            self.model = HuggingFaceLlama(config, weights, liger)
+            self.model = HuggingFaceLlama(config, weights, liger, fused)
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
         self.run_model = torch.compile(self.model) if config.compile else self.model
 
     def gradients(self):
         return self.model.gradients(self.names)
+
+
+class FlatStep(llama.TrainStep):
+    """PyTorch's model with our optimizer: what is left between it and ours are the kernels."""
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        self.optimizer = llama.FlatAdamW(self.model, config.learning_rate, config.use_amp)
+
+    def backward(self):
+        super().backward()
+        parameters = self.optimizer.parameters
+        with torch.no_grad():  # in a launch or two, where the optimizer would copy one by one
+            torch._foreach_copy_([p.main_grad for p in parameters], [p.grad for p in parameters])
+        for p in parameters:
+            p.grad = p.main_grad
+
+
+class LowPrecisionStep(llama.TrainStep):
+    """PyTorch's model and optimizer with weights and moments in bf16: the least that PyTorch can do.
+
+    An update below half a bit of a bf16 weight is lost, so that it trains worse; its gradients are checked like all.
+    """
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        if not config.use_amp:
+            raise Unavailable("weights in bf16 are for --use-amp")
+        for p in self.model.parameters():  # the rotary embedding's tables stay in fp32
+            p.data = p.data.bfloat16()
+        self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
 
 
 def peer_versions():
@@ -192,12 +239,14 @@ def make_step(row, config, device):
     if (row.graph or row.compile) and device.type == "cpu":
         raise Unavailable("needs a GPU")
     config = dataclasses.replace(config, compile=row.compile, graph=row.graph)
-    if row.implementation.startswith("hf"):
-        return HuggingFaceStep(config, device, liger="liger" in row.implementation)
-    obstacle = llama.triton_obstacle(device, config.use_amp) if row.implementation == OURS else None
+    implementation, *variant = row.implementation.split()
+    if implementation == "hf":
+        return HuggingFaceStep(config, device, liger="liger" in variant, fused="fused" in variant)
+    obstacle = llama.triton_obstacle(device, config.use_amp) if OURS == implementation or "flat" in variant else None
     if obstacle:
         raise Unavailable(obstacle)
-    return llama.TrainStep(dataclasses.replace(config, impl=row.implementation), device)
+    step = {"flat": FlatStep, "bf16": LowPrecisionStep}[variant[0]] if variant else llama.TrainStep
+    return step(dataclasses.replace(config, impl=implementation), device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -401,7 +450,7 @@ def compare_rows(ours, peer, rows):
 def conclude(result):
     """The strongest peer, and what ours cost compared with it and with plain eager PyTorch."""
     rows = {name: row for name, row in result["rows"].items() if row["error"] is None}
-    peers = [name for name in rows if ROWS[name].implementation != OURS]
+    peers = [name for name in rows if ROWS[name].implementation not in (OURS, *YARDSTICKS)]
     result["strongest_peer"] = min(peers, key=lambda name: rows[name]["ms"]["median"], default=None)
     ours = next((name for name in (f"{OURS} graph", OURS) if name in rows), None)
     pairs = [(ours, result["strongest_peer"]), (OURS, "torch")]
@@ -518,6 +567,7 @@ def parse(argv):
     sizes = [name for name in SIZES if name != "tiny"]
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--sizes", nargs="+", choices=sizes, help="models to measure (default: all)")
+    models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size only, fewer rows")
     models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
@@ -532,28 +582,39 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
+def sizes_of(options, on_gpu):
+    """{name: what a Config of it is made of} of the models asked for."""
+    if not on_gpu and (options.sizes or options.sweep):
+        asked = f"--sweep {options.sweep}" if options.sweep else f"--sizes {' '.join(options.sizes)}"
+        raise llama.UsageError(f"{asked} needs a GPU, and the device is a CPU: use --tiny")
+    if options.sweep:
+        return SWEEPS[options.sweep]
+    names = options.sizes or [name for name in SIZES if (name == "tiny") == (options.tiny or not on_gpu)]
+    return {name: SIZES[name] for name in names}
+
+
 def run(argv):
     start = time.monotonic()
     options = parse(argv)
     deadline = start + options.time_limit
     device = llama.select_device(options.device)
     on_gpu = device.type == "cuda"
-    if options.sizes and not on_gpu:
-        raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
+    sizes = sizes_of(options, on_gpu)
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    names = options.rows or [name for name, row in ROWS.items() if on_gpu or not (row.compile or row.graph)]
+    every_row = SWEEP_ROWS if options.sweep else list(ROWS)
+    names = options.rows or [name for name in every_row if on_gpu or not (ROWS[name].compile or ROWS[name].graph)]
     rows = [row for name, row in ROWS.items() if name in names]
     if not on_gpu and not options.tiny:
         print("There is no GPU: only the tiny model is measured.")
-    size_names = options.sizes or [name for name in SIZES if (name == "tiny") == (options.tiny or not on_gpu)]
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
 
-    result = header("steps", device, argv) | {"peers": peer_versions(), "windows": options.windows, "sizes": {}}
+    result = header("steps", device, argv)
+    result |= {"sweep": options.sweep, "peers": peer_versions(), "windows": options.windows, "sizes": {}}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
-    for name in size_names:
-        config = llama.Config(**SIZES[name], use_amp=use_amp, matmul_precision=options.matmul_precision)
+    for name, size in sizes.items():
+        config = llama.Config(**size, use_amp=use_amp, matmul_precision=options.matmul_precision)
         print(f"\n{name}", flush=True)
 
         def save(measured, name=name):

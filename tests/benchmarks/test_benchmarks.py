@@ -1,5 +1,6 @@
 """The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
 
+import dataclasses
 import json
 import os
 import statistics
@@ -72,6 +73,49 @@ def test_figures_follow_from_the_windows(comparison):
     assert size["strongest_peer"] == min(peers, key=lambda name: rows[name]["ms"]["median"])
     against_torch = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
     assert against_torch["time_ratio"] == rows["torch"]["ratio"]["median"]
+
+
+def test_yardsticks_train_as_their_peer_and_are_none(comparison):
+    config = llama.Config(**steps.SIZES["tiny"], device="cpu", use_amp=True)
+    device = llama.get_device("cpu")
+    trained = {}
+    for name, step in {
+        "sdpa": steps.make_step(steps.Row("sdpa"), config, device),
+        "sdpa flat": steps.FlatStep(dataclasses.replace(config, impl="sdpa", use_amp=False), device),
+        "sdpa bf16": steps.make_step(steps.Row("sdpa bf16"), config, device),
+    }.items():
+        step.load(*llama.RandomTokens(config).next_batch())
+        trained[name] = []
+        for _ in range(3):
+            step.run()
+            trained[name].append(step.loss.item())
+        if name == "sdpa bf16":
+            moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
+            assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
+            assert step.model.cos.dtype == torch.float32
+    assert trained["sdpa flat"] == pytest.approx(trained["sdpa"], rel=5e-3) and len(set(trained["sdpa flat"])) == 3
+    assert trained["sdpa bf16"] == pytest.approx(trained["sdpa"], rel=5e-3)
+    result = {"rows": {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": None} for name, ms in (
+        ("triton graph", 1.0), ("sdpa compile graph", 3.0), ("sdpa flat compile graph", 2.0),
+        ("sdpa bf16 compile graph", 1.5))}}  # fmt: skip
+    steps.conclude(result)
+    assert result["strongest_peer"] == "sdpa compile graph"
+
+
+def test_weights_in_bf16_are_refused_in_fp32(comparison):
+    config = llama.Config(**steps.SIZES["tiny"], device="cpu")
+    with pytest.raises(steps.Unavailable, match="--use-amp"):
+        steps.make_step(steps.Row("sdpa bf16"), config, llama.get_device("cpu"))
+
+
+def test_a_sweep_changes_one_size_only():
+    grows = {"length": {"seq_len", "batch_size"}, "width": {"hidden_dim", "num_heads"}, "vocab": {"vocab_size"}}
+    for name, sizes in steps.SWEEPS.items():
+        configs = [dataclasses.asdict(llama.Config(**size)) for size in sizes.values()]
+        derived = {"num_kv_heads", "ffn_dim"} if name == "width" else set()
+        assert {key for key in configs[0] if len({str(config[key]) for config in configs}) > 1} == grows[name] | derived
+    assert {size["batch_size"] * size["seq_len"] for size in steps.SWEEPS["length"].values()} == {16384}
+    assert {size["hidden_dim"] // size["num_heads"] for size in steps.SWEEPS["width"].values()} == {64}
 
 
 def cut_swiglu(x, gate_up_weight, down_weight):
@@ -346,6 +390,20 @@ def test_cells_of_the_tables(synthetic, tmp_path):
     result["sizes"]["small"]["rows"]["triton graph"]["ms"] = {"p20": 9.0, "median": 10.0, "p80": 12.0}
     path.write_text(json.dumps(result))
     assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in publish.steps_section(tmp_path)
+
+
+def test_a_sweep_is_a_table_and_no_size_of_the_steps(synthetic, tmp_path):
+    path = tmp_path / "steps_some-gpu_20260102_030405.json"
+    result = json.loads(path.read_text())
+    size = result["sizes"]["small"]
+    wide = size | {"rows": size["rows"] | {"triton graph": {"error": "OutOfMemoryError: 9 GiB"}}, "comparisons": []}
+    sweep = result | {"sweep": "width", "sizes": {"hidden 512": size, "hidden 9,000": wide}, "date": "2027-01-01"}
+    (tmp_path / "steps_some-gpu_20270101_000000.json").write_text(json.dumps(sweep))
+    table = publish.sweeps_section(tmp_path)
+    assert "| ms a step, width grows | triton graph | sdpa compile graph | hf |" in table
+    assert "| hidden 512 | 10.0 | 20.0 | transformers is not installed | 0.50 | 1.0 |" in table
+    assert "| hidden 9,000 | OutOfMemoryError: 9 GiB | 20.0 | transformers is not installed |  |  |" in table
+    assert "hidden 9,000" not in publish.steps_section(tmp_path)
 
 
 def test_pictures_and_the_cost_of_profiling(tmp_path, capsys):
