@@ -14,7 +14,6 @@ from exercises.checks.common import (
     unwritten,
 )
 
-
 ROWS, INNER, COLS, ITEMSIZE = SIZES = 1024, 512, 2048, 4
 
 

@@ -50,7 +50,7 @@ MISTAKES = {  # a line of the solution, what a learner might write, the task tha
     "no eps": ("exercise1", "square_sum / n_cols + eps", "square_sum / n_cols", "rmsnorm_kernel", "row of zeros"),
     "lines without stride": ("exercise1", "index * stride * itemsize", "index * itemsize", "memory_lines", "own"),
     "mean writes a matrix": ("exercise1", "2 + 1 + 2 + 2", "2 + 2 + 2 + 2", "bytes_moved", "were seen to move"),
-    "one weight": ("exercise2", "2 * cols * inner + 3", "cols * inner + 3", "naive_bytes", "3 \\* inner"),
+    "one weight": ("exercise2", "2 * cols * inner + 3", "cols * inner + 3", "least_bytes", "once each"),
     "unmasked store": ("exercise2", "gate * tl.sigmoid(gate) * up, mask=mask)", "gate * tl.sigmoid(gate) * up)",
                        "silu_mul_kernel", "beyond the end"),
     "derivative of silu": ("exercise2", "(s + gate * s * (1.0 - s))", "s", "silu_mul_backward_kernel", "gate_grad"),
