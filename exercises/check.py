@@ -145,7 +145,9 @@ def judge(path, checks, task):
         return Verdict(False, str(reason), begun=False)
     except Wrong as wrong:
         blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
-        return Verdict(False, f"not written yet, {blanks}" if blanks else str(wrong), begun=not blanks)
+        return Verdict(
+            False, f"not written yet, {blanks} still stands there" if blanks else str(wrong), begun=not blanks
+        )
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
@@ -204,7 +206,7 @@ def judge_apart(context, path, exercise, task, limit):
 
 
 def judge_everywhere(path, exercise, task, limit):
-    """Interpreted, which gives undefined values their meaning and errors their lines; if it passes on the GPU as well."""
+    """Interpreted, where undefined values and the lines of errors are seen; what passes on the GPU as well."""
     verdict = judge_apart(FORKED, path, exercise, task, limit)
     checks = EXERCISES[exercise].checks
     if not (verdict.passed and ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)):

@@ -88,6 +88,8 @@ def check_rmsnorm_kernel(exercise):
 
 def memory_lines_mistakes(block_size, itemsize, stride, line):
     elements = block_size * itemsize
+    if stride == 1:
+        yield elements // line, "a line that is touched in part counts as well"
     yield -(-elements // line), "the stride is missing: neighbours are stride elements apart"
     yield -(-block_size * stride // line), "itemsize is missing: an element is itemsize bytes long"
     yield (
@@ -99,7 +101,6 @@ def memory_lines_mistakes(block_size, itemsize, stride, line):
     yield ((block_size - 1) * stride * itemsize // line + 1), words
     yield block_size, "these are the elements: those that share a line touch it together"
     yield elements, "these are the bytes, not the lines"
-    yield elements // line, "a line that is touched in part counts as well"
 
 
 def check_memory_lines(exercise):
