@@ -303,6 +303,7 @@ def run(argv):
     file, solution, checks = EXERCISES[options.exercise]
     tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
     progress = None if options.solution else open_progress(options)
+    start_server()
     path = HERE / (solution if options.solution else file)
     passed = 0
     for task in tasks:

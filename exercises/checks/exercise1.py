@@ -113,10 +113,10 @@ def check_memory_lines(exercise):
         (64, 4, 1, 64, 4, "AMD's caches have lines of 64 or 128 bytes"),
         (5, 4, 1, 128, 1, "20 bytes lie in one line"),
     ):
-        arguments = (block_size, itemsize, stride) + (() if line == 128 else (line,))
+        other_line = {} if line == 128 else {"line": line}
         name = f"memory_lines({block_size}, {itemsize}, {stride}{'' if line == 128 else f', line={line}'})"
         mistakes = memory_lines_mistakes(block_size, itemsize, stride, line)
-        expect_number(name, exercise.memory_lines(*arguments), lines, hint, mistakes)
+        expect_number(name, exercise.memory_lines(block_size, itemsize, stride, **other_line), lines, hint, mistakes)
 
 
 class CountBytes(TorchFunctionMode):
