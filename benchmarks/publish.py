@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from benchmarks import front_page, scaling_report, stages, traces
+from benchmarks import front_page, scaling_report, stages, told, traces
 from measure.results import RESULTS, ROOT, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from tiny_llama_v3 import exit_code_of
@@ -223,6 +223,7 @@ SECTIONS = {  # marker: the folder of results -> Markdown, its links from the to
     "pictures": pictures_section,
     "front": front_page.front_section,
     "published": front_page.published_section,
+    "told": told.told_section,
 }
 PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/scaling.md")]
 DRAWN = {  # picture: what draws it from the folder of results
