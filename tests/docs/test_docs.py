@@ -28,7 +28,7 @@ from tests.docs import preloaded_python
 ROOT = Path(__file__).resolve().parents[2]
 
 
-LEFT_OUT = {".venv", "tests", "results", "triton_profiles"}
+LEFT_OUT = {".venv", "tests", "results", "triton_profiles", "build"}
 PAGES = [page for page in sorted(ROOT.rglob("[!.]*.md")) if not LEFT_OUT & set(page.relative_to(ROOT).parts)]
 PAGES = [page for page in PAGES if not page.relative_to(ROOT).parts[0].startswith(".")]
 EXECUTED = [page for page in PAGES if page.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "exercises", page.name)]
