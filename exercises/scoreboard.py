@@ -165,7 +165,7 @@ def text_of(board):
         lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
         for exercise, names in tasks.items():
             counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
-            lines += [f"  {exercise}: {', '.join(counts)}"]
+            lines += [f"  {exercise}: {'; '.join(counts)}"]
         lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
         for stuck in board["stuck"]:
             lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]

@@ -53,7 +53,7 @@ def test_the_table_has_a_mark_for_each_participant_and_task(folder, capsys):
     lines = output_of(capsys, folder).out.splitlines()
     marks = {line.split()[0]: line.split()[1] for line in lines[1:5]}
     assert marks == {"ada": "++", "bob": "xx", "cyd": "x.", "dan": "x."}
-    assert f"  exercise1: {KERNEL} (1 of 4), {LINES} (1 of 4)" in lines
+    assert f"  exercise1: {KERNEL} (1 of 4); {LINES} (1 of 4)" in lines
 
 
 def test_the_task_where_most_are_stuck_comes_first_with_the_message_that_most_see(folder, capsys):
