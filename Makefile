@@ -8,7 +8,7 @@ unexport PYTHON
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test emulate lint publish kernel-report clean force
+.PHONY: help run test emulate lint publish kernel-report slides clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,14 @@ publish: .venv/run.stamp ## write the measured tables and pictures of the pages 
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
 	$(VENV_PYTHON) -m profiling.kernel_report
+
+# Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).
+MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files
+slides: .venv/run.stamp ## put the workshop on slides in build/, as Markdown, HTML and PDF, by Marp, which needs node
+	$(VENV_PYTHON) -m exercises.slides
+	@command -v npx >/dev/null || { echo 'make slides: there is no npx: install node, or open build/slides.md in an editor with Marp' >&2; exit 1; }
+	$(MARP) build/slides.md --output build/slides.html
+	$(MARP) build/slides.md --output build/slides.pdf
 
 clean: ## remove .venv, the caches, the emulator and what pip built
 	rm -rf .venv .emulator .pytest_cache .ruff_cache .hypothesis build *.egg-info

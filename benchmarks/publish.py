@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from benchmarks import front_page, scaling_report, stages
+from benchmarks import front_page, scaling_report, stages, told, traces
 from measure.results import RESULTS, ROOT, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from measure.work import SIZES, SWEEPS
@@ -251,12 +251,14 @@ SECTIONS = {  # marker: the folder of results -> Markdown, its links from the to
     "pictures": pictures_section,
     "front": front_page.front_section,
     "published": front_page.published_section,
+    "told": told.told_section,
 }
 PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/scaling.md")]
 DRAWN = {  # picture: what draws it from the folder of results
     ROOT / "docs" / "front_page.png": front_page.draw,
     ROOT / "docs" / "scaling_measured.png": scaling_report.draw_measured,
     ROOT / "docs" / "scaling_model.png": scaling_report.draw_model,
+    **{ROOT / "docs" / f"{name}.png": functools.partial(traces.draw, name=name) for name in traces.PICTURES},
 }
 
 

@@ -1,6 +1,7 @@
 """Time the SwiGLU kernels of tiny_llama_v3.py over their block sizes, beside the library's product.
 
     python -m exercises.sweep_swiglu
+    python -m exercises.sweep_swiglu --output sweep.json    keep the rows for exercises.scoreboard
 
 Every result is compared with one in higher precision before it is timed. Times are medians of the device's clock, the
 cache flushed before each call. Without a GPU a small size is interpreted: results are checked, times are left out.
@@ -9,7 +10,9 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met.
 
 import os
 import sys
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,25 +24,31 @@ if not ON_GPU:
 import tiny_llama_v3 as llama  # noqa: E402
 from measure import work  # noqa: E402
 from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
+from measure.results import write_json  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 NAIVE_BLOCKS = (32, 64, 128, 256, 512)
 ACTIVATION_BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
 
-def report(label, call, result, plain, exact, amount, unit):
-    """Prints a line; False if the result, which call must have filled, is wrong. amount: FLOP or bytes of a call."""
+def report(kernel, block_size, call, result, plain, exact, amount, unit):
+    """Prints a line and returns it as a row: kernel, block_size (None: the library's), right, us (None: not timed).
+
+    call must fill result; amount: FLOP or bytes of a call.
+    """
+    label = f"{kernel}, BLOCK_SIZE {block_size}" if block_size else kernel
+    row = {"kernel": kernel, "block_size": block_size, "right": True, "us": None}
     call()
     verdict = compare({"": result}, {"": plain}, {"": exact}, KERNEL_TOLERANCE[result.dtype])
     if verdict.failed:
         print(f"{label:34} WRONG: relative error {verdict.errors['']:.1e}, allowed {verdict.allowed['']:.1e}")
-        return False
+        return row | {"right": False}
     if ON_GPU:
         ms = llama.triton.testing.do_bench(call, return_mode="median")
         print(f"{label:34} {ms * 1e3:10.1f} us {amount / ms / 1e9:10.3g} {unit}", flush=True)
-    else:
-        print(f"{label:34} right (interpreted: not timed)", flush=True)
-    return True
+        return row | {"us": ms * 1e3}
+    print(f"{label:34} right (interpreted: not timed)", flush=True)
+    return row
 
 
 def activation(gate_up):
@@ -48,7 +57,7 @@ def activation(gate_up):
 
 
 def sweep():
-    """Yields whether each result is right."""
+    """Yields a row for each kernel and block size, as report() has it."""
     rows, inner, cols = (1024, 512, 2048) if ON_GPU else (2, 32, 48)
     # The interpreter multiplies bf16 matrices wrongly.
     randn = partial(torch.randn, device="cuda", dtype=torch.bfloat16) if ON_GPU else torch.randn
@@ -61,21 +70,29 @@ def sweep():
     for block in NAIVE_BLOCKS:
         kernel = llama.swiglu_kernel[(rows * cols,)]
         call = partial(kernel, x, weight, gate_up, hidden, inner, cols, BLOCK_SIZE=block)
-        yield report(f"swiglu_kernel, BLOCK_SIZE {block}", call, hidden, activated, exact, flop, "TFLOP/s")
+        yield report("swiglu_kernel", block, call, hidden, activated, exact, flop, "TFLOP/s")
     library = partial(torch.mm, x, weight.t(), out=gate_up)
-    yield report("the library's product", library, gate_up, product, exact_product, flop, "TFLOP/s")
+    yield report("the library's product", None, library, gate_up, product, exact_product, flop, "TFLOP/s")
     for block in ACTIVATION_BLOCKS:
         kernel = llama.swiglu_activation_kernel[(rows * llama.cdiv(cols, block),)]
         call = partial(kernel, gate_up, hidden, cols, BLOCK_SIZE=block)
-        yield report(f"activation, BLOCK_SIZE {block}", call, hidden, activated, exact, moved, "TB/s")
+        yield report("activation", block, call, hidden, activated, exact, moved, "TB/s")
 
 
 def run(argv):
-    llama.Parser("sweep_swiglu.py", __doc__).parse_args(argv)
+    parser = llama.Parser("sweep_swiglu.py", __doc__)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--participant", default=os.environ.get("USER", "anonymous"), help="(default: $USER)")
+    options = parser.parse_args(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
     torch.manual_seed(0)
-    return int(not all(list(sweep())))
+    rows = list(sweep())
+    if options.output:
+        device = llama.select_device("auto")
+        result = {"participant": options.participant, "date": datetime.now().isoformat(timespec="seconds")}
+        write_json(options.output, result | {"device": device.name, "rows": rows})
+    return int(not all(row["right"] for row in rows))
 
 
 def main(argv=None):

@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 
 import tiny_llama_v3 as llama
-from benchmarks import front_page
+from benchmarks import front_page, told
 
 ENVIRONMENT = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
 MODEL = {"hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 1000}
@@ -86,6 +86,49 @@ def test_a_replay_of_other_sizes_or_stages_is_not_what_was_published(tmp_path):
     whole = replay_result()
     write(tmp_path, stages_bf16=whole | {"precision": "bf16"}, stages_short=whole | {"stages": whole["stages"][:1]})
     assert front_page.published_section(tmp_path) == front_page.NOT_MEASURED
+
+
+def layout_results():
+    """The two replays and the steps that the table of what was told needs."""
+
+    def stage(number, speed, **figures):
+        phases = {"forward": 1.0, "backward": 1.0, "optimizer": 1.0} | figures.pop("phase_ms", {})
+        return {"stage": number, "samples_per_second": speed, "batch_ms": {"p50": 1.0}, "phase_ms": phases} | figures
+
+    speeds = {1: 100, 2: 100, 3: 110, 4: 110, 5: 880, 6: 1760, 7: 20}
+    story = replay_result() | {"stages": [stage(number, speed) for number, speed in speeds.items()]}
+    story["baseline"]["samples_per_second"] = 440
+    for index, figures in {
+        0: {"first_loss": 480.0}, 1: {"attention_us": 30.0}, 2: {"attention_us": 20.0},
+        3: {"phase_ms": {"forward": 40.0}}, 4: {"phase_ms": {"forward": 2.0}},
+    }.items():  # fmt: skip
+        story["stages"][index] |= figures
+    layouts = replay_result() | {"precision": "bf16", "config": {"seq_len": 2048}}
+    layouts["stages"] = [stage(2, 10, attention_us=900.0), stage(3, 11, attention_us=100.0)]
+    steps = step_result()
+    steps["sizes"]["small"]["rows"]["sdpa"] = steps["sizes"]["small"]["rows"]["torch"] | {"ms": {"median": 50.0}}
+    return {"stages_fp32": story, "stages_bf16": layouts, "steps": steps}
+
+
+def test_what_was_told_stands_beside_what_is_measured(tmp_path):
+    write(tmp_path, **layout_results())
+    rows = {line.split(" | ")[0]: line.split(" | ")[2] for line in told.told_section(tmp_path).splitlines()[2:10]}
+    assert rows["| stage 1, first loss"] == "480"
+    assert rows["| stage 2"] == "100 samples/s; stage 7, compiling: 20.0 samples/s"
+    assert rows["| stage 3 over 2, `.contiguous()`"] == (
+        "the step 1.1 x; its attention kernel 1.5 x, in bf16 at 2048 tokens 9.0 x"
+    )
+    assert rows["| stage 4 → 5, forward"] == "40.0 → 2.00 ms, 20 x"
+    assert rows["| stage 5 over V1"] == "4.0 x severed, 2.0 x correct"
+    assert rows["| V4, fused PyTorch, over V1"] == "1.6 x (`--impl sdpa`, bf16)"
+
+
+@pytest.mark.parametrize("missing", ["stages_fp32", "stages_bf16", "steps"])
+def test_nothing_is_told_without_all_of_its_measurements(tmp_path, missing):
+    results = layout_results()
+    del results[missing]
+    write(tmp_path, **results)
+    assert told.told_section(tmp_path) == told.NOT_MEASURED
 
 
 def test_the_picture_is_drawn_from_the_newest_results(tmp_path):

@@ -1,0 +1,242 @@
+"""Show how far a class is: who has passed which task, where most are stuck and why, and the best sweep.
+
+    python -m exercises.scoreboard class/                        every JSON file below a folder
+    python -m exercises.scoreboard class/ --html board.html      also as a page to put on the wall
+    python -m exercises.scoreboard class/ --watch 30             again every 30 seconds, until Ctrl-C
+
+Reads what `exercises/check.py` writes (progress.json, one a participant) and `exercises.sweep_swiglu --output`. Of
+several files of one participant the newest counts. A file that is neither is named and left out.
+Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
+"""
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from profiling.command_line import Failure, Parser, exit_code_of
+
+PASSED, TRIED, UNTRIED = "+", "x", "."
+WIDTH = 100
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+@dataclass
+class Stuck:
+    """A task that some have tried and not passed."""
+
+    task: str  # "exercise1 rmsnorm_kernel"
+    participants: list
+    attempts: float  # their median
+    message: str  # the commonest, as the first of them saw it
+    count: int  # how many saw it, numbers aside
+
+
+def is_progress(content):
+    """Whether it is {"participant", "exercises": {exercise: {task: {"passed", "attempts", ...}}}}."""
+    exercises = content.get("exercises")
+    groups = exercises.values() if isinstance(exercises, dict) else [None]
+    states = [state for group in groups for state in (group.values() if isinstance(group, dict) else [None])]
+    return isinstance(content.get("participant"), str) and all(
+        isinstance(state, dict) and isinstance(state.get("passed"), bool) and isinstance(state.get("attempts"), int)
+        for state in states
+    )
+
+
+def is_sweep(content):
+    """Whether it is {"participant", "device", "rows": [{"kernel", "block_size", "us"}]}."""
+    rows = content.get("rows")
+    return isinstance(content.get("participant"), str) and isinstance(rows, list) and all(
+        isinstance(row, dict) and {"kernel", "block_size", "us"} <= row.keys() for row in rows
+    )  # fmt: skip
+
+
+def read_all(paths):
+    """({participant: progress}, [sweep], [(path, why it was left out)]) of files, and of all JSON below folders."""
+    files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+    progress, sweeps, left_out = {}, [], []
+    for file in files:
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
+            left_out.append((file, str(error)))
+            continue
+        if isinstance(content, dict) and is_progress(content):
+            known = progress.get(content["participant"])
+            if not known or str(content.get("date", "")) >= str(known.get("date", "")):
+                progress[content["participant"]] = content
+        elif isinstance(content, dict) and is_sweep(content):
+            sweeps.append(content)
+        else:
+            left_out.append((file, "neither a participant's progress nor a sweep"))
+    return dict(sorted(progress.items())), sweeps, left_out
+
+
+def tasks_of(progress):
+    """{exercise: [task]} of all participants, exercises by name, tasks in the order in which they first appear."""
+    found = {}
+    for content in progress.values():
+        for exercise, tasks in content["exercises"].items():
+            found.setdefault(exercise, {}).update(dict.fromkeys(tasks))
+    return {exercise: list(found[exercise]) for exercise in sorted(found)}
+
+
+def mark_of(content, exercise, task):
+    state = content["exercises"].get(exercise, {}).get(task)
+    if not state or not (state["passed"] or state["attempts"]):
+        return UNTRIED
+    return PASSED if state["passed"] else TRIED
+
+
+def stuck_at(progress):
+    """[Stuck], the task with the most participants first. A message counts as another's if only numbers differ."""
+    found = []
+    for exercise, tasks in tasks_of(progress).items():
+        for task in tasks:
+            here = {
+                who: content["exercises"][exercise][task]
+                for who, content in progress.items()
+                if mark_of(content, exercise, task) == TRIED
+            }
+            if here:
+                messages = [" ".join((state.get("message") or "no message").split()) for state in here.values()]
+                (kind, count), *_ = Counter(NUMBER.sub("#", message) for message in messages).most_common(1)
+                message = next(message for message in messages if NUMBER.sub("#", message) == kind)
+                attempts = statistics.median(state["attempts"] for state in here.values())
+                found.append(Stuck(f"{exercise} {task}", list(here), attempts, message, count))
+    return sorted(found, key=lambda stuck: len(stuck.participants), reverse=True)
+
+
+def best_sweeps(sweeps):
+    """[(kernel, device, row, participant)]: for each kernel on each device the fastest row that was timed."""
+    best = {}
+    for sweep in sweeps:
+        for row in sweep["rows"]:
+            key = row["kernel"], sweep.get("device") or "unknown device"
+            if row["us"] is not None and (key not in best or row["us"] < best[key][0]["us"]):
+                best[key] = row, sweep["participant"]
+    return [(kernel, device, row, who) for (kernel, device), (row, who) in sorted(best.items())]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def summary_of(paths):
+    """What the table, the questions and the page show, as a dict; Failure if there is nothing to show."""
+    progress, sweeps, left_out = read_all(paths)
+    if not progress and not sweeps:
+        named = "".join(f"; {path}: {why}" for path, why in left_out)
+        given = ", ".join(map(str, paths))
+        raise Failure(f"no progress.json and no sweep in {given}{named}: have the class run exercises/check.py first")
+    tasks = tasks_of(progress)
+    marks = {}
+    for who, content in progress.items():
+        marks[who] = {
+            exercise: "".join(mark_of(content, exercise, task) for task in tasks[exercise]) for exercise in tasks
+        }
+    passed = {f"{exercise} {task}": sum(marks[who][exercise][index] == PASSED for who in marks)
+              for exercise, names in tasks.items() for index, task in enumerate(names)}  # fmt: skip
+    return {"tasks": tasks, "marks": marks, "passed": passed, "stuck": stuck_at(progress),
+            "sweeps": best_sweeps(sweeps), "untimed": bool(sweeps), "left_out": left_out}  # fmt: skip
+
+
+def sweep_line(kernel, device, row, participant):
+    size = f"BLOCK_SIZE {row['block_size']}" if row["block_size"] else "no block size"
+    return f"{kernel}: {row['us']:.1f} us, {size}, {participant} ({device})"
+
+
+def text_of(board):
+    """The lines for a terminal."""
+    tasks, marks = board["tasks"], board["marks"]
+    lines = []
+    if marks:
+        width = max(map(len, ("participant", *marks)))
+        columns = {exercise: max(len(exercise), len(names)) for exercise, names in tasks.items()}
+        lines += ["  ".join([f"{'participant':{width}}", *(f"{name:{size}}" for name, size in columns.items())])]
+        for who, row in marks.items():
+            lines.append("  ".join([f"{who:{width}}", *(f"{row[name]:{size}}" for name, size in columns.items())]))
+        lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
+        for exercise, names in tasks.items():
+            counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
+            lines += [f"  {exercise}: {'; '.join(counts)}"]
+        lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
+        for stuck in board["stuck"]:
+            lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]
+            lines += [f"    {stuck.count} of {len(stuck.participants)}: {stuck.message}"]
+    if board["sweeps"]:
+        lines += ["", "Best of the class's sweeps:", *(f"  {sweep_line(*best)}" for best in board["sweeps"])]
+    elif board["untimed"]:
+        lines += ["", "The sweeps of the class are interpreted: nothing was timed."]
+    return "\n".join(wrapped.rstrip() for line in lines for wrapped in wrap(line))
+
+
+def wrap(line):
+    """A line as several of at most WIDTH columns, what follows indented by two more."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    pieces = []
+    while len(line) > WIDTH and " " in line[len(indent) : WIDTH]:
+        cut = line.rindex(" ", len(indent), WIDTH)
+        pieces, line = [*pieces, line[:cut]], indent + line[cut + 1 :]
+    return [*pieces, line]
+
+
+def page_of(board, refresh):
+    """The text of one page that needs no other file; refresh: seconds after which a browser loads it again."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    names = {PASSED: "passed", TRIED: "tried", UNTRIED: "untried"}
+    template = environment.get_template("scoreboard.html.jinja")
+    best = [sweep_line(*row) for row in board["sweeps"]]
+    return template.render(board=board, names=names, best=best, refresh=refresh, now=time.strftime("%H:%M"))
+
+
+def positive_seconds(text):
+    if not float(text) > 0:
+        raise ValueError
+    return float(text)
+
+
+def show(options):
+    board = summary_of(options.paths)
+    print(text_of(board), flush=True)
+    if options.html:
+        options.html.write_text(page_of(board, options.watch))
+        print(f"Page: {options.html}")
+    for path, why in board["left_out"]:
+        print(f"left out: {path}: {why}", file=sys.stderr)
+    return int(bool(board["left_out"]))
+
+
+def run(argv):
+    parser = Parser("scoreboard.py", __doc__)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
+    parser.add_argument("--watch", type=positive_seconds, metavar="SECONDS", help="again and again, until Ctrl-C")
+    options = parser.parse_args(argv)
+    missing = [str(path) for path in options.paths if not path.exists()]
+    if missing:
+        raise Failure(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
+    while options.watch:
+        print("\x1b[2J\x1b[H", end="")  # clears the terminal
+        try:
+            show(options)
+        except Failure as nothing_yet:
+            print(nothing_yet, flush=True)
+        time.sleep(options.watch)
+    return show(options)
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "scoreboard.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The scoreboard says who is where, what most are stuck at and why, and leaves nothing out in silence."""
+
+import json
+import re
+
+import pytest
+
+import tiny_llama_v3 as llama
+from exercises import scoreboard, sweep_swiglu
+
+KERNEL, LINES = "rmsnorm_kernel", "memory_lines"
+MASK = "1 of 256 elements of y are wrong: at (0, 3) it is 0.5, expected 1; is there a mask?"
+SAME = "7 of 600 elements of y are wrong: at (1, 77) it is -2.5e-05, expected 3; is there a mask?"
+OTHER = "not written yet, FILL ME IN (2 lines)"
+
+
+def state(passed, attempts=1, message=None):
+    at = "2030-01-02T03:04:05" if passed else None
+    return {"passed": passed, "attempts": attempts, "passed_at": at, "message": message}
+
+
+def progress(participant, date="2030-01-02T03:04:05", **tasks):
+    return {"participant": participant, "date": date, "exercises": {"exercise1": tasks}}
+
+
+def sweep(participant, us, device="Some GPU"):
+    rows = [{"kernel": "swiglu_kernel", "block_size": size, "right": True, "us": t} for size, t in us.items()]
+    return {"participant": participant, "date": "2030-01-02T03:04:05", "device": device, "rows": rows}
+
+
+CLASS = {
+    "ada": progress("ada", rmsnorm_kernel=state(True), memory_lines=state(True, 3)),
+    "bob": progress("bob", rmsnorm_kernel=state(False, 4, MASK), memory_lines=state(False, 1, OTHER)),
+    "cyd": progress("cyd", rmsnorm_kernel=state(False, 2, SAME), memory_lines=state(False, 0)),
+    "dan": progress("dan", rmsnorm_kernel=state(False, 6, OTHER)),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in CLASS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "progress.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def output_of(capsys, *argv, code=0):
+    assert scoreboard.main([str(word) for word in argv]) == code
+    return capsys.readouterr()
+
+
+def test_the_table_has_a_mark_for_each_participant_and_task(folder, capsys):
+    lines = output_of(capsys, folder).out.splitlines()
+    marks = {line.split()[0]: line.split()[1] for line in lines[1:5]}
+    assert marks == {"ada": "++", "bob": "xx", "cyd": "x.", "dan": "x."}
+    assert f"  exercise1: {KERNEL} (1 of 4); {LINES} (1 of 4)" in lines
+
+
+def test_the_task_where_most_are_stuck_comes_first_with_the_message_that_most_see(folder, capsys):
+    text = output_of(capsys, folder).out.split("Where they are stuck")[1]
+    lines = [line.strip() for line in text.splitlines()[1:]]
+    assert lines[0] == f"exercise1 {KERNEL}: bob, cyd, dan; median of attempts 4"
+    assert lines[1] == f"2 of 3: {MASK}"  # bob's and cyd's differ in numbers only
+    assert lines[2] == f"exercise1 {LINES}: bob; median of attempts 1"
+
+
+def test_the_newest_of_a_participant_s_files_counts(folder, capsys):
+    for name, date, passed in (("0new", "2030-01-03T00:00:00", True), ("zold", "2029-01-01T00:00:00", False)):
+        (folder / f"{name}.json").write_text(json.dumps(progress("bob", date, rmsnorm_kernel=state(passed))))
+    assert re.search("^bob +[+][.]", output_of(capsys, folder).out, flags=re.M)
+
+
+def test_the_best_sweep_of_each_device_is_named_with_its_owner(folder, capsys):
+    (folder / "a.json").write_text(json.dumps(sweep("ada", {32: 90.0, 64: 70.0})))
+    (folder / "b.json").write_text(json.dumps(sweep("bob", {64: 75.0, 128: 60.0})))
+    (folder / "c.json").write_text(json.dumps(sweep("cyd", {64: 800.0}, "Laptop GPU")))
+    text = output_of(capsys, folder).out
+    assert "swiglu_kernel: 60.0 us, BLOCK_SIZE 128, bob (Some GPU)" in text and "ada (" not in text
+    assert "swiglu_kernel: 800.0 us, BLOCK_SIZE 64, cyd (Laptop GPU)" in text
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+def test_the_sweep_writes_what_the_board_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_swiglu, "NAIVE_BLOCKS", (64,))
+    monkeypatch.setattr(sweep_swiglu, "ACTIVATION_BLOCKS", (128, 256))
+    assert sweep_swiglu.main(["--output", str(tmp_path / "sweep.json"), "--participant", "ada"]) == 0
+    sweep = json.loads((tmp_path / "sweep.json").read_text())
+    assert scoreboard.is_sweep(sweep) and sweep["participant"] == "ada"
+    assert [row["block_size"] for row in sweep["rows"]] == [64, None, 128, 256]
+    assert all(row["right"] and (row["us"] is not None) == sweep_swiglu.ON_GPU for row in sweep["rows"])
+
+
+def test_a_sweep_without_times_wins_nothing(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(sweep("ada", {32: None})))
+    text = output_of(capsys, tmp_path).out
+    assert "nothing was timed" in text and "Best" not in text
+
+
+def test_broken_files_are_named_and_the_others_shown(folder, capsys):
+    broken = {
+        "cut.json": '{"participant": "eve", "exerc',
+        "foreign.json": "[1, 2]",
+        "half.json": json.dumps({"participant": "eve", "exercises": {"exercise1": {KERNEL: True}}}),
+        "bytes.json": b"\xff\xfe",
+    }
+    for name, content in broken.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    captured = output_of(capsys, folder, code=1)
+    assert len(re.findall("^(ada|bob|cyd|dan) ", captured.out, flags=re.M)) == 4 and "eve" not in captured.out
+    named = [line for line in captured.err.splitlines() if line.startswith("left out: ")]
+    assert [name for name in broken if any(name in line for line in named)] == list(broken) and len(named) == 4
+
+
+def test_lines_fit_a_terminal(folder, capsys):
+    (folder / "long.json").write_text(json.dumps(progress("fay", bytes_moved=state(False, 1, "many words " * 30))))
+    text = output_of(capsys, folder).out
+    assert max(map(len, text.splitlines())) <= scoreboard.WIDTH and len(re.findall(r"many\s+words", text)) == 30
+
+
+def test_the_page_says_the_same_and_no_participant_writes_html(folder, capsys, tmp_path):
+    page = tmp_path / "board.html"
+    (folder / "evil.json").write_text(json.dumps(progress("<b>eve</b>", bytes_moved=state(False, 1, "<script>"))))
+    output_of(capsys, folder, "--html", page)
+    text = page.read_text()
+    assert "<b>" not in text and "<script" not in text and "&lt;script&gt;" in text
+    assert text.count('class="passed"') == 2 and text.count('class="tried"') == 5
+    assert "http" not in text.replace("http-equiv", "") and "refresh" not in text
+
+
+def test_watching_shows_what_has_changed(folder, capsys, monkeypatch):
+    page = folder / "board.html"
+
+    def passes_meanwhile(seconds):
+        if (folder / "gil.json").exists():
+            raise KeyboardInterrupt
+        (folder / "gil.json").write_text(json.dumps(progress("gil", rmsnorm_kernel=state(True))))
+
+    monkeypatch.setattr(scoreboard.time, "sleep", passes_meanwhile)
+    text = output_of(capsys, folder, "--watch", "20", "--html", page, code=130).out
+    assert len(re.findall("^gil ", text, flags=re.M)) == 1 and len(re.findall("^ada ", text, flags=re.M)) == 2
+    assert '<meta http-equiv="refresh" content="20">' in page.read_text()
+
+
+@pytest.mark.parametrize("argument", ["empty", "nowhere"])
+def test_nothing_to_show_is_one_line(tmp_path, capsys, argument):
+    (tmp_path / "empty").mkdir()
+    error = output_of(capsys, tmp_path / argument, code=2).err
+    assert error.count("\n") == 1 and argument in error
