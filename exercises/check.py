@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton interpret)
 import tiny_llama_v3 as llama  # noqa: E402
-from exercises.checks import exercise1, exercise2, exercise3  # noqa: E402
+from exercises.checks import exercise1, exercise2, exercise3, puzzles  # noqa: E402
 from exercises.checks.common import Wrong  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
@@ -35,6 +35,7 @@ class Exercise(NamedTuple):
 
 
 EXERCISES = {
+    "puzzles": Exercise("puzzles.py", "solutions/puzzles.py", puzzles),
     "exercise1": Exercise("exercise1_triton_basics.py", "solutions/exercise1_triton_basics.py", exercise1),
     "exercise2": Exercise("exercise2_swiglu_optimization.py", "solutions/exercise2_swiglu_optimization.py", exercise2),
     "exercise3": Exercise("exercise3_flash_attention.py", "solutions/exercise3_flash_attention.py", exercise3),
