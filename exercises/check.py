@@ -1,31 +1,62 @@
 #!/usr/bin/env python3
-"""Check an exercise: each task prints PASS, or FAIL and why.
+"""Check an exercise: each task prints PASS, or FAIL and why. What passes is remembered in exercises/progress.json.
 
     python exercises/check.py exercise1                 what you wrote in exercises/exercise1_triton_basics.py
-    python exercises/check.py exercise1 --solution      the solution
+    python exercises/check.py exercise1 --task rms      one task of it, by its name or how that begins
+    python exercises/check.py exercise1 --solution      the solution, at the end
+    python exercises/check.py                           what is done, and what is next
 
-Without a GPU the kernels run in Triton's interpreter, in seconds.
-Exit codes: 0 all tasks pass, 1 some do not yet, 2 the request cannot be met.
+Kernels run in Triton's interpreter, in seconds; where there is a GPU, those that pass are then compiled and checked
+there. Each task has a process of its own, so that a crash or an endless loop ends that task alone.
+Exit codes: 0 all tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
+import bdb
+import faulthandler
 import importlib.util
+import inspect
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import signal
 import sys
+import tempfile
+import textwrap
 import traceback
 import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+# Processes are forked from a server, which imports PyTorch once, and at the same time as this process. Nothing in it
+# touches a GPU, which would be lost to its forks.
+FORKED = multiprocessing.get_context("forkserver")
+
+
+def start_server():
+    FORKED.set_forkserver_preload(["numpy", "torch", "triton"])
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        multiprocessing.forkserver.ensure_running()
+
+
+if __name__ == "__main__":
+    start_server()
 
 import torch  # noqa: E402
 
 import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton interpret)
 import tiny_llama_v3 as llama  # noqa: E402
-from exercises.checks import exercise1, exercise2, exercise3, puzzles  # noqa: E402
-from exercises.checks.common import Wrong  # noqa: E402
+from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
+from exercises.checks.common import NothingStored, NotYet, Wrong, poisoned_masks  # noqa: E402
+from exercises.progress import Progress  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
+
+WIDTH = 100  # of a line on the terminal
+LIMIT = 60  # seconds
 
 
 class Exercise(NamedTuple):
@@ -41,6 +72,16 @@ EXERCISES = {
     "exercise3": Exercise("exercise3_flash_attention.py", "solutions/exercise3_flash_attention.py", exercise3),
 }
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Judging one task, in this process
+
+
+class Verdict(NamedTuple):
+    passed: bool
+    message: str | None = None  # why not
+    begun: bool = True  # whether there was anything to check
+    imported: bool = True
+
 
 def load(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -49,48 +90,242 @@ def load(path):
     return module
 
 
-def verdict(check, exercise):
-    """Why a task fails, or None."""
+OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
+ERROR_HINTS = {  # what an error says: what it usually comes from
+    r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
+    r"illegal memory access|misaligned address": OUTSIDE,
+    r"incompatible dimensions": "rows[:, None] is a column, keys[None, :] a row, and both together are a tile",
+    r"NoneType": "does the function return what its docstring says?",
+}
+
+
+def line_of(error, path):
+    """The line of path in which an error was raised, or None."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return error.lineno
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    source, node = getattr(error, "src", None), getattr(error, "node", None)
+    if source and hasattr(node, "lineno"):  # Triton's CompilationError, which counts from the kernel's first line
+        text = path.read_text()
+        if source.strip() in text:
+            return text[: text.index(source.strip())].count("\n") + node.lineno
+    return lines[-1] if lines else None
+
+
+def describe(error, path):
+    """An exception of the participant's code: its kind, its line, what it says, and what that usually means."""
+    chain = [error]  # an InterpreterError or CompilationError wraps what really happened
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    line = next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
+    place = f" in line {line} of {path.name}" if line else ""
+    said = (getattr(chain[-1], "error_message", None) or str(chain[-1])).strip().splitlines()
+    hint = next((hint for pattern, hint in ERROR_HINTS.items() if said and re.search(pattern, said[-1])), None)
+    return f"{type(chain[-1]).__name__}{place}: {said[-1] if said else ''}" + (f"; {hint}" if hint else "")
+
+
+def blanks_of(exercise, task):
+    """What is still to be filled in in a task's function."""
+    function = getattr(exercise, task, None)
+    source = inspect.getsource(getattr(function, "fn", function)) if function else ""
+    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", source))
+
+
+def judge(path, checks, task):
+    """The Verdict on a task of the file at path; checks is the module that judges it."""
     torch.manual_seed(0)
     try:
-        with warnings.catch_warnings():
+        exercise = load(path)
+    except Exception as error:
+        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
+    try:
+        with warnings.catch_warnings(), poisoned_masks():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of kernels with holes in the interpreter
-            check(exercise)
+            checks.TASKS[task](exercise)
+    except NotYet as reason:
+        return Verdict(False, str(reason), begun=False)
     except Wrong as wrong:
-        return str(wrong)
+        blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
+        return Verdict(False, f"not written yet, {blanks}" if blanks else str(wrong), begun=not blanks)
     except NotImplementedError as blank:
-        return f"not written yet, {blank}"
-    except Exception as error:  # whatever the code under test does
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == exercise.__file__
-        ]
-        place = f" in line {lines[-1]} of {Path(exercise.__file__).name}" if lines else ""
-        return f"{type(error).__name__}{place}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        return Verdict(False, f"not written yet, {blank}", begun=False)
+    except bdb.BdbQuit:
+        return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
+    except (Exception, SystemExit) as error:  # whatever the code under test does
+        return Verdict(False, describe(error, path))
+    return Verdict(True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Judging it in a process of its own
+
+
+def judge_and_send(connection, path, exercise, task, trace):
+    """In the process: sends the Verdict. trace: a file for where it was, should it be killed by a signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted as well, and ends this process
+    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a crash is seen
+    torch.set_num_threads(1)
+    with open(trace, "w") as file:
+        faulthandler.enable(file, all_threads=False)
+        connection.send(judge(path, EXERCISES[exercise].checks, task))
+
+
+def place_in(trace, path):
+    frames = re.findall(r'File "(.*)", line (\d+) in', trace.read_text() if trace.exists() else "")  # innermost first
+    line = next((line for file, line in frames if file == str(path)), None)
+    return f" in line {line} of {path.name}" if line else ""
+
+
+def judge_apart(context, path, exercise, task, limit):
+    """The Verdict of a process that context starts; SIGABRT has it write where it is after limit seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=judge_and_send, args=(theirs, path, exercise, task, trace), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(limit):
+                os.kill(process.pid, signal.SIGABRT)
+                process.join(5)
+                reason = f"did not end within {limit:g} s{place_in(trace, path)}: is there an endless loop?"
+                return Verdict(False, f"{reason} (--limit gives it more)")
+            return ours.recv()
+        except EOFError:
+            process.join()
+            place = place_in(trace, path)
+        finally:
+            process.kill()
+            process.join()
+    if process.exitcode >= 0:
+        return Verdict(False, f"ended with exit code {process.exitcode} before it was judged: what calls os._exit?")
+    name = signal.Signals(-process.exitcode).name
+    hints = {"SIGSEGV": OUTSIDE, "SIGBUS": OUTSIDE, "SIGABRT": OUTSIDE, "SIGKILL": "was there too little memory?"}
+    return Verdict(False, f"killed by {name}{place}: {hints.get(name, 'what raised it?')}")
+
+
+def judge_everywhere(path, exercise, task, limit):
+    """Interpreted, which gives undefined values their meaning and errors their lines; if it passes on the GPU as well."""
+    verdict = judge_apart(FORKED, path, exercise, task, limit)
+    checks = EXERCISES[exercise].checks
+    if not (verdict.passed and ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)):
+        return verdict
+    verdict = judge_apart(multiprocessing.get_context("spawn"), path, exercise, task, limit)
+    return verdict if verdict.passed else verdict._replace(message=f"right in the interpreter, but: {verdict.message}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def show(text):
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), flush=True)
+
+
+def all_tasks():
+    return [(name, task) for name, exercise in EXERCISES.items() for task in exercise.checks.TASKS]
+
+
+def summary(progress, exercise=None):
+    """How many tasks are done, and which is next: of this exercise, then of those after it, then of those before."""
+    tasks = all_tasks()
+    open_tasks = [pair for pair in tasks if not progress.state(*pair)["passed"]]
+    done = f"{len(tasks) - len(open_tasks)} of {len(tasks)} done"
+    if not open_tasks:
+        return done
+    names = list(EXERCISES)
+    begin = names.index(exercise) if exercise else 0
+    name, task = next((pair for pair in open_tasks if names.index(pair[0]) >= begin), open_tasks[0])
+    return f"{done}; next: {task} ({name})"
+
+
+def show_progress(progress):
+    print(f"Of {progress.content['participant']}, in {progress.path}:")
+    for name, task in all_tasks():
+        state = progress.state(name, task)
+        attempts = f"{state['attempts']} attempt{'s' * (state['attempts'] != 1)}"
+        told = f"done, {attempts}" if state["passed"] else f"not yet, {attempts}" if state["attempts"] else "not begun"
+        print(f"  {name:10} {task:26} {told}")
+    print(summary(progress))
+
+
+def task_called(tasks, given):
+    """The task of this name, or the only one whose name begins like that."""
+    found = [task for task in tasks if task == given] or [task for task in tasks if task.startswith(given)]
+    if len(found) != 1:
+        reason = "fits more than one" if found else "is none"
+        raise llama.UsageError(f"--task {given} {reason} of the tasks: {', '.join(found or tasks)}")
+    return found[0]
+
+
+def parse(argv):
+    parser = llama.Parser("check.py", __doc__)
+    parser.add_argument("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
+    parser.add_argument("--task", metavar="NAME", help="this task alone; the beginning of its name will do")
+    parser.add_argument("--solution", action="store_true", help="check the solution instead, and remember nothing")
+    parser.add_argument("--file", help="check this file in place of the one in exercises/")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=LIMIT,
+                        help=f"the most that a task may take (default: {LIMIT})")  # fmt: skip
+    parser.add_argument("--debug", action="store_true",
+                        help="run in this process, without a limit, so that breakpoint() has the terminal")  # fmt: skip
+    parser.add_argument("--progress", metavar="FILE", help="where it is remembered (default: exercises/progress.json)")
+    parser.add_argument("--name", help="of the participant (default: the user's)")
+    options = parser.parse_args(argv)
+    if options.exercise is None:
+        for flag in ("task", "solution", "file", "debug"):
+            if getattr(options, flag):
+                raise llama.UsageError(f"--{flag} needs an exercise: {', '.join(EXERCISES)}")
+    if options.solution and options.progress is not None:
+        raise llama.UsageError("--progress is not for --solution, of which nothing is remembered")
+    if options.file is not None and (options.solution or not Path(options.file).is_file()):
+        reason = "and --solution exclude each other" if options.solution else "is no file: name one"
+        raise llama.UsageError(f"--file {options.file} {reason}")
+    if not 0 < options.limit < float("inf"):
+        raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0")
+    if options.debug and ON_GPU:
+        raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
+    return options
+
+
+def open_progress(options):
+    path = HERE / "progress.json" if options.progress is None else Path(options.progress)
+    if path.is_dir():
+        raise llama.UsageError(f"--progress {path} is a folder: name a file")
+    llama.writable_folder("--progress", path.parent)
+    return Progress(path, options.name)
 
 
 def run(argv):
-    parser = llama.Parser("check.py", __doc__)
-    parser.add_argument("exercise", choices=EXERCISES)
-    parser.add_argument("--solution", action="store_true", help="check the solution instead")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
+    if options.exercise is None:
+        show_progress(open_progress(options))
+        return 0
     file, solution, checks = EXERCISES[options.exercise]
-    path = HERE / (solution if options.solution else file)
-    try:
-        exercise = load(path)
-    except Exception as error:  # a syntax error, say
-        line = getattr(error, "lineno", None)
-        print(f"FAIL  {path.name} cannot be imported{f', line {line}' if line else ''}: {error}")
-        return 1
-    tasks = checks.TASKS
-    failed = 0
-    for name, check in tasks.items():
-        reason = verdict(check, exercise)
-        failed += reason is not None
-        print(f"FAIL  {name}: {reason}" if reason else f"PASS  {name}", flush=True)
-    print(f"{options.exercise}: {len(tasks) - failed} of {len(tasks)} tasks pass")
-    return int(failed > 0)
+    tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
+    progress = None if options.solution else open_progress(options)
+    given = options.file and Path(options.file).resolve()
+    path = HERE / (solution if options.solution else given or file)
+    passed = 0
+    for task in tasks:
+        if options.debug:
+            verdict = judge(path, checks, task)
+        else:
+            verdict = judge_everywhere(path, options.exercise, task, options.limit)
+        if not verdict.imported:
+            show(f"FAIL  {verdict.message}")
+            return 1
+        passed += verdict.passed
+        show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
+        if progress is not None:
+            progress.record(options.exercise, task, *verdict[:3])
+    if options.task is None:
+        print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
+    if progress is not None:
+        print(summary(progress, options.exercise))
+    return int(passed < len(tasks))
 
 
 def main(argv=None):

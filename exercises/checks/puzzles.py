@@ -6,7 +6,7 @@ import math
 import torch
 
 import tiny_llama_v3 as llama
-from exercises.checks.common import DEVICE, Wrong, expect_close, expect_untouched, randn, unwritten
+from exercises.checks.common import DEVICE, NothingStored, Wrong, expect_close, randn, unwritten
 from exercises.checks.memory import launch
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -27,22 +27,12 @@ def for_each(cases):
     return all_cases
 
 
-def recognise(name, got, wanted, tolerance, mistakes, hint):
-    """Compares as expect_close does; a wrong result that equals one of mistakes {what it is: tensor} is named so."""
-    for what, result in mistakes.items():
-        close = [torch.isclose(got.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True).all()
-                 for other in (wanted, result)]  # fmt: skip
-        if close == [False, True]:
-            raise Wrong(f"{name}: {what}")
-    expect_close(name, got, wanted, tolerance, hint)
+MAY_BE_ANYTHING = "what the mask leaves out may be anything, here infinity"
 
 
 def only_first(x, n):
     """x with all but its first n elements as they were before: not stored."""
     return torch.where(torch.arange(len(x), device=x.device) < n, x, math.nan)
-
-
-MAY_BE_ANYTHING = "what the mask leaves out may be anything, here infinity"
 
 
 def padded(x, stride_row, stride_col=1):
@@ -65,14 +55,13 @@ def check_copy_kernel(puzzles, block_size):
     launch(puzzles.copy_kernel, (1,), x, y, BLOCK_SIZE=block_size,
            explain=lambda fault: "the offsets of a block run from 0 to BLOCK_SIZE - 1")  # fmt: skip
     case = f"y of {block_size}"
-    expect_untouched(case, behind)
-    mistakes = {
-        "every element is x[0]: x_ptr is one address, x_ptr + offsets is a block of them": x[:1].expand_as(x),
-        "these are the offsets: load what lies there, and store that": torch.arange(block_size, device=DEVICE),
-        "only the first is stored: y_ptr is one address, y_ptr + offsets is a block of them": only_first(x, 1),
-        "only the first 8 are stored: a block has BLOCK_SIZE elements, whatever that is": only_first(x, 8),
-    }
-    recognise(case, y, x, 0, mistakes, "element i of y is element i of x")
+    mistakes = [
+        (x[:1].expand_as(x), "every element is x[0]: x_ptr is one address, x_ptr + offsets is a block of them"),
+        (torch.arange(block_size, device=DEVICE), "these are the offsets: load what lies there, and store that"),
+        (only_first(x, 1), "only the first is stored: y_ptr is one address, y_ptr + offsets is a block of them"),
+        (only_first(x, 8), "only the first 8 are stored: a block has BLOCK_SIZE elements, whatever that is"),
+    ]
+    expect_close(case, y, x, 0, "element i of y is element i of x", mistakes, behind)
 
 
 def beyond_the_end(fault):
@@ -95,8 +84,7 @@ def check_masked_copy_kernel(puzzles, n_elements, block_size):
     x, (y, behind) = randn(n_elements), unwritten(n_elements)
     launch(puzzles.masked_copy_kernel, (1,), x, y, n_elements, BLOCK_SIZE=block_size, explain=explain)
     case = f"y of {n_elements} in a block of {block_size}"
-    expect_untouched(case, behind)
-    recognise(case, y, x, 0, {}, "where the mask is True, y[i] = x[i]")
+    expect_close(case, y, x, 0, "where the mask is True, y[i] = x[i]", behind=behind)
 
 
 GRID_COPY = [(10, 4), (64, 32), (100, 32), (3, 8)]  # n_elements, BLOCK_SIZE
@@ -108,14 +96,13 @@ def check_grid_copy_kernel(puzzles, n_elements, block_size):
     programs = llama.cdiv(n_elements, block_size)
     launch(puzzles.grid_copy_kernel, (programs,), x, y, n_elements, BLOCK_SIZE=block_size, explain=beyond_the_end)
     case = f"y of {n_elements} in {programs} blocks of {block_size}"
-    expect_untouched(case, behind)
-    mistakes = {
-        "only the first block is stored: all programs do the same; tl.program_id(0) tells them apart":
-            only_first(x, block_size),
-        "the blocks overlap: program 1 begins at element BLOCK_SIZE, not at element 1":
-            only_first(x, block_size + programs - 1),
-    }  # fmt: skip
-    recognise(case, y, x, 0, mistakes, "program p copies the elements from p * BLOCK_SIZE on")
+    mistakes = [
+        (only_first(x, block_size),
+         "only the first block is stored: all programs do the same; tl.program_id(0) tells them apart"),
+        (only_first(x, block_size + programs - 1),
+         "the blocks overlap: program 1 begins at element BLOCK_SIZE, not at element 1"),
+    ]  # fmt: skip
+    expect_close(case, y, x, 0, "program p copies the elements from p * BLOCK_SIZE on", mistakes, behind)
 
 
 OUTER_SUM = [(3, 5, 4, 8), (5, 3, 8, 4), (4, 4, 4, 4), (1, 13, 2, 16)]  # n_rows, n_cols, BLOCK_M, BLOCK_N
@@ -126,25 +113,24 @@ def check_outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
     def explain(fault):
         if fault.tensor != "z":
             return f"{fault.tensor} has {fault.size} elements: which of rows and cols belongs to it, under which mask?"
-        rows, cols = fault.lanes
-        if (cols >= n_cols).all():
-            return "columns of the block that do not exist are stored: the mask needs cols < n_cols"
-        if (rows >= n_rows).all():
-            return "rows of the block that do not exist are stored: the mask needs rows < n_rows"
+        lanes = dict(zip(("rows", "cols"), fault.lanes, strict=False))  # a block of one dimension has rows only
+        for name, length in (("cols", n_cols), ("rows", n_rows)):
+            if name in lanes and (lanes[name] >= length).all():
+                return f"{name} of the block that do not exist are stored: the mask needs {name} < n_{name}"
         return "row i of z begins at element i * n_cols, whatever the size of the block"
 
     x, y, (z, behind) = randn(n_rows), randn(n_cols), unwritten(n_rows, n_cols)
     launch(puzzles.outer_sum_kernel, (1,), x, y, z, n_rows, n_cols, BLOCK_M=block_m, BLOCK_N=block_n, explain=explain)
     case = f"z of {n_rows} x {n_cols} in a block of {block_m} x {block_n}"
-    expect_untouched(case, behind)
     wanted = x[:, None] + y[None, :]
-    mistakes = {
-        "y is not in it": x[:, None].expand_as(z),
-        "x is not in it": y.expand_as(z),
-    }
+    mistakes = [
+        (x[:, None].expand_as(z), "y is not in it"),
+        (y.expand_as(z), "x is not in it"),
+    ]
     if n_rows == n_cols:
-        mistakes["rows and columns are exchanged: x is the column, [:, None], and y the row, [None, :]"] = wanted.T
-    recognise(case, z, wanted, 1e-6, mistakes, "z[i, j] = x[i] + y[j], and row i of z begins at element i * n_cols")
+        mistakes += [(wanted.T, "rows and columns are exchanged: x is the column, [:, None], and y the row, [None, :]")]
+    hint = "z[i, j] = x[i] + y[j], and row i of z begins at element i * n_cols"
+    expect_close(case, z, wanted, 1e-6, hint, mistakes, behind)
 
 
 # n_rows, n_cols, stride_row, stride_col, BLOCK_M, BLOCK_N
@@ -166,9 +152,8 @@ def check_transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, bloc
     launch(puzzles.transpose_kernel, grid, x, y, n_rows, n_cols, stride_row, stride_col, BLOCK_M=block_m,
            BLOCK_N=block_n, explain=explain)  # fmt: skip
     case = f"y for x of {n_rows} x {n_cols} with strides {stride_row} and {stride_col}"
-    expect_untouched(case, behind)
-    mistakes = {"this is x as it was: x[i, j] goes to row j and column i of y": plain.reshape(y.shape)}
-    recognise(case, y, plain.T, 0, mistakes, "y[j, i] = x[i, j], and the address in x takes both strides")
+    mistakes = [(plain.reshape(y.shape), "this is x as it was: x[i, j] goes to row j and column i of y")]
+    expect_close(case, y, plain.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides", mistakes, behind)
 
 
 ROW_SUM = [(3, 10, 12, 4), (2, 3000, 3000, 1024), (2, 5, 9, 16)]  # n_rows, n_cols, stride_row, BLOCK_SIZE
@@ -185,19 +170,19 @@ def check_row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     y, behind = unwritten(n_rows)
     launch(puzzles.row_sum_kernel, (n_rows,), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, explain=explain)
     case = f"y for rows of {n_cols}, BLOCK_SIZE {block_size}"
-    expect_untouched(case, behind)
+    if not y.any():
+        raise NothingStored(f"{case} is 0, what total began with: add the sum of the block to it")
     blocks = [block.float().sum(1) for block in x.split(block_size, dim=1)]
     wanted, missing = x.double().sum(1), -n_cols % block_size
-    mistakes = {
-        "0 is what total began with: add the sum of the block to it": torch.zeros_like(y),
-        f"infinite: {MAY_BE_ANYTHING}, give it a value with other=0.0": torch.full_like(y, math.inf),
-        "this is the sum of the last block only: total += ..., not =": blocks[-1],
-        "this is the sum of the first block, again and again: cols moves with start": blocks[0] * len(blocks),
-        f"{missing} too many: what the mask leaves out counts as 1": wanted + missing,
-    }  # fmt: skip
+    mistakes = [
+        (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
+        (blocks[-1], "this is the sum of the last block only: total += ..., not ="),
+        (blocks[0] * len(blocks), "this is the sum of the first block, again and again: cols moves with start"),
+        (wanted + missing, f"{missing} too many: what the mask leaves out counts as 1"),
+    ]
     if 1e-6 < ((y - wanted) / wanted).abs().max() < 5e-3:
         raise Wrong(f"{case}: nearly right, with the few digits of fp16: .to(tl.float32) comes before tl.sum")
-    recognise(case, y, wanted, 1e-6, mistakes, "is every block of the row added once?")
+    expect_close(case, y, wanted, 1e-6, "is every block of the row added once?", mistakes, behind)
 
 
 SOFTMAX = [((2, 1, 0, 1, -1), 8), ((-11, -10, -9), 4), ((1000, 999, 0, -1000), 4)]  # scores, BLOCK_SIZE
@@ -214,18 +199,17 @@ def check_softmax_kernel(puzzles, scores, block_size):
     (n_rows, n_cols), (y, behind) = x.shape, unwritten(*x.shape)
     launch(puzzles.softmax_kernel, (n_rows,), x, y, n_cols, BLOCK_SIZE=block_size, explain=explain)
     case = f"y for the scores {', '.join(map(str, scores))}"
-    expect_untouched(case, behind)
     largest, padding = x.max(1, keepdim=True).values, block_size - n_cols
     with_zeros, zero = torch.exp(x - largest.clamp(min=0)), torch.exp(-largest.clamp(min=0))
-    mistakes = {
-        "exp overflows, and inf / inf is not a number: subtract the row's maximum first":
-            torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
-        f"the rows do not add up to 1: {padding} lanes that do not exist take part, as scores of 0; "
-        'other=float("-inf") keeps them out': with_zeros / (with_zeros.sum(1, keepdim=True) + padding * zero),
-        "not divided by the sum of the row": torch.exp(x - largest),
-        f'not a number: {MAY_BE_ANYTHING}, give it a value with other=float("-inf")': torch.full_like(x, math.nan),
-    }  # fmt: skip
-    recognise(case, y, torch.softmax(x.double(), 1), 1e-5, mistakes, "does each row of y add up to 1?")
+    mistakes = [
+        (torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
+         "exp overflows, and inf / inf is not a number: subtract the row's maximum first"),
+        (with_zeros / (with_zeros.sum(1, keepdim=True) + padding * zero),
+         f"rows do not add up to 1: {padding} lanes that do not exist take part, as scores of 0; other=float('-inf')"),
+        (torch.exp(x - largest), "not divided by the sum of the row"),
+        (torch.full_like(x, math.nan), f'not a number: {MAY_BE_ANYTHING}, give it a value with other=float("-inf")'),
+    ]  # fmt: skip
+    expect_close(case, y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?", mistakes, behind)
 
 
 ROWS_WITH_MAXIMA = (4, 8, 1, 6, 3, 2), (3, 1, 5, 2, 9, 7), (-6, -2, -4, -3, -8, -5)
@@ -239,17 +223,16 @@ def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
     launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size,
            explain=lambda fault: "print cols and the mask: which lanes are True that should not be?")  # fmt: skip
     case = f"y for rows of {n_cols} is {y.tolist()}"
-    expect_untouched(case, behind)
     wanted, first_block = x.max(1).values, x[:, :block_size].max(1).values
     look = "print start and the mask in the loop: which columns does the second block load?"
-    mistakes = {
-        f"wrong where the largest is not in the first block, or lies below zero; {look}": first_block.clamp(min=0),
-        f"wrong where the largest is not in the first block; {look}": first_block,
-        "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?":
-            wanted.clamp(min=0),
-        f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?": torch.full_like(y, math.inf),
-    }  # fmt: skip
-    recognise(case, y, wanted, 0, mistakes, "print x in the loop")
+    mistakes = [
+        (first_block.clamp(min=0), f"wrong where the largest is not in the first block, or lies below zero; {look}"),
+        (first_block, f"wrong where the largest is not in the first block; {look}"),
+        (wanted.clamp(min=0),
+         "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?"),
+        (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"),
+    ]  # fmt: skip
+    expect_close(case, y, wanted, 0, "print x in the loop", mistakes, behind)
 
 
 MATMUL = [(24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)]  # n_rows, n_cols, n_inner, the block of all three
@@ -258,28 +241,27 @@ MATMUL = [(24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)]  # n_rows, n_cols
 @for_each(MATMUL)
 def check_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block):
     def explain(fault):
-        masks = {"x": "rows < n_rows and inner < n_inner", "y": "inner < n_inner and cols < n_cols"}
-        lengths = {"x": "n_inner", "y": "n_cols"}
-        return f"its mask is {masks[fault.tensor]}, and its rows have {lengths[fault.tensor]} elements"
+        rows, cols = {"x": ("rows", "inner"), "y": ("inner", "cols"), "z": ("rows", "cols")}[fault.tensor]
+        return f"its mask is {rows} < n_{rows} and {cols} < n_{cols}, and its rows have n_{cols} elements"
 
     x, y, (z, behind) = randn(n_rows, n_inner), randn(n_inner, n_cols), unwritten(n_rows, n_cols)
     grid = llama.cdiv(n_rows, block), llama.cdiv(n_cols, block)
     launch(puzzles.matmul_kernel, grid, x, y, z, n_rows, n_cols, n_inner, BLOCK_M=block, BLOCK_N=block, BLOCK_K=block,
            explain=explain)  # fmt: skip
     case = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
-    expect_untouched(case, behind)
+    if not z.any():
+        raise NothingStored(f"{case}, is 0, what it began with: add the product of the tiles to it")
     steps, last = llama.cdiv(n_inner, block), (n_inner - 1) // block * block
-    mistakes = {
-        "0 is what z began with: add the product of the tiles to it": torch.zeros_like(z),
-        f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0": torch.full_like(z, math.nan),
-        "this is the product of the last two tiles only: z += ..., not =": x[:, last:] @ y[last:],
-        "this is the product of the first two tiles, again and again: inner moves with start":
-            steps * (x[:, :block] @ y[:block]),
-        "y is read as if its columns lay one after the other: y[k, j] is element k * n_cols + j":
-            x @ y.reshape(n_cols, n_inner).T,
-    }  # fmt: skip
+    mistakes = [
+        (torch.full_like(z, math.nan), f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
+        (x[:, last:] @ y[last:], "this is the product of the last two tiles only: z += ..., not ="),
+        (steps * (x[:, :block] @ y[:block]),
+         "this is the product of the first two tiles, again and again: inner moves with start"),
+        (x @ y.reshape(n_cols, n_inner).T,
+         "y is read as if its columns lay one after the other: y[k, j] is element k * n_cols + j"),
+    ]  # fmt: skip
     hint = 'z[i, j] = sum of x[i, k] * y[k, j]; with few right digits on a GPU, is input_precision="ieee" there?'
-    recognise(case, z, x.double() @ y.double(), 1e-4, mistakes, hint)
+    expect_close(case, z, x.double() @ y.double(), 1e-4, hint, mistakes, behind)
 
 
 TASKS = {

@@ -7,6 +7,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from exercises import check
+from exercises.checks import puzzles
 
 SOLUTION = Path(check.__file__).parent / "solutions" / "puzzles.py"
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
@@ -20,7 +21,7 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("tl.arange(0, BLOCK_SIZE)", "tl.arange(0, 8)", "only the first 8 are stored"),
         ("tl.arange(0, BLOCK_SIZE)", "1 + tl.arange(0, BLOCK_SIZE)", "run from 0 to BLOCK_SIZE - 1"),
         ("tl.arange(0, BLOCK_SIZE)", "tl.arange(1, BLOCK_SIZE)", "power of 2"),
-        ("tl.store(y_ptr + offsets, x)", "pass", "not written yet, nothing is stored"),
+        ("tl.store(y_ptr + offsets, x)", "pass", "nothing is stored"),
     ],
     "masked_copy_kernel": [
         (", mask=mask", "", "line .. reads element 5 of x, .* 3 lanes of program 0: .* tl.load(..., mask=mask)"),
@@ -65,11 +66,11 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("cols = start + tl.arange(0, BLOCK_SIZE)", "cols = tl.arange(0, BLOCK_SIZE)", "cols moves with start"),
         ("x.to(tl.float32)", "x", "the few digits of fp16"),
         ("row * stride_row", "row * n_cols", "rows begin stride_row elements apart"),
-        ("total += tl.sum(x.to(tl.float32), axis=0)", "pass", "0 is what total began with"),
+        ("total += tl.sum(x.to(tl.float32), axis=0)", "pass", "is 0, what total began with: add the sum"),
     ],
     "softmax_kernel": [
         ("tl.exp(x - tl.max(x, axis=0))", "tl.exp(x)", "exp overflows"),
-        ('other=float("-inf"))\n    p', "other=0.0)\n    p", "3 lanes that do not exist take part"),
+        ('other=float("-inf"))\n    p', "other=0.0)\n    p", "3 lanes that do not exist take part, as scores of 0"),
         (', other=float("-inf"))\n    p', ")\n    p", "give it a value with other=float"),
         ("p / tl.sum(p, axis=0)", "p", "not divided by the sum"),
         ("row * n_cols + cols, p", "cols, p", "does each row of y add up to 1?"),
@@ -77,7 +78,7 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
     ],
     "row_max_kernel": [
         ('cols < n_cols, other=float("-inf"))\n        largest', "cols < BLOCK_SIZE, other=0.0)\n        largest",
-         "[8.0, 5.0, 0.0]: wrong where the largest is not in the first block, or lies below zero"),
+         "[8.0, 5.0, 0.0] .* wrong where the largest is not in the first block, or lies below zero"),
         ('cols < n_cols, other=float("-inf"))\n        largest', "cols < n_cols, other=0.0)\n        largest",
          "wrong where all lie below zero; 0 is not in that row"),
         ('cols < n_cols, other=float("-inf"))\n        largest',
@@ -92,8 +93,9 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         (", mask=x_mask, other=0.0", "", "its mask is rows < n_rows and inner < n_inner"),
         (", mask=y_mask, other=0.0", "", "its mask is inner < n_inner and cols < n_cols"),
         (", mask=x_mask, other=0.0", ", mask=x_mask", "give it a value with other=0.0"),
-        ("inner[:, None] * n_cols + cols[None, :]", "inner[:, None] + cols[None, :] * n_inner", "as if its columns lay one after the other"),
-        ("z += tl.dot(x, y, input_precision=\"ieee\")", "pass", "0 is what z began with"),
+        ("inner[:, None] * n_cols + cols[None, :]", "inner[:, None] + cols[None, :] * n_inner",
+         "as if its columns lay one after the other"),
+        ("z += tl.dot(x, y, input_precision=\"ieee\")", "pass", "is 0, what it began with: add the product"),
     ],
 }  # fmt: skip
 CASES = [(task, *mistake) for task, mistakes in MISTAKES.items() for mistake in mistakes]
@@ -111,20 +113,18 @@ def test_a_mistake_fails_its_puzzle_with_the_hint_that_names_it(task, right, wro
     assert right in kernel
     path = tmp_path / "puzzles.py"
     path.write_text(code.replace(kernel, kernel.replace(right, wrong)))
-    reason = check.verdict(check.EXERCISES["puzzles"].checks.TASKS[task], check.load(path))
+    reason = check.judge(path, puzzles, task).message
     assert reason and re.search(re.sub(r"[][()?+*]", r"\\\g<0>", hint).replace(r".\*", ".*"), reason), reason
 
 
 def test_the_line_that_touches_what_no_tensor_holds_is_named(tmp_path):
     code = SOLUTION.read_text().replace("y_ptr + offsets, x, mask=mask", "y_ptr + offsets, x")
     (tmp_path / "puzzles.py").write_text(code)
-    reason = check.verdict(
-        check.EXERCISES["puzzles"].checks.check_masked_copy_kernel, check.load(tmp_path / "puzzles.py")
-    )
+    reason = check.judge(tmp_path / "puzzles.py", puzzles, "masked_copy_kernel").message
     line = int(re.match(r"line (\d+) writes element 5 of y, which is none of its 5, in 3 lanes", reason)[1])
     assert "tl.store(y_ptr + offsets, x)" in code.splitlines()[line - 1]
 
 
 def test_every_puzzle_has_at_least_two_mistakes_planted():
-    assert MISTAKES.keys() == check.EXERCISES["puzzles"].checks.TASKS.keys()
+    assert MISTAKES.keys() == puzzles.TASKS.keys()
     assert all(len(mistakes) >= 2 for mistakes in MISTAKES.values())
