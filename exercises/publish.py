@@ -1,0 +1,164 @@
+"""Write what is made from the exercises: the pictures of the puzzles, and each page with its file as a notebook.
+
+    python -m exercises.publish            write exercises/pictures/ and exercises/notebooks/
+    python -m exercises.publish --check    name what is out of date, and exit with 1 if anything is
+
+A notebook has the page's text; its `python` blocks as cells; its `sh` blocks as cells of the magic %%terminal; and
+behind each paragraph that says **Write** or **Mend**, the functions that it names, to be completed, and their check.
+
+Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import tiny_llama_v3 as llama
+from exercises import check, drawings
+from tiny_llama_v3 import exit_code_of
+
+HERE = Path(__file__).resolve().parent
+SETUP = """\
+import os
+import sys
+from pathlib import Path
+
+here = Path.cwd()
+os.chdir(next((folder for folder in (here, *here.parents) if (folder / "tiny_llama_v3.py").exists()), here))
+sys.path.insert(0, os.getcwd())
+
+from exercises.jupyter import start  # not found? Open the notebook inside a copy of the project
+
+check = start("{exercise}")
+
+{imports}"""
+USE = """\
+*This is [{page}](../{page}) as a notebook. Complete the cells marked `FILL ME IN`, run them, and then the check below
+each; a check sees the cells that have been run. Kernels in cells run in Triton's interpreter; checks use a GPU as well
+where there is one.*"""
+BLOCKS = re.compile(r"(<details>.*?</details>|^```\w*\n.*?^```$)", flags=re.M | re.S)
+
+
+class Stub:
+    """A file to complete, or in the folder "solutions" one that is: its imports, and the source of each of its definitions."""
+
+    def __init__(self, exercise, folder="."):
+        self.module = Path(check.EXERCISES[exercise].file).stem
+        text = (HERE / folder / f"{self.module}.py").read_text()
+        lines, self.definitions, imports = text.splitlines(), {}, []
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imports.append(ast.unparse(node))
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                last = node.end_lineno
+                while last < len(lines) and lines[last].lstrip().startswith("#"):  # a blank at the end of a function
+                    last += 1
+                self.definitions[node.name] = "\n".join(lines[first - 1 : last])
+        self.imports = "\n".join(imports)
+
+    def take(self, names):
+        """The source from the first to the last of the names that has not been taken yet."""
+        left = list(self.definitions)
+        begin, end = left.index(names[0]), left.index(names[-1])
+        return [self.definitions.pop(name) for name in left[begin : end + 1]]
+
+
+def cells_of(exercise):
+    """[(kind, source)] of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
+    stub, tasks = Stub(exercise), check.EXERCISES[exercise].checks.TASKS
+    names, asked = list(stub.definitions), []
+    page = f"{stub.module}.md"
+    text = (HERE / page).read_text()
+    title, _, text = text.partition("\n")
+    cells = [["markdown", f"{title}\n\n{USE.format(page=page)}"]]
+
+    def add(kind, source):
+        if kind != "markdown" or source.startswith(("## ", "<details>")):  # what was to be written comes before
+            due, asked[:] = [name for name in names if name in asked], []
+            for code in stub.take(due) if due else ():
+                cells.append(["code", code])
+            if set(due) & set(tasks):
+                cells.append(["code", "\n".join(f'check("{name}")' for name in due if name in tasks)])
+        if kind == "markdown":
+            source = re.sub(r"\]\((?!https?:|#)", "](../", source)
+        if kind == cells[-1][0] == "markdown" and not source.startswith("## "):
+            cells[-1][1] += f"\n\n{source}"
+        elif source:
+            cells.append([kind, source])
+
+    for part in BLOCKS.split(text):
+        fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
+        language, code = fence.groups() if fence else (None, None)
+        if language == "python":
+            code = re.sub(rf"(?m)^(# .*\n)?from exercises\.(solutions\.)?{stub.module} .*\n+", "", code)
+            add("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code)
+        elif language == "sh" and re.match(r"\. \S+/activate$", code):
+            add("code", SETUP.format(exercise=exercise, imports=stub.imports))
+        elif language == "sh" and "exercises/check.py" in code:
+            if "--task" not in code:
+                add("code", "check()")
+        elif language == "sh":
+            add("code", f"%%terminal\n{code}")
+        elif fence or part.startswith("<details>"):
+            add("markdown", part)
+        else:
+            for paragraph in filter(None, re.split(r"\n\n+", part.strip("\n"))):
+                add("markdown", paragraph)
+                asking = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", paragraph, flags=re.S)
+                asked += (
+                    [name for name in re.findall(r"`(\w+)`", asking[1]) if name in stub.definitions] if asking else []
+                )
+    if stub.definitions:
+        raise llama.UsageError(f"{page} asks nowhere to **Write** {', '.join(stub.definitions)}")
+    return cells
+
+
+def notebook(exercise):
+    """The notebook of an exercise, as JSON."""
+    import nbformat  # `make test` and `make notebooks` install it
+
+    made = nbformat.v4.new_notebook()
+    made.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for number, (kind, source) in enumerate(cells_of(exercise)):
+        new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
+        metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # until its functions are written
+        made.cells.append(new(source, id=f"{exercise}-{number}", metadata=metadata))
+    nbformat.validate(made)
+    return nbformat.writes(made) + "\n"
+
+
+def published():
+    """{path: text} of all that is made."""
+    pictures = {HERE / "pictures" / f"{name}.svg": draw() for name, draw in drawings.DRAWINGS.items()}
+    names = {name: Path(exercise.file).with_suffix(".ipynb") for name, exercise in check.EXERCISES.items()}
+    return pictures | {HERE / "notebooks" / path: notebook(name) for name, path in names.items()}
+
+
+def run(argv):
+    parser = llama.Parser("publish.py", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    try:
+        texts = published()
+    except ModuleNotFoundError as error:
+        raise llama.UsageError(f"{error.name} is not installed: make notebooks, or pip install {error.name}") from error
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in changed:
+        print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")
+        if not options.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(texts[path])
+    return int(options.check and bool(changed))
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "publish.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
