@@ -146,7 +146,9 @@ def judge(path, checks, task):
         return Verdict(False, str(reason), begun=False)
     except Wrong as wrong:
         blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
-        return Verdict(False, f"not written yet, {blanks}" if blanks else str(wrong), begun=not blanks)
+        return Verdict(
+            False, f"not written yet, {blanks} still stands there" if blanks else str(wrong), begun=not blanks
+        )
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
@@ -205,7 +207,7 @@ def judge_apart(context, path, exercise, task, limit):
 
 
 def judge_everywhere(path, exercise, task, limit):
-    """Interpreted, which gives undefined values their meaning and errors their lines; if it passes on the GPU as well."""
+    """Interpreted, where undefined values and the lines of errors are seen; what passes on the GPU as well."""
     verdict = judge_apart(FORKED, path, exercise, task, limit)
     checks = EXERCISES[exercise].checks
     if not (verdict.passed and ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)):
@@ -306,6 +308,7 @@ def run(argv):
     file, solution, checks = EXERCISES[options.exercise]
     tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
     progress = None if options.solution else open_progress(options)
+    start_server()
     given = options.file and Path(options.file).resolve()
     path = HERE / (solution if options.solution else given or file)
     passed = 0

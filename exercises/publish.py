@@ -37,11 +37,10 @@ USE = """\
 *This is [{page}](../{page}) as a notebook. Complete the cells marked `FILL ME IN`, run them, and then the check below
 each; a check sees the cells that have been run. Kernels in cells run in Triton's interpreter; checks use a GPU as well
 where there is one.*"""
-BLOCKS = re.compile(r"(<details>.*?</details>|^```\w*\n.*?^```$)", flags=re.M | re.S)
 
 
 class Stub:
-    """A file to complete, or in the folder "solutions" one that is: its imports, and the source of each of its definitions."""
+    """A file to complete, or the one in a folder of solutions: its imports, and the source of each definition."""
 
     def __init__(self, exercise, folder="."):
         self.module = Path(check.EXERCISES[exercise].file).stem
@@ -59,60 +58,64 @@ class Stub:
         self.imports = "\n".join(imports)
 
     def take(self, names):
-        """The source from the first to the last of the names that has not been taken yet."""
+        """The sources from the first to the last of names, without what was taken before."""
         left = list(self.definitions)
-        begin, end = left.index(names[0]), left.index(names[-1])
-        return [self.definitions.pop(name) for name in left[begin : end + 1]]
+        places = sorted(map(left.index, names))
+        return [self.definitions.pop(name) for name in left[places[0] : places[-1] + 1]] if places else []
+
+
+def parts_of(text):
+    """(language, code) of each block of a page, ("details", text) of each folded part, (None, text) of each paragraph."""
+    for part in re.split(r"(<details>.*?</details>|^```\w*\n.*?^```$)", text, flags=re.M | re.S):
+        fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
+        if fence:
+            yield fence.groups()
+        elif part.startswith("<details>"):
+            yield "details", part
+        else:
+            yield from ((None, paragraph) for paragraph in re.split(r"\n\n+", part.strip("\n")) if paragraph)
 
 
 def cells_of(exercise):
     """[(kind, source)] of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
     stub, tasks = Stub(exercise), check.EXERCISES[exercise].checks.TASKS
-    names, asked = list(stub.definitions), []
-    page = f"{stub.module}.md"
-    text = (HERE / page).read_text()
-    title, _, text = text.partition("\n")
-    cells = [["markdown", f"{title}\n\n{USE.format(page=page)}"]]
-
-    def add(kind, source):
-        if kind != "markdown" or source.startswith(("## ", "<details>")):  # what was to be written comes before
-            due, asked[:] = [name for name in names if name in asked], []
-            for code in stub.take(due) if due else ():
-                cells.append(["code", code])
-            if set(due) & set(tasks):
-                cells.append(["code", "\n".join(f'check("{name}")' for name in due if name in tasks)])
-        if kind == "markdown":
-            source = re.sub(r"\]\((?!https?:|#)", "](../", source)
-        if kind == cells[-1][0] == "markdown" and not source.startswith("## "):
-            cells[-1][1] += f"\n\n{source}"
-        elif source:
-            cells.append([kind, source])
-
-    for part in BLOCKS.split(text):
-        fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
-        language, code = fence.groups() if fence else (None, None)
-        if language == "python":
-            code = re.sub(rf"(?m)^(# .*\n)?from exercises\.(solutions\.)?{stub.module} .*\n+", "", code)
-            add("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code)
-        elif language == "sh" and re.match(r"\. \S+/activate$", code):
-            add("code", SETUP.format(exercise=exercise, imports=stub.imports))
-        elif language == "sh" and "exercises/check.py" in code:
-            if "--task" not in code:
-                add("code", "check()")
-        elif language == "sh":
-            add("code", f"%%terminal\n{code}")
-        elif fence or part.startswith("<details>"):
-            add("markdown", part)
-        else:
-            for paragraph in filter(None, re.split(r"\n\n+", part.strip("\n"))):
-                add("markdown", paragraph)
-                asking = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", paragraph, flags=re.S)
-                asked += (
-                    [name for name in re.findall(r"`(\w+)`", asking[1]) if name in stub.definitions] if asking else []
-                )
+    page, names = f"{stub.module}.md", list(stub.definitions)
+    title, _, text = (HERE / page).read_text().partition("\n")
+    cells, asked = [("markdown", f"{title}\n\n{USE.format(page=page)}")], []
+    for language, content in [*parts_of(text), (None, "## ")]:
+        if language or content.startswith("## "):  # behind the paragraphs that say what to write
+            cells += [("code", source) for source in stub.take(asked)]
+            calls = [f'check("{name}")' for name in asked if name in tasks]
+            calls += ["check()"] if asked and not stub.definitions else []
+            cells += [("code", "\n".join(calls))] if calls else []
+            asked = []
+        if language == "sh" and re.match(r"\. \S+/activate$", content):
+            cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
+        elif language == "sh" and "exercises/check.py" not in content:
+            cells.append(("code", f"%%terminal\n{content}"))
+        elif language == "python":
+            code = re.sub(rf"(?m)^(# .*\n)?from exercises\.(solutions\.)?{stub.module} .*\n+", "", content)
+            cells.append(("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code))
+        elif language in (None, "details"):
+            asks = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", content, flags=re.S)
+            asked += [name for name in re.findall(r"`(\w+)`", asks[1]) if name in stub.definitions] if asks else []
+            cells.append(("markdown", re.sub(r"\]\((?!https?:|#)", "](../", content)))
+        elif language != "sh":
+            cells.append(("markdown", f"```{language}\n{content}\n```"))
     if stub.definitions:
         raise llama.UsageError(f"{page} asks nowhere to **Write** {', '.join(stub.definitions)}")
-    return cells
+    return joined(cells[:-1])
+
+
+def joined(cells):
+    """The cells with the Markdown of a section in one."""
+    result = cells[:1]
+    for kind, source in cells[1:]:
+        if kind == result[-1][0] == "markdown" and not source.startswith("## "):
+            result[-1] = kind, f"{result[-1][1]}\n\n{source}"
+        else:
+            result.append((kind, source))
+    return result
 
 
 def notebook(exercise):

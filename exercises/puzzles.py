@@ -85,7 +85,7 @@ def row_max_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
 
     x (n_rows, n_cols) is fp32 with rows stride_row elements apart, y (n_rows,). A row may be longer than a block.
     """
-    # MEND ME: nothing is missing, but two things are wrong.
+    # FILL ME IN (2 corrections): no line is missing, but two places are wrong.
     row = tl.program_id(0)
     largest = float("-inf")
     for start in range(0, n_cols, BLOCK_SIZE):

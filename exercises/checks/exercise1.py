@@ -88,6 +88,8 @@ def check_rmsnorm_kernel(exercise):
 
 def memory_lines_mistakes(block_size, itemsize, stride, line):
     elements = block_size * itemsize
+    if stride == 1:
+        yield elements // line, "a line that is touched in part counts as well"
     yield -(-elements // line), "the stride is missing: neighbours are stride elements apart"
     yield -(-block_size * stride // line), "itemsize is missing: an element is itemsize bytes long"
     yield (
@@ -99,7 +101,6 @@ def memory_lines_mistakes(block_size, itemsize, stride, line):
     yield ((block_size - 1) * stride * itemsize // line + 1), words
     yield block_size, "these are the elements: those that share a line touch it together"
     yield elements, "these are the bytes, not the lines"
-    yield elements // line, "a line that is touched in part counts as well"
 
 
 def check_memory_lines(exercise):
@@ -112,10 +113,10 @@ def check_memory_lines(exercise):
         (64, 4, 1, 64, 4, "AMD's caches have lines of 64 or 128 bytes"),
         (5, 4, 1, 128, 1, "20 bytes lie in one line"),
     ):
-        arguments = (block_size, itemsize, stride) + (() if line == 128 else (line,))
+        other_line = {} if line == 128 else {"line": line}
         name = f"memory_lines({block_size}, {itemsize}, {stride}{'' if line == 128 else f', line={line}'})"
         mistakes = memory_lines_mistakes(block_size, itemsize, stride, line)
-        expect_number(name, exercise.memory_lines(*arguments), lines, hint, mistakes)
+        expect_number(name, exercise.memory_lines(block_size, itemsize, stride, **other_line), lines, hint, mistakes)
 
 
 class CountBytes(TorchFunctionMode):

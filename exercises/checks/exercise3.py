@@ -66,16 +66,14 @@ def check_fold(exercise):
 
 
 def key_blocks_mistakes(block, block_m, block_n, seq_len, full, masked):
-    first, last = block * block_m, min((block + 1) * block_m, seq_len) - 1
+    last = min((block + 1) * block_m, seq_len) - 1
     visited, untrimmed = full + masked, ((block + 1) * block_m - 1) // block_n + 1
     yield (masked, full), "the order is (full, masked)"
     yield (full, visited), "masked ones are those that are visited, less the full ones"
     yield (0, visited), "blocks that all queries see need no mask: count them as full"
-    yield (visited, 0), "blocks that some queries see only in part need a mask"
-    words = "query i sees keys 0 to i, that is i + 1 of them: the full blocks end with those of the first query"
-    yield (first // block_n, visited - first // block_n), words
     ends = (last + 1) // block_n
     yield (ends, visited - ends), "full blocks are seen by the first query of the block, which sees the fewest keys"
+    yield (visited, 0), "blocks that some queries see only in part need a mask"
     yield (full, untrimmed - full), "the last block of queries may end before its size does: at seq_len"
     short = last // block_n
     yield (
@@ -88,9 +86,9 @@ def key_blocks_mistakes(block, block_m, block_n, seq_len, full, masked):
 
 
 def check_key_blocks(exercise):
-    for block_m, block_n, seq_len in ((64, 64, 256), (64, 32, 200), (32, 64, 200), (16, 16, 5)):
+    for block_m, block_n, seq_len in ((64, 32, 200), (64, 64, 256), (32, 64, 200), (16, 16, 5)):
         seen = torch.ones(seq_len, seq_len).tril().bool()
-        for block in range(llama.cdiv(seq_len, block_m)):
+        for block in reversed(range(llama.cdiv(seq_len, block_m))):  # the last ones tell more mistakes apart
             rows = seen[block * block_m : (block + 1) * block_m]
             tiles = [rows[:, start : start + block_n] for start in range(0, seq_len, block_n)]
             full = sum(bool(tile.all()) and tile.shape[1] == block_n for tile in tiles)
@@ -188,8 +186,8 @@ def check_attention_kernel(exercise):
     d = 16
     for seq_len, heads, kv_heads, block_m, block_n, size, hint in (
         (32, 1, 1, 16, 16, 3, "try without the mask, then with it"),
-        (50, 2, 2, 32, 16, 3, "right for one head whose tiles end with the sequence: what of the last tiles?"),
-        (37, 4, 2, 16, 32, 3, "right without groups: which k and v does a head read?"),
+        (37, 4, 2, 16, 32, 3, "right for one head and full tiles: what of heads, and of the last tiles?"),
+        (50, 2, 2, 32, 16, 3, "right for tiles of more keys than queries: what of those of more queries?"),
         (32, 1, 1, 16, 16, 300, "right for small scores: exp overflows unless the largest score is subtracted first"),
     ):
         q = randn(seq_len, heads, d) * size
@@ -262,7 +260,7 @@ def check_attention_gradients(exercise):
     scores = leaves[0] @ leaves[1].T * 8**-0.5
     scores = scores.masked_fill(torch.ones(20, 20, device=DEVICE).triu(1).bool(), -math.inf)
     o = F.softmax(scores, dim=-1) @ leaves[2]
-    wanted = torch.autograd.grad(o, leaves, o_grad)
+    wanted = torch.autograd.grad((o * o_grad).sum(), leaves)
     arguments = q, k, v, o.detach(), torch.logsumexp(scores, dim=1).detach(), o_grad, 8**-0.5
     got = exercise.attention_gradients(*arguments)
     for index, name, hint in (

@@ -225,8 +225,9 @@ def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
     case = f"y for rows of {n_cols} is {y.tolist()}"
     wanted, first_block = x.max(1).values, x[:, :block_size].max(1).values
     look = "print start and the mask in the loop: which columns does the second block load?"
+    if y.tolist() == first_block.clamp(min=0).tolist() != wanted.tolist():
+        raise NothingStored(f"{case}: wrong where the largest is not in the first block, or lies below zero; {look}")
     mistakes = [
-        (first_block.clamp(min=0), f"wrong where the largest is not in the first block, or lies below zero; {look}"),
         (first_block, f"wrong where the largest is not in the first block; {look}"),
         (wanted.clamp(min=0),
          "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?"),

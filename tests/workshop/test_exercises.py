@@ -1,102 +1,207 @@
-"""The exercises: solutions pass, stubs fail with a reason for every task, and likely mistakes are told apart."""
+"""The exercises: solutions pass, stubs fail with a reason for every task, and whatever code does is told."""
 
+import ast
+import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 import tiny_llama_v3 as llama
 from exercises import check, sweep_swiglu
+from exercises.checks import ON_GPU
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 NAMES = list(check.EXERCISES)
+TOTAL = len(check.all_tasks())
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """mine(exercise, code, *options) checks a participant's file, in a folder with its own progress."""
+
+    def checked(name, code, *options):
+        (tmp_path / check.EXERCISES[name].file).write_text(code)
+        return check.main([name, *options])
+
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    return checked
+
+
+def solution_of(name):
+    return (FOLDER / check.EXERCISES[name].solution).read_text()
+
+
+def said(capsys):
+    """What was printed, the lines joined that were wrapped."""
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    return printed.replace("\n      ", " ")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_solution_passes(name, capsys):
     assert check.main([name, "--solution"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = said(capsys).splitlines()
     assert [line[:4] for line in lines[:-1]] == ["PASS"] * len(check.EXERCISES[name].checks.TASKS)
+    assert not (FOLDER / "progress.json").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_task_of_the_stub_fails_with_a_reason(name, capsys):
-    assert check.main([name]) == 1
-    *lines, last = capsys.readouterr().out.splitlines()
+def test_every_task_of_the_stub_is_said_to_be_not_written_yet(name, mine, capsys):
+    code = (FOLDER / check.EXERCISES[name].file).read_text()
+    assert mine(name, code) == 1
+    *lines, passed, summary = said(capsys).splitlines()
     assert [line[:4] for line in lines] == ["FAIL"] * len(check.EXERCISES[name].checks.TASKS)
-    reasons = "not written yet|is anything stored|not checked before both kernels pass"
-    assert all(re.search(reasons, line) for line in lines)
-    assert last == f"{name}: 0 of {len(lines)} tasks pass"
+    assert all(re.search("not written yet, FILL ME IN|not checked before both kernels pass", line) for line in lines)
+    assert passed == f"{name}: 0 of {len(lines)} tasks pass"
+    first = next(iter(check.EXERCISES[name].checks.TASKS))
+    assert summary == f"0 of {TOTAL} done; next: {first} ({name})"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stub_and_solution_differ_in_the_blanks_only(name):
-    (stub,), (solution,) = FOLDER.glob(f"{name}_*.py"), (FOLDER / "solutions").glob(f"{name}_*.py")
+    stub, solution = (FOLDER / check.EXERCISES[name].file).read_text(), solution_of(name)
     signature = re.compile(r'^(?:def|class) .*?"""(?:.*?)"""', flags=re.M | re.S)
-    assert signature.findall(stub.read_text()) == signature.findall(solution.read_text())
-    blanks = stub.read_text().count("FILL ME IN")
-    assert blanks >= 3 and "FILL ME IN" not in solution.read_text()
+    assert signature.findall(stub) == signature.findall(solution)
+    assert stub.count("FILL ME IN") >= 3 and "FILL ME IN" not in solution
 
 
-MISTAKES = {  # a line of the solution, what a learner might write, the task that must fail, a word of its reason
-    "row stride": ("exercise1", "row * stride_row", "row * n_cols", "rmsnorm_kernel", "nan|wrong"),
-    "no mask on the load": ("exercise1", ", mask=cols < n_cols, other=0.0).to(tl.float32)\n        square_sum",
-                            ").to(tl.float32)\n        square_sum", "rmsnorm_kernel", "mask"),
-    "no eps": ("exercise1", "square_sum / n_cols + eps", "square_sum / n_cols", "rmsnorm_kernel", "row of zeros"),
-    "lines without stride": ("exercise1", "index * stride * itemsize", "index * itemsize", "memory_lines", "own"),
-    "mean writes a matrix": ("exercise1", "2 + 1 + 2 + 2", "2 + 2 + 2 + 2", "bytes_moved", "were seen to move"),
-    "one weight": ("exercise2", "2 * cols * inner + 3", "cols * inner + 3", "least_bytes", "once each"),
-    "unmasked store": ("exercise2", "gate * tl.sigmoid(gate) * up, mask=mask)", "gate * tl.sigmoid(gate) * up)",
-                       "silu_mul_kernel", "beyond the end"),
-    "derivative of silu": ("exercise2", "(s + gate * s * (1.0 - s))", "s", "silu_mul_backward_kernel", "gate_grad"),
-    "kernel without a Function": ("exercise2", "SiluMul.apply(", "SiluMul.forward(NoContext, ", "hybrid_swiglu",
-                                  "x receives no gradient"),
-    "no rescaling": ("exercise3", "l * rescale + p.sum(dim=1)", "l + p.sum(dim=1)", "fold", "l after 17 keys"),
-    "no causal mask": ("exercise3", "tl.where(keys[None, :] <= rows[:, None], scores, float(\"-inf\"))", "scores",
-                       "attention_kernel", "mask"),
-    "no groups": ("exercise3", "head // GROUP_SIZE", "0", "attention_kernel", "2 heads on 2"),
-    "no delta": ("exercise3", " - delta[:, None]", "", "attention_gradients", "q_grad"),
-    "all blocks masked": ("exercise3", "return full, visited - full", "return 0, visited", "key_blocks", "expected"),
-}  # fmt: skip
+# ----------------------------------------------------------------------------------------------------------------------
+# Code that ends otherwise than with a result
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_likely_mistake_fails_its_task_and_no_other(mistake, tmp_path, monkeypatch, capsys):
-    name, right, wrong, task, reason = MISTAKES[mistake]
-    (solution,) = (FOLDER / "solutions").glob(f"{name}_*.py")
-    code = solution.read_text()
-    assert right in code
-    code = code.replace(right, wrong).replace("import torch\n", "import torch\nfrom types import SimpleNamespace\n", 1)
-    no_context = "NoContext = SimpleNamespace(save_for_backward=lambda *tensors: None)\n"
-    (tmp_path / solution.name).write_text(code + no_context * ("NoContext" in code))
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    assert check.main([name]) == 1
-    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert failed[0].startswith(f"FAIL  {task}"), failed
-    assert all("not checked before both kernels pass" in line for line in failed[1:])
-    assert re.search(reason, failed[0]), failed[0]
+@pytest.mark.parametrize("code, told", [
+    ("def x(:", "line 1: invalid syntax|SyntaxError in line 1"),
+    ("raise RuntimeError('half done')", "RuntimeError in line 1 of .*: half done"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_imported_is_told_once(code, told, mine, tmp_path, capsys):
+    assert mine("exercise1", code) == 1
+    (line,) = said(capsys).splitlines()
+    assert "cannot be imported" in line and re.search(told, line)
+    assert not (tmp_path / "progress.json").exists()
 
 
-@pytest.mark.parametrize("code, told", [("def x(:", "line 1"), ("raise RuntimeError('half done')", "half done")])
-def test_a_file_that_cannot_be_imported_is_told(code, told, tmp_path, monkeypatch, capsys):
-    (tmp_path / "exercise1_triton_basics.py").write_text(code)
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    assert check.main(["exercise1"]) == 1
-    assert told in capsys.readouterr().out
+def numbers(body):
+    """A file of exercise 1 in which memory_lines, in line 3, does body."""
+    return f"import os, sys, time\ndef memory_lines(*args, line=0):\n    {body}\n"
 
 
-def test_an_error_in_a_task_names_the_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "exercise1_triton_basics.py").write_text("def memory_lines(*args, line=0):\n    return 1 // 0\n")
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    check.main(["exercise1"])
-    said = capsys.readouterr().out
-    assert "ZeroDivisionError in line 2 of exercise1_triton_basics.py" in said
-    assert "FAIL  rmsnorm_kernel: AttributeError" in said
+@pytest.mark.parametrize("body, told", [
+    ("return 1 // 0", "ZeroDivisionError in line 3 of exercise1_triton_basics.py: integer division"),
+    ("os.kill(os.getpid(), 9)", "killed by SIGKILL: was there too little memory"),
+    ("os._exit(3)", "ended with exit code 3 before it was judged"),
+    ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
+    ("breakpoint()", "breakpoint.. was reached: --debug gives it the terminal"),
+    ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
+])  # fmt: skip
+def test_whatever_the_code_does_is_told_with_its_line(body, told, mine, capsys):
+    assert mine("exercise1", numbers(body), "--task", "memory_lines") == 1
+    assert re.search(f"FAIL  memory_lines: {told}", said(capsys))
+
+
+def test_an_endless_loop_ends_its_task_alone(mine, capsys):
+    code = numbers("time.sleep(60)") + "def bytes_moved(*args):\n    return 1, 1\n"
+    assert mine("exercise1", code, "--limit", "1.5") == 1
+    lines = said(capsys).splitlines()
+    assert lines[0].startswith("FAIL  rmsnorm_kernel: AttributeError")
+    reason = "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"
+    assert lines[1] == f"FAIL  memory_lines: {reason} (--limit gives it more)"
+    assert "FAIL  bytes_moved: fused for" in lines[2]
+
+
+def line_with(code, words):
+    return code[: code.index(words)].count("\n") + 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="a kernel on a GPU crashes otherwise")
+def test_a_wild_store_ends_its_task_alone_and_is_told_with_its_line(mine, capsys):
+    code = solution_of("exercise1").replace("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row")
+    assert mine("exercise1", code) == 1
+    lines = said(capsys).splitlines()
+    where = f"in line {line_with(code, 'tl.store')} of exercise1_triton_basics.py"
+    assert lines[0].startswith(f"FAIL  rmsnorm_kernel: killed by SIGSEGV {where}: a load or store went outside")
+    assert lines[1:3] == ["PASS  memory_lines", "PASS  bytes_moved"]
+
+
+def test_an_error_in_a_kernel_is_told_with_its_line_and_cause(mine, capsys):
+    code = solution_of("exercise3").replace("l = l * rescale", "l = l * undefined")
+    mine("exercise3", code, "--task", "attention_kernel")
+    where = f"in line {line_with(code, 'undefined')} of exercise3_flash_attention.py"
+    assert f"FAIL  attention_kernel: NameError {where}: name 'undefined' is not defined" in said(capsys)
+
+
+def test_a_compiler_s_error_is_told_with_its_line(tmp_path):
+    """It counts from the kernel's first line."""
+    from triton.compiler.errors import CompilationError
+
+    path = tmp_path / "kernels.py"
+    code = "import triton\n\n\n@triton.jit\ndef kernel(x):\n    y = x\n    z = undefined + y\n"
+    path.write_text(code)
+    source = code[code.index("def kernel") :]
+    node = ast.parse(source).body[0].body[1].value
+    error = CompilationError(source, node, "NameError('undefined is not defined')")
+    assert (
+        check.describe(error, path) == "CompilationError in line 7 of kernels.py: NameError('undefined is not defined')"
+    )
+
+
+@pytest.mark.skipif(ON_GPU, reason="--debug needs the interpreter")
+def test_debug_runs_in_this_process_where_breakpoint_has_the_terminal(mine, monkeypatch, capsys):
+    processes = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: processes.append(os.getpid()))
+    assert mine("exercise1", numbers("breakpoint(); return 1"), "--task", "mem", "--debug") == 1
+    assert "FAIL  memory_lines: memory_lines" in said(capsys) and set(processes) == {os.getpid()}
+
+
+def test_debug_on_a_gpu_asks_for_the_interpreter(monkeypatch, capsys):
+    monkeypatch.setattr(check, "ON_GPU", True)
+    assert check.main(["exercise1", "--debug"]) == 2
+    assert "put TRITON_INTERPRET=1 before the command" in capsys.readouterr().err
+
+
+def test_an_interrupted_check_leaves_no_process_and_no_traceback(tmp_path):
+    copy = tmp_path / "exercises"
+    for name in ("check.py", "progress.py", "__init__.py", "checks"):
+        copy.mkdir(exist_ok=True)
+        (shutil.copytree if (FOLDER / name).is_dir() else shutil.copy)(FOLDER / name, copy / name)
+    for name in ("tiny_llama_v3.py", "measure"):
+        (tmp_path / name).symlink_to(FOLDER.parent / name)
+    (copy / "exercise1_triton_basics.py").write_text(numbers("print(os.getpid(), flush=True); time.sleep(60)"))
+    command = [sys.executable, copy / "check.py", "exercise1", "--task", "memory_lines"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    child = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and (output, errors) == ("", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(monkeypatch):
+    asked = []
+
+    def judge_apart(context, path, exercise, task, limit):
+        asked.append((context.get_start_method(), task))
+        return check.Verdict(context.get_start_method() == "forkserver", "out of registers")
+
+    monkeypatch.setattr(check, "judge_apart", judge_apart)
+    monkeypatch.setattr(check, "ON_GPU", True)
+    verdict = check.judge_everywhere(FOLDER, "exercise1", "rmsnorm_kernel", 1)
+    assert not verdict.passed and verdict.message == "right in the interpreter, but: out of registers"
+    assert check.judge_everywhere(FOLDER, "exercise1", "bytes_moved", 1).passed  # there is nothing to compile
+    assert asked == [("forkserver", "rmsnorm_kernel"), ("spawn", "rmsnorm_kernel"), ("forkserver", "bytes_moved")]
 
 
 def test_the_check_interprets_by_itself_without_a_gpu():
@@ -104,6 +209,101 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "6 of 6" in done.stdout, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choosing tasks, and what is remembered
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["exercise1", "--task", "nothing"], "nothing is none of the tasks: rmsnorm_kernel, memory_lines, bytes"),
+    (["exercise2", "--task", "silu"], "--task silu fits more than one of the tasks: silu_mul_kernel, silu"),
+    (["--task", "fold"], "--task needs an exercise"),
+    (["--solution"], "--solution needs an exercise"),
+    (["exercise1", "--solution", "--progress", "x"], "--progress is not for --solution"),
+    (["exercise1", "--limit", "0"], "--limit 0 is no time"),
+    (["exercise1", "--progress", "."], "--progress . is a folder"),
+    (["exercise1", "--progress", "/proc/none/x"], "--progress /proc/none cannot be written to"),
+])  # fmt: skip
+def test_a_request_that_cannot_be_met_ends_in_one_line(arguments, told, capsys):
+    assert check.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and told in captured.err and captured.err.count("\n") == 1
+
+
+def test_one_task_by_the_beginning_of_its_name(mine, capsys):
+    assert mine("exercise1", solution_of("exercise1"), "--task", "mem") == 0
+    assert said(capsys).splitlines() == ["PASS  memory_lines", f"1 of {TOTAL} done; next: rmsnorm_kernel (exercise1)"]
+    assert mine("exercise2", solution_of("exercise2"), "--task", "silu_mul_kernel") == 0  # another begins with it
+
+
+def test_progress_is_remembered(mine, tmp_path, capsys):
+    file = tmp_path / "progress.json"
+    wrong, right = (
+        numbers("return 7"),
+        numbers("return len({i * args[2] * args[1] // (line or 128) for i in range(args[0])})"),
+    )
+
+    def state():
+        return json.loads(file.read_text())["exercises"]["exercise1"]["memory_lines"]
+
+    mine("exercise1", numbers("raise NotImplementedError('FILL ME IN')"), "--task", "mem", "--name", "Ada")
+    assert state() == {"passed": False, "attempts": 0, "passed_at": None, "message": "not written yet, FILL ME IN"}
+    mine("exercise1", wrong, "--task", "mem")
+    assert state()["attempts"] == 1 and "is 7, expected 1" in state()["message"]
+    assert mine("exercise1", right, "--task", "mem") == 0
+    passed = state()
+    assert passed == {"passed": True, "attempts": 2, "passed_at": passed["passed_at"], "message": None}
+    assert abs(datetime.now() - datetime.fromisoformat(passed["passed_at"])) < timedelta(minutes=2)
+    assert mine("exercise1", right, "--task", "mem") == 0 and state() == passed
+    mine("exercise1", wrong, "--task", "mem")
+    assert state()["attempts"] == 2 and state()["passed_at"] is None
+    mine("exercise1", right, "--task", "mem")
+    mine("exercise3", solution_of("exercise3"), "--task", "fold")
+    content = json.loads(file.read_text())
+    assert content["participant"] == "Ada" and set(content["exercises"]) == {"exercise1", "exercise3"}
+    capsys.readouterr()
+    assert check.main([]) == 0
+    overview = said(capsys)
+    assert "Of Ada, in" in overview and re.search("exercise1 +memory_lines +done, 3 attempts", overview)
+    assert (
+        re.search("exercise3 +fold +done, 1 attempt\n", overview) and "bytes_moved                not begun" in overview
+    )
+    exercise, task = check.all_tasks()[0]
+    assert overview.splitlines()[-1] == f"2 of {TOTAL} done; next: {task} ({exercise})"
+    before = file.read_text()
+    shutil.copytree(FOLDER / "solutions", tmp_path / "solutions")
+    assert check.main(["exercise1", "--solution"]) == 0 and file.read_text() == before
+
+
+def test_another_file_of_progress(mine, tmp_path, capsys):
+    mine("exercise1", solution_of("exercise1"), "--task", "mem", "--progress", str(tmp_path / "new" / "ada.json"))
+    assert json.loads((tmp_path / "new" / "ada.json").read_text())["exercises"]["exercise1"]["memory_lines"]["passed"]
+    assert not (tmp_path / "progress.json").exists()
+
+
+@pytest.mark.parametrize("content", ["{half", "[]", '{"participant": "Ada", "date": "", "exercises": {"exercise1": 1}}',
+                                     '{"participant": "Ada", "date": "", "exercises": {"a": {"b": {"passed": 1}}}}',
+                                     "\udcff"])  # fmt: skip
+def test_progress_that_cannot_be_read_is_put_aside(content, mine, tmp_path, capsys):
+    for _ in range(2):  # in one second: neither takes the other's name
+        (tmp_path / "progress.json").write_text(content, errors="surrogateescape")
+        assert mine("exercise1", solution_of("exercise1"), "--task", "mem") == 0
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "is no progress file" in error and "kept as progress.json." in error
+    kept = [path.read_text(errors="surrogateescape") for path in tmp_path.glob("progress.json.*")]
+    assert kept == [content] * 2
+    assert json.loads((tmp_path / "progress.json").read_text())["exercises"]["exercise1"]["memory_lines"]["passed"]
+
+
+def test_git_does_not_see_the_progress():
+    files = ["exercises/progress.json", "exercises/progress.json.20260101_000000"]
+    done = subprocess.run(["git", "check-ignore", *files], cwd=FOLDER.parent, capture_output=True, text=True)
+    assert done.stdout.split() == files or "not a git repository" in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sweep
 
 
 def test_the_sweep_checks_every_block_size(capsys):

@@ -1,0 +1,283 @@
+"""Likely mistakes in the exercises: each fails its own task, with the hint that names it."""
+
+import ast
+import functools
+import re
+from typing import NamedTuple
+
+import pytest
+
+import tiny_llama_v3 as llama
+from exercises import check
+from exercises.checks import ON_GPU
+
+pytestmark = [
+    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
+    pytest.mark.skipif(ON_GPU, reason="mistakes are looked for in the interpreter; a test of check.py compiles some"),
+]
+
+
+class Mistake(NamedTuple):
+    """A small edit of the solution."""
+
+    task: str
+    old: str
+    new: str
+    told: str  # a pattern of the words that name it
+
+
+LOAD = "x = tl.load(x_ptr + row * stride_row + cols, mask=cols < n_cols, other=0.0).to(tl.float32)"
+SUM, FIRST = "square_sum += tl.sum(x * x, axis=0)", LOAD + "\n        square_sum"
+SECOND = LOAD + "\n        weight"
+STORED = "tl.store(y_ptr + row * n_cols + cols, x * rstd * weight, mask=cols < n_cols)"
+ROOT = "rstd = 1.0 / tl.sqrt(square_sum / n_cols + eps)"
+
+
+def first(old, new):
+    """An edit of the load in the first loop of rmsnorm_kernel."""
+    assert old in FIRST
+    return FIRST, FIRST.replace(old, new)
+
+
+def second(old, new):
+    return SECOND, SECOND.replace(old, new)
+
+
+RMSNORM = {
+    "no mask on the first load": (*first(", mask=cols < n_cols, other=0.0", ""), "the end of a row is summed in"),
+    "no other": (*first(", other=0.0", ""), r"lacks other=0\.0"),
+    "no mask on the store": (STORED, STORED.replace(", mask=cols < n_cols", ""), "stored beyond the end of y"),
+    "no fp32": (LOAD, LOAD.replace(".to(tl.float32)", ""), r"overflows in fp16: \.to\(tl\.float32\)"),
+    "divided by the block": (ROOT, ROOT.replace("n_cols", "BLOCK_SIZE"), "divided by BLOCK_SIZE instead of n_cols"),
+    "not divided": (ROOT, ROOT.replace(" / n_cols", ""), "the sum is not divided by n_cols"),
+    "eps outside the root": (ROOT, "rstd = 1.0 / (tl.sqrt(square_sum / n_cols) + eps)", "eps is outside the root"),
+    "eps added at last": (ROOT, "rstd = 1.0 / tl.sqrt(square_sum / n_cols) + eps", "eps is outside the root"),
+    "no eps": (ROOT, ROOT.replace(" + eps", ""), "eps is missing"),
+    "no weight": (STORED, STORED.replace(" * weight", ""), "the weight is missing"),
+    "mean of |x|": (SUM, "square_sum += tl.sum(tl.abs(x), axis=0)", r"the mean of \|x\|"),
+    "mean of x": (SUM, "square_sum += tl.sum(x, axis=0)", "the mean of x, not of"),
+    "multiplied with the root": (ROOT, ROOT.replace("1.0 / ", ""), "multiplied with the root"),
+    "no root": (ROOT, "rstd = 1.0 / (square_sum / n_cols + eps)", "the root is missing"),
+    "no x": (STORED, STORED.replace("x * rstd", "rstd"), "x is missing"),
+    "only the last block": (SUM, SUM.replace("+=", "="), r"the last block only: add to it with \+="),
+    "row stride": (LOAD, LOAD.replace("stride_row", "n_cols"), "row . n_cols instead of row . stride_row$"),
+    "row stride in the first loop": (*first("stride_row", "n_cols"), "stride_row, in the first loop"),
+    "row stride in the second loop": (*second("stride_row", "n_cols"), "stride_row, in the second loop"),
+    "x's stride for y": (STORED, STORED.replace("row * n_cols", "row * stride_row"), "y is stored with x's stride"),
+    "only row 0": (LOAD, LOAD.replace("row * stride_row + ", ""), "every program reads row 0"),
+    "a weight for each row": ("weight_ptr + cols", "weight_ptr + row * n_cols + cols", "weight has one row"),
+    "nothing stored": (STORED, "pass", "nothing is stored in y"),
+    "a root of the negative": (ROOT, "rstd = 1.0 / tl.sqrt(-square_sum)", "NaN, of a computation"),
+}  # fmt: skip
+LINES = {
+    "no stride": ("index * stride * itemsize", "index * itemsize", "the stride is missing"),
+    "no itemsize": ("index * stride * itemsize", "index * stride", "itemsize is missing"),
+    "always 128": ("itemsize // line", "itemsize // 128", "not always 128"),
+    "all lines between": ("len({index * stride * itemsize // line for index in range(block_size)})",
+                          "-(-block_size * stride * itemsize // line)", "the lines between are not touched"),
+    "rounded down": ("len({index * stride * itemsize // line for index in range(block_size)})",
+                     "min(block_size, block_size * itemsize // line * stride)", "touched in part counts"),
+}  # fmt: skip
+MOVED = {
+    "the mean writes a matrix": ("2 + 1 + 2 + 2", "2 + 2 + 2 + 2", "the mean reads a matrix, and writes a column"),
+    "elements": ("n_rows * n_cols * itemsize", "n_rows * n_cols", "these are elements"),
+    "x only": ("2 * matrix  #", "matrix  #", "y goes out as well"),
+    "x twice": ("2 * matrix  #", "3 * matrix  #", "needs x once"),
+    "swapped": ("return fused, separate", "return separate, fused", r"the order is \(fused, separate\)"),
+    "what is read only": ("2 + 1 + 2 + 2", "1 + 1 + 1 + 1", "each of the three that write a matrix also reads one"),
+}
+COUNTS = {
+    "naive_bytes": {
+        "one row of weight": ("(3 * inner + 3) * itemsize", "(2 * inner + 3) * itemsize", "two rows of weight"),
+        "no stores": ("(3 * inner + 3) * itemsize", "3 * inner * itemsize", "stores three elements as well"),
+        "one program": ("rows * cols * (3", "(3", "the bytes of one program"),
+        "elements": ("(3 * inner + 3) * itemsize", "(3 * inner + 3)", "these are elements"),
+    },
+    "least_bytes": {
+        "one weight": ("2 * cols * inner + 3", "cols * inner + 3", "weight has 2 . cols rows"),
+        "hidden alone": ("3 * rows * cols) * itemsize", "rows * cols) * itemsize", "gate_up is stored as well"),
+        "nothing stored": (" + 3 * rows * cols)", ")", "what is stored moves as well"),
+    },
+    "matmul_flop": {
+        "one product": ("2 * rows * inner * 2 * cols", "2 * rows * inner * cols", "there are two products"),
+        "three products": ("2 * rows * inner * 2 * cols", "2 * rows * inner * 3 * cols", "the third product"),
+    },
+}
+MASKED = "mask=mask)"
+SILU = "tl.store(out_ptr + offsets, gate * tl.sigmoid(gate) * up, mask=mask)"
+OFFSETS = '''silu(x) = x * sigmoid(x)."""
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)'''
+FORWARD_LOADS = """tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out"""
+
+
+def silu(new):
+    return SILU, SILU.replace("gate * tl.sigmoid(gate) * up", new)
+
+
+SILU_MUL = {
+    "unmasked store": (SILU, SILU.replace(", mask=mask", ""), "stored beyond the end of out"),
+    "sigmoid": (*silu("tl.sigmoid(gate) * up"), r"this is sigmoid\(gate\) \* up"),
+    "gate and up swapped": (*silu("up * tl.sigmoid(up) * gate"), "gate and up are swapped"),
+    "no up": (*silu("gate * tl.sigmoid(gate)"), "up is missing"),
+    "no activation": (*silu("gate * up"), "the sigmoid is missing"),
+    "relu": (*silu("tl.maximum(gate, 0.0) * up"), "this is relu"),
+    "no minus": (*silu("gate / (1.0 + tl.exp(gate)) * up"), "the exponent lacks its minus"),
+    "no program": (OFFSETS, OFFSETS.replace("tl.program_id(0) * BLOCK_SIZE + ", ""), "works on the first block"),
+    "no block size": (OFFSETS, OFFSETS.replace("tl.program_id(0) * BLOCK_SIZE", "tl.program_id(0)"),
+                      "BLOCK_SIZE is missing"),
+    "no fp32": (FORWARD_LOADS, FORWARD_LOADS.replace(".to(tl.float32)", ""),
+                r"ValueError in line \d+ of .*is \.to\(tl\.float32\) missing"),
+    "in fp16": (*silu("(gate.to(tl.float16) * tl.sigmoid(gate).to(tl.float16)).to(tl.float32) * up"),
+                "elements of out for 256 elements in float32"),
+}  # fmt: skip
+SLOPE, OF_UP = "(s + gate * s * (1.0 - s))", "out_grad * gate * s, mask"
+BACKWARD = {
+    "no second term": (SLOPE, "s", "lacks its second term"),
+    "no first term": (SLOPE, "(gate * s * (1.0 - s))", "lacks its first term"),
+    "slope of the sigmoid": (SLOPE, "(s * (1.0 - s))", "the derivative of the sigmoid"),
+    "minus": (SLOPE, "(s - gate * s * (1.0 - s))", "with a plus"),
+    "no gate": (SLOPE, "(s + s * (1.0 - s))", "gate is missing from the derivative"),
+    "no up": ("out_grad * up * " + SLOPE, "out_grad * " + SLOPE, "up is missing"),
+    "no out_grad": ("out_grad * up * " + SLOPE, "up * " + SLOPE, "out_grad is missing"),
+    "sigmoid for silu": (OF_UP, "out_grad * s, mask", "sigmoid instead of silu"),
+    "up in the gradient of up": (OF_UP, "out_grad * up * gate * s, mask", "has no up in it"),
+    "unmasked store": (OF_UP + "=mask", "out_grad * gate * s", "stored beyond the end of up_grad"),
+    "up_grad never stored": ("    tl.store(up_grad_ptr + offsets, out_grad * gate * s, mask=mask)\n", "",
+                             "nothing is stored in up_grad"),
+}  # fmt: skip
+HYBRID_LINE = "return F.linear(SiluMul.apply(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)"
+
+
+def hybrid(activation):
+    return HYBRID_LINE, f"gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)\n    {activation}"
+
+
+NO_CONTEXT = """class NoContext:
+        save_for_backward = lambda *tensors: None
+    return F.linear(SiluMul.forward(NoContext, gate, up), down_weight)"""
+HYBRID = {
+    "no kernel": (*hybrid("return F.linear(F.silu(gate) * up, down_weight)"), "silu_mul_kernel was not launched"),
+    "kernel without a Function": (*hybrid(NO_CONTEXT), "x receives no gradient: go through SiluMul.apply"),
+    "swapped": (*hybrid("return F.linear(SiluMul.apply(up, gate), down_weight)"), "gate_weight and .* are swapped"),
+    "gate twice": (*hybrid("return F.linear(SiluMul.apply(gate, gate), down_weight)"), "gate_weight is used twice"),
+    "detached": (*hybrid("return F.linear(SiluMul.apply(gate.detach(), up), down_weight)"), "gate_weight receives no"),
+    "nothing returned": (*hybrid("F.linear(SiluMul.apply(gate, up), down_weight)"), "is it returned"),
+    "launched, not used": (*hybrid("SiluMul.apply(gate, up)\n    return F.linear(F.silu(gate) * up, down_weight)"),
+                           "silu_mul_backward_kernel was not launched"),
+}  # fmt: skip
+FOLD_LINE = "return m_new, l * rescale + p.sum(dim=1), acc * rescale[:, None] + p @ values"
+FOLD = {
+    "l not rescaled": ("l * rescale + p.sum", "l + p.sum", "l after 17 keys.*was not rescaled"),
+    "acc not rescaled": ("acc * rescale[:, None] + p @", "acc + p @", "acc after 17 keys.*was not rescaled"),
+    "inverted": ("torch.exp(m - m_new)", "torch.exp(m_new - m)", "not exp.m_new - m"),
+    "tile's own maximum": ("torch.maximum(m, scores.max(dim=1).values)", "scores.max(dim=1).values",
+                           "the largest score of the tile"),
+    "old maximum": ("torch.exp(scores - m_new[:, None])", "torch.exp(scores - m.clamp(min=-1e3)[:, None])",
+                    "old maximum"),
+    "tile alone in l": ("l * rescale + p.sum(dim=1)", "p.sum(dim=1)", "l after 17 keys.*the tile alone"),
+    "tile alone in acc": ("acc * rescale[:, None] + p @ values", "p @ values", "acc after 17 keys.*the tile alone"),
+    "divided by l": (FOLD_LINE, "l = l * rescale + p.sum(dim=1)\n"
+                     "    return m_new, l, (acc * rescale[:, None] + p @ values) / l[:, None]", "comes last of all"),
+    "old m returned": ("return m_new, l", "return m, l", "m is the old maximum"),
+    "no maximum subtracted": ("torch.exp(scores - m_new[:, None])", "torch.exp(scores)", "maximum is not subtracted"),
+    "wrong shape": ("p.sum(dim=1)", "p.sum(dim=1, keepdim=True)", "l after 16 keys has the shape"),
+}  # fmt: skip
+BLOCKS = {
+    "swapped": ("return full, visited - full", "return visited - full, full", r"the order is \(full, masked\)"),
+    "all masked": ("return full, visited - full", "return 0, visited", "count them as full"),
+    "visited for masked": ("return full, visited - full", "return full, visited", "less the full ones"),
+    "last for first": ("(first + 1) // block_n", "(last + 1) // block_n", "which sees the fewest keys"),
+    "beyond the end": ("min((block + 1) * block_m, seq_len) - 1", "(block + 1) * block_m - 1", "ends? .*at seq_len"),
+    "one too few": ("last // block_n + 1", "last // block_n", "that makes one more"),
+    "not causal": ("last // block_n + 1", "-(-seq_len // block_n)", "blocks that no query sees are not visited"),
+}
+SEES = "keys[None, :] <= rows[:, None]"
+ATTENTION = {
+    "no mask": (f'tl.where({SEES}, scores, float("-inf"))', "scores", "attention without the causal mask"),
+    "not itself": (SEES, SEES.replace("<=", "<"), "a query does not see itself"),
+    "its successor": (SEES, SEES + " + 1", "a query sees its successor"),
+    "mask upside down": (SEES, SEES.replace("<=", ">="), "the wrong way round"),
+    "head 0": ("head // GROUP_SIZE", "0", "every head reads head 0"),
+    "head h": ("head // GROUP_SIZE", "head", r"of head h instead of head h // GROUP_SIZE"),
+    "head % group": ("head // GROUP_SIZE", "head % GROUP_SIZE", "head % GROUP_SIZE, instead"),
+    "l not rescaled": ("l = l * rescale +", "l = l +", "; l was not rescaled"),
+    "acc not rescaled": ("acc = acc * rescale[:, None] +", "acc = acc +", "; acc was not rescaled"),
+    "m kept": ("        m = m_new\n", "", "m keeps its first value"),
+    "acc overwritten": ("acc * rescale[:, None] + tl.dot", "tl.dot", "the last tile only"),
+    "scale twice": ("scores = tl.where", "scores = scores * scale\n        scores = tl.where", "applied twice"),
+    "no scale": (', input_precision="ieee") * scale', ', input_precision="ieee")', "the scale is missing"),
+    "exp2": ("p = tl.exp(scores - m_new[:, None])\n        rescale = tl.exp(",
+             "p = tl.exp2(scores - m_new[:, None])\n        rescale = tl.exp2(", "exp2 is a power of 2"),
+    "k for v": ("tl.dot(p.to(v.dtype), v,", "tl.dot(p.to(v.dtype), k,", "multiplied with k instead of v"),
+    "no maximum": ("m_new = tl.maximum(m, tl.max(scores, axis=1))", "m_new = tl.zeros_like(m)",
+                   "exp overflows unless"),
+    "not divided": ("acc / l[:, None], mask", "acc, mask", "acc is not divided by l"),
+    "unmasked store": ("acc / l[:, None], mask=(rows < seq_len)[:, None])", "acc / l[:, None])",
+                       "stored beyond the end of o"),
+    "axis": ("tl.max(scores, axis=1)", "tl.max(scores, axis=0)", r"in line 60 .*rows\[:, None\] is a column"),
+}  # fmt: skip
+GRADIENTS = {
+    "no mask": (".masked_fill(future, 0.0)", "", "v_grad.*the causal mask is missing"),
+    "no lse": (" - lse[:, None]", "", "p is not normalised by lse"),
+    "max for lse": ("scale - lse[:, None]", "scale - (q @ k.T * scale).amax(dim=1, keepdim=True)", "exp.score - max"),
+    "lse of the keys": ("lse[:, None]", "lse[None, :]", r"lse\[:, None\], not lse\[None, :\]"),
+    "no scale in the scores": ("q @ k.T * scale", "q @ k.T", "the scale is missing from the scores"),
+    "no delta": (" - delta[:, None]", "", "delta is missing"),
+    "delta of o_grad": ("(o * o_grad).sum(dim=1)", "o_grad.sum(dim=1)", "not of o_grad"),
+    "delta added": ("o_grad @ v.T - delta", "o_grad @ v.T + delta", "delta is subtracted"),
+    "no p": ("p * (o_grad @ v.T", "(o_grad @ v.T", "p is missing from score_grad"),
+    "q_grad without scale": ("score_grad @ k * scale", "score_grad @ k", "q_grad lacks the scale"),
+    "k_grad without scale": ("score_grad.T @ q * scale", "score_grad.T @ q", "k_grad lacks the scale"),
+    "not transposed": ("p.T @ o_grad", "p @ o_grad", "v_grad.*transpose p and score_grad"),
+    "score_grad for p": ("p.T @ o_grad", "score_grad.T @ o_grad", "v_grad comes from p"),
+    "another order": ("return score_grad @ k * scale, score_grad.T @ q * scale, p.T @ o_grad",
+                      "return p.T @ o_grad, score_grad @ k * scale, score_grad.T @ q * scale", "the order is"),
+    "nothing returned": ("return score_grad @ k", "result = score_grad @ k", "what its docstring says"),
+}  # fmt: skip
+BY_TASK = {
+    "rmsnorm_kernel": RMSNORM, "memory_lines": LINES, "bytes_moved": MOVED, **COUNTS, "silu_mul_kernel": SILU_MUL,
+    "silu_mul_backward_kernel": BACKWARD, "hybrid_swiglu": HYBRID, "fold": FOLD, "key_blocks": BLOCKS,
+    "attention_kernel": ATTENTION, "attention_gradients": GRADIENTS,
+}  # fmt: skip
+MISTAKES = {f"{task}: {name}": Mistake(task, *edit) for task, usual in BY_TASK.items() for name, edit in usual.items()}
+
+
+@functools.cache
+def solution_of(task):
+    """(exercise, path of its solution)"""
+    (exercise,) = (exercise for exercise in check.EXERCISES.values() if task in exercise.checks.TASKS)
+    return exercise, check.HERE / exercise.solution
+
+
+def functions(code):
+    """{name: source} of what stands at the top of a module."""
+    return {node.name: ast.unparse(node) for node in ast.parse(code).body if hasattr(node, "name")}
+
+
+def mistaken(mistake, folder):
+    """A file with the mistake, which is in its task's function and nowhere else."""
+    _, solution = solution_of(mistake.task)
+    code = solution.read_text()
+    assert mistake.old in code and mistake.old != mistake.new
+    path = folder / solution.name
+    path.write_text(code.replace(mistake.old, mistake.new))
+    right, wrong = functions(code), functions(path.read_text())
+    assert {name for name in right if right[name] != wrong[name]} == {mistake.task}
+    return path
+
+
+def test_there_are_many_and_of_every_task():
+    assert len(MISTAKES) > 100 and {mistake.task for mistake in MISTAKES.values()} == {
+        task for name in ("exercise1", "exercise2", "exercise3") for task in check.EXERCISES[name].checks.TASKS
+    }
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_fails_its_task_and_is_named(name, tmp_path):
+    mistake = MISTAKES[name]
+    exercise, _ = solution_of(mistake.task)
+    verdict = check.judge(mistaken(mistake, tmp_path), exercise.checks, mistake.task)
+    assert not verdict.passed and verdict.begun and verdict.imported
+    assert re.search(mistake.told, verdict.message), verdict.message
