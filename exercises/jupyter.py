@@ -13,6 +13,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def source_of(node, text):
+    """The lines of a top-level node of a module's text, with its decorators and a comment at its end."""
+    lines = text.splitlines()
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    last = node.end_lineno
+    while last < len(lines) and lines[last].startswith(" "):
+        last += 1
+    return "\n".join(lines[first - 1 : last])
+
+
 def definitions(cells):
     """The source of a module with all that cells import, define or set to a literal; of each name the last counts."""
     found = {}
@@ -22,8 +32,7 @@ def definitions(cells):
         except SyntaxError:
             continue
         for node in body:
-            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-            source = "\n".join(cell.splitlines()[first - 1 : node.end_lineno])
+            source = source_of(node, cell)
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 name = source
             elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tiny_llama_v3 as llama
 from exercises import check, drawings
+from exercises.jupyter import source_of
 from tiny_llama_v3 import exit_code_of
 
 HERE = Path(__file__).resolve().parent
@@ -45,16 +46,12 @@ class Stub:
     def __init__(self, exercise, folder="."):
         self.module = Path(check.EXERCISES[exercise].file).stem
         text = (HERE / folder / f"{self.module}.py").read_text()
-        lines, self.definitions, imports = text.splitlines(), {}, []
+        self.definitions, imports = {}, []
         for node in ast.parse(text).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 imports.append(ast.unparse(node))
             elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                last = node.end_lineno
-                while last < len(lines) and lines[last].lstrip().startswith("#"):  # a blank at the end of a function
-                    last += 1
-                self.definitions[node.name] = "\n".join(lines[first - 1 : last])
+                self.definitions[node.name] = source_of(node, text)
         self.imports = "\n".join(imports)
 
     def take(self, names):
@@ -65,7 +62,7 @@ class Stub:
 
 
 def parts_of(text):
-    """(language, code) of each block of a page, ("details", text) of each folded part, (None, text) of each paragraph."""
+    """(language, code) of a page's blocks, ("details", text) of its folded parts, (None, text) of its paragraphs."""
     for part in re.split(r"(<details>.*?</details>|^```\w*\n.*?^```$)", text, flags=re.M | re.S):
         fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
         if fence:
@@ -85,9 +82,9 @@ def cells_of(exercise):
     for language, content in [*parts_of(text), (None, "## ")]:
         if language or content.startswith("## "):  # behind the paragraphs that say what to write
             cells += [("code", source) for source in stub.take(asked)]
-            calls = [f'check("{name}")' for name in asked if name in tasks]
-            calls += ["check()"] if asked and not stub.definitions else []
-            cells += [("code", "\n".join(calls))] if calls else []
+            calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
+            cells += [("code", calls)] if calls else []
+            cells += [("code", "check()")] if asked and not stub.definitions else []
             asked = []
         if language == "sh" and re.match(r"\. \S+/activate$", content):
             cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
