@@ -72,6 +72,7 @@ def start(exercise):
     Kernels of its cells are interpreted, also where there is a GPU, so that print and breakpoint() work in them.
     """
     os.environ["TRITON_INTERPRET"] = "1"
+    sys.breakpointhook = sys.__breakpointhook__  # Jupyter's stops only where its own debugger is attached
     shell = get_ipython()  # noqa: F821 (a notebook has it)
     shell.register_magic_function(terminal, "cell")
 

@@ -84,6 +84,7 @@ def copy(tmp_path_factory):
     return folder
 
 
+MAY_RAISE = {"tags": ["raises-exception"]}
 SOURCE = "from triton.runtime.jit import JITFunction\nprint(JITFunction(copy_kernel.fn).src)"  # what would be compiled
 
 
@@ -106,7 +107,7 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
     if name == "puzzles":
         unmasked = solutions["masked_copy_kernel"].replace("x, mask=mask)", "x)")
         cells[-1:-1] = [nbformat.v4.new_code_cell(unmasked)]  # before check()
-        solved.append(nbformat.v4.new_code_cell(SOURCE))
+        solved += [nbformat.v4.new_code_cell(SOURCE), nbformat.v4.new_code_cell("breakpoint()", metadata=MAY_RAISE)]
     notebook = nbformat.v4.new_notebook(cells=cells + solved)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
 
@@ -120,4 +121,8 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
         blank = re.findall(r"^FAIL  (\w+): not written yet", before, flags=re.M)
         assert blank == [task for task in tasks if task != "masked_copy_kernel"]
         assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes element 5 of y" in " ".join(before.split())
-        assert "tl.store(y_ptr + offsets, x)" in printed[id(notebook.cells[-1])]
+        source, stopped = notebook.cells[-2:]
+        assert "tl.store(y_ptr + offsets, x)" in printed[id(source)]
+        assert [output.ename for output in stopped.outputs if output.output_type == "error"] == [
+            "StdinNotImplementedError"
+        ]
