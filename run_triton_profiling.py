@@ -37,6 +37,7 @@ from measure import accuracy, work  # noqa: E402
 from measure.accuracy import promoted  # noqa: E402
 from measure.results import describe, write_json  # noqa: E402
 from measure.timing import Bench, copy_calls, gradient_call, wall_seconds  # noqa: E402
+from profiling.kernel_report import CHIPS, occupancy  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
@@ -255,8 +256,16 @@ def sweep_block_sizes(bench, config):
             "GB/s": 2 * x.nbytes / ms / 1e6,
         }
         (compiled,) = llama.COMPILED.values()
-        results.append(row | {"registers": getattr(compiled, "n_regs", None)})
+        results.append(row | resources(bench.device.arch, compiled, tile.warps))
     return results
+
+
+def resources(arch, compiled, warps):
+    """{"registers", "occupancy"} of a kernel: of a thread, and as kernel_report has it; None where it is not known."""
+    registers = getattr(compiled, "n_regs", None)  # an interpreted kernel has none
+    if registers is None or arch not in CHIPS:
+        return {"registers": registers, "occupancy": None}
+    return {"registers": registers, "occupancy": occupancy(arch, registers, compiled.metadata.shared, warps)}
 
 
 def sweep_tiles(bench, config):
@@ -310,12 +319,13 @@ def print_case(result, ceilings):
 
 
 def print_block_sizes(rows):
-    print("  block  rows a program  warps  registers        ms      GB/s")
+    print("  block  rows a program  warps  registers  occupancy        ms      GB/s")
     for row in rows:
         registers = "-" if row["registers"] is None else row["registers"]
+        occupied = "-" if row["occupancy"] is None else f"{row['occupancy']['share']:.0%}"
         print(
-            f"  {row['block_size']:5d}  {row['rows']:14d}  {row['warps']:5d}  {registers:>9}  {row['ms']:8.3f}  "
-            f"{row['GB/s']:8.4g}"
+            f"  {row['block_size']:5d}  {row['rows']:14d}  {row['warps']:5d}  {registers:>9}  {occupied:>9}  "
+            f"{row['ms']:8.3f}  {row['GB/s']:8.4g}"
         )
 
 

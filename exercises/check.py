@@ -32,26 +32,13 @@ from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-# Processes are forked from a server, which imports PyTorch once, and at the same time as this process. Nothing in it
-# touches a GPU, which would be lost to its forks.
-FORKED = multiprocessing.get_context("forkserver")
-
-
-def start_server():
-    FORKED.set_forkserver_preload(["numpy", "torch", "triton"])
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        multiprocessing.forkserver.ensure_running()
-
-
-if __name__ == "__main__":
-    start_server()
 
 import torch  # noqa: E402
 
 import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton interpret)
 import tiny_llama_v3 as llama  # noqa: E402
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
-from exercises.checks.common import NothingStored, NotYet, Wrong, poisoned_masks  # noqa: E402
+from exercises.checks.common import NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks  # noqa: E402
 from exercises.progress import Progress  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
@@ -80,7 +67,7 @@ class Verdict(NamedTuple):
     passed: bool
     message: str | None = None  # why not
     begun: bool = True  # whether there was anything to check
-    imported: bool = True
+    obstacle: str | None = None  # "file" or "interpreter": what kept the task from being judged
 
 
 def load(path):
@@ -112,16 +99,22 @@ def line_of(error, path):
     return lines[-1] if lines else None
 
 
-def describe(error, path):
-    """An exception of the participant's code: its kind, its line, what it says, and what that usually means."""
-    chain = [error]  # an InterpreterError or CompilationError wraps what really happened
+def chain_of(error):
+    """An exception and what it wraps: an InterpreterError has what really happened as its cause."""
+    chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
+    return chain
+
+
+def describe(error, path):
+    """An exception of the participant's code: its kind, its line, what it says, and what that usually means."""
+    chain = chain_of(error)
     line = next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
     place = f" in line {line} of {path.name}" if line else ""
-    said = (getattr(chain[-1], "error_message", None) or str(chain[-1])).strip().splitlines()
-    hint = next((hint for pattern, hint in ERROR_HINTS.items() if said and re.search(pattern, said[-1])), None)
-    return f"{type(chain[-1]).__name__}{place}: {said[-1] if said else ''}" + (f"; {hint}" if hint else "")
+    said = (getattr(chain[-1], "error_message", None) or str(chain[-1])).strip()
+    hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, said)), "")
+    return f"{type(chain[-1]).__name__}{place}: {said.splitlines()[0] if said else ''}{hint}"
 
 
 def blanks_of(exercise, task):
@@ -137,7 +130,7 @@ def judge(path, checks, task):
     try:
         exercise = load(path)
     except Exception as error:
-        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
+        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     try:
         with warnings.catch_warnings(), poisoned_masks():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of kernels with holes in the interpreter
@@ -146,20 +139,33 @@ def judge(path, checks, task):
         return Verdict(False, str(reason), begun=False)
     except Wrong as wrong:
         blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
-        return Verdict(
-            False, f"not written yet, {blanks} still stands there" if blanks else str(wrong), begun=not blanks
-        )
+        left = f"not written yet, {blanks}; once it is, take the comment away"
+        return Verdict(False, left if blanks else str(wrong), begun=not blanks)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
     except (Exception, SystemExit) as error:  # whatever the code under test does
+        interpreted = any(type(link).__name__ == "InterpreterError" for link in chain_of(error))
+        if interpreted and not interpreter_works():
+            return Verdict(False, obstacle="interpreter")
         return Verdict(False, describe(error, path))
     return Verdict(True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Judging it in a process of its own
+
+
+def interpreting():
+    """The context whose processes interpret kernels."""
+    if not ON_GPU:
+        return multiprocessing.get_context("fork")
+    # Forks of another process, whose Triton is the interpreter, and which leaves the GPU alone: forks would lose it.
+    multiprocessing.set_forkserver_preload(["numpy", "torch", "triton"])
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        multiprocessing.forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 def judge_and_send(connection, path, exercise, task, trace):
@@ -169,7 +175,7 @@ def judge_and_send(connection, path, exercise, task, trace):
     torch.set_num_threads(1)
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
-        connection.send(judge(path, EXERCISES[exercise].checks, task))
+        connection.send(tuple(judge(path, EXERCISES[exercise].checks, task)))
 
 
 def place_in(trace, path):
@@ -192,7 +198,7 @@ def judge_apart(context, path, exercise, task, limit):
                 process.join(5)
                 reason = f"did not end within {limit:g} s{place_in(trace, path)}: is there an endless loop?"
                 return Verdict(False, f"{reason} (--limit gives it more)")
-            return ours.recv()
+            return Verdict(*ours.recv())
         except EOFError:
             process.join()
             place = place_in(trace, path)
@@ -207,13 +213,16 @@ def judge_apart(context, path, exercise, task, limit):
 
 
 def judge_everywhere(path, exercise, task, limit):
-    """Interpreted, where undefined values and the lines of errors are seen; what passes on the GPU as well."""
-    verdict = judge_apart(FORKED, path, exercise, task, limit)
+    """Interpreted, where undefined values and the lines of errors are seen; what passes, then compiled, on a GPU."""
+    verdict = judge_apart(interpreting(), path, exercise, task, limit)
     checks = EXERCISES[exercise].checks
-    if not (verdict.passed and ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)):
+    to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
+    if not (to_compile and (verdict.passed or verdict.obstacle == "interpreter")):
         return verdict
-    verdict = judge_apart(multiprocessing.get_context("spawn"), path, exercise, task, limit)
-    return verdict if verdict.passed else verdict._replace(message=f"right in the interpreter, but: {verdict.message}")
+    compiled = judge_apart(multiprocessing.get_context("spawn"), path, exercise, task, limit)
+    if verdict.passed and not compiled.passed:
+        return compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
+    return compiled
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -308,7 +317,6 @@ def run(argv):
     file, solution, checks = EXERCISES[options.exercise]
     tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
     progress = None if options.solution else open_progress(options)
-    start_server()
     given = options.file and Path(options.file).resolve()
     path = HERE / (solution if options.solution else given or file)
     passed = 0
@@ -317,7 +325,9 @@ def run(argv):
             verdict = judge(path, checks, task)
         else:
             verdict = judge_everywhere(path, options.exercise, task, options.limit)
-        if not verdict.imported:
+        if verdict.obstacle == "interpreter":
+            raise llama.UsageError("Triton's interpreter fails here, whatever the kernel: make doctor says why")
+        if verdict.obstacle == "file":
             show(f"FAIL  {verdict.message}")
             return 1
         passed += verdict.passed

@@ -84,14 +84,16 @@ def cells_of(exercise):
             cells += [("code", source) for source in stub.take(asked)]
             calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
             cells += [("code", calls)] if calls else []
-            cells += [("code", "check()")] if asked and not stub.definitions else []
             asked = []
         if language == "sh" and re.match(r"\. \S+/activate$", content):
             cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
-        elif language == "sh" and "exercises/check.py" not in content:
+        elif language == "sh" and re.match(rf"python exercises/check.py {exercise}$", content):
+            cells.append(("code", "check()"))
+        elif language == "sh" and "--task" not in content:  # each task is checked where it stands
             cells.append(("code", f"%%terminal\n{content}"))
         elif language == "python":
-            code = re.sub(rf"(?m)^(# .*\n)?from exercises\.(solutions\.)?{stub.module} .*\n+", "", content)
+            code = re.sub(rf"(?m)^from exercises(\.{stub.module} import .*| import {stub.module}\b.*)\n+", "", content)
+            code = code.replace(f"{stub.module}.", "")  # the notebook's own
             cells.append(("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code))
         elif language in (None, "details"):
             asks = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", content, flags=re.S)

@@ -11,7 +11,10 @@ from unittest import mock
 
 import torch
 
+import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
+import tiny_llama_v3 as llama
 from exercises.checks import ON_GPU
+from tiny_llama_v3 import tl
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -130,6 +133,23 @@ def expect_untouched(name, behind):
 
 POISON = 12288.0  # exact in fp16 and bf16
 POISON_BF16 = 0x4640  # its bits, which is how the interpreter holds bf16
+
+
+@llama.jit
+def sum_kernel(x_ptr, sum_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    total = 0.0
+    for start in range(0, n_elements, BLOCK_SIZE):
+        total += tl.sum(tl.load(x_ptr + start + tl.arange(0, BLOCK_SIZE)), axis=0)
+    tl.store(sum_ptr, total)
+
+
+def interpreter_works():
+    """Whether a kernel with a loop runs: with Triton 3.6 and numpy 2.4, say, the interpreter fails at it."""
+    try:
+        sum_kernel[(1,)](randn(32), randn(1), 32, BLOCK_SIZE=16)
+    except Exception:
+        return False
+    return True
 
 
 @contextlib.contextmanager

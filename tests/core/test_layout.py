@@ -13,7 +13,7 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may k
     "measure": {SCRIPT},
     "profiling": {SCRIPT, "measure", "nanogpt_triton"},  # whose kernels the compile report takes in
     "benchmarks": {SCRIPT, "measure", "nanogpt_triton", "profiling"},
-    "run_triton_profiling": {SCRIPT, "measure", "benchmarks"},
+    "run_triton_profiling": {SCRIPT, "measure", "benchmarks", "profiling"},
     "exercises": {SCRIPT, "measure", "nanogpt_triton", "profiling", "benchmarks"},
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path

@@ -4,8 +4,10 @@ The `sh` and `python` blocks of the pages at the top and in docs/, benchmarks/ a
 the project, as a reader with a new shell in its top folder types them. There is no python on the PATH before a block of
 the page has activated `.venv`, and each block must leave the shell in the folder where it was. The python in `.venv`
 runs the same programs at small sizes. A block that begins with "# needs a GPU:" or "# needs ROCm:" and a reason shows
-nothing without one; it runs all the same, with a fake of rocprofv3. A `bash` block is for another machine (a container,
-a job script): its syntax and the files that it names are checked. A `text` block is the output of a run.
+nothing without one; it runs all the same, with a fake of rocprofv3. The copy is that of a reader who has done the
+exercises; what judges them runs with the files as they are given, too, and must say so. A `bash` block is for another
+machine (a container, a job script): its syntax and the files that it names are checked. A `text` block is the output
+of a run.
 """
 
 import functools
@@ -23,6 +25,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from benchmarks import publish
+from exercises.check import EXERCISES
 from tests.docs import preloaded_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +127,10 @@ def write_executables(folder, texts):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before."""
+    """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before.
+
+    done: the exercises are done; else their files are as a participant finds them.
+    """
     folder = tmp_path_factory.mktemp("docs")
     server = preloaded_python.Server(folder)
     copy, commands = folder / "project", folder / "bin"
@@ -148,7 +154,11 @@ def project(tmp_path_factory):
     environment |= {"PATH": f"{commands}:{os.environ['PATH']}"}
 
     @functools.cache  # some pages begin with the same block
-    def run(language, code, before=""):
+    def run(language, code, before="", done=True):
+        for exercise in EXERCISES.values():
+            shutil.copy(
+                ROOT / "exercises" / (exercise.solution if done else exercise.file), copy / "exercises" / exercise.file
+            )
         (copy / "block.py").write_text(code)
         code = code if language == "sh" else "python block.py"
         script = SHELL.format(before=before, code=code, folder=shlex.quote(str(copy)))
@@ -164,6 +174,29 @@ def project(tmp_path_factory):
 def test_a_block_runs(block, project):
     done = project(block.language, block.code, activation_before(block))
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+FILES = "|".join(Path(exercise.file).stem for exercise in EXERCISES.values())
+JUDGES = rf"check\.py \w+(?!.*--solution)|from exercises\.(?:\w+\.)*(?:{FILES}) import"
+JUDGING = [block for block in RUNNABLE if re.search(JUDGES, block.code)]
+
+
+@pytest.mark.parametrize("block", JUDGING, ids=str)
+def test_what_judges_an_exercise_judges_the_reader_s_own_file(block, project):
+    """As printed, before anything is written."""
+    done = project(block.language, block.code, activation_before(block), done=False)
+    assert done.returncode == 1, f"{block}\n{done.stdout}\n{done.stderr}"
+    assert re.search("not written yet|NotImplementedError: FILL ME IN", done.stdout + done.stderr), block
+
+
+def test_solutions_are_what_a_page_of_an_exercise_ends_with():
+    pages = {block.page for block in JUDGING}
+    assert len(pages) == len(EXERCISES)
+    for page in pages:
+        own = [block.line for block in JUDGING if block.page == page]
+        shown = [block.line for block in BLOCKS if block.page == page and "--solution" in block.code]
+        assert len(shown) == 1 and max(own) < shown[0], page
+        assert "exercises.solutions" not in page.read_text(), page
 
 
 def test_a_page_that_forgets_to_activate_fails(project):

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,4 +137,20 @@ def test_full_disk_keeps_the_figures_printed_and_the_older_file(run, tmp_path, m
 def test_a_tile_too_large_is_reported_not_fatal(run):
     code, _, _, result = run("--only", "attention", "--hidden-dim", "256", "--num-heads", "2", "--seq-len", "256")
     assert code == 0 and any(row["usual"] for row in result["tiles"])
-    assert all(row["registers"] for row in run("--only", "rmsnorm")[3]["block_sizes"])
+    rows = run("--only", "rmsnorm")[3]["block_sizes"]
+    assert all(row["registers"] and (row["occupancy"] is None or 0 < row["occupancy"]["share"] <= 1) for row in rows)
+
+
+@pytest.mark.parametrize("arch, registers, share", [
+    ("sm_90", 64, 0.5),  # 32 of 64 warps: 65536 registers / (64 x 32)
+    ("gfx942", 64, 1.0),  # 32 of 32 waves: 4 x 512 / 64
+    ("sm_89", 64, None),  # nothing is known of it
+    ("sm_90", None, None),  # interpreted
+])  # fmt: skip
+def test_the_sweep_shows_what_occupancy_registers_allow(arch, registers, share, capsys):
+    compiled = SimpleNamespace(n_regs=registers, metadata=SimpleNamespace(shared=0))
+    row = profiling.resources(arch, compiled, warps=4)
+    assert row["registers"] == registers and (row["occupancy"] or {"share": None})["share"] == share
+    profiling.print_block_sizes([{"block_size": 64, "rows": 8, "warps": 4, "ms": 0.5, "GB/s": 100.0, **row}])
+    titles, figures = (re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines())
+    assert figures[titles.index("occupancy")] == ("-" if share is None else f"{share:.0%}")

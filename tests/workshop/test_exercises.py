@@ -15,7 +15,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from exercises import check, sweep_swiglu
-from exercises.checks import ON_GPU
+from exercises.checks import ON_GPU, common
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 
@@ -53,7 +53,6 @@ def test_the_solution_passes(name, capsys):
     assert check.main([name, "--solution"]) == 0
     lines = said(capsys).splitlines()
     assert [line[:4] for line in lines[:-1]] == ["PASS"] * len(check.EXERCISES[name].checks.TASKS)
-    assert not (FOLDER / "progress.json").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +100,7 @@ def numbers(body):
     ("os.kill(os.getpid(), 9)", "killed by SIGKILL: was there too little memory"),
     ("os._exit(3)", "ended with exit code 3 before it was judged"),
     ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
-    ("breakpoint()", "breakpoint.. was reached: --debug gives it the terminal"),
+    ("import bdb; raise bdb.BdbQuit", "breakpoint.. was reached: --debug gives it the terminal"),
     ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
 ])  # fmt: skip
 def test_whatever_the_code_does_is_told_with_its_line(body, told, mine, capsys):
@@ -189,18 +188,46 @@ def test_an_interrupted_check_leaves_no_process_and_no_traceback(tmp_path):
         os.kill(child, 0)
 
 
-def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(monkeypatch):
+def test_a_gpu_s_error_is_told_by_what_it_says_first(tmp_path):
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+    assert check.describe(error, tmp_path) == f"RuntimeError: {str(error).splitlines()[0]}; {check.OUTSIDE}"
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU does without it")
+def test_an_interpreter_that_fails_is_told_from_a_kernel_that_does(mine, monkeypatch, capsys):
+    code = solution_of("exercise2").replace("2 * rows", "2 / 0 * rows")
+    monkeypatch.setattr("triton.language.sigmoid", None)
+    monkeypatch.setattr(check, "interpreter_works", lambda: False)
+    assert mine("exercise2", code, "--task", "silu_mul_kernel") == 2
+    reason = "Triton's interpreter fails here, whatever the kernel: make doctor says why"
+    assert capsys.readouterr().err == f"check.py: error: {reason}\n"
+    assert mine("exercise2", code, "--task", "matmul_flop") == 1
+    assert "ZeroDivisionError in line" in said(capsys)  # it has no part in this one
+
+
+@pytest.mark.skipif(ON_GPU, reason="kernels are compiled")
+def test_the_interpreter_works_here(monkeypatch):
+    assert common.interpreter_works()
+    monkeypatch.setattr("triton.language.sum", None)
+    assert not common.interpreter_works()
+
+
+@pytest.mark.parametrize("interpreted", [check.Verdict(True), check.Verdict(False, obstacle="interpreter")])
+def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(interpreted, monkeypatch):
     asked = []
 
     def judge_apart(context, path, exercise, task, limit):
         asked.append((context.get_start_method(), task))
-        return check.Verdict(context.get_start_method() == "forkserver", "out of registers")
+        forked = context.get_start_method() == "forkserver"
+        return interpreted if forked else check.Verdict(False, "out of registers")
 
     monkeypatch.setattr(check, "judge_apart", judge_apart)
+    monkeypatch.setattr(check.multiprocessing.forkserver, "ensure_running", lambda: None)
     monkeypatch.setattr(check, "ON_GPU", True)
     verdict = check.judge_everywhere(FOLDER, "exercise1", "rmsnorm_kernel", 1)
-    assert not verdict.passed and verdict.message == "right in the interpreter, but: out of registers"
-    assert check.judge_everywhere(FOLDER, "exercise1", "bytes_moved", 1).passed  # there is nothing to compile
+    before = "right in the interpreter, but: " * interpreted.passed
+    assert not verdict.passed and verdict.message == f"{before}out of registers"
+    assert check.judge_everywhere(FOLDER, "exercise1", "bytes_moved", 1) == interpreted  # there is nothing to compile
     assert asked == [("forkserver", "rmsnorm_kernel"), ("spawn", "rmsnorm_kernel"), ("forkserver", "bytes_moved")]
 
 

@@ -279,5 +279,5 @@ def test_a_mistake_fails_its_task_and_is_named(name, tmp_path):
     mistake = MISTAKES[name]
     exercise, _ = solution_of(mistake.task)
     verdict = check.judge(mistaken(mistake, tmp_path), exercise.checks, mistake.task)
-    assert not verdict.passed and verdict.begun and verdict.imported
+    assert not verdict.passed and verdict.begun and not verdict.obstacle
     assert re.search(mistake.told, verdict.message), verdict.message
