@@ -8,7 +8,7 @@ unexport PYTHON
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test emulate lint publish kernel-report slides clean force
+.PHONY: help run test emulate lint publish notebooks slides kernel-report clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ lint: .venv/dev.stamp ## check the Python and shell code
 
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
 	$(VENV_PYTHON) -m benchmarks.publish
+
+notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from their pages, stubs and checks
+	$(VENV_PYTHON) -m exercises.publish
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
 	$(VENV_PYTHON) -m profiling.kernel_report

@@ -37,7 +37,7 @@ import torch  # noqa: E402
 
 import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton interpret)
 import tiny_llama_v3 as llama  # noqa: E402
-from exercises.checks import ON_GPU, exercise1, exercise2, exercise3  # noqa: E402
+from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
 from exercises.checks.common import NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks  # noqa: E402
 from exercises.progress import Progress  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
@@ -53,6 +53,7 @@ class Exercise(NamedTuple):
 
 
 EXERCISES = {
+    "puzzles": Exercise("puzzles.py", "solutions/puzzles.py", puzzles),
     "exercise1": Exercise("exercise1_triton_basics.py", "solutions/exercise1_triton_basics.py", exercise1),
     "exercise2": Exercise("exercise2_swiglu_optimization.py", "solutions/exercise2_swiglu_optimization.py", exercise2),
     "exercise3": Exercise("exercise3_flash_attention.py", "solutions/exercise3_flash_attention.py", exercise3),
@@ -274,6 +275,7 @@ def parse(argv):
     parser.add_argument("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
     parser.add_argument("--task", metavar="NAME", help="this task alone; the beginning of its name will do")
     parser.add_argument("--solution", action="store_true", help="check the solution instead, and remember nothing")
+    parser.add_argument("--file", help="check this file in place of the one in exercises/")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=LIMIT,
                         help=f"the most that a task may take (default: {LIMIT})")  # fmt: skip
     parser.add_argument("--debug", action="store_true",
@@ -282,11 +284,14 @@ def parse(argv):
     parser.add_argument("--name", help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
     if options.exercise is None:
-        for flag in ("task", "solution", "debug"):
+        for flag in ("task", "solution", "file", "debug"):
             if getattr(options, flag):
                 raise llama.UsageError(f"--{flag} needs an exercise: {', '.join(EXERCISES)}")
     if options.solution and options.progress is not None:
         raise llama.UsageError("--progress is not for --solution, of which nothing is remembered")
+    if options.file is not None and (options.solution or not Path(options.file).is_file()):
+        reason = "and --solution exclude each other" if options.solution else "is no file: name one"
+        raise llama.UsageError(f"--file {options.file} {reason}")
     if not 0 < options.limit < float("inf"):
         raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0")
     if options.debug and ON_GPU:
@@ -312,7 +317,8 @@ def run(argv):
     file, solution, checks = EXERCISES[options.exercise]
     tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
     progress = None if options.solution else open_progress(options)
-    path = HERE / (solution if options.solution else file)
+    given = options.file and Path(options.file).resolve()
+    path = HERE / (solution if options.solution else given or file)
     passed = 0
     for task in tasks:
         if options.debug:

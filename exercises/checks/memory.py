@@ -1,0 +1,102 @@
+"""What a kernel touches: in Triton's interpreter every load and store is compared with the tensors it was given."""
+
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+
+from exercises.checks import ON_GPU
+from exercises.checks.common import Wrong
+
+
+class Fault(NamedTuple):
+    """What one load or store of a program touched beside the elements of the tensors."""
+
+    line: int  # of the participant's file
+    program: tuple  # its three program ids
+    verb: str  # "reads" or "writes"
+    tensor: str  # the nearest, by the name of its argument
+    size: int  # of that tensor, in elements
+    element: int  # the first that was touched, counted along memory from the tensor's first
+    lanes: tuple  # the index of each such element in the block, an array for each dimension
+
+    def describe(self, grid_dimensions, explain):
+        count, program = len(self.lanes[0]), ", ".join(map(str, self.program[:grid_dimensions]))
+        return (
+            f"line {self.line} {self.verb} element {self.element} of {self.tensor}, which is none of its {self.size}, "
+            f"in {count} {'lane' if count == 1 else 'lanes'} of program {program}: {explain(self)}"
+        )
+
+
+def addresses(tensor):
+    """Those of the elements of a tensor of any strides, as sorted integers."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
+    return np.sort(tensor.data_ptr() + offsets * tensor.element_size())
+
+
+class Watch:
+    """Stands in for the interpreter's load and store, leaves out what is not theirs to touch, and keeps the first."""
+
+    def __init__(self, kernel, tensors, builder):
+        self.file, self.tensors, self.builder = kernel.fn.__code__.co_filename, tensors, builder
+        self.fault = None
+        self.allowed = np.concatenate([addresses(tensor) for tensor in tensors.values()])
+        self.real_load, self.real_store = builder.create_masked_load, builder.create_masked_store
+
+    def line(self):
+        """That of the participant's file which is being executed."""
+        frame = sys._getframe()
+        while frame.f_back and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        return frame.f_lineno
+
+    def distance(self, name, address):
+        own = addresses(self.tensors[name])
+        return max(own[0] - address, address - own[-1], 0)
+
+    def inside(self, verb, pointers, mask):
+        """The mask without what lies outside."""
+        wanted = np.broadcast_to(mask.data, pointers.data.shape)
+        touched = pointers.data.astype(np.int64)
+        outside = wanted & ~np.isin(touched, self.allowed)
+        if outside.any() and self.fault is None:
+            address = touched[outside][0]
+            name = min(self.tensors, key=lambda name: self.distance(name, address))
+            tensor = self.tensors[name]
+            element = int(address - tensor.data_ptr()) // tensor.element_size()
+            self.fault = Fault(self.line(), self.builder.grid_idx, verb, name.removesuffix("_ptr"), tensor.numel(),
+                               element, outside.nonzero())  # fmt: skip
+        return type(mask)(wanted & ~outside, mask.dtype)
+
+    def load(self, pointers, mask, other, *rest):
+        mask = self.inside("reads", pointers, mask)
+        value = self.real_load(pointers, mask, other, *rest)
+        if other is None and value.data.dtype.kind == "f":  # a GPU leaves it undefined, the interpreter takes 0
+            value.data = np.where(mask.data, value.data, np.array(np.inf, value.data.dtype))
+        return value
+
+    def store(self, pointers, value, mask, *rest):
+        return self.real_store(pointers, value, self.inside("writes", pointers, mask), *rest)
+
+
+def launch(kernel, grid, *args, explain=lambda fault: "is there a mask?", **constants):
+    """Runs kernel[grid](*args, **constants).
+
+    In the interpreter, Wrong if it touched what no tensor holds, with the hint explain(fault); and what a load masks
+    out without an `other` is infinite. On a GPU neither is seen.
+    """
+    if ON_GPU:
+        kernel[grid](*args, **constants)
+        return
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    tensors = {name: arg for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, torch.Tensor)}
+    watch = Watch(kernel, tensors, builder)
+    with mock.patch.multiple(builder, create_masked_load=watch.load, create_masked_store=watch.store):
+        kernel[grid](*args, **constants)
+    if watch.fault:
+        raise Wrong(watch.fault.describe(len(grid), explain))

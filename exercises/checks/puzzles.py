@@ -1,0 +1,278 @@
+"""Checks of the puzzles. The first case of each is the one that its picture shows."""
+
+import functools
+import math
+
+import torch
+
+import tiny_llama_v3 as llama
+from exercises.checks.common import DEVICE, NothingStored, Wrong, expect_close, randn, unwritten
+from exercises.checks.memory import launch
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a result looks like
+
+
+def for_each(cases):
+    """Turns the check of a case into one of all of them."""
+
+    def all_cases(check):
+        @functools.wraps(check)
+        def check_all(puzzles):
+            for case in cases:
+                check(puzzles, *case)
+
+        return check_all
+
+    return all_cases
+
+
+MAY_BE_ANYTHING = "what the mask leaves out may be anything, here infinity"
+
+
+def only_first(x, n):
+    """x with all but its first n elements as they were before: not stored."""
+    return torch.where(torch.arange(len(x), device=x.device) < n, x, math.nan)
+
+
+def padded(x, stride_row, stride_col=1):
+    """x with rows and columns so many elements apart, and NaN between them."""
+    n_rows, n_cols = x.shape
+    n_elements = (n_rows - 1) * stride_row + (n_cols - 1) * stride_col + 1
+    memory = torch.full((n_elements,), math.nan, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, (stride_row, stride_col)).copy_(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The checks, each with its cases
+
+COPY = [(8,), (64,)]  # BLOCK_SIZE
+
+
+@for_each(COPY)
+def check_copy_kernel(puzzles, block_size):
+    x, (y, behind) = randn(block_size), unwritten(block_size)
+    launch(puzzles.copy_kernel, (1,), x, y, BLOCK_SIZE=block_size,
+           explain=lambda fault: "the offsets of a block run from 0 to BLOCK_SIZE - 1")  # fmt: skip
+    case = f"y of {block_size}"
+    mistakes = [
+        (x[:1].expand_as(x), "every element is x[0]: x_ptr is one address, x_ptr + offsets is a block of them"),
+        (torch.arange(block_size, device=DEVICE), "these are the offsets: load what lies there, and store that"),
+        (only_first(x, 1), "only the first is stored: y_ptr is one address, y_ptr + offsets is a block of them"),
+        (only_first(x, 8), "only the first 8 are stored: a block has BLOCK_SIZE elements, whatever that is"),
+    ]
+    expect_close(case, y, x, 0, "element i of y is element i of x", mistakes, behind)
+
+
+def beyond_the_end(fault):
+    if fault.element == fault.size and len(fault.lanes[0]) == 1:
+        return f"one too many; the last element is {fault.size - 1}, so is it < or <=?"
+    if fault.verb == "reads":
+        return "what lies beyond the end is to be left out, tl.load(..., mask=mask), and then in the store"
+    return "what lies beyond the end is to be left out, tl.store(..., mask=mask)"
+
+
+MASKED_COPY = [(5, 8), (8, 8), (100, 128)]  # n_elements, BLOCK_SIZE
+
+
+@for_each(MASKED_COPY)
+def check_masked_copy_kernel(puzzles, n_elements, block_size):
+    def explain(fault):
+        inverted = not y.isfinite().any()
+        return "the mask is the wrong way round: True is what exists" if inverted else beyond_the_end(fault)
+
+    x, (y, behind) = randn(n_elements), unwritten(n_elements)
+    launch(puzzles.masked_copy_kernel, (1,), x, y, n_elements, BLOCK_SIZE=block_size, explain=explain)
+    case = f"y of {n_elements} in a block of {block_size}"
+    expect_close(case, y, x, 0, "where the mask is True, y[i] = x[i]", behind=behind)
+
+
+GRID_COPY = [(10, 4), (64, 32), (100, 32), (3, 8)]  # n_elements, BLOCK_SIZE
+
+
+@for_each(GRID_COPY)
+def check_grid_copy_kernel(puzzles, n_elements, block_size):
+    x, (y, behind) = randn(n_elements), unwritten(n_elements)
+    programs = llama.cdiv(n_elements, block_size)
+    launch(puzzles.grid_copy_kernel, (programs,), x, y, n_elements, BLOCK_SIZE=block_size, explain=beyond_the_end)
+    case = f"y of {n_elements} in {programs} blocks of {block_size}"
+    mistakes = [
+        (only_first(x, block_size),
+         "only the first block is stored: all programs do the same; tl.program_id(0) tells them apart"),
+        (only_first(x, block_size + programs - 1),
+         "the blocks overlap: program 1 begins at element BLOCK_SIZE, not at element 1"),
+    ]  # fmt: skip
+    expect_close(case, y, x, 0, "program p copies the elements from p * BLOCK_SIZE on", mistakes, behind)
+
+
+OUTER_SUM = [(3, 5, 4, 8), (5, 3, 8, 4), (4, 4, 4, 4), (1, 13, 2, 16)]  # n_rows, n_cols, BLOCK_M, BLOCK_N
+
+
+@for_each(OUTER_SUM)
+def check_outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
+    def explain(fault):
+        if fault.tensor != "z":
+            return f"{fault.tensor} has {fault.size} elements: which of rows and cols belongs to it, under which mask?"
+        lanes = dict(zip(("rows", "cols"), fault.lanes, strict=False))  # a block of one dimension has rows only
+        for name, length in (("cols", n_cols), ("rows", n_rows)):
+            if name in lanes and (lanes[name] >= length).all():
+                return f"{name} of the block that do not exist are stored: the mask needs {name} < n_{name}"
+        return "row i of z begins at element i * n_cols, whatever the size of the block"
+
+    x, y, (z, behind) = randn(n_rows), randn(n_cols), unwritten(n_rows, n_cols)
+    launch(puzzles.outer_sum_kernel, (1,), x, y, z, n_rows, n_cols, BLOCK_M=block_m, BLOCK_N=block_n, explain=explain)
+    case = f"z of {n_rows} x {n_cols} in a block of {block_m} x {block_n}"
+    wanted = x[:, None] + y[None, :]
+    mistakes = [
+        (x[:, None].expand_as(z), "y is not in it"),
+        (y.expand_as(z), "x is not in it"),
+    ]
+    if n_rows == n_cols:
+        mistakes += [(wanted.T, "rows and columns are exchanged: x is the column, [:, None], and y the row, [None, :]")]
+    hint = "z[i, j] = x[i] + y[j], and row i of z begins at element i * n_cols"
+    expect_close(case, z, wanted, 1e-6, hint, mistakes, behind)
+
+
+# n_rows, n_cols, stride_row, stride_col, BLOCK_M, BLOCK_N
+TRANSPOSE = [(3, 5, 7, 1, 2, 4), (3, 5, 5, 1, 2, 4), (5, 3, 1, 6, 4, 2), (16, 16, 16, 1, 16, 16)]
+
+
+@for_each(TRANSPOSE)
+def check_transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, block_m, block_n):
+    def explain(fault):
+        if fault.tensor == "y":
+            return "y has rows of n_rows elements: y[j, i] is element j * n_rows + i"
+        if stride_col != 1:
+            return f"the neighbours of a row lie stride_col = {stride_col} apart, not 1"
+        return f"rows begin stride_row = {stride_row} apart, not n_cols = {n_cols}: what lies between is not x"
+
+    plain = randn(n_rows, n_cols)
+    x, (y, behind) = padded(plain, stride_row, stride_col), unwritten(n_cols, n_rows)
+    grid = llama.cdiv(n_rows, block_m), llama.cdiv(n_cols, block_n)
+    launch(puzzles.transpose_kernel, grid, x, y, n_rows, n_cols, stride_row, stride_col, BLOCK_M=block_m,
+           BLOCK_N=block_n, explain=explain)  # fmt: skip
+    case = f"y for x of {n_rows} x {n_cols} with strides {stride_row} and {stride_col}"
+    mistakes = [(plain.reshape(y.shape), "this is x as it was: x[i, j] goes to row j and column i of y")]
+    expect_close(case, y, plain.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides", mistakes, behind)
+
+
+ROW_SUM = [(3, 10, 12, 4), (2, 3000, 3000, 1024), (2, 5, 9, 16)]  # n_rows, n_cols, stride_row, BLOCK_SIZE
+
+
+@for_each(ROW_SUM)
+def check_row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
+    def explain(fault):
+        if n_cols % block_size and (fault.lanes[0] >= n_cols % block_size).all():
+            return "the last block of a row is not full: mask=cols < n_cols"
+        return "rows begin stride_row elements apart, and what lies between them is not x"
+
+    x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
+    y, behind = unwritten(n_rows)
+    launch(puzzles.row_sum_kernel, (n_rows,), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, explain=explain)
+    case = f"y for rows of {n_cols}, BLOCK_SIZE {block_size}"
+    if not y.any():
+        raise NothingStored(f"{case} is 0, what total began with: add the sum of the block to it")
+    blocks = [block.float().sum(1) for block in x.split(block_size, dim=1)]
+    wanted, missing = x.double().sum(1), -n_cols % block_size
+    mistakes = [
+        (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
+        (blocks[-1], "this is the sum of the last block only: total += ..., not ="),
+        (blocks[0] * len(blocks), "this is the sum of the first block, again and again: cols moves with start"),
+        (wanted + missing, f"{missing} too many: what the mask leaves out counts as 1"),
+    ]
+    if 1e-6 < ((y - wanted) / wanted).abs().max() < 5e-3:
+        raise Wrong(f"{case}: nearly right, with the few digits of fp16: .to(tl.float32) comes before tl.sum")
+    expect_close(case, y, wanted, 1e-6, "is every block of the row added once?", mistakes, behind)
+
+
+SOFTMAX = [((2, 1, 0, 1, -1), 8), ((-11, -10, -9), 4), ((1000, 999, 0, -1000), 4)]  # scores, BLOCK_SIZE
+
+
+@for_each(SOFTMAX)
+def check_softmax_kernel(puzzles, scores, block_size):
+    def explain(fault):
+        if (fault.lanes[0] < n_cols).all():
+            return "row r begins at element r * n_cols"
+        return "the block is longer than the row: mask=cols < n_cols"
+
+    x = torch.tensor([scores, scores[::-1]], device=DEVICE, dtype=torch.float32)
+    (n_rows, n_cols), (y, behind) = x.shape, unwritten(*x.shape)
+    launch(puzzles.softmax_kernel, (n_rows,), x, y, n_cols, BLOCK_SIZE=block_size, explain=explain)
+    case = f"y for the scores {', '.join(map(str, scores))}"
+    largest, padding = x.max(1, keepdim=True).values, block_size - n_cols
+    with_zeros, zero = torch.exp(x - largest.clamp(min=0)), torch.exp(-largest.clamp(min=0))
+    mistakes = [
+        (torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
+         "exp overflows, and inf / inf is not a number: subtract the row's maximum first"),
+        (with_zeros / (with_zeros.sum(1, keepdim=True) + padding * zero),
+         f"rows do not add up to 1: {padding} lanes that do not exist take part, as scores of 0; other=float('-inf')"),
+        (torch.exp(x - largest), "not divided by the sum of the row"),
+        (torch.full_like(x, math.nan), f'not a number: {MAY_BE_ANYTHING}, give it a value with other=float("-inf")'),
+    ]  # fmt: skip
+    expect_close(case, y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?", mistakes, behind)
+
+
+ROWS_WITH_MAXIMA = (4, 8, 1, 6, 3, 2), (3, 1, 5, 2, 9, 7), (-6, -2, -4, -3, -8, -5)
+ROW_MAX = [(6, 8, 4), (3, 8, 4)]  # n_cols, stride_row, BLOCK_SIZE
+
+
+@for_each(ROW_MAX)
+def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
+    x = padded(torch.tensor(ROWS_WITH_MAXIMA, device=DEVICE, dtype=torch.float32)[:, :n_cols], stride_row)
+    y, behind = unwritten(len(x))
+    launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size,
+           explain=lambda fault: "print cols and the mask: which lanes are True that should not be?")  # fmt: skip
+    case = f"y for rows of {n_cols} is {y.tolist()}"
+    wanted, first_block = x.max(1).values, x[:, :block_size].max(1).values
+    look = "print start and the mask in the loop: which columns does the second block load?"
+    if y.tolist() == first_block.clamp(min=0).tolist() != wanted.tolist():
+        raise NothingStored(f"{case}: wrong where the largest is not in the first block, or lies below zero; {look}")
+    mistakes = [
+        (first_block, f"wrong where the largest is not in the first block; {look}"),
+        (wanted.clamp(min=0),
+         "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?"),
+        (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"),
+    ]  # fmt: skip
+    expect_close(case, y, wanted, 0, "print x in the loop", mistakes, behind)
+
+
+MATMUL = [(24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)]  # n_rows, n_cols, n_inner, the block of all three
+
+
+@for_each(MATMUL)
+def check_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block):
+    def explain(fault):
+        rows, cols = {"x": ("rows", "inner"), "y": ("inner", "cols"), "z": ("rows", "cols")}[fault.tensor]
+        return f"its mask is {rows} < n_{rows} and {cols} < n_{cols}, and its rows have n_{cols} elements"
+
+    x, y, (z, behind) = randn(n_rows, n_inner), randn(n_inner, n_cols), unwritten(n_rows, n_cols)
+    grid = llama.cdiv(n_rows, block), llama.cdiv(n_cols, block)
+    launch(puzzles.matmul_kernel, grid, x, y, z, n_rows, n_cols, n_inner, BLOCK_M=block, BLOCK_N=block, BLOCK_K=block,
+           explain=explain)  # fmt: skip
+    case = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
+    if not z.any():
+        raise NothingStored(f"{case}, is 0, what it began with: add the product of the tiles to it")
+    steps, last = llama.cdiv(n_inner, block), (n_inner - 1) // block * block
+    mistakes = [
+        (torch.full_like(z, math.nan), f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
+        (x[:, last:] @ y[last:], "this is the product of the last two tiles only: z += ..., not ="),
+        (steps * (x[:, :block] @ y[:block]),
+         "this is the product of the first two tiles, again and again: inner moves with start"),
+        (x @ y.reshape(n_cols, n_inner).T,
+         "y is read as if its columns lay one after the other: y[k, j] is element k * n_cols + j"),
+    ]  # fmt: skip
+    hint = 'z[i, j] = sum of x[i, k] * y[k, j]; with few right digits on a GPU, is input_precision="ieee" there?'
+    expect_close(case, z, x.double() @ y.double(), 1e-4, hint, mistakes, behind)
+
+
+TASKS = {
+    "copy_kernel": check_copy_kernel,
+    "masked_copy_kernel": check_masked_copy_kernel,
+    "grid_copy_kernel": check_grid_copy_kernel,
+    "outer_sum_kernel": check_outer_sum_kernel,
+    "transpose_kernel": check_transpose_kernel,
+    "row_sum_kernel": check_row_sum_kernel,
+    "softmax_kernel": check_softmax_kernel,
+    "row_max_kernel": check_row_max_kernel,
+    "matmul_kernel": check_matmul_kernel,
+}

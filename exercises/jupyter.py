@@ -1,0 +1,91 @@
+"""What the notebooks call: checks of what their cells define, and commands as a terminal runs them."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def source_of(node, text):
+    """The lines of a top-level node of a module's text, with its decorators and a comment at its end."""
+    lines = text.splitlines()
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    last = node.end_lineno
+    while last < len(lines) and lines[last].startswith(" "):
+        last += 1
+    return "\n".join(lines[first - 1 : last])
+
+
+def definitions(cells):
+    """The source of a module with all that cells import, define or set to a literal; of each name the last counts."""
+    found = {}
+    for cell in cells:
+        try:
+            body = ast.parse(cell).body
+        except SyntaxError:
+            continue
+        for node in body:
+            source = source_of(node, cell)
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                name = source
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.Assign) and not any(isinstance(part, ast.Call) for part in ast.walk(node)):
+                name = ast.unparse(node.targets)
+            else:
+                continue
+            found.pop(name, None)
+            found[name] = source
+    return "\n\n\n".join(found.values()) + "\n"
+
+
+def execute(command):
+    """Runs a command at the top of the project, with this python, not interpreted; gives its output line by line."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        yield from process.stdout
+
+
+def terminal(line, cell):
+    """The magic %%terminal: runs a cell in bash, unless it says that it needs what is not here."""
+    lacking = {"a GPU": not torch.cuda.is_available(), "ROCm": not torch.version.hip}
+    for what, reason in re.findall("^# needs (a GPU|ROCm): (.*)", cell, flags=re.M):
+        if lacking[what]:
+            print(f"not run without {what}: {reason}")
+            return
+    for output in execute(["bash", "-c", cell]):
+        print(output, end="")
+
+
+def start(exercise):
+    """Prepares the notebook of an exercise; returns check(task=None), which judges what its cells define.
+
+    Kernels of its cells are interpreted, also where there is a GPU, so that print and breakpoint() work in them.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.breakpointhook = sys.__breakpointhook__  # Jupyter's stops only where its own debugger is attached
+    shell = get_ipython()  # noqa: F821 (a notebook has it)
+    shell.register_magic_function(terminal, "cell")
+
+    def check(task=None):
+        with tempfile.TemporaryDirectory() as folder:
+            source, path = definitions(shell.user_ns["In"]), Path(folder) / f"{exercise}.py"
+            path.write_text(source)
+            command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
+            told = "".join(execute(command + (["--task", task] if task else [])))
+        lines = source.splitlines()
+        # A line of the file that was checked is none of the notebook: shown is what stands in it.
+        print(
+            re.sub(r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?", lambda found: f"`{lines[int(found[1]) - 1].strip()}`", told)
+        )
+
+    return check

@@ -1,0 +1,166 @@
+"""Write what is made from the exercises: the pictures of the puzzles, and each page with its file as a notebook.
+
+    python -m exercises.publish            write exercises/pictures/ and exercises/notebooks/
+    python -m exercises.publish --check    name what is out of date, and exit with 1 if anything is
+
+A notebook has the page's text; its `python` blocks as cells; its `sh` blocks as cells of the magic %%terminal; and
+behind each paragraph that says **Write** or **Mend**, the functions that it names, to be completed, and their check.
+
+Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import tiny_llama_v3 as llama
+from exercises import check, drawings
+from exercises.jupyter import source_of
+from tiny_llama_v3 import exit_code_of
+
+HERE = Path(__file__).resolve().parent
+SETUP = """\
+import os
+import sys
+from pathlib import Path
+
+here = Path.cwd()
+os.chdir(next((folder for folder in (here, *here.parents) if (folder / "tiny_llama_v3.py").exists()), here))
+sys.path.insert(0, os.getcwd())
+
+from exercises.jupyter import start  # not found? Open the notebook inside a copy of the project
+
+check = start("{exercise}")
+
+{imports}"""
+USE = """\
+*This is [{page}](../{page}) as a notebook. Complete the cells marked `FILL ME IN`, run them, and then the check below
+each; a check sees the cells that have been run. Kernels in cells run in Triton's interpreter; checks use a GPU as well
+where there is one.*"""
+
+
+class Stub:
+    """A file to complete, or the one in a folder of solutions: its imports, and the source of each definition."""
+
+    def __init__(self, exercise, folder="."):
+        self.module = Path(check.EXERCISES[exercise].file).stem
+        text = (HERE / folder / f"{self.module}.py").read_text()
+        self.definitions, imports = {}, []
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imports.append(ast.unparse(node))
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                self.definitions[node.name] = source_of(node, text)
+        self.imports = "\n".join(imports)
+
+    def take(self, names):
+        """The sources from the first to the last of names, without what was taken before."""
+        left = list(self.definitions)
+        places = sorted(map(left.index, names))
+        return [self.definitions.pop(name) for name in left[places[0] : places[-1] + 1]] if places else []
+
+
+def parts_of(text):
+    """(language, code) of a page's blocks, ("details", text) of its folded parts, (None, text) of its paragraphs."""
+    for part in re.split(r"(<details>.*?</details>|^```\w*\n.*?^```$)", text, flags=re.M | re.S):
+        fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
+        if fence:
+            yield fence.groups()
+        elif part.startswith("<details>"):
+            yield "details", part
+        else:
+            yield from ((None, paragraph) for paragraph in re.split(r"\n\n+", part.strip("\n")) if paragraph)
+
+
+def cells_of(exercise):
+    """[(kind, source)] of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
+    stub, tasks = Stub(exercise), check.EXERCISES[exercise].checks.TASKS
+    page, names = f"{stub.module}.md", list(stub.definitions)
+    title, _, text = (HERE / page).read_text().partition("\n")
+    cells, asked = [("markdown", f"{title}\n\n{USE.format(page=page)}")], []
+    for language, content in [*parts_of(text), (None, "## ")]:
+        if language or content.startswith("## "):  # behind the paragraphs that say what to write
+            cells += [("code", source) for source in stub.take(asked)]
+            calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
+            cells += [("code", calls)] if calls else []
+            asked = []
+        if language == "sh" and re.match(r"\. \S+/activate$", content):
+            cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
+        elif language == "sh" and re.match(rf"python exercises/check.py {exercise}$", content):
+            cells.append(("code", "check()"))
+        elif language == "sh" and "--task" not in content:  # each task is checked where it stands
+            cells.append(("code", f"%%terminal\n{content}"))
+        elif language == "python":
+            code = re.sub(rf"(?m)^from exercises(\.{stub.module} import .*| import {stub.module}\b.*)\n+", "", content)
+            code = code.replace(f"{stub.module}.", "")  # the notebook's own
+            cells.append(("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code))
+        elif language in (None, "details"):
+            asks = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", content, flags=re.S)
+            asked += [name for name in re.findall(r"`(\w+)`", asks[1]) if name in stub.definitions] if asks else []
+            cells.append(("markdown", re.sub(r"\]\((?!https?:|#)", "](../", content)))
+        elif language != "sh":
+            cells.append(("markdown", f"```{language}\n{content}\n```"))
+    if stub.definitions:
+        raise llama.UsageError(f"{page} asks nowhere to **Write** {', '.join(stub.definitions)}")
+    return joined(cells[:-1])
+
+
+def joined(cells):
+    """The cells with the Markdown of a section in one."""
+    result = cells[:1]
+    for kind, source in cells[1:]:
+        if kind == result[-1][0] == "markdown" and not source.startswith("## "):
+            result[-1] = kind, f"{result[-1][1]}\n\n{source}"
+        else:
+            result.append((kind, source))
+    return result
+
+
+def notebook(exercise):
+    """The notebook of an exercise, as JSON."""
+    import nbformat  # `make test` and `make notebooks` install it
+
+    made = nbformat.v4.new_notebook()
+    made.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for number, (kind, source) in enumerate(cells_of(exercise)):
+        new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
+        metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # until its functions are written
+        made.cells.append(new(source, id=f"{exercise}-{number}", metadata=metadata))
+    nbformat.validate(made)
+    return nbformat.writes(made) + "\n"
+
+
+def published():
+    """{path: text} of all that is made."""
+    pictures = {HERE / "pictures" / f"{name}.svg": draw() for name, draw in drawings.DRAWINGS.items()}
+    names = {name: Path(exercise.file).with_suffix(".ipynb") for name, exercise in check.EXERCISES.items()}
+    return pictures | {HERE / "notebooks" / path: notebook(name) for name, path in names.items()}
+
+
+def run(argv):
+    parser = llama.Parser("publish.py", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    try:
+        texts = published()
+    except ModuleNotFoundError as error:
+        raise llama.UsageError(f"{error.name} is not installed: make notebooks, or pip install {error.name}") from error
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in changed:
+        print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")
+        if not options.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(texts[path])
+    return int(options.check and bool(changed))
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "publish.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The notebooks are what the pages and the stubs say, and run as they are and with the solutions."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny_llama_v3 as llama
+from exercises import check, jupyter, publish
+
+ROOT = Path(__file__).resolve().parents[2]
+nbformat = pytest.importorskip("nbformat", reason="make test installs it")
+nbclient = pytest.importorskip("nbclient", reason="make test installs it")
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+
+
+def test_pictures_and_notebooks_are_what_their_sources_make(capsys):
+    assert publish.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_what_is_out_of_date_is_named_and_written(tmp_path, monkeypatch, capsys):
+    for name in ("pictures", "notebooks"):
+        shutil.copytree(publish.HERE / name, tmp_path / "exercises" / name)
+    texts = {tmp_path / path.relative_to(ROOT): text for path, text in publish.published().items()}
+    monkeypatch.setattr(publish, "published", lambda: texts)
+    monkeypatch.setattr(publish, "HERE", tmp_path / "exercises")
+    (tmp_path / "exercises/pictures/puzzle1.svg").write_text("another")
+    (tmp_path / "exercises/notebooks/puzzles.ipynb").unlink()
+    assert publish.main(["--check"]) == 1
+    named = ["exercises/pictures/puzzle1.svg", "exercises/notebooks/puzzles.ipynb"]
+    assert capsys.readouterr().out.splitlines() == [f"{name} is out of date" for name in named]
+    assert publish.main([]) == 0 and publish.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_every_function_of_a_stub_stands_in_a_cell_and_every_task_has_a_check(name):
+    code = [source for kind, source in publish.cells_of(name) if kind != "markdown"]
+    for definition, source in publish.Stub(name).definitions.items():
+        assert code.count(source) == 1, definition
+    checks = [task for source in code for task in re.findall(r'^check\("(\w+)"\)$', source, flags=re.M)]
+    assert sorted(checks) == sorted(check.EXERCISES[name].checks.TASKS)
+    markdown = "\n".join(source for kind, source in publish.cells_of(name) if kind == "markdown")
+    for target in re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", markdown, flags=re.S)):
+        assert target.startswith("https://") or (publish.HERE / "notebooks" / target).exists(), target
+
+
+def test_a_page_that_asks_nowhere_for_a_function_is_refused(tmp_path, monkeypatch):
+    for name in ("exercise3_flash_attention.md", "exercise3_flash_attention.py"):
+        text = (publish.HERE / name).read_text()
+        (tmp_path / name).write_text(text.replace("**Write** `fold`", "Write `fold`"))
+    monkeypatch.setattr(publish, "HERE", tmp_path)
+    with pytest.raises(llama.UsageError, match="asks nowhere to .* fold"):
+        publish.cells_of("exercise3")
+
+
+def test_definitions_are_the_last_of_each_name():
+    cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A", "def f(:", "print(f())\nB = [f()]\nA = 2",
+             "def f():\n    return 'last'", "class C:\n    pass"]  # fmt: skip
+    namespace = {"wrap": None}
+    exec(jupyter.definitions(cells), namespace)
+    assert namespace["f"]() == "last" and namespace["A"] == 2 and "C" in namespace and "B" not in namespace
+    assert "@wrap\n# how\ndef f" in jupyter.definitions(cells[:2])
+
+
+def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    jupyter.terminal("", "pwd\ncommand -v python\necho ${TRITON_INTERPRET:-compiled} && nothing_like_this")
+    where, python, mode, error = capsys.readouterr().out.splitlines()
+    assert where == str(ROOT) and Path(python).parent == Path(sys.executable).parent and mode == "compiled"
+    assert "not found" in error
+    monkeypatch.setattr(jupyter.torch.cuda, "is_available", lambda: False)
+    jupyter.terminal("", "# needs a GPU: for this reason\necho run")
+    assert capsys.readouterr().out == "not run without a GPU: for this reason\n"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project without what the notebooks do not need; a check writes what is done into it."""
+    folder = tmp_path_factory.mktemp("notebooks") / "project"
+    ignored = shutil.ignore_patterns(".?*", "__pycache__", "tests", "results", "docs", "progress.json")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+MAY_RAISE = {"tags": ["raises-exception"]}
+SOURCE = "from triton.runtime.jit import JITFunction\nprint(JITFunction(copy_kernel.fn).src)"  # what would be compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch):
+    """Left out are the cells of a terminal, which tests/docs runs from the page, and checks of a task: check() has all.
+
+    The solutions are written into the same session, behind the blanks, as a participant writes.
+    """
+    monkeypatch.setenv("IPYTHONDIR", str(copy.parent / "ipython"))
+    path = (copy / "exercises" / "notebooks" / check.EXERCISES[name].file).with_suffix(".ipynb")
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    all_cells = cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
+    blanks, solutions = publish.Stub(name).definitions, publish.Stub(name, "solutions").definitions
+    written = {source: solutions[function] for function, source in blanks.items()}
+    if name != "puzzles":  # whose blanks stand for all
+        cells = [cell for cell in cells if cell.source != "check()"]
+    solved = [nbformat.v4.new_code_cell(written.get(cell.source, cell.source)) for cell in all_cells[1:]]
+    if name == "puzzles":
+        unmasked = solutions["masked_copy_kernel"].replace("x, mask=mask)", "x)")
+        cells[-1:-1] = [nbformat.v4.new_code_cell(unmasked)]  # before check()
+        solved += [nbformat.v4.new_code_cell(SOURCE), nbformat.v4.new_code_cell("breakpoint()", metadata=MAY_RAISE)]
+    notebook = nbformat.v4.new_notebook(cells=cells + solved)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+
+    printed = {id(cell): "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells}
+    tasks = check.EXERCISES[name].checks.TASKS
+    *before, after = (printed[id(cell)] for cell in notebook.cells if cell.source == "check()")
+    assert f"{name}: {len(tasks)} of {len(tasks)} tasks pass" in after
+    if name == "puzzles":
+        (before,) = before
+        assert f"{name}: 0 of {len(tasks)} tasks pass" in before
+        blank = re.findall(r"^FAIL  (\w+): not written yet", before, flags=re.M)
+        assert blank == [task for task in tasks if task != "masked_copy_kernel"]
+        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes element 5 of y" in " ".join(before.split())
+        source, stopped = notebook.cells[-2:]
+        assert "tl.store(y_ptr + offsets, x)" in printed[id(source)]
+        assert [output.ename for output in stopped.outputs if output.output_type == "error"] == [
+            "StdinNotImplementedError"
+        ]

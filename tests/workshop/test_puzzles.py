@@ -1,0 +1,256 @@
+"""The puzzles: each usual mistake fails its own puzzle, with the hint that names it, and the pictures are true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from exercises import check, drawings
+from exercises.checks import ON_GPU, puzzles
+
+ROOT = Path(__file__).resolve().parents[2]
+SOLUTION = ROOT / "exercises" / "solutions" / "puzzles.py"
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+
+MISTAKES = {  # the puzzle: (a line of the solution, what a participant might write, words of the hint)
+    "copy_kernel": [
+        ("x = tl.load(x_ptr + offsets)", "x = tl.load(x_ptr)", "every element is x[0]"),
+        ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr + offsets, offsets)", "these are the offsets"),
+        ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr, tl.max(tl.where(offsets == 0, x, float('-inf')), axis=0))",
+         "only the first is stored"),
+        ("tl.arange(0, BLOCK_SIZE)", "tl.arange(0, 8)", "only the first 8 are stored"),
+        ("tl.arange(0, BLOCK_SIZE)", "1 + tl.arange(0, BLOCK_SIZE)", "run from 0 to BLOCK_SIZE - 1"),
+        ("tl.arange(0, BLOCK_SIZE)", "tl.arange(1, BLOCK_SIZE)", "power of 2"),
+        ("tl.store(y_ptr + offsets, x)", "pass", "nothing is stored"),
+    ],
+    "masked_copy_kernel": [
+        (", mask=mask", "", "line .. reads element 5 of x, .* 3 lanes of program 0: .* tl.load(..., mask=mask)"),
+        (", x, mask=mask", ", x", "line .. writes element 5 of y, .* 3 lanes .* tl.store(..., mask=mask)"),
+        ("x_ptr + offsets, mask=mask", "x_ptr + offsets", "reads element 5 of x"),
+        ("offsets < n_elements", "offsets <= n_elements", "one too many; .* < or <=?"),
+        ("offsets < n_elements", "offsets >= n_elements", "the wrong way round"),
+        ("offsets < n_elements", "offsets < n_elements - 1", "1 of 5 elements"),
+    ],
+    "grid_copy_kernel": [
+        ("tl.program_id(0) * BLOCK_SIZE + ", "", "only the first block is stored"),
+        ("tl.program_id(0) * BLOCK_SIZE + ", "tl.program_id(0) + ", "the blocks overlap"),
+        (", mask=mask", "", "element 10 of x, .* 2 lanes of program 2"),
+        ("mask = offsets <", "mask = tl.arange(0, BLOCK_SIZE) <", "beyond the end"),
+        ("tl.program_id(0)", "tl.program_id(1)", "only the first block is stored"),
+    ],
+    "outer_sum_kernel": [
+        ("rows[:, None] * n_cols", "rows[:, None] * BLOCK_N", "row i of z begins at element i * n_cols"),
+        ("mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]", "mask = (rows < n_rows)[:, None]",
+         "needs cols < n_cols"),
+        ("mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]", "mask = (cols < n_cols)[None, :]",
+         "needs rows < n_rows"),
+        ("x = tl.load(x_ptr + rows, mask=rows < n_rows)", "x = tl.load(x_ptr + rows)", "x has 3 elements"),
+        ("(x_ptr + rows, mask=rows < n_rows)[:, None]", "(x_ptr + cols, mask=cols < n_cols)[None, :]",
+         "which of rows and cols"),
+        ("rows[:, None] * n_cols + cols[None, :], x", "cols[None, :] * n_cols + rows[:, None], x", "row i of z begins"),
+        ("x + y, mask", "x + y * 0, mask", "y is not in it"),
+        ("(rows < n_rows)[:, None] & (cols < n_cols)[None, :]", "(rows < n_rows) & (cols < n_cols)", "4 and 8"),
+    ],
+    "transpose_kernel": [
+        (" * stride_col", "", "lie stride_col = 6 apart, not 1"),
+        ("rows[:, None] * stride_row", "rows[:, None] * n_cols", "stride_row = 7 apart, not n_cols = 5"),
+        ("cols[None, :] * n_rows + rows[:, None]", "rows[:, None] * n_cols + cols[None, :]", "this is x as it was"),
+        ("cols[None, :] * n_rows", "cols[None, :] * n_cols", "y[j, i] is element j * n_rows + i"),
+        ("x, mask=mask", "x", "y has rows of n_rows elements"),
+    ],
+    "row_sum_kernel": [
+        (", mask=cols < n_cols, other=0.0", "", "the last block of a row is not full"),
+        (", other=0.0)\n        total", ")\n        total", "give it a value with other=0.0"),
+        ("other=0.0)\n        total", "other=1.0)\n        total", "2 too many: what the mask leaves out counts as 1"),
+        ("total += tl.sum", "total = tl.sum", "the last block only"),
+        ("cols = start + tl.arange(0, BLOCK_SIZE)", "cols = tl.arange(0, BLOCK_SIZE)", "cols moves with start"),
+        ("x.to(tl.float32)", "x", "the few digits of fp16"),
+        ("row * stride_row", "row * n_cols", "rows begin stride_row elements apart"),
+        ("total += tl.sum(x.to(tl.float32), axis=0)", "pass", "is 0, what total began with: add the sum"),
+    ],
+    "softmax_kernel": [
+        ("tl.exp(x - tl.max(x, axis=0))", "tl.exp(x)", "exp overflows"),
+        ('other=float("-inf"))\n    p', "other=0.0)\n    p", "3 lanes that do not exist take part, as scores of 0"),
+        (', other=float("-inf"))\n    p', ")\n    p", "give it a value with other=float"),
+        ("p / tl.sum(p, axis=0)", "p", "not divided by the sum"),
+        ("row * n_cols + cols, p", "cols, p", "does each row of y add up to 1?"),
+        ("p / tl.sum(p, axis=0), mask=cols < n_cols", "p / tl.sum(p, axis=0)", "the block is longer than the row"),
+    ],
+    "row_max_kernel": [
+        ('cols < n_cols, other=float("-inf"))\n        largest', "cols < BLOCK_SIZE, other=0.0)\n        largest",
+         "[8.0, 5.0, 0.0]: wrong where the largest is not in the first block, or lies below zero"),
+        ('cols < n_cols, other=float("-inf"))\n        largest', "cols < n_cols, other=0.0)\n        largest",
+         "wrong where all lie below zero; 0 is not in that row"),
+        ('cols < n_cols, other=float("-inf"))\n        largest',
+         'cols < BLOCK_SIZE, other=float("-inf"))\n        largest',
+         "wrong where the largest is not in the first block; print start and the mask"),
+        (', other=float("-inf"))\n        largest', ")\n        largest", "infinite: .* is never the largest?"),
+        ("mask=cols < n_cols, ", "", "`other` cannot be provided without `mask`"),
+    ],
+    "matmul_kernel": [
+        ("z += tl.dot", "z = tl.dot", "the last two tiles only"),
+        ("inner = start + ", "inner = ", "inner moves with start"),
+        (", mask=x_mask, other=0.0", "", "its mask is rows < n_rows and inner < n_inner"),
+        (", mask=y_mask, other=0.0", "", "its mask is inner < n_inner and cols < n_cols"),
+        (", mask=x_mask, other=0.0", ", mask=x_mask", "give it a value with other=0.0"),
+        ("inner[:, None] * n_cols + cols[None, :]", "inner[:, None] + cols[None, :] * n_inner",
+         "as if its columns lay one after the other"),
+        ("z += tl.dot(x, y, input_precision=\"ieee\")", "pass", "is 0, what it began with: add the product"),
+    ],
+}  # fmt: skip
+CASES = [(task, *mistake) for task, mistakes in MISTAKES.items() for mistake in mistakes]
+
+
+def kernel_source(code, name):
+    """The part of the file that defines a kernel, from its decorator to the next one."""
+    return re.search(rf"@triton\.jit\ndef {name}\(.*?(?=\n\n\n@|\Z)", code, flags=re.S)[0]
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a kernel touches is seen in the interpreter")
+@pytest.mark.parametrize("task, right, wrong, hint", CASES, ids=[f"{task}: {wrong}" for task, _, wrong, _ in CASES])
+def test_a_mistake_fails_its_puzzle_with_the_hint_that_names_it(task, right, wrong, hint, tmp_path):
+    code = SOLUTION.read_text()
+    kernel = kernel_source(code, task)
+    assert right in kernel
+    path = tmp_path / "puzzles.py"
+    path.write_text(code.replace(kernel, kernel.replace(right, wrong)))
+    reason = check.judge(path, puzzles, task).message
+    assert reason and re.search(re.sub(r"[][()?+*]", r"\\\g<0>", hint).replace(r".\*", ".*"), reason), reason
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a kernel touches is seen in the interpreter")
+def test_the_line_that_touches_what_no_tensor_holds_is_named(tmp_path):
+    code = SOLUTION.read_text().replace("y_ptr + offsets, x, mask=mask", "y_ptr + offsets, x")
+    (tmp_path / "puzzles.py").write_text(code)
+    reason = check.judge(tmp_path / "puzzles.py", puzzles, "masked_copy_kernel").message
+    line = int(re.match(r"line (\d+) writes element 5 of y, which is none of its 5, in 3 lanes", reason)[1])
+    assert "tl.store(y_ptr + offsets, x)" in code.splitlines()[line - 1]
+
+
+def test_every_puzzle_has_at_least_two_mistakes_planted():
+    assert MISTAKES.keys() == puzzles.TASKS.keys()
+    assert all(len(mistakes) >= 2 for mistakes in MISTAKES.values())
+
+
+COMPILE = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from exercises.solutions import puzzles
+
+TARGETS = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+
+
+@triton.jit
+def printing(x_ptr, BLOCK_SIZE: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK_SIZE))
+    if tl.program_id(0) == 2:
+        tl.device_print("x", x)
+    print("x", x)
+    tl.static_print(x)
+
+
+@triton.jit
+def printing_without_a_string(x_ptr, BLOCK_SIZE: tl.constexpr):
+    print(tl.load(x_ptr + tl.arange(0, BLOCK_SIZE)))
+
+
+@triton.jit
+def stopping(x_ptr, BLOCK_SIZE: tl.constexpr):
+    breakpoint()
+
+
+kernels = {name: kernel for name, kernel in vars(puzzles).items() if name.endswith("_kernel")}
+for kernel in (*kernels.values(), printing, printing_without_a_string, stopping):
+    blocks = {name: 16 for name in kernel.arg_names if name.startswith("BLOCK")}
+    signature = {name: "constexpr" if name in blocks else "*fp32" if name.endswith("_ptr") else "i32"
+                 for name in kernel.arg_names}
+    for target in TARGETS:
+        try:
+            triton.compile(ASTSource(kernel, signature=signature, constexprs=blocks), target=target)
+            print("compiled", kernel.__name__, target.arch)
+        except triton.CompilationError as error:
+            print("refused", kernel.__name__, target.arch)
+"""
+
+
+@pytest.mark.slow
+def test_the_solutions_compile_for_gpus_and_debugging_is_as_the_page_says(tmp_path):
+    (tmp_path / "compile.py").write_text(COMPILE)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, capture_output=True, text=True)
+    for kernel in (*puzzles.TASKS, "printing"):
+        assert f"compiled {kernel} 90\ncompiled {kernel} gfx942\n" in done.stdout.replace("fp32[constexpr[16]]\n", "")
+    assert done.stdout.count("refused printing_without_a_string") == done.stdout.count("refused stopping") == 2
+    assert "fp32[constexpr[16]]" in done.stdout  # of tl.static_print
+
+
+DEBUGGED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, triton, triton.language as tl
+
+@triton.jit
+def kernel(x_ptr, n, BLOCK_SIZE: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    if tl.program_id(0) == 1:
+        print(x)
+        tl.device_print("x", x)
+        tl.static_print(cols)
+        breakpoint()
+    tl.store(x_ptr + cols, x, mask=cols < n)
+
+kernel[(3,)](torch.arange(10.0), 10, BLOCK_SIZE=4)
+"""
+
+
+def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path):
+    (tmp_path / "debugged.py").write_text(DEBUGGED)
+    typed = "p x\np x * 2\nn\nc\n"
+    done = subprocess.run([sys.executable, tmp_path / "debugged.py"], input=typed, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[4. 5. 6. 7.]\n(1, 0, 0) ")
+    assert "x:  [4. 5. 6. 7.]\n[4 5 6 7]\n" in done.stdout
+    assert "array([4., 5., 6., 7.]" in done.stdout and "array([ 8., 10., 12., 14.]" in done.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_picture_is_drawn_from_its_check_and_fits(name):
+    picture = drawings.DRAWINGS[name]()
+    assert (ROOT / "exercises" / "pictures" / f"{name}.svg").read_text() == picture, "python -m exercises.publish"
+    root = ElementTree.fromstring(picture)
+    assert root.find("{*}title").text and root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert "prefers-color-scheme: dark" in root.find("{*}style").text
+    right, bottom = int(root.get("width")), int(root.get("height"))
+    for box in root.iter("{*}rect"):
+        x, y, width, height = (float(box.get(side)) for side in ("x", "y", "width", "height"))
+        assert 0 <= x and x + width <= right and 0 <= y and y + height <= bottom
+    for text in root.iter("{*}text"):
+        assert 0 <= float(text.get("x")) <= right and 16 <= float(text.get("y")) <= bottom - 2
+
+
+def test_every_picture_stands_on_a_page_with_words_for_those_who_do_not_see_it():
+    pages = "".join(page.read_text() for page in (ROOT / "exercises").glob("*.md"))
+    shown = dict((name, words) for words, name in re.findall(r"!\[(.+?)\]\(pictures/(\w+)\.svg\)", pages))
+    assert shown.keys() == drawings.DRAWINGS.keys() and all(len(words) > 20 for words in shown.values())
+
+
+def test_the_online_softmax_s_last_frame_is_the_whole_softmax():
+    scores, values = (torch.tensor(row, dtype=torch.float64) for row in (drawings.SCORES, drawings.VALUES))
+    wanted = (torch.softmax(scores, 0) @ values).item()
+    assert f"acc / l = {wanted:.3f}," in drawings.online_softmax()
+    assert drawings.online_softmax().count("old sums x e^(") == 4
