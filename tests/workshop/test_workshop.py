@@ -332,11 +332,15 @@ def test_figures_are_those_of_the_runs(replayed):
 KERNELS = {"flash_attention_kernel": 5.0, "swiglu_activation_kernel": 4.0, "nvjet_gemm": 30.0}
 
 
+def step_of(*ms):
+    p20, p50, p80 = np.percentile(ms, [20, 50, 80]).tolist()
+    return {"mean": sum(ms) / len(ms), "p20": p20, "p50": p50, "p80": p80}
+
+
 def taking(*ms):
     """The figures of steps that took so long, of twenty that all took as long if it is one time."""
     ms = [*ms] * 20 if len(ms) == 1 else [*ms]
-    p20, p50, p80 = np.percentile(ms, [20, 50, 80]).tolist()
-    return {"batch_ms": {"mean": sum(ms) / len(ms), "p20": p20, "p50": p50, "p80": p80}, "step_ms": ms,
+    return {"batch_ms": step_of(*ms), "step_ms": ms,
             "samples_per_second": 8e3 * len(ms) / sum(ms)}  # fmt: skip
 
 
@@ -621,7 +625,7 @@ def test_a_terminal_of_100_columns_shows_it_all(of):
 
 @pytest.mark.skipif(llama.triton is None, reason="no Triton here")
 def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(monkeypatch):
-    """With that GPU's tile docs/emulated_counts.md has the same bytes and lines, of compiled code and twice the heads."""
+    """With its tile docs/emulated_counts.md has the same bytes and lines, of compiled code and twice the heads."""
     tile = "llama.ATTENTION_TILES['interpreter', 'any', 128] = ((64, 32, 4, 1),) * 4"
     counted = run_counted(2, patches=f"{tile}\ncounted.HEADS = 4")
     emulated = json.loads((ROOT / "benchmarks" / "results" / "emulated_counts.json").read_text())["counts"]
