@@ -138,9 +138,9 @@ def mark_stage5(step, whole, part):
 
 def mark_stage8(step, whole, part):
     """Neither waits: the same kernels, back to back."""
-    graph = step.launches["Start"].iloc[0] / 1e6
+    last = step.launches["End"].iloc[-1] / 1e6
     count = f"{len(step.launches)} launches for {len(step.kernels)} kernels"
-    point(whole, count, graph, LAUNCHES, 0.6, LAUNCHES + 0.6)
+    point(whole, count, last, LAUNCHES, 0.6, LAUNCHES + 0.6)
     first = step.kernels["Start"].iloc[0] / 1e6
     part.set_xlim(first, first + 0.1)
     ends = step.kernels["End"] / 1e6

@@ -58,7 +58,10 @@ def is_sweep(content):
 
 
 def read_all(paths):
-    """({participant: progress}, [sweep], [(path, why it was left out)]) of files, and of all JSON below folders."""
+    """({participant: [progress]}, [sweep], [(path, why it was left out)]) of files, and of all JSON below folders.
+
+    The newest progress of a participant comes last.
+    """
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
     progress, sweeps, left_out = {}, [], []
     for file in files:
@@ -68,14 +71,13 @@ def read_all(paths):
             left_out.append((file, str(error)))
             continue
         if isinstance(content, dict) and is_progress(content):
-            known = progress.get(content["participant"])
-            if not known or str(content.get("date", "")) >= str(known.get("date", "")):
-                progress[content["participant"]] = content
+            progress.setdefault(content["participant"], []).append(content)
         elif isinstance(content, dict) and is_sweep(content):
             sweeps.append(content)
         else:
             left_out.append((file, "neither a participant's progress nor a sweep"))
-    return dict(sorted(progress.items())), sweeps, left_out
+    in_order = {who: sorted(files, key=lambda file: str(file.get("date"))) for who, files in sorted(progress.items())}
+    return in_order, sweeps, left_out
 
 
 def tasks_of(progress):
@@ -130,7 +132,8 @@ def best_sweeps(sweeps):
 
 def summary_of(paths):
     """What the table, the questions and the page show, as a dict; Failure if there is nothing to show."""
-    progress, sweeps, left_out = read_all(paths)
+    files, sweeps, left_out = read_all(paths)
+    progress = {who: contents[-1] for who, contents in files.items()}
     if not progress and not sweeps:
         named = "".join(f"; {path}: {why}" for path, why in left_out)
         given = ", ".join(map(str, paths))
@@ -144,7 +147,9 @@ def summary_of(paths):
     passed = {f"{exercise} {task}": sum(marks[who][exercise][index] == PASSED for who in marks)
               for exercise, names in tasks.items() for index, task in enumerate(names)}  # fmt: skip
     return {"tasks": tasks, "marks": marks, "passed": passed, "stuck": stuck_at(progress),
-            "sweeps": best_sweeps(sweeps), "untimed": bool(sweeps), "left_out": left_out}  # fmt: skip
+            "sweeps": best_sweeps(sweeps), "untimed": bool(sweeps), "left_out": left_out,
+            "several": [f"{len(contents)} files of {who}: the newest counts. Several people? Each has to give a --name."
+                        for who, contents in files.items() if len(contents) > 1]}  # fmt: skip
 
 
 def sweep_line(kernel, device, row, participant):
@@ -166,6 +171,7 @@ def text_of(board):
         for exercise, names in tasks.items():
             counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
             lines += [f"  {exercise}: {'; '.join(counts)}"]
+        lines += board["several"]
         lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
         for stuck in board["stuck"]:
             lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]

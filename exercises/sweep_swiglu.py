@@ -82,7 +82,9 @@ def sweep():
 def run(argv):
     parser = llama.Parser("sweep_swiglu.py", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--participant", default=os.environ.get("USER", "anonymous"), help="(default: $USER)")
+    parser.add_argument(
+        "--name", default=os.environ.get("USER", "anonymous"), help="of the participant (default: $USER)"
+    )
     options = parser.parse_args(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
@@ -90,7 +92,7 @@ def run(argv):
     rows = list(sweep())
     if options.output:
         device = llama.select_device("auto")
-        result = {"participant": options.participant, "date": datetime.now().isoformat(timespec="seconds")}
+        result = {"participant": options.name, "date": datetime.now().isoformat(timespec="seconds")}
         write_json(options.output, result | {"device": device.name, "rows": rows})
     return int(not all(row["right"] for row in rows))
 

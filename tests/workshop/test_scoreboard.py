@@ -67,7 +67,9 @@ def test_the_task_where_most_are_stuck_comes_first_with_the_message_that_most_se
 def test_the_newest_of_a_participant_s_files_counts(folder, capsys):
     for name, date, passed in (("0new", "2030-01-03T00:00:00", True), ("zold", "2029-01-01T00:00:00", False)):
         (folder / f"{name}.json").write_text(json.dumps(progress("bob", date, rmsnorm_kernel=state(passed))))
-    assert re.search("^bob +[+][.]", output_of(capsys, folder).out, flags=re.M)
+    text = output_of(capsys, folder).out
+    assert re.search("^bob +[+][.]", text, flags=re.M)
+    assert "3 files of bob: the newest counts." in text and "files of ada" not in text
 
 
 def test_the_best_sweep_of_each_device_is_named_with_its_owner(folder, capsys):
@@ -83,7 +85,7 @@ def test_the_best_sweep_of_each_device_is_named_with_its_owner(folder, capsys):
 def test_the_sweep_writes_what_the_board_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_swiglu, "NAIVE_BLOCKS", (64,))
     monkeypatch.setattr(sweep_swiglu, "ACTIVATION_BLOCKS", (128, 256))
-    assert sweep_swiglu.main(["--output", str(tmp_path / "sweep.json"), "--participant", "ada"]) == 0
+    assert sweep_swiglu.main(["--output", str(tmp_path / "sweep.json"), "--name", "ada"]) == 0
     sweep = json.loads((tmp_path / "sweep.json").read_text())
     assert scoreboard.is_sweep(sweep) and sweep["participant"] == "ada"
     assert [row["block_size"] for row in sweep["rows"]] == [64, None, 128, 256]
