@@ -206,7 +206,7 @@ def judge_apart(context, path, exercise, task, limit):
             process.kill()
             process.join()
     if process.exitcode >= 0:
-        return Verdict(False, f"ended with exit code {process.exitcode} before it was judged: what calls os._exit?")
+        return Verdict(False, f"ended with exit code {process.exitcode} before it was judged: what ends the process?")
     name = signal.Signals(-process.exitcode).name
     hints = {"SIGSEGV": OUTSIDE, "SIGBUS": OUTSIDE, "SIGABRT": OUTSIDE, "SIGKILL": "was there too little memory?"}
     return Verdict(False, f"killed by {name}{place}: {hints.get(name, 'what raised it?')}")

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 from exercises import check, sweep_swiglu
@@ -76,6 +77,41 @@ def test_stub_and_solution_differ_in_the_blanks_only(name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+@pytest.mark.parametrize("dtype", common.UNWRITTEN)
+def test_nan_of_a_computation_is_told_from_what_was_never_stored(dtype):
+    wanted, (got, behind) = torch.ones(4), common.unwritten(4, dtype=dtype)
+
+    def said_of(got):
+        with pytest.raises(common.Wrong) as raised:
+            common.expect_close("y", got, wanted, 0, "hint", behind=behind)
+        return type(raised.value), str(raised.value)
+
+    assert said_of(got) == (common.NothingStored, said_of(got)[1]) and "nothing is stored in y" in said_of(got)[1]
+    got[0] = 1
+    assert said_of(got)[1] == "3 of 4 elements of y are wrong: at (1,) it is never stored, expected 1; hint"
+    got[1] = torch.zeros((), dtype=dtype) / 0
+    assert "at (1,) it is NaN, of a computation (0 / 0" in said_of(got)[1]
+    got[1:] = 1
+    common.expect_close("y", got, wanted, 0, "hint", behind=behind)
+    behind[7] = torch.nan  # a NaN of a computation, too
+    assert said_of(got)[1].startswith("something was stored beyond the end of y")
+
+
+def test_a_mistake_is_named_only_where_it_explains_the_result():
+    got, wanted = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])
+    usual = [(wanted, "no mistake"), (got + 1, "another one"), (got, "this one")]
+    with pytest.raises(common.Wrong, match="; this one$"):
+        common.expect_close("y", got, wanted, 1e-3, "hint", usual)
+    with pytest.raises(common.Wrong, match="; hint$"):
+        common.expect_close("y", got, wanted, 1e-3, "hint", usual[:2])
+    with pytest.raises(common.Wrong, match="y is 3, expected 2: this one$"):
+        common.expect_number("y", 3, 2, "hint", [(2, "no mistake"), (3, "this one")])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Code that ends otherwise than with a result
 
 
@@ -98,7 +134,7 @@ def numbers(body):
 @pytest.mark.parametrize("body, told", [
     ("return 1 // 0", "ZeroDivisionError in line 3 of exercise1_triton_basics.py: integer division"),
     ("os.kill(os.getpid(), 9)", "killed by SIGKILL: was there too little memory"),
-    ("os._exit(3)", "ended with exit code 3 before it was judged"),
+    ("os._exit(3)", "ended with exit code 3 before it was judged: what ends the process"),
     ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
     ("import bdb; raise bdb.BdbQuit", "breakpoint.. was reached: --debug gives it the terminal"),
     ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
