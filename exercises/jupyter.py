@@ -23,8 +23,14 @@ def source_of(node, text):
     return "\n".join(lines[first - 1 : last])
 
 
+def is_constant(value):
+    """Whether an expression can be computed again without running anything of the notebook: 2, math.log2(math.e)."""
+    calls = [ast.unparse(part.func) for part in ast.walk(value) if isinstance(part, ast.Call)]
+    return all(name.startswith(("math.", "tl.")) for name in calls)
+
+
 def definitions(cells):
-    """The source of a module with all that cells import, define or set to a literal; of each name the last counts."""
+    """{name: source} of what cells import, define or set to a constant, the last of each name."""
     found = {}
     for cell in cells:
         try:
@@ -37,13 +43,13 @@ def definitions(cells):
                 name = source
             elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 name = node.name
-            elif isinstance(node, ast.Assign) and not any(isinstance(part, ast.Call) for part in ast.walk(node)):
+            elif isinstance(node, ast.Assign) and is_constant(node.value):
                 name = ast.unparse(node.targets)
             else:
                 continue
             found.pop(name, None)
             found[name] = source
-    return "\n\n\n".join(found.values()) + "\n"
+    return found
 
 
 def execute(command):
@@ -77,8 +83,13 @@ def start(exercise):
     shell.register_magic_function(terminal, "cell")
 
     def check(task=None):
+        found = definitions(shell.user_ns["In"])
+        if task and task not in found:
+            print(f"FAIL  {task}: run the cell that defines it first")
+            return
+        source = "\n\n\n".join(found.values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
-            source, path = definitions(shell.user_ns["In"]), Path(folder) / f"{exercise}.py"
+            path = Path(folder) / f"{exercise}.py"
             path.write_text(source)
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
             told = "".join(execute(command + (["--task", task] if task else [])))

@@ -17,7 +17,7 @@ class Fault(NamedTuple):
     line: int  # of the participant's file
     program: tuple  # its three program ids
     verb: str  # "reads" or "writes"
-    tensor: str  # the nearest, by the name of its argument
+    tensor: str  # the one that was meant, by the name of its argument
     size: int  # of that tensor, in elements
     element: int  # the first that was touched, counted along memory from the tensor's first
     lanes: tuple  # the index of each such element in the block, an array for each dimension
@@ -31,11 +31,11 @@ class Fault(NamedTuple):
 
 
 def addresses(tensor):
-    """Those of the elements of a tensor of any strides, as sorted integers."""
+    """Those of the elements of a tensor of any strides."""
     offsets = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
-    return np.sort(tensor.data_ptr() + offsets * tensor.element_size())
+    return tensor.data_ptr() + offsets * tensor.element_size()
 
 
 class Watch:
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, kernel, tensors, builder):
         self.file, self.tensors, self.builder = kernel.fn.__code__.co_filename, tensors, builder
         self.fault = None
-        self.allowed = np.concatenate([addresses(tensor) for tensor in tensors.values()])
+        self.elements = {name: addresses(tensor) for name, tensor in tensors.items()}
         self.real_load, self.real_store = builder.create_masked_load, builder.create_masked_store
 
     def line(self):
@@ -54,20 +54,23 @@ class Watch:
             frame = frame.f_back
         return frame.f_lineno
 
-    def distance(self, name, address):
-        own = addresses(self.tensors[name])
-        return max(own[0] - address, address - own[-1], 0)
+    def meant(self, touched, outside):
+        """The name of the tensor that most of what was touched belongs to, else that of the nearest to the first."""
+        hits = {name: np.isin(touched, own).sum() for name, own in self.elements.items()}
+        if any(hits.values()):
+            return max(hits, key=hits.get)
+        first = touched[outside][0]
+        return min(self.elements, key=lambda name: np.abs(self.elements[name] - first).min())
 
     def inside(self, verb, pointers, mask):
         """The mask without what lies outside."""
         wanted = np.broadcast_to(mask.data, pointers.data.shape)
-        touched = pointers.data.astype(np.int64)
-        outside = wanted & ~np.isin(touched, self.allowed)
+        touched = np.where(wanted, pointers.data.astype(np.int64), 0)
+        outside = wanted & ~np.isin(touched, np.concatenate(list(self.elements.values())))
         if outside.any() and self.fault is None:
-            address = touched[outside][0]
-            name = min(self.tensors, key=lambda name: self.distance(name, address))
+            name = self.meant(touched, outside)
             tensor = self.tensors[name]
-            element = int(address - tensor.data_ptr()) // tensor.element_size()
+            element = int(touched[outside][0] - tensor.data_ptr()) // tensor.element_size()
             self.fault = Fault(self.line(), self.builder.grid_idx, verb, name.removesuffix("_ptr"), tensor.numel(),
                                element, outside.nonzero())  # fmt: skip
         return type(mask)(wanted & ~outside, mask.dtype)
@@ -87,7 +90,7 @@ def launch(kernel, grid, *args, explain=lambda fault: "is there a mask?", **cons
     """Runs kernel[grid](*args, **constants).
 
     In the interpreter, Wrong if it touched what no tensor holds, with the hint explain(fault); and what a load masks
-    out without an `other` is infinite. On a GPU neither is seen.
+    out without an `other` is infinite, so that even 0 times it is seen. On a GPU there is none of this.
     """
     if ON_GPU:
         kernel[grid](*args, **constants)

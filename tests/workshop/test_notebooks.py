@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,12 +57,23 @@ def test_a_page_that_asks_nowhere_for_a_function_is_refused(tmp_path, monkeypatc
 
 
 def test_definitions_are_the_last_of_each_name():
-    cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A", "def f(:", "print(f())\nB = [f()]\nA = 2",
-             "def f():\n    return 'last'", "class C:\n    pass"]  # fmt: skip
-    namespace = {"wrap": None}
-    exec(jupyter.definitions(cells), namespace)
-    assert namespace["f"]() == "last" and namespace["A"] == 2 and "C" in namespace and "B" not in namespace
-    assert "@wrap\n# how\ndef f" in jupyter.definitions(cells[:2])
+    cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
+             "print(f())\nB = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
+    namespace = {"wrap": lambda function: function}
+    exec("\n".join(jupyter.definitions(cells).values()), namespace)
+    assert namespace["f"]() == 3 and "C" in namespace and "B" not in namespace
+    assert jupyter.definitions(cells)["f"].startswith("@wrap\n# how\n")
+    assert jupyter.definitions(cells)["f"].endswith("# a blank")
+    assert jupyter.definitions([*cells, "def f():\n    return 'last'"])["f"] == "def f():\n    return 'last'"
+
+
+def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
+    shell = SimpleNamespace(user_ns={"In": ["import triton"]}, register_magic_function=lambda *magic: None)
+    monkeypatch.setattr(jupyter, "get_ipython", lambda: shell, raising=False)
+    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    jupyter.start("puzzles")("copy_kernel")
+    assert capsys.readouterr().out == "FAIL  copy_kernel: run the cell that defines it first\n"
 
 
 def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks(monkeypatch, capsys):

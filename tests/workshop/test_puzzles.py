@@ -27,6 +27,7 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("tl.arange(0, BLOCK_SIZE)", "tl.arange(0, 8)", "only the first 8 are stored"),
         ("tl.arange(0, BLOCK_SIZE)", "1 + tl.arange(0, BLOCK_SIZE)", "run from 0 to BLOCK_SIZE - 1"),
         ("tl.arange(0, BLOCK_SIZE)", "tl.arange(1, BLOCK_SIZE)", "power of 2"),
+        ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr + offsets * 1000000000, x)", "element 1000000000 of y"),
         ("tl.store(y_ptr + offsets, x)", "pass", "nothing is stored"),
     ],
     "masked_copy_kernel": [
@@ -131,6 +132,16 @@ def test_the_line_that_touches_what_no_tensor_holds_is_named(tmp_path):
     reason = check.judge(tmp_path / "puzzles.py", puzzles, "masked_copy_kernel").message
     line = int(re.match(r"line (\d+) writes element 5 of y, which is none of its 5, in 3 lanes", reason)[1])
     assert "tl.store(y_ptr + offsets, x)" in code.splitlines()[line - 1]
+
+
+def test_another_file_is_checked_in_its_place(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(SOLUTION.read_text())
+    options = ["puzzles", "--task", "copy", "--progress", str(tmp_path / "progress.json")]
+    assert check.main([*options, "--file", str(tmp_path / "mine.py")]) == 0
+    assert "PASS  copy_kernel" in capsys.readouterr().out
+    for wrong, told in (([str(tmp_path)], "is no file"), ([str(tmp_path / "mine.py"), "--solution"], "exclude")):
+        assert check.main(["puzzles", "--file", *wrong]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_every_puzzle_has_at_least_two_mistakes_planted():
