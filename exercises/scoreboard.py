@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jinja2
 
+from exercises.progress import is_progress
 from profiling.command_line import Failure, Parser, exit_code_of
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
@@ -36,17 +37,6 @@ class Stuck:
     attempts: float  # their median
     message: str  # the commonest, as the first of them saw it
     count: int  # how many saw it, numbers aside
-
-
-def is_progress(content):
-    """Whether it is {"participant", "exercises": {exercise: {task: {"passed", "attempts", ...}}}}."""
-    exercises = content.get("exercises")
-    groups = exercises.values() if isinstance(exercises, dict) else [None]
-    states = [state for group in groups for state in (group.values() if isinstance(group, dict) else [None])]
-    return isinstance(content.get("participant"), str) and all(
-        isinstance(state, dict) and isinstance(state.get("passed"), bool) and isinstance(state.get("attempts"), int)
-        for state in states
-    )
 
 
 def is_sweep(content):
@@ -70,7 +60,7 @@ def read_all(paths):
         except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
             left_out.append((file, str(error)))
             continue
-        if isinstance(content, dict) and is_progress(content):
+        if is_progress(content):
             progress.setdefault(content["participant"], []).append(content)
         elif isinstance(content, dict) and is_sweep(content):
             sweeps.append(content)

@@ -10,7 +10,6 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met.
 
 import os
 import sys
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
+from exercises.progress import now, user_name  # noqa: E402
 from measure import work  # noqa: E402
 from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
 from measure.results import write_json  # noqa: E402
@@ -82,9 +82,7 @@ def sweep():
 def run(argv):
     parser = llama.Parser("sweep_swiglu.py", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument(
-        "--name", default=os.environ.get("USER", "anonymous"), help="of the participant (default: $USER)"
-    )
+    parser.add_argument("--name", default=user_name(), help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
@@ -92,7 +90,7 @@ def run(argv):
     rows = list(sweep())
     if options.output:
         device = llama.select_device("auto")
-        result = {"participant": options.name, "date": datetime.now().isoformat(timespec="seconds")}
+        result = {"participant": options.name, "date": now()}
         write_json(options.output, result | {"device": device.name, "rows": rows})
     return int(not all(row["right"] for row in rows))
 
