@@ -22,6 +22,8 @@ from profiling.readers import read_kernel_stats
 # ----------------------------------------------------------------------------------------------------------------------
 # Figures
 
+TIMELINES = (OPTIMIZED, 8)  # stages whose kernels a summary keeps one by one: what a graph changes
+
 
 def kernel_figures(path):
     """The kernel table as a list of dicts, the longest first, or None if there is no profile.
@@ -65,6 +67,7 @@ def run_figures(result):
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "host_ms": summary["host_ms"],
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
+        "without_gradient": summary.get("parameters_without_gradient"),
         "peak_memory_mib": summary["peak_memory_mib"],
         "mfu": summary["mfu"],
     }
@@ -98,6 +101,8 @@ def compare(output, runs):
         if results[run.stage]:
             stage |= run_figures(results[run.stage])
             stage["kernels"] = kernel_figures(output / f"stage{run.stage}_profile.csv")
+            if run.stage in TIMELINES:
+                stage["timeline"] = read_json(output / f"stage{run.stage}_timeline.json")
             stage["attention_us"] = kernel_us(stage, ATTENTION_KERNEL)
             stage["swiglu_us"] = kernel_us(stage, NAIVE_SWIGLU, HYBRID_SWIGLU)
         stages.append(stage)
@@ -113,6 +118,7 @@ def compare(output, runs):
         "precision": sample and sample["precision"],
         "entropy": sample and sample["summary"]["entropy"],
         "ceilings": read_json(output / "ceilings.json"),
+        "attention_layouts": read_json(output / "attention_layouts.json"),
         "baseline": baseline,
         "stages": stages,
     }

@@ -14,7 +14,9 @@ does. The kernels of the steps, without those of the warm-up, become a table. Th
     summary.json                             the comparison, to compute with
     stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
     stageN_profile.csv, stageN_output.log    the kernels, with rocprofv3's columns; what the two runs printed
+    stageN_timeline.json                     when the kernels of one of its steps ran
     ceilings.json                            the bandwidth and the arithmetic that this device reaches
+    attention_layouts.json                   the attention kernel alone over the sequence, in both layouts of stage 2
     previous_DATE/                           what an earlier replay had left there
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130 interrupted (what was
@@ -40,7 +42,9 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.stages import short_title
 from exercises.performance_debugging import comparison, report
-from profiling.readers import Unreadable, read_step_stats
+from measure.results import write_json
+from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within
+from profiling.timeline import typical_step
 from tiny_llama_v3 import exit_code_of
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +57,14 @@ SHORT_RUN = {  # of a profile: the steps to be recorded, which the script's own 
     "torch.profiler": ["--num-steps", "1", "--warmup-steps", "1"],
 }
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = ("stage*", "baseline*", "ceilings*", "summary.*", "report.html")  # by a replay into its output folder
+WRITTEN = (
+    "stage*",
+    "baseline*",
+    "ceilings*",
+    "attention_layouts*",
+    "summary.*",
+    "report.html",
+)  # by a replay into its output folder
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,6 +127,17 @@ def training_run(name, title, script, arguments, config, stage=None, with_profil
     return Run(name, title, parts, stage)
 
 
+MEASUREMENTS = {  # modules beside this one: what they measure
+    "ceilings": "what the device can do",
+    "attention_layouts": "the attention kernel over the sequence",
+}
+
+
+def measurement_run(name, arguments):
+    command = [sys.executable, "-m", f"exercises.performance_debugging.{name}", *arguments, "--output-dir", FOLDER]
+    return Run(name, MEASUREMENTS[name], [Part("measured", command, f"{name}.json", f"{name}.json")])
+
+
 def obstacle_of(config):
     """Why a stage cannot run on this machine, or None."""
     if on_gpu(config):
@@ -135,10 +157,8 @@ def plan(options):
     runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
     with_profile = not options.no_profile
     if with_profile:
-        command = [sys.executable, "-m", "exercises.performance_debugging.ceilings", *arguments, "--output-dir", FOLDER]
-        runs.insert(
-            0, Run("ceilings", "what the device can do", [Part("measured", command, "ceilings.json", "ceilings.json")])
-        )
+        wanted = ["ceilings"] + ["attention_layouts"] * (on_gpu(config) and 2 in options.stages)
+        runs[:0] = [measurement_run(name, arguments) for name in wanted]
     for stage in options.stages:
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
         title = f"stage {stage}, {short_title(stage)}"
@@ -215,6 +235,22 @@ def write_kernels_of_steps(recording, path):
     table.to_csv(path, index=False)
 
 
+def write_timeline(recording, path):
+    """When the kernels of the typical step in a recording ran, in us since it began; nothing where no step is named."""
+    window = typical_step(read_ranges(recording))
+    if window is None:
+        return
+    kernels, (begin, end) = within(read_dispatches(recording), window), window
+    write_json(
+        path,
+        {
+            "step_us": (end - begin) / 1e3,
+            "start_us": ((kernels["Start"] - begin) / 1e3).tolist(),
+            "length_us": ((kernels["End"] - kernels["Start"]) / 1e3).tolist(),
+        },
+    )
+
+
 def execute_part(part, log_path, output):
     """Runs a part and moves what it wrote into output. A RuntimeError or Unreadable says what went wrong."""
     with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
@@ -233,6 +269,7 @@ def execute_part(part, log_path, output):
             os.replace(written, output / part.target)
         else:
             write_kernels_of_steps(written, output / part.target)
+            write_timeline(written, output / part.target.replace("_profile.csv", "_timeline.json"))
 
 
 def execute_run(run, output, progress):
@@ -361,7 +398,7 @@ def run(argv):
             "benchmark": "stages",
             "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),
             "date": datetime.now().isoformat(timespec="seconds"),
-            "commands": [single_command(run) for run in runs if run.name != "ceilings"],
+            "commands": [single_command(run) for run in runs if run.name not in MEASUREMENTS],
             "profiler": None if options.no_profile else profiler_of(config),
         }
         completed = execute_all(runs, options.output)
