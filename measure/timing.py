@@ -7,6 +7,7 @@ import itertools
 import math
 import statistics
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -141,6 +142,55 @@ def in_turns(windows, number):
 
 def percentiles(values):
     return dict(zip(("p20", "median", "p80"), np.percentile(values, [20, 50, 80]).tolist(), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two sets of times: is there a difference?
+
+LEAST_TIMES = 4  # with three each, all of one set are by chance above all of the other in one case of ten
+
+
+def median_interval(times):
+    """(low, high): where the median of what was sampled lies in 95 of 100 cases, whatever its distribution.
+
+    The times between which the binomial distribution puts it (Le Boudec, Performance Evaluation of Computer and
+    Communication Systems, theorem 2.1), as Hoefler and Belli advise for times of programs (Scientific Benchmarking of
+    Parallel Computing Systems, SC15, section 3.1.3). Fewer than six have no narrower one than all that was seen.
+    """
+    ordered, count = sorted(times), len(times)
+    below, outside = 0.0, 0
+    while True:
+        below += math.comb(count, outside) / 2**count
+        if below > 0.025:
+            break
+        outside += 1
+    return ordered[max(outside - 1, 0)], ordered[min(count - outside, count - 1)]
+
+
+class Ratio(NamedTuple):
+    """How many times as long one set of times is as another, by their medians, and between which bounds."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def differs(self):
+        """Whether the bounds exclude that both take as long."""
+        return not self.low <= 1 <= self.high
+
+
+def ratio_of_medians(times, others, between=1.0):
+    """The Ratio of times to others: the one rule by which a difference is called one.
+
+    between: how many times as long the same work took in another process, beside which a step's own spread is small.
+    Sets of fewer than LEAST_TIMES have no bounds, and differ in nothing.
+    """
+    value = statistics.median(times) / statistics.median(others)
+    if min(len(times), len(others)) < LEAST_TIMES:
+        return Ratio(value, 0.0, math.inf)
+    (low, high), (other_low, other_high) = median_interval(times), median_interval(others)
+    return Ratio(value, low / other_high / between, high / other_low * between)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

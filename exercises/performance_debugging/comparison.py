@@ -1,4 +1,21 @@
-"""The figures of a replay, taken from what its runs wrote, and the texts that show them."""
+"""The figures of a replay, taken from what its runs wrote, and the texts that show them.
+
+summary.json, beside header, environment, config and ceilings:
+
+    baseline        figures of a run, or null
+    stages          [{stage, title, obstacle, error, and of a measured one: figures, kernels, attention_us, swiglu_us,
+                    over_previous, over_baseline}]
+    isolated        with --isolate: [{stage, flag, run, and what a stage has, over_optimized}], each mistake alone beside
+                    stage 5; run names its files (stage4 for a stage that is one mistake by itself)
+    counted         with --laptop: {attention, swiglu}, of counted.py; else null
+    recorded        with --laptop: [{file, and a summary as this one}], measured on another machine; else []
+    observations    [{stage, source, shown, text}], source "measured", "counted" or "recorded"
+
+figures: first_loss, final_loss, losses, step_ms (of every step), phase_steps_ms {phase: of every step}, phase_ms
+{phase: of the median step}, batch_ms {mean, p20, p50, p80}, gradient_share and so on, see run_figures. over_*: {value,
+low, high, verdict} of the speed of the median step over another run's; verdict is "differs" beyond the measured spread,
+else "same", "same work" (the same operations ran) or "too few steps": only "differs" may be shown as a ratio.
+"""
 
 import json
 import statistics
