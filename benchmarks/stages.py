@@ -77,6 +77,11 @@ class View:
         """There the times of two stages do not tell them apart."""
         return self.device.type == "cpu"
 
+    def require_times(self):
+        """Missing where times mean nothing."""
+        if self.on_cpu() and not self.triton_obstacle():
+            raise Missing(INTERPRETED)
+
 
 INTERPRETED = "Triton's interpreter ran the kernels, and its times mean nothing"
 

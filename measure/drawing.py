@@ -96,7 +96,7 @@ def style():
 
 
 def bars(axes, rows, height=0.5):
-    """Horizontal bars from zero, a Bar each, the first on top. Labels stand above the bars, where they never collide."""
+    """Horizontal bars from zero, a Bar each, the first on top. Labels stand above the bars, where none collide."""
     for y, row in enumerate(rows):
         left = 0.0
         for length, filling in row.parts:
@@ -156,7 +156,7 @@ VARIABLES = {color.light: f"var(--{name})" for name, color in COLORS.items()}
 
 
 def css():
-    """The variables of inline SVG, to stand in a page's style: light ones, and dark ones where the reader wants them."""
+    """The variables of inline SVG, to stand in a page's style: light ones, and dark ones for who wants the dark."""
     light, dark = (
         "; ".join(f"--{name}: {getattr(color, shade)}" for name, color in COLORS.items()) for shade in ("light", "dark")
     )

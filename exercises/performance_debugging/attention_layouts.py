@@ -2,11 +2,12 @@
 
     python -m exercises.performance_debugging.attention_layouts --use-amp --output-dir DIR
 
-writes DIR/attention_layouts.json. The options are those of tiny_llama_v3.py; of its sizes, the batch and the heads count.
-It needs a GPU: Triton's interpreter has no memory whose lines a load could touch.
+writes DIR/attention_layouts.json. The options are those of tiny_llama_v3.py; of its sizes, batch and heads count. It
+needs a GPU: Triton's interpreter has no memory whose lines a load could touch.
 """
 
 import functools
+import statistics
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 import tiny_llama_v3 as llama
 from measure.results import write_json
 from measure.tables import number, times
-from measure.timing import Bench, in_turns, percentiles, replay_ms
+from measure.timing import Bench, in_turns, replay_ms
 from tiny_llama_v3 import exit_code_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -33,7 +34,7 @@ def layouts(config, bench, seq_len):
 
 
 def measure_length(config, bench, seq_len):
-    """{"seq_len", and for each layout {"p20", "median", "p80"} in us of one call}."""
+    """{"seq_len", and for each layout the us of one call, of every replay}."""
     calls = {
         layout: functools.partial(llama.flash_attention_forward, *tensors)
         for layout, tensors in layouts(config, bench, seq_len).items()
@@ -44,8 +45,8 @@ def measure_length(config, bench, seq_len):
     for graph in graphs:
         replay_ms(graph)
     ms = in_turns([functools.partial(replay_ms, graph) for graph in graphs], REPLAYS)
-    spreads = (percentiles([one * 1e3 / in_graph for one in of_layout]) for of_layout in ms)
-    return {"seq_len": seq_len} | dict(zip(calls, spreads, strict=True))
+    us = ([one * 1e3 / in_graph for one in of_layout] for of_layout in ms)
+    return {"seq_len": seq_len} | dict(zip(calls, us, strict=True))
 
 
 def run(argv):
@@ -57,7 +58,7 @@ def run(argv):
     bench, rows = Bench(device), []
     for seq_len in LENGTHS:
         rows.append(measure_length(config, bench, seq_len))
-        contiguous, strided = (rows[-1][layout]["median"] for layout in ("contiguous", "strided"))
+        contiguous, strided = (statistics.median(rows[-1][layout]) for layout in ("contiguous", "strided"))
         print(
             f"{seq_len} tokens: {number(contiguous)} us contiguous, {number(strided)} us badly strided, "
             f"{times(strided / contiguous)}"

@@ -6,6 +6,7 @@ description carry the figures, or raises stages.Missing with the reason why ther
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -99,7 +100,7 @@ def attention_lengths(view):
     def draw(figure):
         axes = figure.subplots()
         for name, (label, color, marker, dashes) in LAYOUTS.items():
-            low, middle, high = (np.array([row[name][key] for row in rows]) for key in ("p20", "median", "p80"))
+            low, middle, high = np.percentile([row[name] for row in rows], [20, 50, 80], axis=1)
             axes.errorbar(
                 lengths, middle, yerr=(middle - low, high - middle), color=color, marker=marker, linestyle=dashes,
                 markersize=5, capsize=2, label=label,
@@ -116,11 +117,10 @@ def attention_lengths(view):
         axes.margins(0.17, 0.12)
         axes.legend(loc="upper left")
 
+    medians = ((row["seq_len"], *(statistics.median(row[name]) for name in LAYOUTS)) for row in rows)
     labels = [
-        f"{row['seq_len']} tokens: {number(row['strided']['median'])} us badly strided, "
-        f"{number(row['contiguous']['median'])} us contiguous, "
-        f"{times(row['strided']['median'] / row['contiguous']['median'])}"
-        for row in rows
+        f"{n} tokens: {number(strided)} us badly strided, {number(even)} us contiguous, {times(strided / even)}"
+        for n, strided, even in medians
     ]
     title = f"One call of the attention kernel in {layouts['precision']}, median and p20 to p80"
     return Picture(title, in_words(labels), 250, draw)
@@ -170,6 +170,7 @@ def kernel_shares(view):
 
 def step_and_baseline(view):
     """A step of stage 5 by its phases beside one of plain PyTorch, with the spread of each."""
+    view.require_times()
     rows = []
     for name, run in (("plain PyTorch", view.summary["baseline"]), (f"stage {OPTIMIZED}", view.stage(OPTIMIZED))):
         if not run:
@@ -318,6 +319,7 @@ STAGES = {
 
 def step_times(view):
     """The median step of the baseline and of every stage, with its spread."""
+    view.require_times()
     runs = {"plain PyTorch": view.summary["baseline"]} if view.summary["baseline"] else {}
     runs |= {f"stage {n}": stage for n, stage in view.stages.items()}
     rows = []

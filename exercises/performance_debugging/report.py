@@ -1,35 +1,35 @@
 """What a replay leaves to be read: summary.json, summary.md, stages.png and report.html."""
 
-import base64
 from pathlib import Path
 
 import jinja2
 
 from benchmarks import stages
-from exercises.performance_debugging import comparison, pictures
+from exercises.performance_debugging import cards, comparison, pictures
+from measure import drawing
 from measure.results import write_json
 
 TEMPLATE = "report.html.jinja"
 
 
 def render(summary):
-    """The text of report.html: one page that needs no other file and no network."""
+    """The text of report.html: one page that needs no other file, no network and no script."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    images = [
-        {"name": name, "alt": alt, "data": base64.b64encode(pictures.png(draw, summary)).decode()}
-        for name, (draw, alt) in pictures.pictures(summary).items()
-    ]
     labels, rows = stages.comparison_table(summary)
+    view = stages.View(summary)
+    whole = {name: cards.attempt(function, view)[0] for name, function in pictures.WHOLE.items()}
     return environment.get_template(TEMPLATE).render(
         summary=summary,
         setting=stages.setting(summary),
+        cards=cards.cards(summary),
+        whole={name: picture for name, picture in whole.items() if picture},
+        svg=pictures.svg,
+        colors=drawing.css(),
         labels=labels,
         rows=rows,
         notes=stages.notes(summary),
-        observations=list(stages.observation_lines(summary)),
-        images=images,
     )
 
 
