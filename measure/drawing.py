@@ -83,9 +83,9 @@ class Bar(NamedTuple):
     mark: float | None = None  # the place of a diamond
 
 
-def new_figure(height, width=WIDTH):
-    """An empty figure, its sizes in the unit of its text. Call it within style()."""
-    figure = plt.figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+def new_figure(height, width=WIDTH, unit=72):
+    """An empty figure, so many units to the inch: 72, and they are those of its text. Call it within style()."""
+    figure = plt.figure(figsize=(width / unit, height / unit), dpi=unit, layout="constrained")
     figure.get_layout_engine().set(w_pad=2 / 72, h_pad=2 / 72)
     return figure
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.path import Path as Outline
 from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
 
 import tiny_llama_v3 as llama
 from benchmarks.stages import OPTIMIZED, Missing, View, setting
@@ -91,6 +91,7 @@ LAYOUTS = {  # of attention_layouts.py: (label, colour, marker, dashes)
 
 def attention_lengths(view):
     """The attention kernel alone, over the length of the sequence, in both layouts of K and V."""
+    view.stage(2)
     layouts = view.summary.get("attention_layouts")
     if not layouts:
         raise Missing("the attention kernel's time over the length of the sequence was not recorded")

@@ -14,7 +14,7 @@ does. The kernels of the steps, without those of the warm-up, become a table. Th
     summary.json                             the comparison, to compute with
     stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
     stageN_profile.csv, stageN_output.log    the kernels, with rocprofv3's columns; what the two runs printed
-    stageN_timeline.json                     when the kernels of one of its steps ran
+    stageN_timeline.json                     when the kernels of one step of stages 5 and 8 ran
     ceilings.json                            the bandwidth and the arithmetic that this device reaches
     attention_layouts.json                   the attention kernel alone over the sequence, in both layouts of stage 2
     previous_DATE/                           what an earlier replay had left there
@@ -42,9 +42,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.stages import short_title
 from exercises.performance_debugging import comparison, report
-from measure.results import write_json
-from profiling.readers import Unreadable, read_dispatches, read_ranges, read_step_stats, within
-from profiling.timeline import typical_step
+from profiling.readers import Unreadable, read_step_stats
 from tiny_llama_v3 import exit_code_of
 
 HERE = Path(__file__).resolve().parent
@@ -133,9 +131,13 @@ MEASUREMENTS = {  # modules beside this one: what they measure
 }
 
 
-def measurement_run(name, arguments):
+def module_part(name, arguments, target):
     command = [sys.executable, "-m", f"exercises.performance_debugging.{name}", *arguments, "--output-dir", FOLDER]
-    return Run(name, MEASUREMENTS[name], [Part("measured", command, f"{name}.json", f"{name}.json")])
+    return Part("measured", command, f"{name}.json", target)
+
+
+def measurement_run(name, arguments):
+    return Run(name, MEASUREMENTS[name], [module_part(name, arguments, f"{name}.json")])
 
 
 def obstacle_of(config):
@@ -163,6 +165,9 @@ def plan(options):
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
         title = f"stage {stage}, {short_title(stage)}"
         run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
+        if stage in comparison.TIMELINES and with_profile and on_gpu(config):
+            target = f"stage{stage}_timeline.json"
+            run.parts.append(module_part("kernel_timeline", [*arguments, "--stage", str(stage)], target))
         run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
         runs.append(run)
     return config, runs
@@ -235,22 +240,6 @@ def write_kernels_of_steps(recording, path):
     table.to_csv(path, index=False)
 
 
-def write_timeline(recording, path):
-    """When the kernels of the typical step in a recording ran, in us since it began; nothing where no step is named."""
-    window = typical_step(read_ranges(recording))
-    if window is None:
-        return
-    kernels, (begin, end) = within(read_dispatches(recording), window), window
-    write_json(
-        path,
-        {
-            "step_us": (end - begin) / 1e3,
-            "start_us": ((kernels["Start"] - begin) / 1e3).tolist(),
-            "length_us": ((kernels["End"] - kernels["Start"]) / 1e3).tolist(),
-        },
-    )
-
-
 def execute_part(part, log_path, output):
     """Runs a part and moves what it wrote into output. A RuntimeError or Unreadable says what went wrong."""
     with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
@@ -269,7 +258,6 @@ def execute_part(part, log_path, output):
             os.replace(written, output / part.target)
         else:
             write_kernels_of_steps(written, output / part.target)
-            write_timeline(written, output / part.target.replace("_profile.csv", "_timeline.json"))
 
 
 def execute_run(run, output, progress):
