@@ -105,17 +105,11 @@ def kernels_section(folder):
 
 
 def stages_section(folder):
-    newest = {}
-    for name, result in newest_first(folder, "stages"):
-        newest.setdefault((result["config"]["seq_len"], result["precision"]), (name, result))
     parts = []
-    for (seq_len, precision), (name, result) in sorted(
-        newest.items(), key=lambda item: (item[0][0], item[0][1] != "fp32")
-    ):
-        config = result["config"]
+    for name, result in stages.newest_replays(folder):
         lines = [f"- {title} ({mark}): {text}" for title, mark, text in stages.observation_lines(result)]
         parts += [
-            f"**{config['batch_size']} x {seq_len} tokens, {precision}**, {config['num_steps']} steps",
+            f"**{stages.sizes(result)}**, {result['config']['num_steps']} steps",
             stages.comparison_markdown(result),
             "\n".join(lines),
             provenance(name, result),

@@ -4,10 +4,13 @@ Every sentence follows from a figure. exercises/performance_debugging/ makes the
 """
 
 import math
+import statistics
 from typing import NamedTuple
 
 import tiny_llama_v3 as llama
+from measure.results import newest_first
 from measure.tables import markdown_table, number, percent, times
+from measure.timing import LEAST_TIMES, ratio_of_medians
 
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"
@@ -25,8 +28,92 @@ def device_of(summary):
     return llama.Device(kind, environment["device"], environment["arch"], num_sms=0, warp_size=0)
 
 
+def own_mistake(stage):
+    """The name of the mistake that is in this stage and in no later one; None if there is none."""
+    return next((name for name, bug in llama.BUGS.items() if max(bug.stages) == stage), None)
+
+
+def predecessor(stage):
+    """The stage that a stage is compared with: history's stages with the one before, the others with the optimized."""
+    return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
+
+
+def newest_replays(folder):
+    """[(name, summary)]: of each length of sequence and precision the newest in a folder, fp32 first."""
+    newest = {}
+    for name, result in newest_first(folder, "stages"):
+        newest.setdefault((result["config"]["seq_len"], result["precision"] != "fp32"), (name, result))
+    return [newest[setting] for setting in sorted(newest)]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Figures
+# Is one run faster than another? Every comparison of times goes through compare_speed().
+
+CHANGES_WORK = {"graph", *(bug for bugs in llama.OPERATION_BUGS.values() for bug in bugs)}
+
+
+def work_of(run):
+    """What a run's steps did: equal for two runs that executed the same operations."""
+    flags = {run["mistake"]} if "mistake" in run else set(llama.stage_flags(run.get("stage")))
+    return run["implementation"], frozenset(flags & (CHANGES_WORK if run["implementation"] == "triton" else {"graph"}))
+
+
+def runs_of(summary):
+    """All runs of a replay that have figures."""
+    runs = [summary["baseline"], *summary["stages"], *summary.get("isolated", [])]
+    return [run for run in runs if run and "batch_ms" in run]
+
+
+def spread_of_processes(summary):
+    """How many times as long a step took in one process as in another that did the same work; 1 where none did.
+
+    Clocks, temperatures and neighbours differ from process to process, by more than from step to step.
+    """
+    medians = {}
+    for run in runs_of(summary):
+        if len(run["step_ms"]) >= LEAST_TIMES:
+            medians.setdefault(work_of(run), []).append(statistics.median(run["step_ms"]))
+    return max((max(times) / min(times) for times in medians.values()), default=1.0)
+
+
+def compare_speed(summary, run, other):
+    """{"value", "low", "high", "verdict"}: how many times as fast as the other's a run's median step is.
+
+    The verdict is "differs" beyond the spread of steps and processes, else "same", "same work" or "too few steps". None
+    without one of the two, and where the interpreter ran the kernels, whose times are not theirs.
+    """
+    if not (run and other) or "batch_ms" not in run or "batch_ms" not in other or is_interpreted(summary):
+        return None
+    ratio = ratio_of_medians(other["step_ms"], run["step_ms"], spread_of_processes(summary))
+    if work_of(run) == work_of(other):
+        verdict = "same work"
+    elif min(len(run["step_ms"]), len(other["step_ms"])) < LEAST_TIMES:
+        verdict = "too few steps"
+    else:
+        verdict = "differs" if ratio.differs else "same"
+    bounds = {"low": ratio.low, "high": ratio.high if math.isfinite(ratio.high) else None}
+    return {"value": ratio.value, **bounds, "verdict": verdict}
+
+
+def is_interpreted(summary):
+    """Whether Triton's interpreter ran our kernels, on a CPU."""
+    on_cpu = summary["environment"] and summary["environment"]["arch"] == "cpu"
+    return bool(on_cpu) and any(run["implementation"] == "triton" for run in runs_of(summary))
+
+
+def is_recorded(summary):
+    """Whether the summary was taken from a file to be shown beside what was measured here."""
+    return "file" in summary
+
+
+def told(comparison, difference, other):
+    """A sentence with the difference of two speeds, or why none is claimed."""
+    return {
+        "differs": difference,
+        "same": f"The step takes as long as {other}, within the measured spread.",
+        "same work": f"The step does the same work as {other}: what differs in its time is noise.",
+        "too few steps": f"Fewer than {LEAST_TIMES} steps cannot tell its time from that of {other}.",
+    }[comparison["verdict"]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -78,19 +165,24 @@ class View:
         return self.device.type == "cpu"
 
     def require_times(self):
-        """Missing where times mean nothing."""
-        if self.on_cpu() and not self.triton_obstacle():
-            raise Missing(INTERPRETED)
+        """Missing where the times of the runs tell nothing."""
+        if self.on_cpu():
+            raise Missing("a CPU runs the same operations with and without the mistake, or Triton's interpreter")
+
+    def speed(self, run, other):
+        """compare_speed() of two runs."""
+        return compare_speed(self.summary, run, other)
 
 
 INTERPRETED = "Triton's interpreter ran the kernels, and its times mean nothing"
 
 
 def see_broken_loss(view):
-    first, guessing, hidden = view.stage(1)["first_loss"], math.log(view.config.vocab_size), view.config.hidden_dim
+    first, config = view.stage(1)["first_loss"], view.stage(1).get("config", view.summary["config"])
+    guessing, hidden = math.log(config["vocab_size"]), config["hidden_dim"]
     if first is None:
         return True, "The first loss is not a number."
-    text = f"The first loss is {number(first)}, {times(first / guessing)} the ln {view.config.vocab_size} of guessing."
+    text = f"The first loss is {number(first)}, {times(first / guessing)} the ln {config['vocab_size']} of guessing."
     if first > 2 * guessing:
         return True, f"{text} The hidden size is {hidden}."
     return False, f"{text} It grows with the hidden size, and {hidden} is too narrow to show it."
@@ -111,7 +203,7 @@ def see_slow_attention(view):
     )
     longer = [] if view.config.seq_len >= 2048 else ["--seq-len 2048"]
     plainer = longer + ([] if view.config.use_amp else ["-- --use-amp"])
-    if slow / correct < 5 and plainer:
+    if slow / correct < 5 and plainer and not is_recorded(view.summary):
         text += f" The slower loads weigh more in long sequences and beside short arithmetic: try {' '.join(plainer)}."
     return slow / correct >= 1.5, text
 
@@ -135,15 +227,15 @@ def see_slow_kernels(view):
         return False, f"The naive kernel did not run, the library multiplied the matrices: {view.triton_obstacle()}."
     if view.on_cpu():
         return False, f"{INTERPRETED}."
-    slower = view.stage(4)["batch_ms"]["p50"] / view.stage(OPTIMIZED)["batch_ms"]["p50"]
-    text = f"The step takes {times(slower)} stage {OPTIMIZED}'s."
+    slower = view.speed(view.stage(OPTIMIZED), view.stage(4))
+    text = told(slower, f"The step takes {times(slower['value'])} stage {OPTIMIZED}'s.", f"stage {OPTIMIZED}'s")
     kernels = view.stage(4)["kernels"]
     if kernels:
         first = kernels[0]
         text += f" {first['name']} is first in the kernel table with {percent(first['share'])} of the time."
         if first["name"] != NAIVE_SWIGLU:
             return False, f"{text} At these sizes it weighs more than the naive {NAIVE_SWIGLU}."
-    return slower >= 1.2, text
+    return slower["verdict"] == "differs" and slower["value"] >= 1.2, text
 
 
 def see_optimized(view):
@@ -153,13 +245,14 @@ def see_optimized(view):
     if stage["phases_share"]:
         text += f", the phases add up to {percent(stage['phases_share'])} of the step"
     text += f", and the first loss is {number(stage['first_loss'])}."
-    if baseline:
-        text += f" The speed is {times(stage['samples_per_second'] / baseline['samples_per_second'])} the baseline's"
-        obstacle = view.triton_obstacle()
-        if obstacle:
-            text += f": noise, as both are plain PyTorch ({obstacle})."
-        else:
-            text += f": {INTERPRETED}." if view.on_cpu() else ", measured in the same replay."
+    faster = view.speed(stage, baseline)
+    if faster:
+        difference = f"The speed is {times(faster['value'])} the baseline's, measured in the same replay."
+        text += f" {told(faster, difference, 'the baseline')}"
+        if view.triton_obstacle():
+            text += f" Both are plain PyTorch: {view.triton_obstacle()}."
+    elif baseline:
+        text += f" {INTERPRETED}."
     if not view.on_cpu() and stage["host_ms"] > 0.8 * stage["batch_ms"]["p50"]:
         busy = percent(stage["host_ms"] / stage["batch_ms"]["p50"])
         text += f" What is left is the host: it needs {busy} of the step to launch the kernels."
@@ -171,9 +264,15 @@ def see_severed_autograd(view):
         return False, f"Autograd cannot be cut out of plain PyTorch's operations: {view.triton_obstacle()}."
     stage, correct = view.stage(6), view.stage(OPTIMIZED)
     text = f"{percent(stage['gradient_share'])} of the weights receive a gradient"
-    if stage["phase_ms"] and correct["phase_ms"] and not view.on_cpu():
-        cheaper = correct["phase_ms"]["backward"] / stage["phase_ms"]["backward"]
-        text += f", and the backward pass is {times(cheaper)} cheaper than stage {OPTIMIZED}'s"
+    took = [run["phase_ms"].get("backward") for run in (stage, correct)]
+    steps = [run.get("phase_steps_ms", {}).get("backward") for run in (stage, correct)]
+    older = None in steps  # which recorded no step's phases
+    if None not in took and (older or ratio_of_medians(*steps, spread_of_processes(view.summary)).differs):
+        text += (
+            f", and the backward pass takes {number(took[0])} ms where stage {OPTIMIZED}'s takes {number(took[1])} ms"
+        )
+        if view.on_cpu():
+            text += " in the interpreter, as kernels that autograd does not know are not run backwards"
     return stage["gradient_share"] < 0.5, f"{text}; the first loss, {number(stage['first_loss'])}, does not tell."
 
 
@@ -187,14 +286,17 @@ def see_cold_start(view):
 
 
 def see_graph(view):
-    graph, eager = view.stage(8)["batch_ms"]["p50"], view.stage(OPTIMIZED)
-    faster = eager["batch_ms"]["p50"] / graph
-    text = f"The step is {times(faster)} as fast as stage {OPTIMIZED}'s."
-    if faster >= 1.2:
+    eager = view.stage(OPTIMIZED)
+    faster = view.speed(view.stage(8), eager)
+    difference = f"The step is {times(faster['value'])} as fast as stage {OPTIMIZED}'s."
+    text = told(faster, difference, f"stage {OPTIMIZED}'s")
+    if faster["verdict"] == "differs" and faster["value"] >= 1.2:
         return True, text
     host = percent(eager["host_ms"] / eager["batch_ms"]["p50"])
     text += f" There is little to win: the host needs only {host} of stage {OPTIMIZED}'s step to issue it."
-    return False, text if view.config.use_amp else f"{text} Shorter kernels leave more: try -- --use-amp."
+    if not (view.config.use_amp or is_recorded(view.summary)):
+        text += " Shorter kernels leave more: try -- --use-amp."
+    return False, text
 
 
 SEE = {
@@ -209,20 +311,65 @@ SEE = {
 }
 
 
+def see_counted_layout(cases):
+    bad, good = cases[2], cases[3]
+    touched, least = (case["lines"]["128"] for case in (bad, good))
+    text = (
+        f"{ATTENTION_KERNEL} asks for {number(bad['bytes'] / 1e3)} KB with K and V badly strided and for "
+        f"{number(good['bytes'] / 1e3)} KB without, for {'the same' if bad['same_result'] else 'another'} result. But "
+        f"its loads touch {touched:,} cache lines of 128 bytes instead of {least:,}, {times(touched / least)} as many."
+    )
+    return touched > 1.5 * least, text
+
+
+def see_counted_swiglu(cases):
+    naive, hybrid = cases[4], cases[OPTIMIZED]
+    again, once = (case["bytes"] / case["distinct_bytes"] for case in (naive, hybrid))
+    text = (
+        f"{naive['kernel']}, a program for each of {naive['programs']:,} elements, asks for "
+        f"{number(naive['bytes'] / 1e3)} KB, and {number(naive['distinct_bytes'] / 1e3)} KB of them are distinct: each "
+        f"byte {times(again)}. {hybrid['kernel']} asks for each byte {times(once)}."
+    )
+    return again > 2 * once, text
+
+
+COUNTED = {2: see_counted_layout, 4: see_counted_swiglu}
+
+
+def observe(summary, stage):
+    """(shown, text) of a stage's own figures."""
+    try:
+        if "batch_ms" not in stage:
+            raise Missing(without_figures(stage))
+        shown, text = SEE[stage["stage"]](View(summary))
+    except Missing as reason:
+        return None, f"{reason}."
+    return shown, text + (f" Beyond that it failed: {stage['error'].splitlines()[0]}." if stage["error"] else "")
+
+
 def observations(summary):
-    """[{"stage", "shown", "text"}]: shown is None where a figure is missing, and the text then says which."""
+    """[{"stage", "source", "shown", "text"}]: shown is None where a figure is missing, and the text says which.
+
+    In laptop mode a stage has one for each source that shows it: "measured", "counted", "recorded on" a device.
+    """
+    counted = {case["stage"]: case for case in (summary.get("counted") or {"cases": []})["cases"]}
     seen = []
     for stage in summary["stages"]:
-        try:
-            if "batch_ms" not in stage:
-                raise Missing(without_figures(stage))
-            shown, text = SEE[stage["stage"]](View(summary))
-            if stage["error"]:
-                text += f" Beyond that it failed: {stage['error'].splitlines()[0]}."
-        except Missing as reason:
-            shown, text = None, f"{reason}."
-        seen.append({"stage": stage["stage"], "shown": shown, "text": text})
-    return seen
+        number_of = stage["stage"]
+        told_before = len(seen)
+        if stage.get("planned", True):
+            seen.append((number_of, "measured", *observe(summary, stage)))
+        if number_of in COUNTED and number_of in counted:
+            seen.append((number_of, "counted", *COUNTED[number_of](counted)))
+        for replay in summary.get("recorded", []):
+            recorded = stage_of(replay, number_of)
+            if recorded and "batch_ms" in recorded:
+                shown, text = observe(replay, recorded)
+                source = f"recorded on {replay['environment']['device']}"
+                seen.append((number_of, source, shown, f"{sizes(replay)}: {text}"))
+        if len(seen) == told_before:
+            seen.append((number_of, "measured", None, "It cannot be measured here, and there is no recording of it."))
+    return [dict(zip(("stage", "source", "shown", "text"), values, strict=True)) for values in seen]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,40 +379,98 @@ def observations(summary):
 class Column(NamedTuple):
     title: str
     unit: str
-    text: object  # of a stage's figures
+    text: object  # of a summary and the figures of a run in it
+    needs_clock: bool = False  # means nothing where the interpreter ran the kernels
+
+
+def figure(name):
+    return lambda summary, run: number(run.get(name))
 
 
 def phase(name):
-    return lambda stage: number(stage["phase_ms"].get(name))
+    return lambda summary, run: number(run["phase_ms"].get(name))
 
 
 def share(name):
-    return lambda stage: f"{100 * stage[name]:.{0 if stage[name] >= 0.1 else 1}f}" if stage[name] is not None else ""
+    return lambda summary, run: f"{100 * run[name]:.{0 if run[name] >= 0.1 else 1}f}" if run[name] is not None else ""
+
+
+def median_step(summary, run):
+    return number(run["batch_ms"]["p50"])
+
+
+def speed_cell(comparison):
+    """The ratio of compare_speed() where there is a difference, else a word of NOTES; empty for None."""
+    if comparison is None:
+        return ""
+    words = {"differs": number(comparison["value"]), "too few steps": "too few"}
+    return words.get(comparison["verdict"], "same")
+
+
+def stage_of(summary, number):
+    """The entry of a stage, or None."""
+    return next((stage for stage in summary["stages"] if stage["stage"] == number), None)
+
+
+def over_previous(summary, run):
+    """compare_speed() of a stage with its predecessor; None for what is no stage."""
+    return compare_speed(summary, run, stage_of(summary, predecessor(run["stage"]))) if "stage" in run else None
+
+
+def over_baseline(summary, run):
+    return compare_speed(summary, run, summary["baseline"]) if run is not summary["baseline"] else None
+
+
+def over_optimized(summary, run):
+    optimized = stage_of(summary, OPTIMIZED)
+    return compare_speed(summary, run, optimized) if run is not optimized else None
+
+
+def added_step(summary, run):
+    """ms that a mistake alone adds to stage 5's step, if its speed differs."""
+    comparison = over_optimized(summary, run)
+    if comparison is None or comparison["verdict"] != "differs":
+        return ""
+    return number(run["batch_ms"]["p50"] - stage_of(summary, OPTIMIZED)["batch_ms"]["p50"])
 
 
 COLUMNS = (
-    Column("first loss", "", lambda stage: number(stage["first_loss"])),
-    Column("final loss", "", lambda stage: number(stage["final_loss"])),
-    Column("speed", "samples/s", lambda stage: number(stage["samples_per_second"])),
-    Column("speed / previous", "", lambda stage: number(stage.get("speed_over_previous"))),
-    Column("speed / baseline", "", lambda stage: number(stage.get("speed_over_baseline"))),
-    Column("step, median", "ms", lambda stage: number(stage["batch_ms"]["p50"])),
+    Column("first loss", "", figure("first_loss")),
+    Column("final loss", "", figure("final_loss")),
+    Column("speed", "samples/s", figure("samples_per_second"), needs_clock=True),
+    Column("speed / previous", "", lambda *of: speed_cell(over_previous(*of)), needs_clock=True),
+    Column("speed / baseline", "", lambda *of: speed_cell(over_baseline(*of)), needs_clock=True),
+    Column("step, median", "ms", median_step),
     Column("forward", "ms", phase("forward")),
     Column("backward", "ms", phase("backward")),
     Column("optimizer", "ms", phase("optimizer")),
-    Column("phases / step", "%", share("phases_share")),
-    Column("attention kernel", "us", lambda stage: number(stage.get("attention_us"))),
-    Column("SwiGLU kernel", "us", lambda stage: number(stage.get("swiglu_us"))),
+    Column("phases / step", "%", share("phases_share"), needs_clock=True),
+    Column("attention kernel", "us", figure("attention_us")),
+    Column("SwiGLU kernel", "us", figure("swiglu_us")),
     Column("weights with a gradient", "%", share("gradient_share")),
-    Column("mean / median", "", lambda stage: number(stage["mean_over_median"])),
-    Column("peak memory", "MiB", lambda stage: number(stage["peak_memory_mib"])),
+    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
+    Column("peak memory", "MiB", figure("peak_memory_mib")),
+)
+ALONE_COLUMNS = (
+    Column("first loss", "", figure("first_loss")),
+    Column("step, median", "ms", median_step),
+    Column("added by the mistake", "ms", added_step, needs_clock=True),
+    Column("speed / stage 5", "", lambda *of: speed_cell(over_optimized(*of)), needs_clock=True),
+    Column("phases / step", "%", share("phases_share"), needs_clock=True),
+    Column("attention kernel", "us", figure("attention_us")),
+    Column("SwiGLU kernel", "us", figure("swiglu_us")),
+    Column("weights with a gradient", "%", share("gradient_share")),
+    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
 )
 NOTES = (
-    "speed / previous: against the stage before; from stage 6 on, against stage 5.",
+    "speed / previous: against the stage before; from stage 6 on, against stage 5. It and speed / baseline are of the "
+    "median steps, the speed is that of all steps together.",
+    "same: the same operations ran, or the medians differ by no more than the measured spread, that of the steps (95 % "
+    f"intervals of the median) and that of processes which did the same work; too few: fewer than {LEAST_TIMES} steps.",
     "attention kernel, SwiGLU kernel: one call of flash_attention_kernel, and of swiglu_kernel (stages 1 to 4, matrix "
     "product included) or swiglu_activation_kernel (from stage 5 on; the library multiplies).",
-    "phases / step: forward, backward and optimizer added up, over the step around them; times are medians over the "
-    "steps, the speed is that of all steps together.",
+    "forward, backward, optimizer: of the median step. phases / step: the three added up, over the step around them, "
+    "the median over the steps.",
 )
 
 
@@ -278,17 +483,27 @@ def notes(summary):
     return (*NOTES, f"{same if view.triton_obstacle() else INTERPRETED}.")
 
 
+def figures_table(summary, columns, runs):
+    """(labels, [(figure, its value in each run)]) of {label: run}, as text; figures that no run has are left out."""
+    rows = []
+    for column in columns:
+        head = column.title + (f", {column.unit}" if column.unit else "")
+        cells = [column.text(summary, run) for run in runs.values()]
+        if any(cells) and not (column.needs_clock and is_interpreted(summary)):
+            rows.append((head, cells))
+    return list(runs), rows
+
+
+def label_of(stage):
+    size = f", hidden {stage['config']['hidden_dim']}" if "config" in stage else ""
+    return f"{stage['stage']} {stage['title']}{size}"
+
+
 def comparison_table(summary):
     """(labels of the runs that have figures, [(figure, its value in each of them)]), all as text."""
     runs = {"baseline": summary["baseline"]} if summary["baseline"] else {}
-    runs |= {f"{stage['stage']} {stage['title']}": stage for stage in summary["stages"] if "batch_ms" in stage}
-    rows = []
-    for column in COLUMNS:
-        head = column.title + (f", {column.unit}" if column.unit else "")
-        cells = [column.text(run) for run in runs.values()]
-        if any(cells):
-            rows.append((head, cells))
-    return list(runs), rows
+    runs |= {label_of(stage): stage for stage in summary["stages"] if "batch_ms" in stage}
+    return figures_table(summary, COLUMNS, runs)
 
 
 def comparison_markdown(summary):
@@ -296,20 +511,51 @@ def comparison_markdown(summary):
     return markdown_table(["", *labels], [[head, *cells] for head, cells in rows])
 
 
+def isolated_table(summary):
+    """As comparison_table: stage 5, and beside it each mistake alone."""
+    runs = {f"{OPTIMIZED} {short_title(OPTIMIZED)}": stage_of(summary, OPTIMIZED) or {}}
+    runs |= {llama.flag_of(run["mistake"]): run for run in summary["isolated"]}
+    return figures_table(summary, ALONE_COLUMNS, {label: run for label, run in runs.items() if "batch_ms" in run})
+
+
+def counted_table(summary):
+    """([figure], [(stage and kernel, its values)]) of what the kernels ask of memory, counted in the interpreter."""
+    head = ["loads", "KB asked for", "KB distinct", "lines", "fewest lines", "lines a load"]
+    rows = []
+    for case in summary["counted"]["cases"]:
+        lines, fewest = case["lines"]["128"], case["fewest_lines"]["128"]
+        kilobytes = [number(case[name] / 1e3) for name in ("bytes", "distinct_bytes")]
+        cells = [f"{case['waves']:,}", *kilobytes, f"{lines:,}", f"{fewest:,}", number(lines / case["waves"])]
+        rows.append((f"{case['stage']} {case['kernel']}", cells))
+    return head, rows
+
+
 MARKS = {True: "shows", False: "does not show", None: "not measured"}
 
 
 def observation_lines(summary):
+    """(title, mark, text) of every observation; what was not measured here says in its mark where it comes from."""
     for seen in observations(summary):  # anew, so that an older replay is told in today's words
-        yield f"stage {seen['stage']}, {short_title(seen['stage'])}", MARKS[seen["shown"]], seen["text"]
+        mark = MARKS[seen["shown"]]
+        mark = mark if seen["source"] == "measured" else f"{mark}, {seen['source']}"
+        yield f"stage {seen['stage']}, {short_title(seen['stage'])}", mark, seen["text"]
+
+
+def source_of(summary):
+    """Device, versions and date, in words."""
+    environment = summary["environment"]
+    versions = [f"PyTorch {environment['torch']}", f"Triton {environment['triton']}" if environment["triton"] else ""]
+    return f"{environment['device']}, {', '.join(filter(None, versions))}, {summary['date'][:10]}"
+
+
+def sizes(summary):
+    return f"{summary['config']['batch_size']} x {summary['config']['seq_len']} tokens, {summary['precision']}"
 
 
 def setting(summary):
     """One line: on what, with which sizes."""
-    config, environment = summary["config"], summary["environment"]
-    versions = [f"PyTorch {environment['torch']}", f"Triton {environment['triton']}" if environment["triton"] else ""]
+    config = summary["config"]
     return (
-        f"{environment['device']}, {', '.join(filter(None, versions))}; batch {config['batch_size']} x "
-        f"{config['seq_len']} tokens, hidden {config['hidden_dim']}, {config['num_layers']} layers, "
-        f"{summary['precision']}; {config['num_steps']} steps; {summary['date'][:10]}"
+        f"{source_of(summary)}; batch {sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; "
+        f"{config['num_steps']} steps"
     )

@@ -3,13 +3,16 @@
 summary.json, beside header, environment, config and ceilings:
 
     baseline        figures of a run, or null
-    stages          [{stage, title, obstacle, error, and of a measured one: figures, kernels, attention_us, swiglu_us,
-                    over_previous, over_baseline}]
-    isolated        with --isolate: [{stage, flag, run, and what a stage has, over_optimized}], each mistake alone beside
-                    stage 5; run names its files (stage4 for a stage that is one mistake by itself)
-    counted         with --laptop: {attention, swiglu}, of counted.py; else null
+    laptop          whether it is a replay with --laptop
+    stages          [{stage, title, planned, obstacle, error, and of a measured one: figures, kernels, attention_us,
+                    swiglu_us, over_previous, over_baseline}]; planned is false where --laptop runs nothing of it, and
+                    config is there if its sizes are its own
+    isolated        with --isolate: [{stage, mistake, run, and what a stage has, over_optimized}], each mistake alone
+                    beside stage 5; run names its files (stage4 for a stage that is one mistake by itself)
+    counted         with --laptop: {wave, cases: [{stage, kernel, programs, waves, bytes, distinct_bytes, lines,
+                    fewest_lines, same_result}]} of counted.py, the lines by their bytes; else null
     recorded        with --laptop: [{file, and a summary as this one}], measured on another machine; else []
-    observations    [{stage, source, shown, text}], source "measured", "counted" or "recorded"
+    observations    [{stage, source, shown, text}], source "measured", "counted" or "recorded on <device>"
 
 figures: first_loss, final_loss, losses, step_ms (of every step), phase_steps_ms {phase: of every step}, phase_ms
 {phase: of the median step}, batch_ms {mean, p20, p50, p80}, gradient_share and so on, see run_figures. over_*: {value,
@@ -19,27 +22,16 @@ else "same", "same work" (the same operations ran) or "too few steps": only "dif
 
 import json
 import statistics
+import textwrap
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import (
-    ATTENTION_KERNEL,
-    HYBRID_SWIGLU,
-    NAIVE_SWIGLU,
-    OPTIMIZED,
-    comparison_markdown,
-    comparison_table,
-    notes,
-    observation_lines,
-    observations,
-    setting,
-    short_title,
-)
+from benchmarks import stages as shown
+from benchmarks.stages import ATTENTION_KERNEL, HYBRID_SWIGLU, NAIVE_SWIGLU, short_title
+from measure.tables import markdown_table
 from profiling.readers import read_kernel_stats
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Figures
-
-TIMELINES = (OPTIMIZED, 8)  # stages whose kernels a summary keeps one by one: what a graph changes
 
 
 def kernel_figures(path):
@@ -66,8 +58,18 @@ def kernel_us(stage, *names):
     return next((times[name] for name in names if name in times), None)
 
 
+def middle(steps):
+    """The step of median time, or the two whose mean the median is."""
+    ordered = sorted(steps, key=lambda step: step["batch_ms"])
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
 def run_figures(result):
-    """The figures of a run, from the JSON of tiny_llama_v3.py. Times are medians; the speed is that of all steps."""
+    """The figures of a run, from the JSON of tiny_llama_v3.py. Times are medians; the speed is that of all steps.
+
+    phase_ms is of the step of median time: a median of each phase by itself would be of several steps, whose sum is no
+    step's.
+    """
     summary, steps = result["summary"], result["steps"]
     batch, phases = summary["batch_ms"], summary["phase_ms"]
     return {
@@ -80,7 +82,8 @@ def run_figures(result):
         "tokens_per_second": summary["tokens_per_second"],
         "batch_ms": batch,
         "mean_over_median": batch["mean"] / batch["p50"],
-        "phase_ms": {name: statistics.median(step["phase_ms"][name] for step in steps) for name in phases},
+        "phase_ms": {name: statistics.fmean(step["phase_ms"][name] for step in middle(steps)) for name in phases},
+        "phase_steps_ms": {name: [step["phase_ms"][name] for step in steps] for name in phases},
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "host_ms": summary["host_ms"],
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
@@ -90,56 +93,63 @@ def run_figures(result):
     }
 
 
-def ratio(a, b):
-    return a / b if a and b else None
-
-
-def predecessor(stage):
-    """The stage that a stage is compared with: history's stages with the one before, the others with the optimized."""
-    return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
-
-
 def read_json(path):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def compare(output, runs):
-    """The comparison of the stages in the folder output as a dict for summary.json.
+def staged_figures(output, name, config):
+    """What a stage's entry has of a run that wrote its files under this name; {} if there are none."""
+    result = read_json(output / f"{name}.json")
+    if not result:
+        return {}
+    figures = run_figures(result) | {"kernels": kernel_figures(output / f"{name}_profile.csv")}
+    figures["timeline"] = read_json(output / f"{name}_timeline.json")
+    if shared_config(result["config"]) != config:
+        figures["config"] = shared_config(result["config"])
+    return figures | {
+        "attention_us": kernel_us(figures, ATTENTION_KERNEL),
+        "swiglu_us": kernel_us(figures, NAIVE_SWIGLU, HYBRID_SWIGLU),
+    }
 
-    runs: for each stage an object with stage, title, obstacle and error; a stage that did not come to be run has none
-    of the figures.
+
+def compare(output, runs):
+    """The comparison of the runs in the folder output as a dict for summary.json.
+
+    runs: of replay.Run; a mistake alone has a mistake, a stage has a stage only. What did not come to be run has none of
+    the figures.
     """
-    baseline_result = read_json(output / "baseline.json")
-    results = {run.stage: read_json(output / f"stage{run.stage}.json") for run in runs}
-    baseline = run_figures(baseline_result) if baseline_result else None
-    stages = []
-    for run in runs:
-        stage = {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
-        if results[run.stage]:
-            stage |= run_figures(results[run.stage])
-            stage["kernels"] = kernel_figures(output / f"stage{run.stage}_profile.csv")
-            if run.stage in TIMELINES:
-                stage["timeline"] = read_json(output / f"stage{run.stage}_timeline.json")
-            stage["attention_us"] = kernel_us(stage, ATTENTION_KERNEL)
-            stage["swiglu_us"] = kernel_us(stage, NAIVE_SWIGLU, HYBRID_SWIGLU)
-        stages.append(stage)
-    speeds = {stage["stage"]: stage.get("samples_per_second") for stage in stages}
-    for stage in stages:
-        speed = stage.get("samples_per_second")
-        stage["speed_over_previous"] = ratio(speed, speeds.get(predecessor(stage["stage"])))
-        stage["speed_over_baseline"] = ratio(speed, baseline and baseline["samples_per_second"])
-    sample = next((result for result in [*results.values(), baseline_result] if result), None)
+    ended = [read_json(output / f"{run.name}.json") for run in runs if run.stage is not None or run.name == "baseline"]
+    sample = next(filter(None, reversed(ended)), None)
+    config = sample and shared_config(sample["config"])
+    executed = {run.name: run for run in runs if run.parts}  # a mistake alone may have been a stage's run
+    baseline = read_json(output / "baseline.json")
     summary = {
         "environment": sample and sample["environment"],
-        "config": sample and shared_config(sample["config"]),
+        "config": config,
         "precision": sample and sample["precision"],
         "entropy": sample and sample["summary"]["entropy"],
         "ceilings": read_json(output / "ceilings.json"),
         "attention_layouts": read_json(output / "attention_layouts.json"),
-        "baseline": baseline,
-        "stages": stages,
-    }
-    return summary | {"observations": observations(summary) if sample else []}
+        "baseline": baseline and run_figures(baseline),
+        "stages": [
+            {"stage": run.stage, "title": short_title(run.stage), "planned": bool(run.parts), "obstacle": run.obstacle,
+             "error": run.error} | staged_figures(output, run.name, config)
+            for run in runs if run.stage is not None and run.mistake is None
+        ],
+        "isolated": [
+            {"stage": run.stage, "mistake": run.mistake, "run": run.name,
+             "obstacle": executed[run.name].obstacle, "error": executed[run.name].error}
+            | staged_figures(output, run.name, config)
+            for run in runs if run.mistake is not None
+        ],
+        "counted": read_json(output / "counted.json"),
+    }  # fmt: skip
+    for stage in summary["stages"]:
+        stage["over_previous"] = shown.over_previous(summary, stage)
+        stage["over_baseline"] = shown.over_baseline(summary, stage)
+    for run in summary["isolated"]:
+        run["over_optimized"] = shown.over_optimized(summary, run)
+    return summary
 
 
 def shared_config(config):
@@ -162,36 +172,100 @@ def without_option(argv, option):
 # Texts
 
 
+WIDTH = 100  # of a terminal
+RECORDED = "Recorded on {}, in {}: not measured here."
+
+
+def rows_markdown(labels, rows):
+    return markdown_table(["", *labels], [[head, *cells] for head, cells in rows])
+
+
 def markdown(summary):
     """The text of summary.md."""
-    parts = [
-        "# The stages, replayed",
-        setting(summary),
-        comparison_markdown(summary),
-        "\n".join(f"- {note}" for note in notes(summary)),
-    ]
+    parts = ["# The stages, replayed", shown.setting(summary)]
+    parts += [shown.comparison_markdown(summary), *([LAPTOP] if summary["laptop"] else [])]
+    parts += ["\n".join(f"- {note}" for note in shown.notes(summary))]
+    if summary["isolated"]:
+        parts += ["## Each mistake alone", ALONE, rows_markdown(*shown.isolated_table(summary))]
+    if summary["counted"]:
+        parts += ["## Counted", COUNTED, rows_markdown(*shown.counted_table(summary))]
+    for replay in summary["recorded"]:
+        parts += [f"## Recorded: {shown.sizes(replay)}", recorded_line(replay), shown.comparison_markdown(replay)]
     parts += ["## Key observations"]
-    parts += ["\n".join(f"- **{title}** ({mark}): {text}" for title, mark, text in observation_lines(summary))]
+    parts += ["\n".join(f"- **{title}** ({mark}): {text}" for title, mark, text in shown.observation_lines(summary))]
     parts += [f"Again: `{summary['command']}`"]
     return "\n\n".join(parts) + "\n"
 
 
+ALONE = "Each mistake by itself beside stage 5, which has none: what it costs where the others do not hide it."
+COUNTED = (
+    "What two kernels ask memory for, counted in Triton's interpreter, with the mistake and without. A load is of 64 "
+    "neighbours, as many as a wave of AMD's, and a line has 128 bytes. None of it is a time, or depends on this machine."
+)
+LAPTOP = (
+    "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the full width of the model, the others "
+    "with a tiny model in Triton's interpreter, whose times are not the kernels'."
+)
+
+
+def recorded_line(replay):
+    return RECORDED.format(shown.source_of(replay), replay["file"])
+
+
+MAIN = {  # a figure's name in the report: that in a terminal
+    "first loss": "first loss",
+    "speed, samples/s": "samples/s",
+    "speed / previous": "x previous",
+    "speed / baseline": "x baseline",
+    "step, median, ms": "step, ms",
+    "phases / step, %": "phases, %",
+    "weights with a gradient, %": "gradient, %",
+}
+INTERPRETED = {"first loss": "first loss", "backward, ms": "backward, ms", "weights with a gradient, %": "gradient, %"}
+ALONE_MAIN = {
+    "first loss": "first loss",
+    "step, median, ms": "step, ms",
+    "added by the mistake, ms": "added, ms",
+    "speed / stage 5": "x stage 5",
+    "phases / step, %": "phases, %",
+    "attention kernel, us": "attention, us",
+    "weights with a gradient, %": "gradient, %",
+}
+
+
+def wrapped(text, indent=""):
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def text_table(header, rows):
+    """Lines; the first column is on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for first, *others in [header, *rows]:
+        yield f"{first:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
+
+
+def figures_lines(table, names):
+    """A table of benchmarks.stages for a terminal: a line a run, of the figures in names."""
+    labels, rows = table
+    rows = {names[name]: cells for name, cells in rows if name in names}
+    return text_table(["", *rows], list(zip(labels, *rows.values(), strict=True)))
+
+
 def console(summary):
     """The main figures and the observations for a terminal."""
-    heads = {
-        "first loss": "first loss",
-        "speed, samples/s": "samples/s",
-        "speed / previous": "x previous",
-        "speed / baseline": "x baseline",
-        "step, median, ms": "step, ms",
-        "phases / step, %": "phases, %",
-        "weights with a gradient, %": "gradient, %",
-    }
-    labels, rows = comparison_table(summary)
-    rows = dict(rows)
-    lines = [setting(summary), "", f"{'':32}" + "".join(f"{head:>12}" for head in heads.values())]
-    for index, label in enumerate(labels):
-        lines.append(f"{label[:31]:32}" + "".join(f"{rows[name][index] if name in rows else '':>12}" for name in heads))
-    return "\n".join(
-        [*lines, "", *(f"{title} ({mark})\n    {text}" for title, mark, text in observation_lines(summary))]
-    )
+    names = INTERPRETED if shown.is_interpreted(summary) else MAIN
+    lines = [wrapped(shown.setting(summary)), "", *figures_lines(shown.comparison_table(summary), names)]
+    lines += ["", wrapped(LAPTOP)] if summary["laptop"] else []
+    if summary["isolated"]:
+        lines += ["", wrapped(ALONE), "", *figures_lines(shown.isolated_table(summary), ALONE_MAIN)]
+    if summary["counted"]:
+        header, rows = shown.counted_table(summary)
+        lines += ["", wrapped(COUNTED), "", *text_table(["", *header], [[label, *cells] for label, cells in rows])]
+    for replay in summary["recorded"]:
+        lines += ["", wrapped(f"{shown.sizes(replay)}. {recorded_line(replay)}")]
+        if replay is summary["recorded"][0]:  # the others are in the report
+            lines += ["", *figures_lines(shown.comparison_table(replay), MAIN)]
+    lines.append("")
+    for title, mark, text in shown.observation_lines(summary):
+        lines += [f"{title} ({mark})", wrapped(text, "    ")]
+    return "\n".join(lines)

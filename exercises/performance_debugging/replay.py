@@ -2,21 +2,27 @@
 
     ./run_all_stages.sh                                stages 1 to 5 at 8 x 128 tokens, 20 steps each
     ./run_all_stages.sh --beyond                       stages 6 to 8 too
+    ./run_all_stages.sh --isolate                      each mistake alone too, beside stage 5
+    ./run_all_stages.sh --laptop                       without a GPU: measured, counted and recorded, in two minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
     ./run_all_stages.sh --dry-run                      print the commands only
     ./run_all_stages.sh --stages 5,8 -- --use-amp      what follows -- goes to tiny_llama_v3.py
 
 Each stage is a full run in a process of its own, then a short profiled one; plain PyTorch (--impl torch) runs first, as
 the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles; everywhere else the script's own --profile
-does. The kernels of the steps, without those of the warm-up, become a table. The output folder then holds
+does. The kernels of the steps, without those of the warm-up, become a table. --laptop runs on the CPU what a CPU can
+show: the loss, the weights that receive a gradient, and what kernels ask memory for, with a tiny model in Triton's
+interpreter; of the rest it shows a replay recorded on a GPU, and says so. The output folder then holds
 
     report.html, summary.md, stages.png      the comparison, to read
     summary.json                             the comparison, to compute with
     stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
     stageN_profile.csv, stageN_output.log    the kernels, with rocprofv3's columns; what the two runs printed
-    stageN_timeline.json                     when the kernels of one step of stages 5 and 8 ran
+    stageN_alone*                            the same of stage N's own mistake alone
+    stageN_timeline.json                     when each kernel of one step of stages 5 and 8 ran
     ceilings.json                            the bandwidth and the arithmetic that this device reaches
     attention_layouts.json                   the attention kernel alone over the sequence, in both layouts of stage 2
+    counted.json                             what kernels ask memory for
     previous_DATE/                           what an earlier replay had left there
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130 interrupted (what was
@@ -32,6 +38,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -40,8 +47,9 @@ from pathlib import Path
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import short_title
+from benchmarks.stages import OPTIMIZED, newest_replays, observations, own_mistake, short_title
 from exercises.performance_debugging import comparison, report
+from measure.results import RESULTS
 from profiling.readers import Unreadable, read_step_stats
 from tiny_llama_v3 import exit_code_of
 
@@ -50,16 +58,27 @@ ROOT = HERE.parents[1]
 
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
+SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
+# A CPU shows stage 1 at the full width of the model, in plain PyTorch; autograd without its kernels in the interpreter.
+LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
+LAPTOP_TINY = (
+    "--device cpu --batch-size 2 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
+    "--num-heads 4 --ffn-dim 256 --vocab-size 128"
+)
+LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
+COUNTED_STAGES = {2, 3, 4, 5}
 SHORT_RUN = {  # of a profile: the steps to be recorded, which the script's own --profile adds to those it measures
     "rocprofv3": ["--num-steps", "3", "--warmup-steps", "1"],
     "torch.profiler": ["--num-steps", "1", "--warmup-steps", "1"],
 }
+HEARTBEAT_SECONDS = 60
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = (
     "stage*",
     "baseline*",
     "ceilings*",
     "attention_layouts*",
+    "counted*",
     "summary.*",
     "report.html",
 )  # by a replay into its output folder
@@ -73,7 +92,7 @@ WRITTEN = (
 class Part:
     """One process of the replay: what it is asked to write, and where that goes."""
 
-    what: str  # "measured" or "profiled"
+    what: str  # "measured", "profiled" or "counted"
     command: list
     pattern: str | None  # the file that the process writes into the folder FOLDER of its command; None of a profile
     target: str
@@ -85,12 +104,13 @@ FOLDER = "{temporary folder}"  # stands for it in a Part until it exists
 
 @dataclass
 class Run:
-    """The baseline, the ceilings or one stage: its parts, and what became of it."""
+    """The baseline, the ceilings, a stage, a mistake alone or the counts: its parts, and what became of it."""
 
-    name: str
+    name: str  # its files begin with it
     title: str
-    parts: list
+    parts: list  # none of a mistake alone that is a stage, and of a stage that --laptop does not run
     stage: int | None = None
+    mistake: str | None = None  # of BUGS, the only one
     obstacle: str | None = None  # why it cannot run here
     error: str | None = None
     done: bool = False
@@ -125,6 +145,7 @@ def training_run(name, title, script, arguments, config, stage=None, with_profil
     return Run(name, title, parts, stage)
 
 
+TIMELINES = (OPTIMIZED, 8)  # stages of which each kernel of a step is recorded: what a graph changes
 MEASUREMENTS = {  # modules beside this one: what they measure
     "ceilings": "what the device can do",
     "attention_layouts": "the attention kernel over the sequence",
@@ -140,6 +161,23 @@ def measurement_run(name, arguments):
     return Run(name, MEASUREMENTS[name], [module_part(name, arguments, f"{name}.json")])
 
 
+def isolated_runs(stages, arguments, config, with_profile):
+    """A Run for each mistake that is a stage's own, without those that a stage has beside it."""
+    script = ROOT / "tiny_llama_v3.py"
+    for stage in stages:
+        mistake = own_mistake(stage)
+        if mistake is None:
+            continue
+        title = f"{llama.flag_of(mistake)} alone"
+        if set(llama.stage_flags(stage)) == {mistake}:
+            run = Run(f"stage{stage}", title, [])
+        else:
+            own = [llama.flag_of(mistake), *arguments]
+            run = training_run(f"stage{stage}_alone", title, script, own, config, with_profile=with_profile)
+        run.stage, run.mistake = stage, mistake
+        yield run
+
+
 def obstacle_of(config):
     """Why a stage cannot run on this machine, or None."""
     if on_gpu(config):
@@ -151,9 +189,9 @@ def obstacle_of(config):
 
 
 def plan(options):
-    """The Runs of a replay: the ceilings, the baseline, the stages."""
-    sizes = ["--batch-size", options.batch_size, "--seq-len", options.seq_len, "--num-steps", options.num_steps]
-    arguments = [*map(str, sizes), *options.script_options]
+    """(the profiler, the Runs of a replay): the ceilings, the baseline, the stages, the mistakes alone."""
+    sizes = [text for name in SIZES for text in (llama.flag_of(name), str(getattr(options, name)))]
+    arguments = [*sizes, *options.script_options]
     script = ROOT / "tiny_llama_v3.py"
     config = llama.parse_config(arguments, script.name)
     runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
@@ -165,12 +203,42 @@ def plan(options):
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
         title = f"stage {stage}, {short_title(stage)}"
         run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
-        if stage in comparison.TIMELINES and with_profile and on_gpu(config):
+        if stage in TIMELINES and with_profile and on_gpu(config):
             target = f"stage{stage}_timeline.json"
             run.parts.append(module_part("kernel_timeline", [*arguments, "--stage", str(stage)], target))
         run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
         runs.append(run)
-    return config, runs
+    if options.isolate:
+        runs += isolated_runs(options.stages, arguments, config, with_profile)
+    return profiler_of(config) if with_profile else None, runs
+
+
+def plan_laptop(options):
+    """The Runs of --laptop: a few stages on the CPU, the others without parts, and what kernels ask memory for."""
+    no_triton = None if llama.triton else "Triton is not installed"
+    runs = []
+    for stage in options.stages:
+        (link,) = HERE.glob(f"v3_stage{stage}_*.py")
+        run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [], stage)
+        if stage in LAPTOP_RUNS:
+            arguments = [*LAPTOP_RUNS[stage].split(), *options.script_options]
+            config = llama.parse_config(arguments, link.name)
+            run = training_run(run.name, run.title, link, arguments, config, stage)
+            run.parts[0].environment["TRITON_INTERPRET"] = "1"
+        runs.append(run)
+    if COUNTED_STAGES & set(options.stages):
+        stages = ",".join(map(str, options.stages))
+        command = [sys.executable, "-m", "exercises.performance_debugging.counted", "--stages", stages]
+        parts = [Part("counted", [*command, "--output-dir", FOLDER], "counted.json", "counted.json")]
+        runs.append(Run("counted", "what kernels ask memory for", parts, obstacle=no_triton))
+    return runs
+
+
+def recorded_replays(stages):
+    """Summaries of replays on a GPU, as they were measured then, each with its file, that have one of these stages."""
+    for name, summary in newest_replays(RESULTS):
+        if any(stage["stage"] in stages and "batch_ms" in stage for stage in summary["stages"]):
+            yield {"file": str((RESULTS / name).relative_to(ROOT)), **summary}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,6 +275,29 @@ class Progress:
         self.seconds.append(time.monotonic() - start)
 
 
+class Heartbeat:
+    """Says once a minute that a command is still at work: for how long, and what it said last."""
+
+    def __init__(self, seconds=HEARTBEAT_SECONDS):
+        self.seconds, self.last_line, self.over = seconds, "nothing printed yet", threading.Event()
+        self.thread = threading.Thread(target=self.beat, daemon=True)
+
+    def beat(self):
+        start = time.monotonic()
+        while not self.over.wait(self.seconds):
+            minutes = (time.monotonic() - start) / 60
+            clear = "\r\033[K" if sys.stdout.isatty() else ""
+            print(f"{clear}    {minutes:.0f} min: {self.last_line}"[: comparison.WIDTH], flush=True)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.over.set()
+        self.thread.join()
+
+
 def execute(command, environment, log):
     """The exit status of a command. Its output goes to the log and, on a terminal, live to the last line."""
     width = shutil.get_terminal_size().columns - 1
@@ -215,11 +306,13 @@ def execute(command, environment, log):
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        for line in process.stdout:
-            log.write(line)
-            if sys.stdout.isatty():
-                print(f"\r\033[K{line.rstrip()[:width]}", end="", flush=True)
-        return process.wait()
+        with Heartbeat() as heartbeat:
+            for line in process.stdout:
+                log.write(line)
+                heartbeat.last_line = line.strip() or heartbeat.last_line
+                if sys.stdout.isatty():
+                    print(f"\r\033[K{line.rstrip()[:width]}", end="", flush=True)
+            return process.wait()
     finally:
         if process.poll() is None:  # interrupted
             process.send_signal(signal.SIGINT)
@@ -276,11 +369,11 @@ def execute_run(run, output, progress):
 
 def execute_all(runs, output):
     """True if it came to its end, False if it was interrupted."""
-    able = [run for run in runs if not run.obstacle]
+    able = [run for run in runs if run.parts and not run.obstacle]
     progress = Progress([part.what for run in able for part in run.parts])
     for run in runs:
         if run.obstacle:
-            print(f"{run.title}: left out, {run.obstacle}")
+            print(comparison.wrapped(f"{run.title}: left out, {run.obstacle}"))
     try:
         for run in able:
             execute_run(run, output, progress)
@@ -334,6 +427,20 @@ def stage_numbers(text):
     return stages
 
 
+def refuse_beside_laptop(options):
+    """UsageError for what contradicts --laptop."""
+    if options.beyond:
+        raise llama.UsageError("--laptop shows all stages: leave --beyond out")
+    if options.isolate:
+        raise llama.UsageError("--laptop and --isolate contradict each other: a CPU cannot tell what a mistake costs")
+    for name in SIZES:
+        if getattr(options, name) is not None:
+            raise llama.UsageError(f"--laptop has sizes of its own: leave {llama.flag_of(name)} out")
+    for option in options.script_options:
+        if option.split("=")[0] in ("--device", "--use-amp"):
+            raise llama.UsageError(f"--laptop interprets the kernels on the CPU, in fp32: leave {option} out")
+
+
 RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h")
 
 
@@ -343,9 +450,11 @@ def parse(argv):
     parser = llama.Parser(PROGRAM, __doc__)
     parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: 8)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default: 128)")
-    parser.add_argument("--num-steps", type=int, default=20, help="steps of a full run (default: 20)")
+    parser.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
+    parser.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
+    parser.add_argument("--batch-size", type=int, help="sequences a step (default: 8)")
+    parser.add_argument("--seq-len", type=int, help="tokens a sequence (default: 128)")
+    parser.add_argument("--num-steps", type=int, help="steps of a full run (default: 20)")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave the profiled runs out")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
@@ -353,7 +462,16 @@ def parse(argv):
     options.script_options = argv[end + 1 :]
     if options.stages and options.beyond:
         raise llama.UsageError("--stages and --beyond contradict each other: name all of the stages in --stages")
-    options.stages = options.stages or (list(llama.STAGES) if options.beyond else HISTORY)
+    if options.laptop:
+        refuse_beside_laptop(options)
+    for name, default in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
+    if options.isolate:
+        if not any(map(own_mistake, options.stages)):
+            raise llama.UsageError(f"--isolate: stages {options.stages} have no mistake: name one of 1 to 4, 6, 7")
+        options.stages = sorted({*options.stages, OPTIMIZED})
     for option in options.script_options:
         if option.split("=")[0] in RESERVED:
             raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
@@ -362,7 +480,8 @@ def parse(argv):
 
 def print_commands(runs):
     for run in runs:
-        print(f"# {run.title}" + (f": left out, {run.obstacle}" if run.obstacle else ""))
+        if run.parts:
+            print(f"# {run.title}" + (f": left out, {run.obstacle}" if run.obstacle else ""))
         for part in run.parts if not run.obstacle else []:
             variables = [f"{name}={shlex.quote(value)}" for name, value in part.environment.items()]
             print(" ".join([*variables, shlex.join(part.command)]))
@@ -371,27 +490,32 @@ def print_commands(runs):
 def single_command(run):
     """The measured part of a run as one types it in this folder."""
     _, script, *arguments = run.parts[0].command
-    return shlex.join(["python", os.path.relpath(script, HERE), *arguments[: arguments.index("--output-dir")]])
+    variables = [f"{name}={value}" for name, value in run.parts[0].environment.items() if FOLDER not in value]
+    command = ["python", os.path.relpath(script, HERE), *arguments[: arguments.index("--output-dir")]]
+    return " ".join([*variables, shlex.join(command)])
 
 
 def run(argv):
     options = parse(argv)
-    config, runs = plan(options)
+    profiler, runs = (None, plan_laptop(options)) if options.laptop else plan(options)
     if options.dry_run:
         print_commands(runs)
         return 0
     with locked(options.output):
         put_aside(options.output)
+        trained = [run for run in runs if run.parts and run.name not in (*MEASUREMENTS, "counted")]
         header = {
             "benchmark": "stages",
             "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),
             "date": datetime.now().isoformat(timespec="seconds"),
-            "commands": [single_command(run) for run in runs if run.name not in MEASUREMENTS],
-            "profiler": None if options.no_profile else profiler_of(config),
+            "commands": [single_command(run) for run in trained],
+            "profiler": profiler,
+            "laptop": options.laptop,
+            "recorded": list(recorded_replays(options.stages)) if options.laptop else [],
         }
         completed = execute_all(runs, options.output)
-        staged = [run for run in runs if run.stage is not None]
-        summary = header | {"interrupted": not completed} | comparison.compare(options.output, staged)
+        summary = header | {"interrupted": not completed} | comparison.compare(options.output, runs)
+        summary["observations"] = observations(summary) if summary["environment"] else []
         report.write(summary, options.output)
     if summary["environment"]:
         print(f"\n{comparison.console(summary)}\n\nReport: {options.output / 'report.html'}")

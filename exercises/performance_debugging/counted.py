@@ -1,0 +1,189 @@
+"""Count what two kernels ask of memory, bytes and cache lines, with a mistake and without: in Triton's interpreter.
+
+    python -m exercises.performance_debugging.counted --output-dir DIR      writes DIR/counted.json
+
+Each load of the running kernel is looked at: which addresses it asks for, and in how many cache lines these lie, for
+every 64 neighbours of a tile in turn, as many as a wave of AMD's loads together. Nothing here is a time, and none of it
+depends on the machine.
+"""
+
+import collections
+import contextlib
+import math
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import tiny_llama_v3 as llama  # noqa: E402
+from benchmarks.stages import OPTIMIZED  # noqa: E402
+from measure.results import write_json  # noqa: E402
+from profiling.emulator.counts import LANES  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
+
+LINE_BYTES = (64, 128)  # MI200's vector cache; MI300's, and NVIDIA's
+NOTHING = -1  # the address of a lane that a mask leaves out
+
+
+def distinct_in_rows(values):
+    """How many different values each row has, NOTHING left out."""
+    ordered = np.sort(values, axis=1)
+    is_new = np.diff(ordered, axis=1, prepend=NOTHING) != 0
+    return (is_new & (ordered != NOTHING)).sum(axis=1)
+
+
+class Loads:
+    """What the launches of one kernel load."""
+
+    def __init__(self):
+        self.programs, self.itemsize, self.waves = 0, None, []
+
+    def add(self, addresses, itemsize):
+        """The addresses of a tile, of any shape: those of a wave are neighbours in its last dimension."""
+        lanes = np.full(-(-addresses.size // LANES) * LANES, NOTHING)
+        lanes[: addresses.size] = addresses.ravel()
+        self.waves.append(lanes.reshape(-1, LANES))
+        self.itemsize = itemsize  # fp32 throughout: what the kernels here load has one type
+
+    def figures(self):
+        """As summary.json has them; distinct_bytes counts what is asked for again only once."""
+        waves = np.concatenate(self.waves)
+        waves = waves[(waves != NOTHING).any(axis=1)]
+        asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * self.itemsize
+        lines = {size: np.where(waves == NOTHING, NOTHING, waves // size) for size in LINE_BYTES}
+        return {
+            "programs": self.programs,
+            "waves": len(waves),
+            "bytes": asked.size * self.itemsize,
+            "distinct_bytes": np.unique(asked).size * self.itemsize,
+            "lines": {size: int(distinct_in_rows(lines[size]).sum()) for size in LINE_BYTES},
+            "fewest_lines": {size: int((-(-distinct // size)).sum()) for size in LINE_BYTES},
+        }
+
+
+class AddressSpace:
+    """The tensors of a launch as a GPU's allocator has them: each begins on a line of its own."""
+
+    APART = 2**40  # bytes, more than any tensor has
+
+    def __init__(self, tensors):
+        self.storages = [t.untyped_storage() for t in tensors if t is not None]
+
+    def place(self, addresses):
+        """Addresses of one of the tensors, moved to where it begins here."""
+        for index, storage in enumerate(self.storages):
+            begin = storage.data_ptr()
+            if begin <= addresses[0] < begin + storage.nbytes():
+                return addresses - begin + index * self.APART
+        raise AssertionError("a load of none of the launch's tensors")
+
+
+@contextlib.contextmanager
+def observed_loads():
+    """{kernel: Loads} of what is launched in the context."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads, running = collections.defaultdict(Loads), []
+    launch, load = llama.launch, InterpreterBuilder.create_masked_load
+
+    def observed_launch(kernel, grid, tensors, *args, **kwargs):
+        kernel_loads = loads[kernel.fn.__name__]
+        kernel_loads.programs += math.prod(grid)
+        running.append((kernel_loads, AddressSpace(tensors)))
+        launch(kernel, grid, tensors, *args, **kwargs)
+        running.pop()
+
+    def observed_load(builder, pointers, mask, *args, **kwargs):
+        value = load(builder, pointers, mask, *args, **kwargs)
+        addresses, taking_part = pointers.data.astype(np.int64), np.broadcast_to(mask.data, pointers.data.shape)
+        if taking_part.any():
+            kernel_loads, space = running[-1]
+            placed = np.full(addresses.shape, NOTHING)
+            placed[taking_part] = space.place(addresses[taking_part])
+            kernel_loads.add(placed, value.data.itemsize)
+        return value
+
+    with (
+        mock.patch.object(llama, "launch", observed_launch),
+        mock.patch.object(InterpreterBuilder, "create_masked_load", observed_load),
+    ):
+        yield loads
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is counted. The attention kernel at the sizes of docs/emulated_counts.md: the stride of the bad layout is
+# batch * kv_heads elements, and these two are the workshop's. Of the naive SwiGLU an eighth of that page's programs.
+
+BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 8, 4, 64
+ROWS, HIDDEN, FFN = 8, 512, 32
+
+
+def attention(layout):
+    """A forward pass with K and V in a layout, a function of (batch, seq, heads, head_dim)."""
+    qkv = torch.randn(BATCH, SEQ_LEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q, k, v = llama.split_heads(qkv, HEADS, KV_HEADS)
+    return llama.flash_attention_forward(q, layout(k), layout(v))[0]
+
+
+def naive_swiglu():
+    """The product and the activation by our kernel."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    return llama.swiglu_naive_matmul(x, torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5)[1]
+
+
+def hybrid_swiglu():
+    """The activation alone: the library multiplies, and is not seen."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    return llama.swiglu_activation(x @ (torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5).T)
+
+
+# Pairs of (stage, what is executed): with the mistake, and without.
+PAIRS = (
+    ((2, lambda: attention(llama.badly_strided)), (3, lambda: attention(lambda x: x))),
+    ((4, naive_swiglu), (OPTIMIZED, hybrid_swiglu)),
+)
+
+
+def count(stages):
+    """The cases of counted.json, of the pairs that have one of the stages."""
+    cases = []
+    for pair in PAIRS:
+        if not stages & {stage for stage, _ in pair}:
+            continue
+        outputs = []
+        for stage, execute in pair:
+            with observed_loads() as loads:
+                outputs.append(execute())
+            ((kernel, seen),) = loads.items()
+            cases.append({"stage": stage, "kernel": kernel, **seen.figures()})
+            print(f"stage {stage}, {kernel}: {cases[-1]['bytes']:,} bytes in {cases[-1]['waves']:,} loads", flush=True)
+        for case in cases[-2:]:
+            case["same_result"] = torch.allclose(*outputs, atol=1e-5)
+    return cases
+
+
+def run(argv):
+    parser = llama.Parser("counted.py", __doc__)
+    parser.add_argument("--stages", default="2,4", metavar="2,4", help="the stages whose kernels are counted")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args(argv)
+    if llama.triton is None:
+        raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
+    cases = count({int(number) for number in options.stages.split(",")})
+    write_json(options.output_dir / "counted.json", {"wave": LANES, "cases": cases})
+    return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(sys.argv[1:] if argv is None else argv), "counted.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
