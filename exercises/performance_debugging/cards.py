@@ -21,13 +21,13 @@ class Lesson(NamedTuple):
 
     symptom: Callable  # of a View: a sentence with its numbers
     fix: str
-    changes: Callable  # of a View: yields Changes
+    changes: Callable  # of a View and two of its runs: yields Changes
     flag: str | None = None  # one of llama.BUGS
     code: object = None  # a function of the script, where there is no flag
 
 
 class Change(NamedTuple):
-    """A figure with the mistake and without it."""
+    """A figure of two runs."""
 
     figure: str
     before: str
@@ -35,24 +35,11 @@ class Change(NamedTuple):
     verdict: str = ""  # of times: what their spread allows to say
 
 
-class Card(NamedTuple):
-    """What the report shows of a stage."""
+class Table(NamedTuple):
+    """The Changes between two runs."""
 
-    number: int
-    title: str
-    mark: str  # of stages.MARKS
-    symptom: str | None
-    seen: str  # the observation
-    picture: pictures.Picture | None
-    no_picture: str | None  # why
-    flag: str | None
-    excerpts: list
-    fix: str
-    compared: tuple  # what the two columns of changes are of
+    runs: tuple  # their names
     changes: list
-    alone: str | None  # what the mistake costs by itself, or that it was not measured
-    kernels: list
-    recorded: str | None = None  # where and when the figures were, if not in this replay
 
 
 class KernelRow(NamedTuple):
@@ -66,12 +53,41 @@ class KernelRow(NamedTuple):
     share: str
 
 
+class Evidence(NamedTuple):
+    """An observation and what shows it."""
+
+    mark: str  # of stages.MARKS
+    source: str | None  # where it is from, if not measured in this replay
+    text: str
+    picture: pictures.Picture | None
+    no_picture: str | None  # why
+
+
+class Card(NamedTuple):
+    """What the report shows of a stage."""
+
+    number: int
+    title: str
+    mark: str  # of its best evidence
+    mark_source: str | None
+    symptom: str | None
+    told_by: str | None  # where the symptom and the changes are from, if not measured in this replay
+    evidence: list
+    flag: str | None
+    excerpts: list
+    fix: str
+    changes: Table | None
+    alone: Table | None  # the mistake by itself beside stage 5
+    not_alone: str | None  # why that is not known
+    kernels: list
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Symptoms: as a participant meets them
 
 
 def wrong_loss(view):
-    first, vocabulary = view.stage(1)["first_loss"], view.config.vocab_size
+    first, vocabulary = view.stage(1)["first_loss"], pictures.config_of(view, 1).vocab_size
     guessing = f"a model that knows nothing should begin at ln {vocabulary} = {number(math.log(vocabulary))}"
     return f"The first loss is {number(first) if first is not None else 'not a number'}, and {guessing}."
 
@@ -143,82 +159,93 @@ def with_spread(samples, unit="ms"):
     return f"{number(spread['median'])} {unit} ({number(spread['p20'])} – {number(spread['p80'])})"
 
 
-def time_change(view, figure, before, after, unit="ms"):
-    """A Change of two sets of times, which is called one only beyond their spread."""
-    if view.triton_obstacle():
-        verdict = "the same operations ran: noise"
-    elif view.on_cpu():
-        verdict = f"none: {stages.INTERPRETED}"
-    elif min(len(before), len(after)) < LEAST_TIMES:
-        verdict = "too few steps to tell"
+NO_DIFFERENCE = {
+    "same": "no difference beyond the spread",
+    "same work": "the same work: noise",
+    "too few steps": "too few steps to tell",
+}
+
+
+def faster(factor):
+    return f"{times(factor)} as fast" if factor >= 1 else f"{times(1 / factor)} as slow"
+
+
+def time_change(figure, before, after, unit="ms", between=1.0):
+    """A Change of two sets of times of different work; between as measure.timing.ratio_of_medians has it."""
+    ratio = ratio_of_medians(before, after, between)
+    if min(len(before), len(after)) < LEAST_TIMES:
+        verdict = NO_DIFFERENCE["too few steps"]
     else:
-        ratio = ratio_of_medians(before, after)
-        slower = f"{times(1 / ratio.value)} as slow" if ratio.value < 1 else f"{times(ratio.value)} as fast"
-        verdict = slower if ratio.differs else "no difference beyond the spread"
+        verdict = faster(ratio.value) if ratio.differs else NO_DIFFERENCE["same"]
     return Change(figure, with_spread(before, unit), with_spread(after, unit), verdict)
 
 
 def step_change(view, before, after):
-    return time_change(view, "step", before["step_ms"], after["step_ms"])
+    """The Change of the median step; on a CPU there is none to tell."""
+    if view.on_cpu():
+        return
+    speed = view.speed(after, before)
+    verdict = NO_DIFFERENCE.get(speed["verdict"]) or faster(speed["value"])
+    yield Change("step", with_spread(before["step_ms"]), with_spread(after["step_ms"]), verdict)
 
 
-def loss_changes(view):
-    wrong, right = view.stage(1), view.stage(2)
+def phase_change(view, phase, before, after):
+    """The Change of a phase; none on a CPU, and of a replay that kept no step's phases."""
+    steps = [run.get("phase_steps_ms", {}).get(phase) for run in (before, after)]
+    if None not in steps and not view.on_cpu():
+        yield time_change(phase, *steps, between=stages.spread_of_processes(view.summary))
+
+
+def compared(figure, runs, text):
+    """A Change of a figure that has no spread."""
+    return Change(figure, *(text(run) for run in runs))
+
+
+def loss_changes(view, *runs):
     for name in ("first", "final"):
-        yield Change(f"{name} loss", *(number(stage[f"{name}_loss"]) for stage in (wrong, right)))
-    yield step_change(view, wrong, right)
+        yield compared(f"{name} loss", runs, lambda run, name=name: number(run[f"{name}_loss"]))
+    yield from step_change(view, *runs)
 
 
-def attention_changes(view):
-    layouts = view.summary.get("attention_layouts") or {"lengths": []}
-    for row in layouts["lengths"]:
-        if row["seq_len"] in (view.config.seq_len, layouts["lengths"][-1]["seq_len"]):
+def attention_changes(view, *runs):
+    rows = (view.summary.get("attention_layouts") or {"lengths": []})["lengths"]
+    for row in rows:
+        if row["seq_len"] in (view.config.seq_len, rows[-1]["seq_len"]):
             figure = f"attention kernel alone, {row['seq_len']} tokens"
-            yield time_change(view, figure, row["strided"], row["contiguous"], "us")
-    yield step_change(view, view.stage(2), view.stage(3))
+            yield time_change(figure, row["strided"], row["contiguous"], "us")
+    yield from step_change(view, *runs)
 
 
-def timing_changes(view):
-    before, after = view.stage(3), view.stage(4)
-    shares = [percent(stage["phases_share"]) if stage["phases_share"] else "" for stage in (before, after)]
-    yield Change("phases / step", *shares)
-    yield step_change(view, before, after)
+def timing_changes(view, *runs):
+    yield compared("phases / step", runs, lambda run: percent(run["phases_share"]) if run["phases_share"] else "")
+    yield from step_change(view, *runs)
 
 
-def kernel_changes(view):
-    before, after = view.stage(4), view.stage(OPTIMIZED)
-    if "phase_steps_ms" in before and "phase_steps_ms" in after:
-        yield time_change(view, "forward", *(stage["phase_steps_ms"]["forward"] for stage in (before, after)))
-    yield step_change(view, before, after)
+def kernel_changes(view, *runs):
+    yield from phase_change(view, "forward", *runs)
+    yield from step_change(view, *runs)
 
 
-def baseline_changes(view):
-    baseline, stage = view.summary["baseline"], view.stage(OPTIMIZED)
-    if not baseline:
-        raise Missing("the baseline was not measured")
-    yield step_change(view, baseline, stage)
-    yield Change("peak memory", *(f"{number(run['peak_memory_mib'])} MiB" for run in (baseline, stage)))
+def baseline_changes(view, *runs):
+    yield from step_change(view, *runs)
+    yield compared("peak memory", runs, lambda run: f"{number(run['peak_memory_mib'])} MiB")
 
 
-def gradient_changes(view):
-    severed, correct = view.stage(6), view.stage(OPTIMIZED)
-    yield Change("weights with a gradient", *(percent(stage["gradient_share"]) for stage in (severed, correct)))
-    if severed.get("phase_steps_ms") and correct.get("phase_steps_ms"):
-        yield time_change(view, "backward", *(stage["phase_steps_ms"]["backward"] for stage in (severed, correct)))
-    yield step_change(view, severed, correct)
+def gradient_changes(view, *runs):
+    yield compared("weights with a gradient", runs, lambda run: percent(run["gradient_share"]))
+    yield from phase_change(view, "backward", *runs)
+    yield from step_change(view, *runs)
 
 
-def warmup_changes(view):
-    cold, warm = view.stage(7), view.stage(OPTIMIZED)
-    yield Change("first step", *(f"{number(stage['step_ms'][0])} ms" for stage in (cold, warm)))
-    yield Change("mean step", *(f"{number(stage['batch_ms']['mean'])} ms" for stage in (cold, warm)))
-    yield step_change(view, cold, warm)
+def warmup_changes(view, *runs):
+    yield compared("first step", runs, lambda run: f"{number(run['step_ms'][0])} ms")
+    yield compared("mean step", runs, lambda run: f"{number(run['batch_ms']['mean'])} ms")
+    yield from step_change(view, *runs)
 
 
-def graph_changes(view):
-    eager, graph = view.stage(OPTIMIZED), view.stage(8)
-    yield Change("host time to issue a step", *(f"{number(stage['host_ms'])} ms" for stage in (eager, graph)))
-    yield step_change(view, eager, graph)
+def graph_changes(view, *runs):
+    yield compared("host time to issue a step", runs, lambda run: f"{number(run['host_ms'])} ms")
+    yield from step_change(view, *runs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -272,13 +299,38 @@ LESSONS = {
 }  # fmt: skip
 
 
-def columns_of(stage):
-    """What the two columns of a card's changes are of: with the mistake, and without it."""
+def pair_of(view, stage):
+    """((name, run), (name, run)): with the mistake and without it, or the other way round the cure."""
     if stage == OPTIMIZED:
-        return "plain PyTorch", f"stage {stage}"
+        if not view.summary["baseline"]:
+            raise Missing("the baseline was not measured")
+        return ("plain PyTorch", view.summary["baseline"]), (f"stage {stage}", view.stage(stage))
+    with_it, without = (stage, stage + 1) if stage < OPTIMIZED else (stage, OPTIMIZED)
     if stage == 8:
-        return f"stage {OPTIMIZED}", "stage 8"
-    return f"stage {stage}", f"stage {stage + 1 if stage < OPTIMIZED else OPTIMIZED}"
+        with_it, without = without, with_it
+    return tuple((f"stage {number}", view.stage(number)) for number in (with_it, without))
+
+
+def table_of(view, stage, pair):
+    """The Table of what changed between the runs of a pair."""
+    (first, before), (second, after) = pair
+    return Table((first, second), list(LESSONS[stage].changes(view, before, after)))
+
+
+def changes_of(view, stage):
+    return table_of(view, stage, pair_of(view, stage))
+
+
+def alone_of(view, stage):
+    """(the Table of the stage's mistake alone beside stage 5, None), or (None, why there is none to be shown)."""
+    mistake = stages.own_mistake(stage)
+    if mistake is None or set(llama.stage_flags(stage)) == {mistake}:
+        return None, None  # the stage itself is it
+    run = next((run for run in view.summary.get("isolated", []) if run["mistake"] == mistake), {})
+    if "batch_ms" not in run or OPTIMIZED not in view.stages:
+        return None, "Not recorded: run_all_stages.sh --isolate replays each mistake alone beside stage 5."
+    pair = (f"{llama.flag_of(mistake)} alone", run), (f"stage {OPTIMIZED}", view.stage(OPTIMIZED))
+    return table_of(view, stage, pair), None
 
 
 TOP_KERNELS = 8
@@ -292,6 +344,9 @@ def kernel_rows(view, stage):
         yield KernelRow(operation_of(name), readable_name(name), name, kernel["calls"], us, share)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def attempt(function, *arguments):
     """(what it returns, None), or (None, why a figure is missing)."""
     try:
@@ -300,35 +355,81 @@ def attempt(function, *arguments):
         return None, str(reason)
 
 
-def card(view, seen):
-    """The Card of the stage that an observation, as stages.observations() gives it, is about."""
-    stage = seen["stage"]
+def recorded_on(replay):
+    return f"Recorded on {stages.source_of(replay)}; {stages.sizes(replay)}"
+
+
+def recorded_in(summary, stage):
+    """The Views of the recorded replays that have figures of a stage, in the order of their observations."""
+    views = map(View, summary.get("recorded", []))
+    return [view for view in views if stage in view.stages]
+
+
+def evidence_of(summary, stage, seen):
+    """(Evidence, the View that it is of or None) of each observation of a stage."""
+    recorded = iter(recorded_in(summary, stage))
+    drawn_recording = False
+    for observation in seen:
+        mark, origin, text = stages.MARKS[observation["shown"]], observation["source"], observation["text"]
+        if origin == "measured":
+            view = View(summary)
+            picture, reason = None, "a CPU does not show it"
+            if observation["shown"] or not view.on_cpu():
+                picture, reason = attempt(pictures.STAGES[stage], view)
+            yield Evidence(mark, None, text, picture, reason), view
+        elif origin == "counted":
+            picture, reason = attempt(pictures.COUNTED[stage], summary)
+            yield Evidence(mark, "Counted in Triton's interpreter", text, picture, reason), None
+        else:
+            view = next(recorded)
+            picture, reason = attempt(pictures.STAGES[stage], view) if not drawn_recording else (None, None)
+            drawn_recording = drawn_recording or picture is not None
+            yield Evidence(mark, recorded_on(view.summary), text, picture, reason), view
+
+
+def card(summary, stage, seen):
+    """The Card of a stage and of its observations, as benchmarks.stages.observations() gives them."""
     lesson = LESSONS[stage]
-    symptom = picture = changes = None
-    no_picture = "a CPU does not show it"
-    if seen["shown"] or not view.on_cpu():  # else what could be told of it is noise
-        symptom, _ = attempt(lesson.symptom, view)
-        picture, no_picture = attempt(pictures.STAGES[stage], view)
-        changes, _ = attempt(lambda: list(lesson.changes(view)))
-    found = source.excerpts(lesson.flag) if lesson.flag else []
+    pairs = list(evidence_of(summary, stage, seen))
+    evidence = [each for each, _ in pairs]
+    # What shows tells the story: first this machine's figures, then recorded ones. On a CPU the rest would be noise.
+    telling = [
+        (each, view)
+        for each, view in pairs
+        if view and (each.mark == stages.MARKS[True] or each.mark != stages.MARKS[None] and not view.on_cpu())
+    ]
+    symptom = changes = alone = not_alone = None
+    kernels, source_name = [], None
+    told = [(each, view, attempt(lesson.symptom, view)[0]) for each, view in telling]
+    told.sort(key=lambda each: each[2] is None)  # what has no symptom to tell comes last
+    if told:
+        teller, view, symptom = told[0]
+        source_name = teller.source
+        changes, _ = attempt(changes_of, view, stage)
+        alone, not_alone = alone_of(view, stage)
+        kernels = list(kernel_rows(view, stage)) if stage in (4, OPTIMIZED) else []
+    best = next((each for each in evidence if each.mark == stages.MARKS[True]), evidence[0])
+    excerpts = [source.excerpt_of(lesson.code)] if lesson.code else []
     return Card(
         number=stage,
         title=stages.short_title(stage),
-        mark=stages.MARKS[seen["shown"]],
+        mark=best.mark,
+        mark_source=best.source,
         symptom=symptom,
-        seen=seen["text"],
-        picture=picture,
-        no_picture=no_picture and f"No picture: {no_picture}.",
+        told_by=source_name,
+        evidence=evidence,
         flag=llama.flag_of(lesson.flag) if lesson.flag else None,
-        excerpts=[source.excerpt_of(lesson.code)] if lesson.code else list(found),
+        excerpts=[*excerpts, *(source.excerpts(lesson.flag) if lesson.flag else [])],
         fix=lesson.fix,
-        compared=columns_of(stage),
-        changes=changes or [],
-        alone=None,
-        kernels=list(kernel_rows(view, stage)) if stage in (4, OPTIMIZED) else [],
+        changes=changes,
+        alone=alone,
+        not_alone=not_alone,
+        kernels=kernels,
     )
 
 
 def cards(summary):
-    view = View(summary)
-    return [card(view, seen) for seen in stages.observations(summary)]
+    grouped = {}
+    for seen in stages.observations(summary):
+        grouped.setdefault(seen["stage"], []).append(seen)
+    return [card(summary, stage, seen) for stage, seen in grouped.items()]

@@ -16,7 +16,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import OPTIMIZED, Missing, View, setting
+from benchmarks.stages import OPTIMIZED, Missing, View
 from measure import drawing
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
 from measure.tables import number, percent, times
@@ -33,6 +33,11 @@ class Picture(NamedTuple):
     description: str  # the figures that it shows, in words
     height: float  # in the unit of its text, of which it is drawing.WIDTH wide
     draw: Callable  # of a Figure or a part of one
+
+
+def config_of(view, stage):
+    """The llama.Config of a stage, which in laptop mode is its own."""
+    return llama.Config(**view.stage(stage).get("config", view.summary["config"]))
 
 
 def spread_of(spread):
@@ -69,7 +74,8 @@ def bar_picture(title, rows, fillings=None, axis=None, limit=None):
 
 def first_loss(view):
     """The first loss, on a scale of its own, beside what it should be and what it is instead."""
-    first, hidden, vocabulary = view.stage(1)["first_loss"], view.config.hidden_dim, view.config.vocab_size
+    first, config = view.stage(1)["first_loss"], config_of(view, 1)
+    hidden, vocabulary = config.hidden_dim, config.vocab_size
     if first is None:
         raise Missing("the first loss is not a number")
     rows = [
@@ -209,7 +215,7 @@ def gradients_by_module(view):
     stage = view.stage(6)
     if stage.get("without_gradient") is None:
         raise Missing("which weights receive a gradient was not recorded, only how many")
-    shares = gradient_shares(view.config, stage["without_gradient"])
+    shares = gradient_shares(config_of(view, 6), stage["without_gradient"])
     rows = [
         Bar(
             f"{name}: {received:,} of {total:,} weights",
@@ -302,6 +308,34 @@ def gaps(view):
     return Picture(title, in_words(labels), 300, draw)
 
 
+def counted_lines(summary):
+    """The cache lines that the attention kernel's loads touch in both layouts, and the fewest that its bytes lie in."""
+    cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
+    if not {2, 3} <= cases.keys():
+        raise Missing("the cache lines of its loads were not counted")
+    rows = [
+        ("badly strided, stage 2", cases[2]["lines"]["128"], WRONG),
+        ("contiguous, stage 3", cases[3]["lines"]["128"], RIGHT),
+        ("the fewest that could hold them", cases[3]["fewest_lines"]["128"], REFERENCE),
+    ]
+    bars = [Bar(f"{name}: {lines:,} lines", [(lines, filling)]) for name, lines, filling in rows]
+    return bar_picture("Cache lines of 128 bytes that the attention kernel's loads touch", bars)
+
+
+def counted_bytes(summary):
+    """How often the SwiGLU kernels ask for each byte."""
+    cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
+    if not {4, OPTIMIZED} <= cases.keys():
+        raise Missing("the bytes that it asks for were not counted")
+    rows = []
+    for stage, filling in ((4, WRONG), (OPTIMIZED, RIGHT)):
+        case = cases[stage]
+        again = case["bytes"] / case["distinct_bytes"]
+        rows.append(Bar(f"{case['kernel']}, stage {stage}: {times(again)}", [(again, filling)]))
+    return bar_picture("How often the kernel asks for each byte", rows)
+
+
+COUNTED = {2: counted_lines, 4: counted_bytes}  # of a summary
 STAGES = {
     1: first_loss,
     2: attention_lengths,
@@ -330,6 +364,21 @@ def step_times(view):
         filling = {"plain PyTorch": REFERENCE, f"stage {OPTIMIZED}": RIGHT}.get(name, Filling(MUTED))
         rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
     return bar_picture("A step of every stage: median, and p20 to p80", rows, axis="ms")
+
+
+def mistakes_alone(view):
+    """The median step of stage 5 with each mistake alone, with its spread."""
+    view.require_times()
+    runs = [(llama.flag_of(run["mistake"]), run) for run in view.summary.get("isolated", []) if "batch_ms" in run]
+    if not runs or OPTIMIZED not in view.stages:
+        raise Missing("each mistake alone was not recorded")
+    rows = []
+    for name, run in [(f"stage {OPTIMIZED}, none", view.stage(OPTIMIZED)), *runs]:
+        low, high = spread_of(run["batch_ms"])
+        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
+        filling = RIGHT if run is view.stage(OPTIMIZED) else WRONG
+        rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
+    return bar_picture("A step with each mistake alone: median, and p20 to p80", rows, axis="ms")
 
 
 def losses(view):
@@ -416,7 +465,7 @@ def roofline(view):
     return Picture(title, in_words(labels), 260 + 16 * len(shown), draw)
 
 
-WHOLE = {"steps": step_times, "loss": losses, "roofline": roofline}
+WHOLE = {"steps": step_times, "alone": mistakes_alone, "loss": losses, "roofline": roofline}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -430,26 +479,14 @@ def svg(picture, name):
         return drawing.svg(figure, name, picture.title, picture.description)
 
 
-def drawable(view, functions):
-    """The Pictures that there are the figures for."""
-    for function in functions:
-        try:
-            yield function(view)
-        except Missing:
-            pass
-
-
-def write_overview(summary, path, columns=4):
-    """The picture of every stage in one PNG file."""
-    chosen = list(drawable(View(summary), STAGES.values()))
-    if not chosen:
-        return
+def write_overview(chosen, title, path, columns=4):
+    """The Pictures side by side in one PNG file."""
     rows = math.ceil(len(chosen) / columns)
     columns = min(columns, len(chosen))
     with drawing.style():
         height = max(picture.height for picture in chosen) + 34
         figure = drawing.new_figure(rows * height + 30, columns * (drawing.WIDTH + 20))
-        figure.suptitle(setting(summary))
+        figure.suptitle(title)
         grid = figure.subfigures(rows, columns, squeeze=False).flat
         for part, picture in zip(grid, chosen, strict=False):
             part.suptitle(picture.title, x=0.02, ha="left", fontsize=drawing.TEXT, wrap=True)

@@ -163,20 +163,20 @@ def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
     summary = whole_summary()
     summary["stages"][stage - 1] |= lacking
     (card,) = [card for card in cards.cards(summary) if card.number == stage]
-    assert card.picture is None and told in card.no_picture
+    assert card.evidence[0].picture is None and told in card.evidence[0].no_picture
 
 
 def test_a_recorded_replay_of_an_earlier_release_still_makes_a_report():
     summary = gpu_summary()  # without what came later
-    for name in ("ceilings", "attention_layouts"):
+    for name in ("ceilings", "attention_layouts", "laptop", "isolated", "counted", "recorded"):
         summary.pop(name, None)
     for stage in [*summary["stages"], summary["baseline"]]:
-        for name in ("timeline", "without_gradient", "phase_steps_ms"):
+        for name in ("timeline", "without_gradient", "phase_steps_ms", "planned", "over_previous", "over_baseline"):
             stage.pop(name, None)
     page = report.render(summary)
     for told in ("over the length of the sequence was not", "which weights receive a gradient was not", "one by one"):
         assert re.search(f'<p class="quiet">No picture: [^<]*{told}', page)
-    assert page.count("No picture: ") == 3
+    assert page.count("No picture: ") == 3 and page.count("Not recorded: ") == 3
 
 
 # --- pictures of the whole
@@ -246,7 +246,8 @@ def test_fillings_differ_without_their_colour():
 
 def test_svg_takes_colours_and_font_from_the_page_and_names_nothing_twice():
     view = View(whole_summary())
-    drawn = [pictures.svg(function(view), f"p{n}") for n, function in {**pictures.STAGES, **pictures.WHOLE}.items()]
+    functions = {name: f for name, f in {**pictures.STAGES, **pictures.WHOLE}.items() if name != "alone"}
+    drawn = [pictures.svg(function(view), f"p{name}") for name, function in functions.items()]
     page = "".join(drawn)
     assert not re.search(r"#[0-9a-f]{6}|font-family|<style|DOCTYPE|<metadata", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -309,37 +310,113 @@ def test_a_card_s_flag_is_the_one_that_its_stage_is_the_last_to_have():
 # --- what changed
 
 
-def change(before, after, view=None):
-    return cards.time_change(view or View(whole_summary()), "step", before, after).verdict
+def verdict(before, after, between=1.0):
+    return cards.time_change("step", before, after, between=between).verdict
 
 
 def test_a_difference_of_times_is_one_only_beyond_their_spread():
     noisy, same, fast = steps_around(5.0, 0.2), steps_around(5.1, 0.2, seed=4), steps_around(1.0, 0.2, seed=5)
     assert not ratio_of_medians(noisy, same).differs
-    assert change(noisy, same) == "no difference beyond the spread"
-    assert re.fullmatch(r"5\.\d times as fast", change(noisy, fast))
-    assert re.fullmatch(r"5\.\d times as slow", change(fast, noisy))
-    assert change([5.0, 5.0], [1.0, 1.0]) == "too few steps to tell"
+    assert verdict(noisy, same) == "no difference beyond the spread"
+    assert re.fullmatch(r"5\.\d times as fast", verdict(noisy, fast))
+    assert re.fullmatch(r"5\.\d times as slow", verdict(fast, noisy))
+    assert verdict([5.0, 5.0], [1.0, 1.0]) == "too few steps to tell"
 
 
-@pytest.mark.parametrize("implementation, said", [("torch", "noise"), ("triton", "times mean nothing")])
-def test_on_a_cpu_no_difference_of_times_is_claimed(monkeypatch, implementation, said):
+def test_processes_that_did_the_same_work_widen_the_spread():
+    fast, slow = steps_around(5.0, 0.01), steps_around(5.5, 0.01, seed=1)
+    assert verdict(slow, fast) == "1.1 times as fast"
+    assert verdict(slow, fast, between=1.2) == "no difference beyond the spread"
+    summary = whole_summary()
+    same_work = [stage for stage in summary["stages"] if stage["stage"] in (5, 7)]
+    same_work[0]["step_ms"], same_work[1]["step_ms"] = steps_around(5.0, 0.01), steps_around(6.5, 0.01)
+    summary["stages"][3]["step_ms"] = steps_around(5.5, 0.01)
+    table = cards.changes_of(View(summary), 4)
+    assert table.changes[-1].verdict == "no difference beyond the spread"
+    summary["stages"][3]["step_ms"] = steps_around(21.0, 0.01)
+    assert re.fullmatch(r"4\.\d times as fast", cards.changes_of(View(summary), 4).changes[-1].verdict)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_on_a_cpu_no_difference_of_times_is_claimed(monkeypatch, implementation):
     monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
     view = View(cpu_summary(implementation, CHANGES))
-    assert said in change(steps_around(20.0), steps_around(1.0), view)
+    for stage in (1, 2, 3, 4, 5, 6, 7):
+        assert not any(change.verdict for change in cards.changes_of(view, stage).changes)
+
+
+def test_each_mistake_alone_stands_beside_stage_5():
+    summary = whole_summary()
+    alone, told = cards.alone_of(View(summary), 2)
+    assert alone is None and "--isolate" in told
+    stage5 = summary["stages"][4]
+    summary["isolated"] = [
+        stage5 | {"stage": 2, "mistake": "noncontiguous_kv", "run": "stage2_alone", "step_ms": steps_around(8.0)}
+    ]
+    alone, told = cards.alone_of(View(summary), 2)
+    assert alone.runs == ("--noncontiguous-kv alone", "stage 5") and told is None
+    assert re.fullmatch(r"1\.\d times as fast", alone.changes[-1].verdict)
+    assert "--noncontiguous-kv alone" in report.render(summary)
+    assert cards.alone_of(View(summary), 4) == (None, None)  # stage 4 is its mistake alone
+    with_stage_5 = pictures.mistakes_alone(View(summary)).description
+    assert with_stage_5.startswith("stage 5, none: 5.00 ms") and "--noncontiguous-kv: 5.00 ms" in with_stage_5
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_the_report_of_a_cpu_draws_nothing_that_a_cpu_cannot_show(monkeypatch, implementation):
     monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
     summary = cpu_summary(implementation, CHANGES)
-    drawn = {card.number for card in cards.cards(summary) if card.picture}
-    assert drawn == ({1, 5} if implementation == "torch" else {1, 6})
+    drawn = {card.number for card in cards.cards(summary) if card.evidence[0].picture}
+    assert drawn == ({1} if implementation == "torch" else {1, 6})
     for card in cards.cards(summary):
         assert card.mark == "shows" or not (card.changes or card.symptom)
-        assert card.picture or card.no_picture
+        assert card.evidence[0].picture or card.evidence[0].no_picture
     page = html.unescape(report.render(summary))
     assert not re.search(r"times as (fast|slow)", page)
+
+
+def laptop_summary():
+    """As --laptop gives it: stages 5 and 6 measured, stages 2 and 4 counted, the rest from a recorded replay."""
+    summary = cpu_summary("triton", {6: CHANGES[6]})
+    summary["laptop"], summary["baseline"] = True, None
+    for stage in summary["stages"]:
+        if stage["stage"] not in (5, 6):
+            for name in [name for name in stage if name not in ("stage", "title", "obstacle", "error")]:
+                stage.pop(name)
+            stage["planned"] = False
+    attention = {"kernel": "flash_attention_kernel", "programs": 64, "waves": 100, "same_result": True}
+    attention |= {"bytes": 5e5, "distinct_bytes": 2.5e5, "fewest_lines": {"128": 1200}}
+    swiglu = {"kernel": "swiglu_kernel", "programs": 256, "waves": 99, "same_result": True, "distinct_bytes": 1e5}
+    swiglu |= {"lines": {"128": 40}, "fewest_lines": {"128": 40}}
+    cases = [attention | {"stage": 2, "lines": {"128": 98765}}, attention | {"stage": 3, "lines": {"128": 4321}}]
+    cases += [swiglu | {"stage": 4, "bytes": 1.2e6}, swiglu | {"stage": 5, "bytes": 1e5}]
+    summary["counted"] = {"wave": 64, "cases": cases}
+    recorded = whole_summary() | {"file": "benchmarks/results/stages_some.json", "date": "2025-12-24T10:00:00"}
+    summary["recorded"] = [recorded, recorded | {"precision": "bf16"}]
+    return summary
+
+
+def test_a_laptop_s_cards_say_what_was_recorded_and_where(monkeypatch):
+    monkeypatch.setattr(llama, "INTERPRETED", True)
+    summary = laptop_summary()
+    made = {card.number: card for card in cards.cards(summary)}
+    for stage in (1, 2, 3, 4, 5, 7, 8):
+        told_by = made[stage].told_by
+        assert re.match(r"Recorded on NVIDIA H200, .*, 2025-12-24; 8 x 128 tokens, fp32", told_by), stage
+        (recorded,) = [each for each in made[stage].evidence if each.picture and each.source == told_by]
+        assert recorded.picture.description == pictures.STAGES[stage](View(summary["recorded"][0])).description
+    assert made[6].told_by is None and made[6].evidence[0].source is None
+    counted = [each for each in made[2].evidence if each.source == "Counted in Triton's interpreter"]
+    assert counted[0].picture.description.startswith("badly strided, stage 2: 98,765 lines; contiguous, stage 3: 4,321")
+    assert "swiglu_kernel, stage 4: 12 times" in made[4].evidence[0].picture.description
+    page = html.unescape(report.render(summary))
+    for card in re.findall(r"<article.*?</article>", page, re.S):
+        captions = re.findall(r"<figcaption>(.*?)</figcaption>", card)
+        unmarked = [
+            caption for caption in captions if not re.search("<strong>(Recorded on NVIDIA|Counted in)", caption)
+        ]
+        assert captions and len(unmarked) == ('id="stage6"' in card)
+    assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
 
 
 # --- names of kernels
@@ -487,7 +564,7 @@ def test_the_report_is_one_page_without_network_or_script():
     assert "default-src 'none'" in page and len(page) < 1_000_000
     for seen in whole_summary()["observations"]:
         assert seen["text"] in html.unescape(page)
-    names = [*(f"picture{n}" for n in llama.STAGES), *pictures.WHOLE]
+    names = [*(f"picture{n}" for n in llama.STAGES), "steps", "loss", "roofline"]  # no mistake alone
     assert re.findall(r'aria-labelledby="(\w+)-title \w+-text"', page) == names
 
 
@@ -531,7 +608,7 @@ def test_the_report_of_an_interrupted_replay_says_so():
 
 
 def test_the_overview_holds_the_picture_of_every_stage(tmp_path):
-    pictures.write_overview(whole_summary(), tmp_path / "stages.png")
+    report.write_overview(whole_summary(), tmp_path / "stages.png")
     height, width, _ = drawing.plt.imread(tmp_path / "stages.png").shape
     assert width > 4 * drawing.WIDTH and height > 2 * 200
     assert [path.name for path in tmp_path.iterdir()] == ["stages.png"]
@@ -585,7 +662,7 @@ def test_the_report_in_a_browser(tmp_path):
     assert [each["width"] for each in seen] == [width for _, width in shown]
     for (name, width), each in zip(shown, seen, strict=True):
         assert each["scroll"] <= width and not each["cut"] and not each["outside"], each
-        assert each["pictures"] == len(llama.STAGES) + len(pictures.WHOLE)
+        assert each["pictures"] == len(llama.STAGES) + 3
         assert each["smallest"] >= 11, each
         light = each["ground"] in ("rgb(255, 255, 255)", "rgba(0, 0, 0, 0)")
         assert light is (name != "dark")
