@@ -103,7 +103,6 @@ def staged_figures(output, name, config):
     if not result:
         return {}
     figures = run_figures(result) | {"kernels": kernel_figures(output / f"{name}_profile.csv")}
-    figures["timeline"] = read_json(output / f"{name}_timeline.json")
     if shared_config(result["config"]) != config:
         figures["config"] = shared_config(result["config"])
     return figures | {
@@ -129,6 +128,7 @@ def compare(output, runs):
         "precision": sample and sample["precision"],
         "entropy": sample and sample["summary"]["entropy"],
         "ceilings": read_json(output / "ceilings.json"),
+        "timelines": read_json(output / "kernel_timeline.json"),
         "attention_layouts": read_json(output / "attention_layouts.json"),
         "baseline": baseline and run_figures(baseline),
         "stages": [

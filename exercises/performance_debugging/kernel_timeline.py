@@ -1,22 +1,35 @@
-"""Record when each kernel of a training step ran, with as little slowing down as a profiler can do with.
+"""Record when each kernel of a step of stages 5 and 8 ran, with as little slowing down as a profiler can do with.
 
-    python -m exercises.performance_debugging.kernel_timeline --stage 8 --output-dir DIR
+    python -m exercises.performance_debugging.kernel_timeline --output-dir DIR      writes DIR/kernel_timeline.json
 
-writes DIR/kernel_timeline.json. The options are those of tiny_llama_v3.py. Its own --profile records the host as well,
+The options are those of tiny_llama_v3.py. Its own --profile records the host as well,
 which doubles the time that the host needs, and so the gaps between kernels that wait for it.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 
 import tiny_llama_v3 as llama
+from benchmarks.stages import OPTIMIZED
 from measure.results import write_json
-from measure.tables import number
+from measure.tables import number, percent
 from tiny_llama_v3 import exit_code_of
 
+STAGES = (OPTIMIZED, 8)
 STEPS = 5  # of which the one of median length counts
+
+
+def spans_of(timeline):
+    """(start, length) of its kernels in us, in the order of their starts."""
+    return sorted(zip(timeline["start_us"], timeline["length_us"], strict=True))
+
+
+def busy_share(timeline):
+    """How much of a step some kernel ran."""
+    return llama.covered((start, start + length) for start, length in spans_of(timeline)) / timeline["step_us"]
 
 
 def record(config, device):
@@ -52,15 +65,15 @@ def run(argv):
     device = llama.select_device(config.device)
     if device.type == "cpu":
         raise llama.UsageError("kernel_timeline.py needs a GPU, and --device is cpu: leave it out, or use a GPU")
-    llama.validate_on_device(config, device)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    timeline = record(config, device)
-    write_json(Path(config.output_dir, "kernel_timeline.json"), timeline)
-    busy = llama.covered(
-        (start, start + length) for start, length in zip(timeline["start_us"], timeline["length_us"], strict=True)
-    )
-    kernels, step_us = len(timeline["start_us"]), timeline["step_us"]
-    print(f"{kernels} kernels in {number(step_us / 1e3)} ms, of which some kernel ran {number(busy / 1e3)} ms")
+    timelines = {}
+    for stage in STAGES:
+        staged = dataclasses.replace(config, **llama.stage_flags(stage))
+        llama.validate_on_device(staged, device)
+        timelines[stage] = timeline = record(staged, device)
+        kernels, step_ms = len(timeline["start_us"]), timeline["step_us"] / 1e3
+        print(f"stage {stage}: {kernels} kernels in {number(step_ms)} ms, one running {percent(busy_share(timeline))}")
+    write_json(Path(config.output_dir, "kernel_timeline.json"), timelines)
     return 0
 
 

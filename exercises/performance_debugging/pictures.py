@@ -17,6 +17,7 @@ from matplotlib.path import Path as Outline
 
 import tiny_llama_v3 as llama
 from benchmarks.stages import OPTIMIZED, Missing, View
+from exercises.performance_debugging.kernel_timeline import busy_share, spans_of
 from measure import drawing
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
 from measure.tables import number, percent, times
@@ -257,16 +258,6 @@ def first_steps(view):
 ZOOM = 0.05  # of the longer step, in the lower half of the picture
 
 
-def spans_of(timeline):
-    """(start, length) of its kernels in us, in the order of their starts."""
-    return sorted(zip(timeline["start_us"], timeline["length_us"], strict=True))
-
-
-def busy_share(timeline):
-    """How much of a step some kernel ran."""
-    return llama.covered((start, start + length) for start, length in spans_of(timeline)) / timeline["step_us"]
-
-
 def draw_spans(axes, spans, level, filling):
     """Bars of (start, length) as one outline, which is a tenth of what a shape each would take."""
     corners = [
@@ -279,10 +270,10 @@ def draw_spans(axes, spans, level, filling):
 
 def gaps(view):
     """When kernels ran in one recorded step of stages 5 and 8, on one axis of time; below, its first part enlarged."""
-    timelines = {n: view.stage(n).get("timeline") for n in (OPTIMIZED, 8)}
-    missing = [n for n, timeline in timelines.items() if not timeline]
-    if missing:
-        raise Missing(f"the kernels of a step of stage {missing[0]} were not recorded one by one")
+    view.stage(8)
+    if not view.summary.get("timelines"):
+        raise Missing("the kernels of a step were not recorded one by one")
+    timelines = {n: view.summary["timelines"][str(n)] for n in (OPTIMIZED, 8)}
     longest = max(timeline["step_us"] for timeline in timelines.values())
     fillings = {OPTIMIZED: Filling(RED), 8: Filling(BLUE)}
     labels = [

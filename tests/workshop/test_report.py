@@ -54,10 +54,10 @@ CHANGES = {
     3: {"phases_share": 0.3, "phase_ms": {"forward": 0.5, "backward": 0.7, "optimizer": 0.3}},
     4: {"batch_ms": step_of(21.0), "step_ms": steps_around(21.0), "kernels": NAIVE,
         "phase_ms": {"forward": 16.0, "backward": 3.0, "optimizer": 0.5}},
-    5: {"step_ms": steps_around(5.0, seed=1), "timeline": timeline(6000, 40, 0.25)},
+    5: {"step_ms": steps_around(5.0, seed=1)},
     6: {"gradient_share": 0.016, "without_gradient": SEVERED, "step_ms": steps_around(5.0, seed=2)},
     7: {"mean_over_median": 40.0, "step_ms": [7340.0, *steps_around(5.0, seed=3)]},
-    8: {"batch_ms": step_of(1.25), "step_ms": steps_around(1.25), "timeline": timeline(1600, 40, 0.9375)},
+    8: {"batch_ms": step_of(1.25), "step_ms": steps_around(1.25)},
 }  # fmt: skip
 
 
@@ -67,7 +67,11 @@ def whole_summary():
         {"seq_len": n, "contiguous": steps_around(23 * n / 128, 0.01), "strided": steps_around(35 * n / 128, 0.01, 1)}
         for n in (128, 256, 4096)
     ]
-    return gpu_summary(CHANGES) | {"attention_layouts": {"precision": "fp32", "batch_size": 8, "lengths": lengths}}
+    timelines = {"5": timeline(6000, 40, 0.25), "8": timeline(1600, 40, 0.9375)}
+    return gpu_summary(CHANGES) | {
+        "timelines": timelines,
+        "attention_layouts": {"precision": "fp32", "batch_size": 8, "lengths": lengths},
+    }
 
 
 @functools.cache
@@ -156,7 +160,6 @@ def test_the_script_names_the_parameters_without_a_gradient():
         (3, {"phases_share": None}, "--timing step does not time phases"),
         (4, {"kernels": None}, "stage 4 was not profiled"),
         (6, {"without_gradient": None}, "which weights receive a gradient was not recorded"),
-        (8, {"timeline": None}, "the kernels of a step of stage 8 were not recorded"),
     ],
 )
 def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
@@ -168,10 +171,10 @@ def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
 
 def test_a_recorded_replay_of_an_earlier_release_still_makes_a_report():
     summary = gpu_summary()  # without what came later
-    for name in ("ceilings", "attention_layouts", "laptop", "isolated", "counted", "recorded"):
+    for name in ("ceilings", "attention_layouts", "timelines", "laptop", "isolated", "counted", "recorded"):
         summary.pop(name, None)
     for stage in [*summary["stages"], summary["baseline"]]:
-        for name in ("timeline", "without_gradient", "phase_steps_ms", "planned", "over_previous", "over_baseline"):
+        for name in ("without_gradient", "phase_steps_ms", "planned", "over_previous", "over_baseline"):
             stage.pop(name, None)
     page = report.render(summary)
     for told in ("over the length of the sequence was not", "which weights receive a gradient was not", "one by one"):
@@ -502,16 +505,24 @@ def test_the_layouts_need_a_gpu(capsys):
     assert "needs a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options, expected", [(["--stages", "2,5"], 1), (["--stages", "4"], 0), (["--no-profile"], 0)])
-def test_the_replay_measures_the_layouts_where_stage_2_is_on_a_gpu(monkeypatch, options, expected):
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["--stages", "2,5"], ["ceilings", "attention_layouts"]),
+        (["--stages", "4"], ["ceilings"]),
+        (["--beyond"], ["ceilings", "attention_layouts", "kernel_timeline"]),
+        (["--beyond", "--no-profile"], []),
+    ],
+)
+def test_the_replay_measures_what_its_stages_pictures_need(monkeypatch, options, expected):
+    def planned():
+        _, runs = replay.plan(replay.parse(options))
+        return [run.name for run in runs if run.name in replay.MEASUREMENTS]
+
     monkeypatch.setattr(llama.torch.cuda, "is_available", lambda: True)
-    _, runs = replay.plan(replay.parse(options))
-    assert sum(run.name == "attention_layouts" for run in runs) == expected
-    timed = [run.stage for run in runs for part in run.parts if part.target.endswith("_timeline.json")]
-    assert timed == ([5] if options == ["--stages", "2,5"] else [])
+    assert planned() == expected
     monkeypatch.setattr(llama.torch.cuda, "is_available", lambda: False)
-    _, runs = replay.plan(replay.parse(options))
-    assert not any(run.name == "attention_layouts" for run in runs)
+    assert planned() == expected[:1]
 
 
 class FakeProfile:
