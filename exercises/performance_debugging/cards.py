@@ -208,8 +208,10 @@ def loss_changes(view, *runs):
 
 
 def attention_changes(view, *runs):
+    if all(run.get("attention_us") for run in runs):
+        yield compared("attention kernel in the step, mean", runs, lambda run: f"{number(run['attention_us'])} us")
     rows = (view.summary.get("attention_layouts") or {"lengths": []})["lengths"]
-    for row in rows:
+    for row in rows if "mistake" not in runs[0] else []:
         if row["seq_len"] in (view.config.seq_len, rows[-1]["seq_len"]):
             figure = f"attention kernel alone, {row['seq_len']} tokens"
             yield time_change(figure, row["strided"], row["contiguous"], "us")
@@ -356,7 +358,8 @@ def attempt(function, *arguments):
 
 
 def recorded_on(replay):
-    return f"Recorded on {stages.source_of(replay)}; {stages.sizes(replay)}"
+    """Where, when and at what sizes."""
+    return f"Recorded on {replay['environment']['device']}, {replay['date'][:10]} ({stages.sizes(replay)})"
 
 
 def recorded_in(summary, stage):
@@ -366,25 +369,29 @@ def recorded_in(summary, stage):
 
 
 def evidence_of(summary, stage, seen):
-    """(Evidence, the View that it is of or None) of each observation of a stage."""
+    """(Evidence, the View that it is of or None) of each observation of a stage.
+
+    Of the recorded replays the first is drawn, unless what was measured here is.
+    """
     recorded = iter(recorded_in(summary, stage))
-    drawn_recording = False
+    is_told = False  # by a picture, or by a word why there is none
     for observation in seen:
         mark, origin, text = stages.MARKS[observation["shown"]], observation["source"], observation["text"]
         if origin == "measured":
-            view = View(summary)
+            view, place = View(summary), None
             picture, reason = None, "a CPU does not show it"
             if observation["shown"] or not view.on_cpu():
                 picture, reason = attempt(pictures.STAGES[stage], view)
-            yield Evidence(mark, None, text, picture, reason), view
+            is_told = picture is not None
         elif origin == "counted":
+            view, place = None, "Counted in Triton's interpreter"
             picture, reason = attempt(pictures.COUNTED[stage], summary)
-            yield Evidence(mark, "Counted in Triton's interpreter", text, picture, reason), None
         else:
             view = next(recorded)
-            picture, reason = attempt(pictures.STAGES[stage], view) if not drawn_recording else (None, None)
-            drawn_recording = drawn_recording or picture is not None
-            yield Evidence(mark, recorded_on(view.summary), text, picture, reason), view
+            place, text = recorded_on(view.summary), text.removeprefix(f"{stages.sizes(view.summary)}: ")
+            picture, reason = (None, None) if is_told else attempt(pictures.STAGES[stage], view)
+            is_told = True
+        yield Evidence(mark, place, text, picture, reason), view
 
 
 def card(summary, stage, seen):
