@@ -415,7 +415,7 @@ def triton_obstacle(device, use_amp=False):
     if triton is None:
         return "Triton is not installed"
     if device.type == "cpu" and not INTERPRETED:
-        return "there is no GPU (TRITON_INTERPRET=1 would interpret the kernels, very slowly)"
+        return "there is no GPU (TRITON_INTERPRET=1 interprets the kernels)"
     if device.type == "cpu" and use_amp:
         return "Triton's interpreter multiplies bf16 matrices wrongly"
     return None
@@ -2963,8 +2963,9 @@ def print_verdict(verdict, reference):
     print(
         f"Check against PyTorch in {reference}: "
         f"{f'FAILED in {len(failed)} of {len(errors)}' if failed else 'passed'} (loss and gradients of "
-        f"{len(errors) - 1} parameters; worst {worst}: error {errors[worst]:.1e}, allowed {allowed[worst]:.1e})"
+        f"{len(errors) - 1} parameters)"
     )
+    print(f"    worst, {worst}: error {errors[worst]:.1e}, allowed {allowed[worst]:.1e}")
     for name in failed[:10]:
         reason = "no gradient" if errors[name] == math.inf else f"error {errors[name]:.1e}, allowed {allowed[name]:.1e}"
         print(f"    {name}: {reason}")
@@ -3496,7 +3497,7 @@ def print_configuration(config, device, step):
     print(f"Device: {device.name} ({device.arch}); {', '.join(software)}")
     print(
         f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
-        f"({config.num_kv_heads} for keys and values), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
+        f"({config.num_kv_heads} of K and V), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
         f"{parameters:,} parameters"
     )
     print(

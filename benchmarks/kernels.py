@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.progress import Heartbeat
 from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
 from tiny_llama_v3 import exit_code_of
@@ -338,7 +339,8 @@ def run(argv):
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}", flush=True)
     all_right = True
     for name in options.only:
-        all_right &= measure_group(bench, name, result["cases"])
+        with Heartbeat(f"measuring {name}"):
+            all_right &= measure_group(bench, name, result["cases"])
         file.save(result)
     print(f"\nResults: {file.path}")
     return 0 if all_right else 1

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import tiny_llama_v3 as llama
 from measure.accuracy import require_finite
 from measure.options import positive, time_limit
+from measure.progress import Heartbeat
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES
@@ -561,7 +562,9 @@ def run(argv):
             result["seconds"] = round(time.monotonic() - start, 1)
             file.save(result)
 
-        print_table(name, measure_size(config, rows, device, options, deadline, save))
+        with Heartbeat(f"measuring {name}"):
+            measured = measure_size(config, rows, device, options, deadline, save)
+        print_table(name, measured)
     print(f"\nResults: {file.path}")
     picture = file.path.with_suffix(".png")
     if draw(result["sizes"], device.name, picture):

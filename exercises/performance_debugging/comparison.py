@@ -27,6 +27,7 @@ import textwrap
 import tiny_llama_v3 as llama
 from benchmarks import stages as shown
 from benchmarks.stages import ATTENTION_KERNEL, HYBRID_SWIGLU, NAIVE_SWIGLU, short_title
+from measure.progress import WIDTH
 from measure.tables import markdown_table
 from profiling.readers import read_kernel_stats
 
@@ -114,8 +115,8 @@ def staged_figures(output, name, config):
 def compare(output, runs):
     """The comparison of the runs in the folder output as a dict for summary.json.
 
-    runs: of replay.Run; a mistake alone has a mistake, a stage has a stage only. What did not come to be run has none of
-    the figures.
+    runs: of replay.Run; a mistake alone has a mistake, a stage has a stage only. What did not come to be run has no
+    figures.
     """
     ended = [read_json(output / f"{run.name}.json") for run in runs if run.stage is not None or run.name == "baseline"]
     sample = next(filter(None, reversed(ended)), None)
@@ -172,7 +173,6 @@ def without_option(argv, option):
 # Texts
 
 
-WIDTH = 100  # of a terminal
 RECORDED = "Recorded on {}, in {}: not measured here."
 
 
@@ -200,7 +200,7 @@ def markdown(summary):
 ALONE = "Each mistake by itself beside stage 5, which has none: what it costs where the others do not hide it."
 COUNTED = (
     "What two kernels ask memory for, counted in Triton's interpreter, with the mistake and without. A load is of 64 "
-    "neighbours, as many as a wave of AMD's, and a line has 128 bytes. None of it is a time, or depends on this machine."
+    "neighbours, as many as a wave of AMD's; a line has 128 bytes. None of it is a time, or depends on this machine."
 )
 LAPTOP = (
     "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the full width of the model, the others "

@@ -21,7 +21,6 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
-from benchmarks.stages import OPTIMIZED  # noqa: E402
 from measure.results import write_json  # noqa: E402
 from profiling.emulator.counts import LANES  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
@@ -144,21 +143,19 @@ def hybrid_swiglu():
     return llama.swiglu_activation(x @ (torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5).T)
 
 
-# Pairs of (stage, what is executed): with the mistake, and without.
-PAIRS = (
-    ((2, lambda: attention(llama.badly_strided)), (3, lambda: attention(lambda x: x))),
-    ((4, naive_swiglu), (OPTIMIZED, hybrid_swiglu)),
-)
+# {stage with a mistake: what is executed in it, and in the stage after it}
+PAIRS = {
+    2: (lambda: attention(llama.badly_strided), lambda: attention(lambda x: x)),
+    4: (naive_swiglu, hybrid_swiglu),
+}
 
 
 def count(stages):
-    """The cases of counted.json, of the pairs that have one of the stages."""
+    """The cases of counted.json: of the PAIRS of these stages."""
     cases = []
-    for pair in PAIRS:
-        if not stages & {stage for stage, _ in pair}:
-            continue
+    for first in sorted(stages & set(PAIRS)):
         outputs = []
-        for stage, execute in pair:
+        for stage, execute in enumerate(PAIRS[first], first):
             with observed_loads() as loads:
                 outputs.append(execute())
             ((kernel, seen),) = loads.items()

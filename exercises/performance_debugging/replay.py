@@ -1,32 +1,34 @@
 """Replay the stages of the workshop: run each, profile each, compare them all.
 
-    ./run_all_stages.sh                                stages 1 to 5 at 8 x 128 tokens, 20 steps each
-    ./run_all_stages.sh --beyond                       stages 6 to 8 too
-    ./run_all_stages.sh --isolate                      each mistake alone too, beside stage 5
-    ./run_all_stages.sh --laptop                       without a GPU: measured, counted and recorded, in two minutes
+    ./run_all_stages.sh                            stages 1 to 5 at 8 x 128 tokens, 20 steps each
+    ./run_all_stages.sh --beyond                   stages 6 to 8 too
+    ./run_all_stages.sh --isolate                  each mistake alone too, beside stage 5
+    ./run_all_stages.sh --laptop                   no GPU: measured, counted, recorded; minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
-    ./run_all_stages.sh --dry-run                      print the commands only
-    ./run_all_stages.sh --stages 5,8 -- --use-amp      what follows -- goes to tiny_llama_v3.py
+    ./run_all_stages.sh --dry-run                  print the commands only
+    ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
 
-Each stage is a run in a process of its own, profiled when it is done; plain PyTorch (--impl torch) runs first, as
-the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles; everywhere else the script's own --profile
-does. The kernels of the steps, without those of the warm-up, become a table. --laptop runs on the CPU what a CPU can
-show: the loss, the weights that receive a gradient, and what kernels ask memory for, with a tiny model in Triton's
-interpreter; of the rest it shows a replay recorded on a GPU, and says so. The output folder then holds
+Each stage is a run in a process of its own, profiled when it is done; plain PyTorch (--impl torch)
+runs first, as the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles;
+everywhere else the script's own --profile does. The kernels of the steps, without those of the
+warm-up, become a table. --laptop runs on the CPU what a CPU can show: the loss, the weights that
+receive a gradient, and what kernels ask memory for, with a tiny model in Triton's interpreter; of
+the rest it shows replays recorded on a GPU, and says so. The output folder then holds
 
-    report.html, summary.md, stages.png      the comparison, to read
-    summary.json                             the comparison, to compute with
-    stageN.json, baseline.json               all that tiny_llama_v3.py says of a run
-    stageN_profile.csv, stageN_output.log    the kernels, with rocprofv3's columns; what the two runs printed
-    stageN_alone*                            the same of stage N's own mistake alone
-    ceilings.json                            the bandwidth and the arithmetic that this device reaches
-    kernel_timeline.json                     when each kernel of one step of stages 5 and 8 ran
-    attention_layouts.json                   the attention kernel alone over the sequence, in both layouts of stage 2
-    counted.json                             what kernels ask memory for
-    previous_DATE/                           what an earlier replay had left there
+    report.html, summary.md, stages.png    the comparison, to read
+    summary.json                           the comparison, to compute with
+    stageN.json, baseline.json             all that tiny_llama_v3.py says of a run
+    stageN_profile.csv                     the kernels, with rocprofv3's columns
+    stageN_output.log                      what the runs printed
+    stageN_alone*                          the same of stage N's own mistake alone
+    ceilings.json                          the bandwidth and the arithmetic that this device reaches
+    kernel_timeline.json                   when each kernel of one step of stages 5 and 8 ran
+    attention_layouts.json                 the attention kernel over the sequence, in both layouts
+    counted.json                           what kernels ask memory for
+    previous_DATE/                         what an earlier replay had left there
 
-Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130 interrupted (what was
-done is kept and compared).
+Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130
+interrupted (what was done is kept and compared).
 """
 
 import contextlib
@@ -38,7 +40,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -50,6 +51,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.stages import OPTIMIZED, newest_replays, observations, own_mistake, short_title
 from exercises.performance_debugging import comparison, report
+from measure.progress import Heartbeat
 from measure.results import RESULTS
 from profiling.readers import Unreadable, read_step_stats
 from tiny_llama_v3 import exit_code_of
@@ -67,9 +69,8 @@ LAPTOP_TINY = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
-COUNTED_STAGES = {2, 3, 4, 5}
+COUNTED_STAGES = {2, 4}  # each with the one after it
 PROFILED_STEPS = ["--num-steps", "3", "--warmup-steps", "1"]  # as many as the script's own --profile records
-HEARTBEAT_SECONDS = 60
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = (
     "stage*",
@@ -279,29 +280,6 @@ class Progress:
         self.seconds.append(time.monotonic() - start)
 
 
-class Heartbeat:
-    """Says once a minute that a command is still at work: for how long, and what it said last."""
-
-    def __init__(self, seconds=HEARTBEAT_SECONDS):
-        self.seconds, self.last_line, self.over = seconds, "nothing printed yet", threading.Event()
-        self.thread = threading.Thread(target=self.beat, daemon=True)
-
-    def beat(self):
-        start = time.monotonic()
-        while not self.over.wait(self.seconds):
-            minutes = (time.monotonic() - start) / 60
-            clear = "\r\033[K" if sys.stdout.isatty() else ""
-            print(f"{clear}    {minutes:.0f} min: {self.last_line}"[: comparison.WIDTH], flush=True)
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *exception):
-        self.over.set()
-        self.thread.join()
-
-
 def execute(command, environment, log):
     """The exit status of a command. Its output goes to the log and, on a terminal, live to the last line."""
     width = shutil.get_terminal_size().columns - 1
@@ -310,10 +288,10 @@ def execute(command, environment, log):
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        with Heartbeat() as heartbeat:
+        with Heartbeat("nothing printed yet") as heartbeat:
             for line in process.stdout:
                 log.write(line)
-                heartbeat.last_line = line.strip() or heartbeat.last_line
+                heartbeat.said = line.strip() or heartbeat.said
                 if sys.stdout.isatty():
                     print(f"\r\033[K{line.rstrip()[:width]}", end="", flush=True)
             return process.wait()

@@ -86,3 +86,36 @@ def test_windows_take_turns():
 
 def test_percentiles():
     assert timing.percentiles([5.0, 1.0, 4.0, 2.0, 3.0]) == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
+
+
+# --- two sets of times
+
+
+def test_the_interval_of_a_median_is_the_binomial_s():
+    """Ranks of Le Boudec's table for 95 %: 6 and 15 of 20, 2 and 8 of 9; all that was seen of fewer than 6."""
+    ranks = {count: timing.median_interval(range(count, 0, -1)) for count in (3, 5, 6, 9, 17, 20)}
+    assert ranks == {3: (1, 3), 5: (1, 5), 6: (1, 6), 9: (2, 8), 17: (5, 13), 20: (6, 15)}
+
+
+def test_times_differ_beyond_their_spread_only():
+    steps = [10.0, 10.1, 10.2, 10.3, 10.4, 10.5]
+    twice = timing.ratio_of_medians([2 * ms for ms in steps], steps)
+    assert twice.value == pytest.approx(2) and twice.differs
+    assert (twice.low, twice.high) == pytest.approx((20 / 10.5, 21 / 10))
+    restless = [8.0, 9.0, 13.0, 14.0, 15.0, 16.0]  # a median of 1.3 times as long, and some steps shorter
+    ratio = timing.ratio_of_medians(restless, steps)
+    assert ratio.value > 1.3 and not ratio.differs
+    assert not timing.ratio_of_medians(steps, restless).differs
+
+
+def test_what_another_process_takes_for_the_same_work_widens_the_bounds():
+    slow, fast = [1.3] * 20, [1.0] * 20
+    assert timing.ratio_of_medians(slow, fast).differs
+    assert timing.ratio_of_medians(slow, fast, between=1.2).differs
+    assert not timing.ratio_of_medians(slow, fast, between=1.4).differs
+    assert not timing.ratio_of_medians(fast, slow, between=1.4).differs
+
+
+def test_three_times_are_too_few_to_tell():
+    assert not timing.ratio_of_medians([50.0] * 3, [1.0] * 20).differs
+    assert timing.ratio_of_medians([50.0] * 4, [1.0] * 4).differs
