@@ -277,26 +277,25 @@ def gaps(view):
     longest = max(timeline["step_us"] for timeline in timelines.values())
     fillings = {OPTIMIZED: Filling(RED), 8: Filling(BLUE)}
     labels = [
-        f"stage {n}: {len(timeline['start_us'])} kernels in {number(timeline['step_us'] / 1e3)} ms, "
-        f"busy {percent(busy_share(timeline))}"
+        f"stage {n}: {len(timeline['start_us'])} kernels, busy {percent(busy_share(timeline))} of "
+        f"{number(timeline['step_us'] / 1e3)} ms"
         for n, timeline in timelines.items()
     ]
+    unprofiled = [f"stage {n}: {number(view.stage(n)['batch_ms']['p50'])} ms without the profiler" for n in timelines]
 
     def draw(figure):
-        for axes, end, unit, scale in zip(
-            figure.subplots(2, 1), (longest, ZOOM * longest), ("ms", "us"), (1e3, 1), strict=True
-        ):
+        whole = (labels, longest, "ms", 1e3, "the whole step")
+        beginning = (unprofiled, ZOOM * longest, "us", 1, f"its first {100 * ZOOM:.0f} %")
+        for axes, (names, end, unit, scale, part) in zip(figure.subplots(2, 1), (whole, beginning), strict=True):
             for level, (n, timeline) in enumerate(timelines.items()):
                 spans = [(start / scale, length / scale) for start, length in spans_of(timeline) if start < end]
                 draw_spans(axes, spans, level, fillings[n])
-                text = labels[level] if unit == "ms" else f"stage {n}"
-                axes.annotate(text, (0, level), (0, 3), textcoords="offset points", va="bottom")
-            first = "the whole step" if unit == "ms" else f"its first {100 * ZOOM:.0f} %"
-            axes.set(xlim=(0, end / scale), ylim=(1.7, -0.5), yticks=[], xlabel=f"{first}, {unit}")
+                axes.annotate(names[level], (0, level), (0, 3), textcoords="offset points", va="bottom")
+            axes.set(xlim=(0, end / scale), ylim=(1.7, -0.5), yticks=[], xlabel=f"{part}, {unit}")
             axes.spines["left"].set_visible(False)
 
     title = f"When the device ran a kernel in one step of stages {OPTIMIZED} and 8, under the profiler"
-    return Picture(title, in_words(labels), 300, draw)
+    return Picture(title, in_words([*labels, *unprofiled]), 300, draw)
 
 
 def counted_lines(summary):

@@ -25,7 +25,7 @@ from measure.tables import number
 from measure.timing import ratio_of_medians
 from measure.work import kernel_work
 from profiling.kernel_names import operation_of, readable_name
-from tests.workshop.test_workshop import cpu_summary, gpu_summary, step_of
+from tests.workshop.test_workshop import cpu_summary, gpu_summary, taking
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = Path(llama.__file__).read_text().splitlines()
@@ -49,15 +49,14 @@ NAIVE = [
     {"name": "nvjet_sm90_tst_128x96_64x6_2x1_v_bz_splitK_NTT", "calls": 24, "average_us": 400.0, "share": 0.2},
 ]
 CHANGES = {
-    1: {"first_loss": 470.0},
-    2: {"attention_us": 25.0},
-    3: {"phases_share": 0.3, "phase_ms": {"forward": 0.5, "backward": 0.7, "optimizer": 0.3}},
-    4: {"batch_ms": step_of(21.0), "step_ms": steps_around(21.0), "kernels": NAIVE,
-        "phase_ms": {"forward": 16.0, "backward": 3.0, "optimizer": 0.5}},
+    1: {"first_loss": 470.0, **taking(21.0)},
+    2: {"attention_us": 25.0, **taking(21.0)},
+    3: {"phases_share": 0.3, "phase_ms": {"forward": 3.0, "backward": 2.5, "optimizer": 0.8}, **taking(21.0)},
+    4: {**taking(21.0), "kernels": NAIVE, "phase_ms": {"forward": 16.0, "backward": 3.0, "optimizer": 0.5}},
     5: {"step_ms": steps_around(5.0, seed=1)},
     6: {"gradient_share": 0.016, "without_gradient": SEVERED, "step_ms": steps_around(5.0, seed=2)},
     7: {"mean_over_median": 40.0, "step_ms": [7340.0, *steps_around(5.0, seed=3)]},
-    8: {"batch_ms": step_of(1.25), "step_ms": steps_around(1.25)},
+    8: taking(1.25),
 }  # fmt: skip
 
 
@@ -93,13 +92,14 @@ def texts_of(svg):
 SHOWN = {  # words and numbers that the picture itself must carry, from CHANGES
     1: ["first loss, stage 1: 470", "hidden size: 512", "ln 1000, of guessing: 6.91"],
     2: ["128", "4k", "badly strided", "contiguous"],
-    3: ["stage 3: phases 1.50 of 5.00 ms, 30 %", "stage 4: phases 19.5 of 21.0 ms, 100 %", "backward"],
+    3: ["stage 3: phases 6.30 of 21.0 ms, 30 %", "stage 4: phases 19.5 of 21.0 ms, 100 %", "backward"],
     4: ["SwiGLU matrix product, naive: 80 %; stage 5: 0.0 %", "matrix product: 20 %; stage 5: 77 %"],
-    5: ["plain PyTorch: 5.00 ms (5.00 – 5.00)", "stage 5: 5.00 ms (5.00 – 5.00)", "forward"],
+    5: ["plain PyTorch: 10.0 ms (10.0 – 10.0)", "stage 5: 5.00 ms (5.00 – 5.00)", "forward"],
     6: ["embedding: 512,000 of 512,000 weights", "attention: 0 of 6,291,456 weights", "norms: 0 of 8,704 weights"],
     7: ["first step: 7,340 ms", "median: 5.00 ms", "stage 5"],
-    8: ["stage 5: 40 kernels in 6.00 ms, busy 25 %", "stage 8: 40 kernels in 1.60 ms, busy 94 %"],
-}
+    8: ["stage 5: 40 kernels, busy 25 % of 6.00 ms", "stage 8: 40 kernels, busy 94 % of 1.60 ms",
+        "stage 8: 1.25 ms without the profiler"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", SHOWN)
@@ -331,13 +331,9 @@ def test_processes_that_did_the_same_work_widen_the_spread():
     assert verdict(slow, fast) == "1.1 times as fast"
     assert verdict(slow, fast, between=1.2) == "no difference beyond the spread"
     summary = whole_summary()
-    same_work = [stage for stage in summary["stages"] if stage["stage"] in (5, 7)]
-    same_work[0]["step_ms"], same_work[1]["step_ms"] = steps_around(5.0, 0.01), steps_around(6.5, 0.01)
-    summary["stages"][3]["step_ms"] = steps_around(5.5, 0.01)
-    table = cards.changes_of(View(summary), 4)
-    assert table.changes[-1].verdict == "no difference beyond the spread"
-    summary["stages"][3]["step_ms"] = steps_around(21.0, 0.01)
     assert re.fullmatch(r"4\.\d times as fast", cards.changes_of(View(summary), 4).changes[-1].verdict)
+    summary["stages"][2]["step_ms"] = steps_around(99.0, 0.01)  # stage 3 does the work of stage 4
+    assert cards.changes_of(View(summary), 4).changes[-1].verdict == "no difference beyond the spread"
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
