@@ -167,7 +167,7 @@ class View:
     def require_times(self):
         """Missing where the times of the runs tell nothing."""
         if self.on_cpu():
-            raise Missing("a CPU runs the same operations with and without the mistake, or Triton's interpreter")
+            raise Missing("on a CPU times do not tell the stages apart")
 
     def speed(self, run, other):
         """compare_speed() of two runs."""

@@ -255,11 +255,20 @@ def first_steps(view):
     return Picture("Time of every step, logarithmic", in_words(labels), 220, draw)
 
 
-ZOOM = 0.05  # of the longer step, in the lower half of the picture
+ZOOM, ZOOM_AT = 0.05, 0.4  # the lower half shows so much of the longer step, from there on in each
 
 
-def draw_spans(axes, spans, level, filling):
-    """Bars of (start, length) as one outline, which is a tenth of what a shape each would take."""
+def within(spans, begin, length):
+    """What of the (start, length) lies within a window, counted from its begin."""
+    for start, duration in spans:
+        left, right = max(start - begin, 0), min(start + duration - begin, length)
+        if left < right:
+            yield left, right - left
+
+
+def draw_spans(axes, spans, unit, level, filling):
+    """Bars of (start, length) in us as one outline, which is a tenth of what a shape each would take."""
+    spans = [(start / unit, length / unit) for start, length in spans]
     corners = [
         (x, y) for a, b in spans for x, y in ((a, 0), (a + b, 0), (a + b, 0.55), (a, 0.55), (a, 0))
     ]  # fmt: skip
@@ -284,14 +293,14 @@ def gaps(view):
     unprofiled = [f"stage {n}: {number(view.stage(n)['batch_ms']['p50'])} ms without the profiler" for n in timelines]
 
     def draw(figure):
-        whole = (labels, longest, "ms", 1e3, "the whole step")
-        beginning = (unprofiled, ZOOM * longest, "us", 1, f"its first {100 * ZOOM:.0f} %")
-        for axes, (names, end, unit, scale, part) in zip(figure.subplots(2, 1), (whole, beginning), strict=True):
+        whole = (labels, longest, 0, 1e3, "ms, the whole step")
+        part = (unprofiled, ZOOM * longest, ZOOM_AT, 1, f"us, a part of it from {percent(ZOOM_AT)} of each step on")
+        for axes, (names, length, at, unit, xlabel) in zip(figure.subplots(2, 1), (whole, part), strict=True):
             for level, (n, timeline) in enumerate(timelines.items()):
-                spans = [(start / scale, length / scale) for start, length in spans_of(timeline) if start < end]
-                draw_spans(axes, spans, level, fillings[n])
+                begin = at * timeline["step_us"]
+                draw_spans(axes, within(spans_of(timeline), begin, length), unit, level, fillings[n])
                 axes.annotate(names[level], (0, level), (0, 3), textcoords="offset points", va="bottom")
-            axes.set(xlim=(0, end / scale), ylim=(1.7, -0.5), yticks=[], xlabel=f"{part}, {unit}")
+            axes.set(xlim=(0, length / unit), ylim=(1.7, -0.5), yticks=[], xlabel=xlabel)
             axes.spines["left"].set_visible(False)
 
     title = f"When the device ran a kernel in one step of stages {OPTIMIZED} and 8, under the profiler"
@@ -379,6 +388,7 @@ def losses(view):
     curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
     colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
     floor = view.summary["entropy"]
+    highest = max(loss for curve in alike for loss in curve if loss is not None)
 
     def draw(figure):
         axes = figure.subplots()
@@ -387,8 +397,10 @@ def losses(view):
             style = dict(color=next(colors), linestyle=next(dashes), marker=marker, markersize=4)
             axes.plot(steps, [np.nan if x is None else x for x in curve], label=label, **style)
         axes.axhline(floor, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"floor of the data, {number(floor)}")
-        axes.set(xlabel="step", ylabel="loss, nats a token", yscale="log")
-        drawing.plain_log(axes.yaxis)
+        axes.set(xlabel="step", ylabel="loss, nats a token")
+        if highest > 5 * floor:
+            axes.set_yscale("log")
+            drawing.plain_log(axes.yaxis)
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.legend(loc="outside lower left")
 

@@ -88,6 +88,8 @@ if [ "$program" = exercises.performance_debugging.replay ]; then
     while (($#)) && [ "$1" != -- ]; do own+=("$1") && shift; done
     (($#)) && shift && theirs=("$@")
     [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] && profile=  # its profiles are read afterwards
+    [[ " ${{own[*]}} " != *" --isolate "* ]] || own+=(--stages 2)
+    [[ " ${{own[*]}} " != *" --laptop "* ]] || exec {real} "${{own[@]}}" --stages 1,5,6 -- "${{theirs[@]}}" {model}
     exec {real} "${{own[@]}}" --batch-size 1 --seq-len 8 --num-steps 1 $profile -- "${{theirs[@]}}" {model}
 fi
 case $program in

@@ -132,6 +132,11 @@ def test_the_attention_picture_shows_the_medians_and_the_spread():
     drawing.plt.close(figure)
 
 
+def test_the_part_of_a_step_that_is_enlarged_keeps_what_lies_in_it():
+    spans = [(0, 10), (35, 10), (60, 10), (95, 10), (120, 5)]
+    assert list(pictures.within(spans, 40, 60)) == [(0, 5), (20, 10), (55, 5)]
+
+
 def test_gradients_are_counted_by_module():
     config = llama.Config(seq_len=128)
     model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
