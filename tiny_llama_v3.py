@@ -1616,7 +1616,7 @@ def split_heads(qkv, num_heads, num_kv_heads):
 
 
 def badly_strided(x):
-    """The same (batch, seq, heads, head_dim), its head dimension in steps of batch * heads elements."""
+    """BUG noncontiguous_kv: the same (batch, seq, heads, head_dim), its head dimension in steps of batch * heads."""
     return x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
 
 
@@ -3063,11 +3063,16 @@ def require_host_memory(config, device):
         raise MemoryError
 
 
+def without_gradient(model):
+    """The names of the parameters that have no gradient, or one of nothing but zeros."""
+    return [name for name, p in model.named_parameters() if p.grad is None or not bool(whole(p.grad).any())]
+
+
 def gradient_share(model):
     """(parameters with a gradient other than zero, all parameters), counted in weights."""
-    parameters = list(model.parameters())
-    received = sum(p.numel() for p in parameters if p.grad is not None and bool(whole(p.grad).any()))
-    return received, count_weights(parameters)
+    missing = set(without_gradient(model))
+    received = (p for name, p in model.named_parameters() if name not in missing)
+    return count_weights(received), count_weights(model.parameters())
 
 
 def attached_profiler():
@@ -3371,6 +3376,7 @@ def summarize(step, data, config, device, records):
         "peak_memory_mib": peak_memory_mib(device),
         "parameters": total,
         "parameters_with_gradient": received,
+        "parameters_without_gradient": without_gradient(step.model),
         "tflops_per_second": tflops_per_s,
         "mfu": tflops_per_s / peak if peak else None,
     }

@@ -4,18 +4,14 @@ Each function takes a folder of results. front_section(folder) and published_sec
 draw(folder, path) writes a picture. `python -m benchmarks.publish` calls all three.
 """
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-import tiny_llama_v3 as llama  # noqa: E402
-from measure.results import newest_first  # noqa: E402
-from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source  # noqa: E402
+import tiny_llama_v3 as llama
+from measure import drawing
+from measure.drawing import BLUE, INK, LINE, MUTED, RED
+from measure.results import newest_first
+from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source
 
 SIZES = ("small", "medium", "large")
 OURS = "triton graph"
@@ -140,38 +136,23 @@ def published_section(folder):
 # ----------------------------------------------------------------------------------------------------------------------
 # The picture
 
-BLUE, RED, DARK, LIGHT = "#1f6feb", "#cf222e", "#57606a", "#b8c0c8"
-STYLE = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": LIGHT,
-    "axes.labelcolor": DARK,
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "xtick.color": DARK,
-    "ytick.color": DARK,
-}
-
 
 def draw_losses(axes, correct, severed):
     """The loss over the steps of a run that learns and of one that does not, on data that can be learnt."""
     summary, severed_summary = correct["summary"], severed["summary"]
     share = severed_summary["parameters_with_gradient"] / severed_summary["parameters"]
     labels = (
-        (severed, RED, f"kernels outside autograd, as published:\n{100 * share:.1f} % of the weights learn"),
-        (correct, BLUE, "the same kernels, with their gradients"),
+        (severed, RED, "--", f"kernels outside autograd, as published:\n{100 * share:.1f} % of the weights learn"),
+        (correct, BLUE, "-", "the same kernels, with their gradients"),
     )
     steps, entropy = len(correct["steps"]), summary["entropy"]
     text_at = steps // 3
-    for run, color, label in labels:
+    for run, color, dashes, label in labels:
         losses = [step["loss"] for step in run["steps"]]
-        axes.plot(range(1, steps + 1), losses, color=color, linewidth=2)
+        axes.plot(range(1, steps + 1), losses, dashes, color=color, linewidth=2)
         axes.text(text_at, losses[text_at] + 0.25, label, color=color, va="bottom")
-    axes.axhline(entropy, color=DARK, linestyle=(0, (4, 3)), linewidth=1.2)
-    axes.text(text_at, entropy - 0.15, f"entropy of the data, {entropy:.2f}", color=DARK, va="top")
+    axes.axhline(entropy, color=MUTED, linestyle=(0, (1, 2)), linewidth=1.2)
+    axes.text(text_at, entropy - 0.15, f"entropy of the data, {entropy:.2f}", color=MUTED, va="top")
     axes.set(xlim=(0, steps), ylim=(0, 8), xlabel="step", ylabel="loss, nats a token")
     axes.set_title("Does it learn?")
 
@@ -179,23 +160,23 @@ def draw_losses(axes, correct, severed):
 def draw_steps(axes, sizes, device):
     """The time of a step over ours, three bars a size: {size: measurement}, all of them on device."""
     for group, (name, size) in enumerate(sizes.items()):
-        contenders = {"eager PyTorch": (EAGER, LIGHT), "strongest peer": (size["strongest_peer"], DARK)}
+        contenders = {"eager PyTorch": (EAGER, LINE), "strongest peer": (size["strongest_peer"], MUTED)}
         contenders["ours"] = (OURS, BLUE)
         ours = size["rows"][OURS]["ms"]["median"]
         for position, (label, (row, color)) in enumerate(contenders.items(), 4 * group):
             ms = size["rows"][row]["ms"]["median"]
             axes.barh(position, ms / ours, color=color, height=0.9, label=label if group == 0 else None)
             times = "" if row == OURS else f",  {ms / ours:.1f} x"
-            axes.text(ms / ours + 0.12, position, f"{number(ms)} ms{times}", va="center", color=DARK, fontsize=10)
+            axes.text(ms / ours + 0.12, position, f"{number(ms)} ms{times}", va="center", color=INK, fontsize=10)
         tokens = f"{size['config']['batch_size']} x {size['config']['seq_len']}"
-        axes.text(-0.2, 4 * group + 1, f"{name}\n{tokens} tokens", ha="right", va="center", color=DARK)
+        axes.text(-0.2, 4 * group + 1, f"{name}\n{tokens} tokens", ha="right", va="center", color=INK)
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"time of a training step, ours = 1 ({size['precision']}, {device})")
     axes.set_title("How long does a step take?")
-    axes.legend(loc="center right", frameon=False, labelcolor=DARK)
+    axes.legend(loc="center right", frameon=False, labelcolor=INK)
 
 
 def draw(folder, path):
@@ -206,13 +187,10 @@ def draw(folder, path):
     runs = [newest_first(folder, f"learning_{kind}") for kind in ("correct", "severed")]
     if not sizes or not all(runs):
         raise llama.UsageError(f"{folder} lacks steps_*.json, learning_correct_*.json or learning_severed_*.json")
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), dpi=100, layout="constrained")
+    with drawing.style():
+        figure = drawing.new_figure(height=420, width=1200, unit=100)
+        left, right = figure.subplots(1, 2)
         figure.get_layout_engine().set(wspace=0.06)
         draw_losses(left, *(run[0][1] for run in runs))
         draw_steps(right, sizes, ", ".join(devices))
-        with llama.scratch_beside(path) as scratch:
-            picture = scratch / "picture.png"
-            figure.savefig(picture, facecolor="white", metadata={"Software": None})
-            os.replace(picture, path)
-        plt.close(figure)
+        drawing.save_png(figure, path, dpi=100)

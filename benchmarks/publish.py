@@ -143,7 +143,7 @@ def stages_section(folder):
         ]
         picture = Path(name).with_suffix(".png")
         if (folder / picture).exists():
-            parts.append(f"![Loss, speed, phases and kernels of the stages](benchmarks/results/{picture})")
+            parts.append(f"![The picture of each stage](benchmarks/results/{picture})")
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in stages.NOTES)]) if parts else NOT_MEASURED
 
 

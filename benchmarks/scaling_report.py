@@ -12,12 +12,13 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
 from benchmarks import scaling_model as model  # noqa: E402
-from benchmarks.front_page import BLUE, DARK, LIGHT, RED, SIZES, STYLE  # noqa: E402
+from benchmarks.front_page import SIZES  # noqa: E402
+from measure.drawing import BLUE, LINE, MUTED, RED, STYLE  # noqa: E402
 from measure.results import newest_first  # noqa: E402
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance  # noqa: E402
 
 PEERS = ("DDP", "FSDP2")
-COLORS = {model.OURS: BLUE, "triton": "#79b0f7", "DDP": DARK, "FSDP2": LIGHT}
+COLORS = {model.OURS: BLUE, "triton": "#79b0f7", "DDP": MUTED, "FSDP2": LINE}
 PAPER_GPUS = (8, 16, 64, 256, 1024)
 DRAWN_GPUS = (2, 4, *model.GPUS)
 
@@ -202,10 +203,10 @@ def draw_measured(folder, path):
         axes[1, 0].set_ylabel("% of so many times one")
         lines = [pair for panel in axes[0] for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
         entries = {label: line for line, label in lines}
-        figure.legend(entries.values(), entries, frameon=False, labelcolor=DARK, ncols=4, loc="outside lower center")
+        figure.legend(entries.values(), entries, frameon=False, labelcolor=MUTED, ncols=4, loc="outside lower center")
         measured = [result for sizes in results.values() for modes in sizes.values() for _, result in modes.values()]
         devices = dict.fromkeys(result["environment"]["device"] for result in measured)
-        figure.suptitle(f"The batch of a process held constant, bf16, {', '.join(devices)}", color=DARK)
+        figure.suptitle(f"The batch of a process held constant, bf16, {', '.join(devices)}", color=MUTED)
         save(figure, path)
 
 
@@ -219,7 +220,7 @@ def draw_model(folder, path):
             1, len(sizes), figsize=(12, 3.6), dpi=100, layout="constrained", sharey=True, squeeze=False
         )
         for axes, (name, measured) in zip(all_axes[0], sizes.items(), strict=True):
-            for machine, color in zip(model.MACHINES.values(), (BLUE, RED, DARK), strict=True):
+            for machine, color in zip(model.MACHINES.values(), (BLUE, RED, MUTED), strict=True):
                 work, reached = measured.work.on(machine), model.reached(machine, measured.collectives)
                 efficiencies = [100 * work.alone / model.step_ms(work, n, reached) for n in DRAWN_GPUS]
                 axes.plot(DRAWN_GPUS, efficiencies, color=color, label=machine.title)
@@ -228,5 +229,5 @@ def draw_model(folder, path):
             axes.set(xlabel="GPUs", ylim=(0, 110))
             on_gpus(axes, [2, 8, 32, 128, 512])
         all_axes[0, 0].set_ylabel("% of so many times one, on paper")
-        all_axes[0, -1].legend(frameon=False, labelcolor=DARK, fontsize=8)
+        all_axes[0, -1].legend(frameon=False, labelcolor=MUTED, fontsize=8)
         save(figure, path)

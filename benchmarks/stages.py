@@ -164,6 +164,11 @@ class View:
         """There the times of two stages do not tell them apart."""
         return self.device.type == "cpu"
 
+    def require_times(self):
+        """Missing where the times of the runs tell nothing."""
+        if self.on_cpu():
+            raise Missing("on a CPU times do not tell the stages apart")
+
     def speed(self, run, other):
         """compare_speed() of two runs."""
         return compare_speed(self.summary, run, other)

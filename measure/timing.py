@@ -90,21 +90,22 @@ def flush_buffer():
     return torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
 
+def replay_ms(graph, before=lambda: None):
+    """The time of one replay of a graph on the device, after a call of before()."""
+    before()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def median_replay_ms(graph, seconds, at_least, at_most, before=lambda: None):
     """The median time of a graph's replay, of as many as take so many seconds, each after a call of before()."""
-
-    def replay():
-        before()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    first = min(replay() for _ in range(3))
+    first = min(replay_ms(graph, before) for _ in range(3))
     count = max(at_least, min(at_most, math.ceil(seconds * 1e3 / first)))
-    return statistics.median(replay() for _ in range(count))
+    return statistics.median(replay_ms(graph, before) for _ in range(count))
 
 
 def copy_calls(bench, elements):

@@ -88,6 +88,7 @@ def run_figures(result):
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "host_ms": summary["host_ms"],
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
+        "without_gradient": summary.get("parameters_without_gradient"),
         "peak_memory_mib": summary["peak_memory_mib"],
         "mfu": summary["mfu"],
     }
@@ -128,6 +129,8 @@ def compare(output, runs):
         "precision": sample and sample["precision"],
         "entropy": sample and sample["summary"]["entropy"],
         "ceilings": read_json(output / "ceilings.json"),
+        "timelines": read_json(output / "kernel_timeline.json"),
+        "attention_layouts": read_json(output / "attention_layouts.json"),
         "baseline": baseline and run_figures(baseline),
         "stages": [
             {"stage": run.stage, "title": short_title(run.stage), "planned": bool(run.parts), "obstacle": run.obstacle,

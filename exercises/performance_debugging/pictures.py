@@ -1,71 +1,153 @@
-"""The pictures of a replay. Each draw_* takes the axes and the summary of comparison.py."""
+"""The pictures of a replay: the one that shows each stage's mistake, and those of the whole.
 
-import io
+Each function of STAGES and WHOLE takes the benchmarks.stages.View of a summary and returns a Picture, whose labels and
+description carry the figures, or raises stages.Missing with the reason why there is none.
+"""
+
+import itertools
+import math
+import statistics
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
-import matplotlib
+import numpy as np
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import tiny_llama_v3 as llama
+from benchmarks.stages import OPTIMIZED, Missing, View
+from exercises.performance_debugging.kernel_timeline import busy_share, spans_of
+from measure import drawing
+from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
+from measure.tables import number, percent, times
+from measure.work import kernel_work
+from profiling.kernel_names import operation_of
 
-import tiny_llama_v3 as llama  # noqa: E402
-from benchmarks.stages import device_of, setting  # noqa: E402
-from measure.tables import number  # noqa: E402
-from measure.work import kernel_work  # noqa: E402
-from profiling.kernel_names import COLORS, operation_of  # noqa: E402
-
-BASELINE_COLOUR = "0.6"
-MARKERS = "os^vD<>pP*Xhd"
-
-
-def colour(stage):
-    return f"C{stage - 1}"
-
-
-def measured(summary):
-    return [stage for stage in summary["stages"] if "batch_ms" in stage]
+WRONG, RIGHT, REFERENCE = Filling(RED, "////"), Filling(BLUE), Filling(LINE)
+PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
+MARKERS = "os^vDP*Xd<>p"
 
 
-def label(stage):
-    return f"{stage['stage']} {stage['title']}"
+class Picture(NamedTuple):
+    title: str
+    description: str  # the figures that it shows, in words
+    height: float  # in the unit of its text, of which it is drawing.WIDTH wide
+    draw: Callable  # of a Figure or a part of one
 
 
-def draw_loss(axes, summary):
-    for stage in measured(summary):
-        steps = range(1, len(stage["losses"]) + 1)
-        axes.plot(steps, stage["losses"], color=colour(stage["stage"]), label=label(stage), marker=".")
-    axes.axhline(summary["entropy"], color="0.3", linestyle=":", label=f"floor of the data, {summary['entropy']:.2f}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title="Loss")
-    axes.legend(fontsize="small")
+def config_of(view, stage):
+    """The llama.Config of a stage, which in laptop mode is its own."""
+    return llama.Config(**view.stage(stage).get("config", view.summary["config"]))
 
 
-def draw_speed(axes, summary):
-    bars = [(f"stage {stage['stage']}", stage, colour(stage["stage"])) for stage in measured(summary)]
-    if summary["baseline"]:
-        bars.insert(0, ("baseline", summary["baseline"], BASELINE_COLOUR))
-    names, runs, colours = zip(*bars, strict=True)
-    drawn = axes.barh(names, [run["samples_per_second"] for run in runs], color=colours)
-    axes.bar_label(drawn, [f" {number(run['samples_per_second'])}" for run in runs], fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set(xlabel="speed, samples/s (all steps)", title="Speed")
+def spread_of(spread):
+    """The p20 and p80 of what a run or a measurement says of its times."""
+    return spread["p20"], spread["p80"]
 
 
-def draw_phases(axes, summary):
+def in_words(labels):
+    return "; ".join(labels) + "."
+
+
+def bar_picture(title, rows, fillings=None, axis=None, limit=None):
+    """A Picture of drawing.bars with a legend of its fillings."""
+
+    def draw(figure):
+        axes = figure.subplots()
+        drawing.bars(axes, rows)
+        if limit:
+            axes.set_xlim(0, limit)
+        axes.set_xlabel(axis or "")
+        if not axis:
+            axes.set_xticks([])
+            axes.spines["bottom"].set_visible(False)
+        if fillings:
+            drawing.legend_below(figure, fillings)
+
+    height = drawing.bars_height(len(rows), rest=(34 if axis else 6) + (22 if fillings else 0))
+    return Picture(title, in_words(row.label for row in rows), height, draw)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One a stage
+
+
+def first_loss(view):
+    """The first loss, on a scale of its own, beside what it should be and what it is instead."""
+    first, config = view.stage(1)["first_loss"], config_of(view, 1)
+    hidden, vocabulary = config.hidden_dim, config.vocab_size
+    if first is None:
+        raise Missing("the first loss is not a number")
+    rows = [
+        ("first loss, stage 1", first, WRONG),
+        ("hidden size", hidden, REFERENCE),
+        (f"ln {vocabulary}, of guessing", math.log(vocabulary), REFERENCE),
+    ]
+    if 2 in view.stages:
+        rows.insert(2, ("first loss, stage 2", view.stage(2)["first_loss"], RIGHT))
+    bars = [Bar(f"{name}: {number(value)}", [(value, filling)]) for name, value, filling in rows]
+    return bar_picture("The first loss, the hidden size, and the loss of guessing", bars)
+
+
+LAYOUTS = {  # of attention_layouts.py: (label, colour, marker, dashes)
+    "strided": ("badly strided", RED, "s", (0, (4, 2))),
+    "contiguous": ("contiguous", BLUE, "o", "-"),
+}
+
+
+def attention_lengths(view):
+    """The attention kernel alone, over the length of the sequence, in both layouts of K and V."""
+    view.stage(2)
+    layouts = view.summary.get("attention_layouts")
+    if not layouts:
+        raise Missing("the attention kernel's time over the length of the sequence was not recorded")
+    rows = layouts["lengths"]
+    lengths = [row["seq_len"] for row in rows]
+
+    def draw(figure):
+        axes = figure.subplots()
+        for name, (label, color, marker, dashes) in LAYOUTS.items():
+            low, middle, high = np.percentile([row[name] for row in rows], [20, 50, 80], axis=1)
+            axes.errorbar(
+                lengths, middle, yerr=(middle - low, high - middle), color=color, marker=marker, linestyle=dashes,
+                markersize=5, capsize=2, label=label,
+            )  # fmt: skip
+            side = dict(ha="right", va="bottom") if name == "strided" else dict(ha="left", va="top")
+            offset = (-3, 3) if name == "strided" else (3, -3)  # away from the other line
+            for index in (0, -1):
+                point = lengths[index], middle[index]
+                axes.annotate(number(middle[index]), point, offset, textcoords="offset points", **side)
+        axes.set(xscale="log", yscale="log", xlabel="tokens a sequence", ylabel=f"us a call, {layouts['precision']}")
+        axes.set_xticks(lengths, [f"{n:,}" if n < 1000 else f"{n / 1000:.0f}k" for n in lengths], minor=False)
+        axes.minorticks_off()
+        drawing.plain_log(axes.yaxis)
+        axes.margins(0.17, 0.12)
+        axes.legend(loc="upper left")
+
+    medians = ((row["seq_len"], *(statistics.median(row[name]) for name in LAYOUTS)) for row in rows)
+    labels = [
+        f"{n} tokens: {number(strided)} us badly strided, {number(even)} us contiguous, {times(strided / even)}"
+        for n, strided, even in medians
+    ]
+    title = f"One call of the attention kernel in {layouts['precision']}, median and p20 to p80"
+    return Picture(title, in_words(labels), 250, draw)
+
+
+def phases_in_step(view):
     """The phases as stacked bars inside an outline as long as the step: what is missing was not timed."""
-    stages = measured(summary)
-    names = [f"stage {stage['stage']}" for stage in stages]
-    left = [0.0] * len(stages)
-    for phase, shade in (("forward", "C0"), ("backward", "C1"), ("optimizer", "C2")):
-        widths = [stage["phase_ms"].get(phase, 0.0) for stage in stages]
-        axes.barh(names, widths, left=left, color=shade, label=phase)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    steps = [stage["batch_ms"]["p50"] for stage in stages]
-    axes.barh(names, steps, fill=False, edgecolor="black", label="the step")
-    axes.invert_yaxis()
-    axes.set(xlabel="time, ms (medians over the steps)", title="Phases, and the step around them")
-    axes.legend(fontsize="small")
+    rows = []
+    if view.stage(3)["phases_share"] is None:
+        raise Missing("--timing step does not time phases")
+    for stage in (view.stage(3), view.stages.get(4)):
+        if stage and stage["phases_share"]:
+            step = stage["batch_ms"]["p50"]
+            label = (
+                f"stage {stage['stage']}: phases {number(sum(stage['phase_ms'].values()))} of "
+                f"{number(step)} ms, {percent(stage['phases_share'])}"
+            )
+            rows.append(Bar(label, [(stage["phase_ms"][name], PHASES[name]) for name in PHASES], outline=step))
+    return bar_picture("The phases, inside the outline of their step", rows, PHASES, "ms")
 
 
 def operation_shares(kernels):
@@ -76,26 +158,260 @@ def operation_shares(kernels):
     return shares
 
 
-def draw_kernels(axes, summary):
-    """The share of the device's time that the kernels of each operation take, the largest on the left."""
-    stages = [stage for stage in measured(summary) if stage["kernels"]]
-    shares = [operation_shares(stage["kernels"]) for stage in stages]
-    rows = [f"stage {stage['stage']}" for stage in stages]
-    left = [0.0] * len(stages)
-    for name, _ in sum(shares, Counter()).most_common():
-        widths = [100 * share[name] for share in shares]
-        axes.barh(rows, widths, left=left, label=name, color=COLORS[name])
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    of_what = "the device's" if device_of(summary).type == "cuda" else "the operators'"
-    axes.set(xlim=(0, 100), xlabel=f"share of {of_what} time, %", title="Kernels of each stage, by operation")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=3)
+SHOWN_OPERATIONS = 6
+
+
+def kernel_shares(view):
+    """The share of the device's time that each operation's kernels take, before and after the naive one is gone."""
+    before = operation_shares(view.kernels(4))
+    after = operation_shares(view.stages.get(OPTIMIZED, {}).get("kernels") or [])
+    shown = [name for name, _ in before.most_common(SHOWN_OPERATIONS)]
+    rows = []
+    for name in shown:
+        label = f"{name}: {percent(before[name])}"
+        if after:
+            label += f"; stage {OPTIMIZED}: {percent(after[name])}"
+        rows.append(Bar(label, [(100 * before[name], WRONG if "naive" in name else RIGHT)], mark=100 * after[name]))
+    title = f"Share of the device's time by operation: bars stage 4, diamonds stage {OPTIMIZED}"
+    return bar_picture(title, rows, axis="%", limit=100)
+
+
+def step_and_baseline(view):
+    """A step of stage 5 by its phases beside one of plain PyTorch, with the spread of each."""
+    view.require_times()
+    rows = []
+    for name, run in (("plain PyTorch", view.summary["baseline"]), (f"stage {OPTIMIZED}", view.stage(OPTIMIZED))):
+        if not run:
+            continue
+        low, high = spread_of(run["batch_ms"])
+        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
+        parts = [(run["phase_ms"][phase], PHASES[phase]) for phase in PHASES if phase in run["phase_ms"]]
+        rows.append(Bar(label, parts or [(run["batch_ms"]["p50"], RIGHT)], spread=(low, high)))
+    return bar_picture("A step by its phases: median, and p20 to p80", rows, PHASES, "ms")
+
+
+def module_of(parameter):
+    """What a parameter of TinyLlamaTriton belongs to, by its name."""
+    if "norm" in parameter:
+        return "norms"
+    return {"embed_tokens": "embedding", "attention": "attention"}.get(
+        next((part for part in parameter.split(".") if part in ("embed_tokens", "attention")), None), "feed-forward"
+    )
+
+
+def gradient_shares(config, without_gradient):
+    """{module: (weights with a gradient, weights)} of this llama.Config and the names of parameters without one."""
+    with llama.torch.device("meta"):
+        model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+    shares = {}
+    for name, parameter in model.named_parameters():
+        received, total = shares.get(module_of(name), (0, 0))
+        own = parameter.numel()
+        shares[module_of(name)] = received + own * (name not in without_gradient), total + own
+    return shares
+
+
+def gradients_by_module(view):
+    """How many of each kind of weights receive a gradient."""
+    stage = view.stage(6)
+    if stage.get("without_gradient") is None:
+        raise Missing("which weights receive a gradient was not recorded, only how many")
+    shares = gradient_shares(config_of(view, 6), stage["without_gradient"])
+    rows = [
+        Bar(
+            f"{name}: {received:,} of {total:,} weights",
+            [(100 * received / total, RIGHT)],
+            outline=100,
+        )
+        for name, (received, total) in shares.items()
+    ]
+    return bar_picture("Weights with a gradient, by module", rows, axis="%", limit=101)
+
+
+def first_steps(view):
+    """Every step's time on a logarithmic scale, so that the first and the rest can both be read."""
+    cold, warm = view.stage(7)["step_ms"], view.stages.get(OPTIMIZED, {}).get("step_ms")
+    median = view.stage(7)["batch_ms"]["p50"]
+
+    def draw(figure):
+        axes = figure.subplots()
+        axes.plot(range(1, len(cold) + 1), cold, "s", color=RED, markersize=5, label="stage 7")
+        if warm:
+            axes.plot(range(1, len(warm) + 1), warm, "o", color=BLUE, markersize=3.5, label=f"stage {OPTIMIZED}")
+        axes.set(yscale="log", xlabel="step", ylabel="ms")
+        drawing.plain_log(axes.yaxis)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(y=0.2)
+        note = f"first step: {number(cold[0])} ms"
+        axes.annotate(note, (1, cold[0]), (8, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"median: {number(median)} ms", (len(cold), median), (0, 10), textcoords="offset points", ha="right"
+        )
+        axes.legend(loc="center right")
+
+    labels = [f"stage 7: first step {number(cold[0])} ms, median of all {len(cold)} {number(median)} ms"]
+    if warm:
+        labels.append(f"stage {OPTIMIZED}: first step {number(warm[0])} ms")
+    return Picture("Time of every step, logarithmic", in_words(labels), 220, draw)
+
+
+ZOOM, ZOOM_AT = 0.05, 0.4  # the lower half shows so much of the longer step, from there on in each
+
+
+def within(spans, begin, length):
+    """What of the (start, length) lies within a window, counted from its begin."""
+    for start, duration in spans:
+        left, right = max(start - begin, 0), min(start + duration - begin, length)
+        if left < right:
+            yield left, right - left
+
+
+def draw_spans(axes, spans, unit, level, filling):
+    """Bars of (start, length) in us as one outline, which is a tenth of what a shape each would take."""
+    spans = [(start / unit, length / unit) for start, length in spans]
+    corners = [
+        (x, y) for a, b in spans for x, y in ((a, 0), (a + b, 0), (a + b, 0.55), (a, 0.55), (a, 0))
+    ]  # fmt: skip
+    codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(spans)
+    outline = Outline([(x, level + y) for x, y in corners], codes)
+    axes.add_patch(PathPatch(outline, facecolor=filling.color, linewidth=0))
+
+
+def gaps(view):
+    """When kernels ran in one recorded step of stages 5 and 8, on one axis of time; below, its first part enlarged."""
+    view.stage(8)
+    if not view.summary.get("timelines"):
+        raise Missing("the kernels of a step were not recorded one by one")
+    timelines = {n: view.summary["timelines"][str(n)] for n in (OPTIMIZED, 8)}
+    longest = max(timeline["step_us"] for timeline in timelines.values())
+    fillings = {OPTIMIZED: Filling(RED), 8: Filling(BLUE)}
+    labels = [
+        f"stage {n}: {len(timeline['start_us'])} kernels, busy {percent(busy_share(timeline))} of "
+        f"{number(timeline['step_us'] / 1e3)} ms"
+        for n, timeline in timelines.items()
+    ]
+    unprofiled = [f"stage {n}: {number(view.stage(n)['batch_ms']['p50'])} ms without the profiler" for n in timelines]
+
+    def draw(figure):
+        whole = (labels, longest, 0, 1e3, "ms, the whole step")
+        part = (unprofiled, ZOOM * longest, ZOOM_AT, 1, f"us, a part of it from {percent(ZOOM_AT)} of each step on")
+        for axes, (names, length, at, unit, xlabel) in zip(figure.subplots(2, 1), (whole, part), strict=True):
+            for level, (n, timeline) in enumerate(timelines.items()):
+                begin = at * timeline["step_us"]
+                draw_spans(axes, within(spans_of(timeline), begin, length), unit, level, fillings[n])
+                axes.annotate(names[level], (0, level), (0, 3), textcoords="offset points", va="bottom")
+            axes.set(xlim=(0, length / unit), ylim=(1.7, -0.5), yticks=[], xlabel=xlabel)
+            axes.spines["left"].set_visible(False)
+
+    title = f"When the device ran a kernel in one step of stages {OPTIMIZED} and 8, under the profiler"
+    return Picture(title, in_words([*labels, *unprofiled]), 300, draw)
+
+
+def counted_lines(summary):
+    """The cache lines that the attention kernel's loads touch in both layouts, and the fewest that its bytes lie in."""
+    cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
+    if not {2, 3} <= cases.keys():
+        raise Missing("the cache lines of its loads were not counted")
+    rows = [
+        ("badly strided, stage 2", cases[2]["lines"]["128"], WRONG),
+        ("contiguous, stage 3", cases[3]["lines"]["128"], RIGHT),
+        ("the fewest that could hold them", cases[3]["fewest_lines"]["128"], REFERENCE),
+    ]
+    bars = [Bar(f"{name}: {lines:,} lines", [(lines, filling)]) for name, lines, filling in rows]
+    return bar_picture("Cache lines of 128 bytes that the attention kernel's loads touch", bars)
+
+
+def counted_bytes(summary):
+    """How often the SwiGLU kernels ask for each byte."""
+    cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
+    if not {4, OPTIMIZED} <= cases.keys():
+        raise Missing("the bytes that it asks for were not counted")
+    rows = []
+    for stage, filling in ((4, WRONG), (OPTIMIZED, RIGHT)):
+        case = cases[stage]
+        again = case["bytes"] / case["distinct_bytes"]
+        rows.append(Bar(f"{case['kernel']}, stage {stage}: {times(again)}", [(again, filling)]))
+    return bar_picture("How often the kernel asks for each byte", rows)
+
+
+COUNTED = {2: counted_lines, 4: counted_bytes}  # of a summary
+STAGES = {
+    1: first_loss,
+    2: attention_lengths,
+    3: phases_in_step,
+    4: kernel_shares,
+    5: step_and_baseline,
+    6: gradients_by_module,
+    7: first_steps,
+    8: gaps,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+def step_times(view):
+    """The median step of the baseline and of every stage, with its spread."""
+    view.require_times()
+    runs = {"plain PyTorch": view.summary["baseline"]} if view.summary["baseline"] else {}
+    runs |= {f"stage {n}": stage for n, stage in view.stages.items()}
+    rows = []
+    for name, run in runs.items():
+        low, high = spread_of(run["batch_ms"])
+        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
+        filling = {"plain PyTorch": REFERENCE, f"stage {OPTIMIZED}": RIGHT}.get(name, Filling(MUTED))
+        rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
+    return bar_picture("A step of every stage: median, and p20 to p80", rows, axis="ms")
+
+
+def mistakes_alone(view):
+    """The median step of stage 5 with each mistake alone, with its spread."""
+    view.require_times()
+    runs = [(llama.flag_of(run["mistake"]), run) for run in view.summary.get("isolated", []) if "batch_ms" in run]
+    if not runs or OPTIMIZED not in view.stages:
+        raise Missing("each mistake alone was not recorded")
+    rows = []
+    for name, run in [(f"stage {OPTIMIZED}, none", view.stage(OPTIMIZED)), *runs]:
+        low, high = spread_of(run["batch_ms"])
+        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
+        filling = RIGHT if run is view.stage(OPTIMIZED) else WRONG
+        rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
+    return bar_picture("A step with each mistake alone: median, and p20 to p80", rows, axis="ms")
+
+
+def losses(view):
+    """The loss over the steps; stages whose losses are the same share a line, which names them all."""
+    alike = {}
+    for n, stage in view.stages.items():
+        alike.setdefault(tuple(stage["losses"]), []).append(str(n))
+    curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
+    colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
+    floor = view.summary["entropy"]
+    highest = max(loss for curve in alike for loss in curve if loss is not None)
+
+    def draw(figure):
+        axes = figure.subplots()
+        for (label, curve), marker in zip(curves.items(), MARKERS, strict=False):
+            steps = range(1, len(curve) + 1)
+            style = dict(color=next(colors), linestyle=next(dashes), marker=marker, markersize=4)
+            axes.plot(steps, [np.nan if x is None else x for x in curve], label=label, **style)
+        axes.axhline(floor, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"floor of the data, {number(floor)}")
+        axes.set(xlabel="step", ylabel="loss, nats a token")
+        if highest > 5 * floor:
+            axes.set_yscale("log")
+            drawing.plain_log(axes.yaxis)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(loc="outside lower left")
+
+    labels = [f"{label}: {number(curve[0])} at first, {number(curve[-1])} at last" for label, curve in curves.items()]
+    return Picture("Loss at every step", in_words(labels), 230 + 16 * len(curves), draw)
 
 
 def kernel_points(summary):
     """(kernel, stage, FLOP per byte, FLOP per second) of each of our kernels in each profiled stage."""
     work = kernel_work(llama.Config(**summary["config"]))
-    for stage in measured(summary):
+    for stage in View(summary).stages.values():
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:
                 amount = work[kernel["name"]]
@@ -107,66 +423,74 @@ def kernel_points(summary):
                 )
 
 
-def draw_roofline(axes, summary):
-    """One symbol a kernel, one colour a stage. Below the slanted line memory limits, below the level one arithmetic."""
-    ceilings = summary["ceilings"]
-    points = list(kernel_points(summary))
-    ridge = ceilings["flop_per_second"] / ceilings["bytes_per_second"]
-    intensities = [x for _, _, x, _ in points] + [ridge]
-    ends = min(0.1, *intensities) / 2, max(intensities) * 4
-    line = [
-        min(x * ceilings["bytes_per_second"], ceilings["flop_per_second"]) / 1e12 for x in (ends[0], ridge, ends[1])
+def roofline(view):
+    """One symbol a kernel, a point a stage. Below the slanted line memory limits, below the level one arithmetic."""
+    ceilings = view.summary.get("ceilings")
+    if not ceilings:
+        raise Missing("the ceilings of this device were not measured")
+    shown = {}
+    for name, stage, x, y in kernel_points(view.summary):
+        shown.setdefault(name, {})[stage] = (x, y / 1e12)
+    if not shown:
+        raise Missing("none of our kernels ran on a device here")
+    ceiling, slope = ceilings["flop_per_second"] / 1e12, ceilings["bytes_per_second"] / 1e12
+    ridge = ceiling / slope
+    xs = [x for stages in shown.values() for x, _ in stages.values()]
+    ends = min(0.5 * ridge, *xs) / 3, max(2 * ridge, *xs) * 3
+
+    def draw(figure):
+        axes = figure.subplots()
+        axes.plot((ends[0], ridge, ends[1]), (ends[0] * slope, ceiling, ceiling), color=INK, linewidth=1.2)
+        if ceilings["peak_tflops"]:
+            axes.axhline(ceilings["peak_tflops"], color=MUTED, linestyle=":", linewidth=1.2)
+        for (name, stages), marker in zip(shown.items(), itertools.cycle(MARKERS)):
+            bad = "naive" in operation_of(name)
+            axes.plot(*zip(*stages.values(), strict=True), marker, color=RED if bad else BLUE, markersize=6,
+                      markeredgecolor=GROUND, markeredgewidth=0.5, label=name)  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
+        for axis in (axes.xaxis, axes.yaxis):
+            drawing.plain_log(axis)
+        top = max(ceiling, ceilings["peak_tflops"] or 0)
+        axes.set_ylim(top=top * 12)  # the labels stand above the lines, not on them
+        note = f"{number(slope)} TB/s and {number(ceiling)} TFLOP/s reached"
+        if ceilings["peak_tflops"]:
+            note += f"\n{number(ceilings['peak_tflops'])} TFLOP/s by the datasheet (dotted)"
+        axes.annotate(note, (0.02, 0.98), xycoords="axes fraction", va="top")
+        figure.legend(loc="outside lower left", handletextpad=0.2)
+
+    labels = [
+        f"{name}: {number(y)} TFLOP/s at {number(x)} FLOP/byte in stage {stage}"
+        for name, stages in shown.items()
+        for stage, (x, y) in list(stages.items())[-1:]
     ]
-    axes.plot((ends[0], ridge, ends[1]), line, color="black", label="reached by a copy and by the library's matmul")
-    if ceilings["peak_tflops"]:
-        axes.axhline(ceilings["peak_tflops"], color="black", linestyle=":", label="peak arithmetic of the datasheet")
-    names = sorted({name for name, *_ in points})
-    for name, stage, x, y in points:
-        axes.plot(x, y / 1e12, MARKERS[names.index(name)], color=colour(stage), alpha=0.7)
-    for name in names:
-        axes.plot([], [], MARKERS[names.index(name)], color="0.4", label=name)
-    for stage in sorted({stage for _, stage, *_ in points}):
-        axes.plot([], [], "s", color=colour(stage), label=f"stage {stage}")
-    if not points:
-        axes.text(0.5, 0.4, "None of our kernels ran on a device here", transform=axes.transAxes, ha="center")
-    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s", title="Roofline")
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.17), ncols=2)
+    title = "Our kernels under the ceilings that a copy and the library's matrix product reach"
+    return Picture(title, in_words(labels), 260 + 16 * len(shown), draw)
 
 
-def pictures(summary):
-    """{name: (draw, alternative text)} of what the summary has the figures for."""
-    chosen = {
-        "loss": (draw_loss, "Loss at every step of every stage"),
-        "speed": (draw_speed, "Samples a second of the baseline and of every stage"),
-        "phases": (draw_phases, "Forward, backward and optimizer time of every stage beside the time of its step"),
-    }
-    if not measured(summary):
-        return {}
-    if any(stage["kernels"] for stage in measured(summary)):
-        chosen["kernels"] = (draw_kernels, "Share of each operation's kernels in every stage")
-    if summary["ceilings"]:
-        chosen["roofline"] = (draw_roofline, "Our kernels under the device's ceilings of bandwidth and arithmetic")
-    return chosen
+WHOLE = {"steps": step_times, "alone": mistakes_alone, "loss": losses, "roofline": roofline}
 
 
-def png(draw, summary):
-    """The picture as the bytes of a PNG file."""
-    figure, axes = plt.subplots(figsize=(7, 4))
-    draw(axes, summary)
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=130, bbox_inches="tight")
-    plt.close(figure)
-    return data.getvalue()
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def write_overview(summary, path):
-    """Loss, speed, phases and kernels in one PNG file."""
-    chosen = [draw for name, (draw, _) in pictures(summary).items() if name != "roofline"]
-    figure, grid = plt.subplots(2, 2, figsize=(14, 9), layout="constrained")
-    for axes, draw in zip(grid.flat, chosen, strict=False):
-        draw(axes, summary)
-    for axes in grid.flat[len(chosen) :]:
-        axes.set_axis_off()
-    figure.suptitle(setting(summary))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def svg(picture, name):
+    """The Picture as an element of the report, where no other has this name."""
+    with drawing.style():
+        figure = drawing.new_figure(picture.height)
+        picture.draw(figure)
+        return drawing.svg(figure, name, picture.title, picture.description)
+
+
+def write_overview(chosen, title, path, columns=4):
+    """The Pictures side by side in one PNG file."""
+    rows = math.ceil(len(chosen) / columns)
+    columns = min(columns, len(chosen))
+    with drawing.style():
+        height = max(picture.height for picture in chosen) + 34
+        figure = drawing.new_figure(rows * height + 30, columns * (drawing.WIDTH + 20))
+        figure.suptitle(title)
+        grid = figure.subfigures(rows, columns, squeeze=False).flat
+        for part, picture in zip(grid, chosen, strict=False):
+            part.suptitle(picture.title, x=0.02, ha="left", fontsize=drawing.TEXT, wrap=True)
+            picture.draw(part)
+        drawing.save_png(figure, path)

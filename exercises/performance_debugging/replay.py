@@ -8,8 +8,8 @@
     ./run_all_stages.sh --dry-run                  print the commands only
     ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
 
-Each stage is a full run in a process of its own, then a short profiled one; plain PyTorch (--impl
-torch) runs first, as the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles;
+Each stage is a run in a process of its own, profiled when it is done; plain PyTorch (--impl torch)
+runs first, as the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles;
 everywhere else the script's own --profile does. The kernels of the steps, without those of the
 warm-up, become a table. --laptop runs on the CPU what a CPU can show: the loss, the weights that
 receive a gradient, and what kernels ask memory for, with a tiny model in Triton's interpreter; of
@@ -22,6 +22,8 @@ the rest it shows replays recorded on a GPU, and says so. The output folder then
     stageN_output.log                      what the runs printed
     stageN_alone*                          the same of stage N's own mistake alone
     ceilings.json                          the bandwidth and the arithmetic that this device reaches
+    kernel_timeline.json                   when each kernel of one step of stages 5 and 8 ran
+    attention_layouts.json                 the attention kernel over the sequence, in both layouts
     counted.json                           what kernels ask memory for
     previous_DATE/                         what an earlier replay had left there
 
@@ -42,6 +44,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -67,15 +70,14 @@ LAPTOP_TINY = (
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
 COUNTED_STAGES = {2, 4}  # each with the one after it
-SHORT_RUN = {  # of a profile: the steps to be recorded, which the script's own --profile adds to those it measures
-    "rocprofv3": ["--num-steps", "3", "--warmup-steps", "1"],
-    "torch.profiler": ["--num-steps", "1", "--warmup-steps", "1"],
-}
+PROFILED_STEPS = ["--num-steps", "3", "--warmup-steps", "1"]  # as many as the script's own --profile records
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = (
     "stage*",
     "baseline*",
     "ceilings*",
+    "attention_layouts*",
+    "kernel_timeline*",
     "counted*",
     "summary.*",
     "report.html",
@@ -92,9 +94,10 @@ class Part:
 
     what: str  # "measured", "profiled" or "counted"
     command: list
-    pattern: str | None  # the file that the process writes into the folder FOLDER of its command; None of a profile
-    target: str
+    pattern: str | None = None  # the file that the process writes into the folder FOLDER of its command
+    target: str | None = None  # where that goes
     environment: dict = field(default_factory=dict)
+    profile: str | None = None  # where the kernels go that are recorded into FOLDER
 
 
 FOLDER = "{temporary folder}"  # stands for it in a Part until it exists
@@ -124,23 +127,47 @@ def profiler_of(config):
     return "rocprofv3" if with_rocprofv3 else "torch.profiler"
 
 
-def profile_command(command, config):
-    profiler = profiler_of(config)
-    command = [*command, *SHORT_RUN[profiler]]
-    if profiler == "rocprofv3":
-        tracing = ["--kernel-trace", "--marker-trace", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
-        return ["rocprofv3", *tracing, "--", *command]
-    return [*command, "--profile", FOLDER]
+def rocprofv3_command(command):
+    """A short run: it records the measured steps, and slows them down."""
+    tracing = ["--kernel-trace", "--marker-trace", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
+    return ["rocprofv3", *tracing, "--", *command, *PROFILED_STEPS]
 
 
 def training_run(name, title, script, arguments, config, stage=None, with_profile=False):
     command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
     # Stage 7 shows compilation, which a filled cache would hide.
     environment = {"TRITON_CACHE_DIR": f"{FOLDER}/triton"} if stage == 7 else {}
-    parts = [Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)]
-    if with_profile:
-        parts.append(Part("profiled", profile_command(command, config), None, f"{name}_profile.csv"))
+    measured = Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)
+    parts, kernels = [measured], f"{name}_profile.csv"
+    if with_profile and profiler_of(config) == "rocprofv3":
+        parts.append(Part("profiled", rocprofv3_command(command), profile=kernels))
+    elif with_profile:
+        measured.command, measured.profile = [*command, "--profile", FOLDER], kernels
     return Run(name, title, parts, stage)
+
+
+class Measurement(NamedTuple):
+    """A module beside this one, which measures what the pictures of a report need besides."""
+
+    title: str
+    stages: set  # for whose sake
+    needs_gpu: bool
+
+
+MEASUREMENTS = {
+    "ceilings": Measurement("what the device can do", set(llama.STAGES), needs_gpu=False),
+    "attention_layouts": Measurement("the attention kernel over the sequence", {2}, needs_gpu=True),
+    "kernel_timeline": Measurement("when the kernels of a step run", {8}, needs_gpu=True),
+}
+
+
+def measurement_runs(stages, arguments, config):
+    """The Runs of the MEASUREMENTS that this machine can make for these stages."""
+    for name, measurement in MEASUREMENTS.items():
+        if measurement.stages & set(stages) and (on_gpu(config) or not measurement.needs_gpu):
+            module = ["-m", f"exercises.performance_debugging.{name}"]
+            command = [sys.executable, *module, *arguments, "--output-dir", FOLDER]
+            yield Run(name, measurement.title, [Part("measured", command, f"{name}.json", f"{name}.json")])
 
 
 def isolated_runs(stages, arguments, config, with_profile):
@@ -179,10 +206,7 @@ def plan(options):
     runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
     with_profile = not options.no_profile
     if with_profile:
-        command = [sys.executable, "-m", "exercises.performance_debugging.ceilings", *arguments, "--output-dir", FOLDER]
-        runs.insert(
-            0, Run("ceilings", "what the device can do", [Part("measured", command, "ceilings.json", "ceilings.json")])
-        )
+        runs[:0] = measurement_runs(options.stages, arguments, config)
     for stage in options.stages:
         (link,) = HERE.glob(f"v3_stage{stage}_*.py")
         title = f"stage {stage}, {short_title(stage)}"
@@ -301,14 +325,14 @@ def execute_part(part, log_path, output):
         status = execute(command, environment, log)
         log.flush()
         written = next(Path(work).rglob(part.pattern), None) if part.pattern else work
+        if part.pattern and written:  # also of a process that failed in its profile
+            os.replace(written, output / part.target)
         if status != 0 or written is None:
             tail = "".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-LOG_TAIL:])
             what = f"exit status {status}" if status else f"no {part.pattern} was written"
             raise RuntimeError(f"{what}; {log_path.name} ends\n{tail}")
-        if part.pattern:
-            os.replace(written, output / part.target)
-        else:
-            write_kernels_of_steps(written, output / part.target)
+        if part.profile:
+            write_kernels_of_steps(work, output / part.profile)
 
 
 def execute_run(run, output, progress):
@@ -461,7 +485,7 @@ def run(argv):
         return 0
     with locked(options.output):
         put_aside(options.output)
-        trained = [run for run in runs if run.parts and run.name not in ("ceilings", "counted")]
+        trained = [run for run in runs if run.parts and run.name not in (*MEASUREMENTS, "counted")]
         header = {
             "benchmark": "stages",
             "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),

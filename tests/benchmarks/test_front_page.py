@@ -7,6 +7,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from benchmarks import front_page, told
+from measure import drawing
 
 ENVIRONMENT = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
 MODEL = {"hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 1000}
@@ -138,3 +139,13 @@ def test_the_picture_is_drawn_from_the_newest_results(tmp_path):
     front_page.draw(tmp_path, path)
     height, width, _ = matplotlib.image.imread(path).shape
     assert (width, height) == (1200, 420) and list(path.parent.iterdir()) == [path]
+
+
+def test_the_two_losses_differ_by_more_than_their_colour():
+    figure, axes = drawing.plt.subplots()
+    front_page.draw_losses(axes, learning_result(1.4, 1000), learning_result(5.2, with_gradient=16))
+    severed, correct, entropy = axes.lines
+    assert len({line.get_linestyle() for line in (severed, correct)}) == 2
+    assert severed.get_ydata()[-1] == 5.2 and correct.get_ydata()[-1] == pytest.approx(1.4)
+    assert entropy.get_ydata()[0] == 1.2
+    drawing.plt.close(figure)

@@ -1,0 +1,76 @@
+"""Measure the attention kernel over the length of the sequence, with K and V in both layouts of stage 2.
+
+    python -m exercises.performance_debugging.attention_layouts --use-amp --output-dir DIR
+
+writes DIR/attention_layouts.json. The options are those of tiny_llama_v3.py; of its sizes, batch and heads count. It
+needs a GPU: Triton's interpreter has no memory whose lines a load could touch.
+"""
+
+import functools
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+import tiny_llama_v3 as llama
+from measure.results import write_json
+from measure.tables import number, times
+from measure.timing import Bench, in_turns, replay_ms
+from tiny_llama_v3 import exit_code_of
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+REPLAYS = 21  # of each layout, in turns
+GRAPH_MS = 1.0  # a graph holds as many calls as take about so long, and eight at most
+
+
+def layouts(config, bench, seq_len):
+    """{layout: (q, k, v)}, each (batch, seq, heads, head_dim), of the same values."""
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    dtype = torch.bfloat16 if config.use_amp else torch.float32
+    qkv = bench.randn(config.batch_size, seq_len, width, dtype=dtype)
+    q, k, v = llama.split_heads(qkv, config.num_heads, config.num_kv_heads)
+    return {"contiguous": (q, k, v), "strided": (q, llama.badly_strided(k), llama.badly_strided(v))}
+
+
+def measure_length(config, bench, seq_len):
+    """{"seq_len", and for each layout the us of one call, of every replay}."""
+    calls = {
+        layout: functools.partial(llama.flash_attention_forward, *tensors)
+        for layout, tensors in layouts(config, bench, seq_len).items()
+    }
+    single = replay_ms(bench.capture([calls["contiguous"]], 1))
+    in_graph = max(1, min(8, round(GRAPH_MS / single)))
+    graphs = [bench.capture([call], in_graph) for call in calls.values()]
+    for graph in graphs:
+        replay_ms(graph)
+    ms = in_turns([functools.partial(replay_ms, graph) for graph in graphs], REPLAYS)
+    us = ([one * 1e3 / in_graph for one in of_layout] for of_layout in ms)
+    return {"seq_len": seq_len} | dict(zip(calls, us, strict=True))
+
+
+def run(argv):
+    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "attention_layouts.py")
+    device = llama.select_device(config.device)
+    if device.type == "cpu":
+        raise llama.UsageError("attention_layouts.py needs a GPU, and --device is cpu: leave it out, or use a GPU")
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    bench, rows = Bench(device), []
+    for seq_len in LENGTHS:
+        rows.append(measure_length(config, bench, seq_len))
+        contiguous, strided = (statistics.median(rows[-1][layout]) for layout in ("contiguous", "strided"))
+        print(
+            f"{seq_len} tokens: {number(contiguous)} us contiguous, {number(strided)} us badly strided, "
+            f"{times(strided / contiguous)}"
+        )
+    result = {"precision": llama.precision_name(config, device), "batch_size": config.batch_size, "lengths": rows}
+    write_json(Path(config.output_dir, "attention_layouts.json"), result)
+    return 0
+
+
+def main(argv=None):
+    return exit_code_of(lambda: run(argv), "attention_layouts.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
