@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 import tiny_llama_v3 as llama  # noqa: E402
-from benchmarks.front_page import DARK, RED, STYLE  # noqa: E402
+from measure.drawing import MUTED, RED, STYLE  # noqa: E402
 from measure.results import RESULTS, ROOT, ResultFile, header, newest_first  # noqa: E402
 from measure.tables import number, percent  # noqa: E402
 from profiling.kernel_names import short_name  # noqa: E402
@@ -90,7 +90,7 @@ def draw_rows(axes, step):
     ):
         if width > 0.06 * step.kernels["End"].max() / 1e6:  # else the name does not fit
             axes.text(left + width / 2, PHASES + 0.4, name, ha="center", va="center", fontsize=10, clip_on=True)
-    draw_bars(axes, 0, step.launches, LAUNCHES, color=DARK)
+    draw_bars(axes, 0, step.launches, LAUNCHES, color=MUTED)
     draw_operations(axes, 0, step.kernels, lambda operation: KERNELS)
     axes.set_yticks([0.4, 1.4, 2.4], ["device: kernels", "host: launch calls", "host: phases"])
     axes.set_xlabel("ms since the step began")
