@@ -43,6 +43,7 @@ import gc
 import itertools
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -548,6 +549,7 @@ CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
 SCALE_BLOCK = 4096  # hardly ever at work: the factor is 1
 EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns; a quarter of the columns takes twice as long
 ADAMW_BLOCK = 1024  # 256 to 4096 are within 3 %
+GROUP_BYTES = 2**28  # of gradients of activations that are kept for the weight gradients of several layers
 BUCKET_ELEMENTS = 256_000_000  # of a message between processes; a quarter takes a large step 0.5 % longer on two H200
 
 
@@ -808,37 +810,58 @@ def try_direct_launch():
     return works
 
 
-def gradient_target(parameter):
-    """(where a kernel puts the gradient of this parameter, whether it adds to what is there).
+def stacked(tensors):
+    """Tensors of one shape that lie evenly apart in one storage as one view (n, *shape); None if they do not."""
+    first, places = tensors[0], [t.data_ptr() for t in tensors]
+    step = places[1] - places[0] if len(tensors) > 1 else first.nbytes
+    storage = first.untyped_storage()
+    if step <= 0 or places != list(range(places[0], places[-1] + 1, step)):
+        return None
+    if places[-1] + first.nbytes > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *first.stride()))
 
-    The place is the optimizer's buffer, main_grad: after zero_grad() the first backward pass overwrites it, further
-    ones add to it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds
-    to .grad.
+
+def gradient_targets(parameters):
+    """(where a kernel puts the gradients of these parameters of one shape, whether it adds to what is there).
+
+    The place, (n, *shape), is the optimizer's buffer, main_grad: after zero_grad() the first backward pass overwrites
+    it, further ones add to it. Without such a buffer, or where .grad came by another way, it is a new tensor, which
+    autograd adds to .grad.
     """
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is not None:
-        grad = parameter.grad
-        if grad is None or grad is main_grad:
-            return main_grad, grad is main_grad
-    return parameter.new_empty(parameter.shape), False
+    places, grads = [getattr(p, "main_grad", None) for p in parameters], [p.grad for p in parameters]
+    accumulate = grads[0] is not None
+    expected = places if accumulate else [None] * len(places)
+    if places[0] is not None and all(map(operator.is_, grads, expected)):
+        target = stacked(places)
+        if target is not None:
+            return target, accumulate
+    return parameters[0].new_empty(len(parameters), *parameters[0].shape), False
 
 
-def set_main_grad(parameter, gradient):
-    """What a backward() returns for a parameter: the gradient, or None if it lies in main_grad, which becomes .grad."""
-    if gradient is not getattr(parameter, "main_grad", None):
-        return gradient
-    parameter.grad = gradient
-    return None
+def set_main_grads(parameters, gradients):
+    """What a backward() returns for parameters: gradients (n, *shape), or None for each whose main_grad they are."""
+    main_grad = getattr(parameters[0], "main_grad", None)
+    if main_grad is None or main_grad.data_ptr() != gradients.data_ptr():
+        return gradients.unbind()
+    for parameter in parameters:
+        parameter.grad = parameter.main_grad
+    return [None] * len(parameters)
 
 
-def weight_gradient(weight, out_grad, x):
-    """out_grad (rows, N)^T @ x (rows, K), the gradient of weight (N, K), as set_main_grad returns it."""
-    gradient, accumulate = gradient_target(weight)
-    if accumulate:
-        gradient.addmm_(out_grad.t(), x)
+def weight_gradients(weights, out_grads, inputs):
+    """out_grad (rows, N)^T @ input (rows, K) for each of some weights (N, K), as set_main_grads returns them.
+
+    Those of several layers are one product, where all lie evenly apart: each alone is too small to fill a device.
+    """
+    gradients, accumulate = gradient_targets(weights)
+    batch = [stacked(out_grads), stacked(inputs)] if len(weights) > 1 else [None]
+    if any(tensor is None for tensor in batch):
+        for gradient, out_grad, x in zip(gradients.unbind(), out_grads, inputs, strict=True):
+            torch.addmm(gradient, out_grad.t(), x, beta=int(accumulate), out=gradient)
     else:
-        torch.mm(out_grad.t(), x, out=gradient)
-    return set_main_grad(weight, gradient)
+        torch.baddbmm(gradients, batch[0].mT, batch[1], beta=int(accumulate), out=gradients)
+    return set_main_grads(weights, gradients)
 
 
 def begin_backward(ctx, overwrites=False):
@@ -909,7 +932,7 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         y_grad = y_grad.reshape(-1, weight.shape[0])
         x_grad = (y_grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, weight_gradient(weight, y_grad, x.reshape(-1, weight.shape[1]))
+        return x_grad, *weight_gradients([weight], [y_grad], [x.reshape(-1, weight.shape[1])])
 
 
 def triton_linear(x, weight):
@@ -996,12 +1019,15 @@ def rmsnorm_backward_kernel(
 
 @jit
 def column_sum_kernel(
-    partial_ptr, sum_ptr, n_rows, n_cols, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
-    """sum[c] (+)= partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing.
+    partial_ptr, sum_ptr, stride_sum, n_rows, n_cols,
+    ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """sum[n, c] (+)= partial[n, 0, c] + partial[n, 1, c] + ..., in an order that does not depend on timing.
 
-    partial (n_rows, n_cols) in fp32, sum (n_cols,).  Grid: (blocks of columns,).
+    partial (sums, n_rows, n_cols) in fp32, sum (sums, n_cols).  Grid: (blocks of columns, sums).
     """
+    partial_ptr += tl.program_id(1) * n_rows * n_cols
+    sum_ptr += tl.program_id(1).to(tl.int64) * stride_sum
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for start in range(0, n_rows, BLOCK_ROWS):
@@ -1022,16 +1048,17 @@ class RMSNormSaved(NamedTuple):
     rstd: torch.Tensor  # (rows,) in fp32
 
 
-def rmsnorm_forward(x, branch, weight, eps, block_size=None):
+def rmsnorm_forward(x, branch, weight, eps, block_size=None, y=None):
     """x, branch (rows, cols) with contiguous rows, weight (cols,) -> residual, y (rows, cols) and rstd (rows,) in fp32.
 
-    Without branch the residual is x itself. block_size: columns at a time; by default the whole row.
+    Without branch the residual is x itself. block_size: columns at a time; by default the whole row. y: its place.
     """
     if not weight.is_contiguous():
         raise not_contiguous(weight=weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
-    y, rstd = x.new_empty(n_rows, n_cols), x.new_empty(n_rows, dtype=torch.float32)  # given x.shape, thrice as slow
+    y = x.new_empty(n_rows, n_cols) if y is None else y  # given x.shape, thrice as slow
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     has_branch = branch is not None
     residual = x.new_empty(n_rows, n_cols) if has_branch else x
     launch(
@@ -1042,16 +1069,20 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None):
     return residual, y, rstd
 
 
-def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+def norm_partials(x, count=1):
+    """Room for the partial sums of the weight gradients of some norms of x (rows, cols): (count, programs, cols)."""
+    programs = norm_tile(*x.shape, True, x.device.type).programs
+    return x.new_empty(count, programs, x.shape[1], dtype=torch.float32)
+
+
+def rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, partial, x_grad=None):
     """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows; rstd is forward's.
 
-    Returns the gradient of x, residual_grad added in, and that of weight as set_main_grad returns it.
+    Returns the gradient of x, residual_grad added in, at x_grad if given, and leaves partial sums of that of weight.
     """
     n_rows, n_cols = x.shape
-    weight_grad, accumulate = gradient_target(weight)
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
-    x_grad = x.new_empty(n_rows, n_cols)
-    partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32)
+    x_grad = x.new_empty(n_rows, n_cols) if x_grad is None else x_grad
     has_residual_grad = residual_grad is not None
     residual_grad = residual_grad if has_residual_grad else y_grad
     launch(
@@ -1060,12 +1091,26 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
         dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
         num_warps=tile.warps,
     )  # fmt: skip
+    return x_grad
+
+
+def rmsnorm_weight_gradients(weights, partials):
+    """The gradients of weights (cols,), as set_main_grads returns them, of their partial sums (n, programs, cols)."""
+    count, programs, n_cols = partials.shape
+    sums, accumulate = gradient_targets(weights)
     block_rows, block_cols, num_warps = COLUMN_SUM_TILE
     launch(
-        column_sum_kernel, (cdiv(n_cols, block_cols),), (partial, weight_grad), (tile.programs, n_cols),
+        column_sum_kernel, (cdiv(n_cols, block_cols), count), (partials, sums), (sums.stride(0), programs, n_cols),
         dict(ACCUMULATE=accumulate, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols), num_warps=num_warps,
     )  # fmt: skip
-    return x_grad, set_main_grad(weight, weight_grad)
+    return set_main_grads(weights, sums)
+
+
+def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+    """The gradients of x and of weight: both of the above."""
+    partials = norm_partials(x)
+    x_grad = rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, partials)
+    return x_grad, *rmsnorm_weight_gradients([weight], partials)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -1543,13 +1588,13 @@ def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_
     )  # fmt: skip
 
 
-def flash_attention_forward(q, k, v):
+def flash_attention_forward(q, k, v, o=None):
     """Causal attention of q (batch, seq, heads, head_dim) on k, v (batch, seq, kv_heads, head_dim), of any strides.
 
-    Returns o, shaped as q and contiguous, and lse (batch, heads, seq) in fp32.
+    Returns o, shaped as q and contiguous, at o if given, and lse (batch, heads, seq) in fp32.
     """
     batch, seq_len, num_heads, head_dim = q.shape
-    o = q.new_empty(batch, seq_len, num_heads, head_dim)
+    o = q.new_empty(batch, seq_len, num_heads, head_dim) if o is None else o.view(q.shape)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     qk_scale = head_dim**-0.5 * math.log2(math.e)
     launch_attention(
@@ -1635,29 +1680,36 @@ class AttentionSaved(NamedTuple):
     lse: torch.Tensor  # (batch, heads, seq) in fp32
 
 
-def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
-    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved."""
+def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
+    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved, whose o goes to o."""
     width = qkv_weight.shape[0]  # (heads + 2 kv_heads) * head_dim
     qkv = F.linear(x, qkv_weight).view(-1, seq_len, width)
     rope_(qkv, num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
-    o, lse = flash_attention_forward(q, k, v)
+    o, lse = flash_attention_forward(q, k, v, o)
     y = F.linear(o.view(x.shape[0], -1), o_weight)
     return y, AttentionSaved(x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
 
 
-def attention_backward(y_grad, saved):
-    """y_grad (batch * seq, hidden) -> gradients of x, shaped so too, and of qkv_weight and o_weight (set_main_grad)."""
-    x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
-    rows = y_grad.shape[0]
-    o_weight_grad = weight_gradient(o_weight, y_grad, o.view(rows, -1))
+def attention_input_gradient(y_grad, saved, qkv_grad=None):
+    """y_grad (batch * seq, hidden) -> the gradients of x and of qkv = x @ qkv_weight^T, at qkv_grad if given."""
+    _, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
     o_grad = (y_grad @ o_weight).view_as(o)
-    qkv_grad = y_grad.new_empty(rows, qkv_weight.shape[0])
+    qkv_grad = y_grad.new_empty(y_grad.shape[0], qkv_weight.shape[0]) if qkv_grad is None else qkv_grad
     q_grad, k_grad, v_grad = split_heads(qkv_grad.view(*o.shape[:2], -1), q.shape[2], k.shape[2])
     flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
-    return qkv_grad @ qkv_weight, weight_gradient(qkv_weight, qkv_grad, x), o_weight_grad
+    return qkv_grad @ qkv_weight, qkv_grad
+
+
+def attention_weight_gradients(layers, y_grads, qkv_grads):
+    """Those of qkv_weight and those of o_weight (see set_main_grads) of layers, a list of AttentionSaved."""
+    o_rows = [layer.o.view(len(layer.x), -1) for layer in layers]
+    return (
+        weight_gradients([layer.qkv_weight for layer in layers], qkv_grads, [layer.x for layer in layers]),
+        weight_gradients([layer.o_weight for layer in layers], y_grads, o_rows),
+    )
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -1673,8 +1725,11 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx)
-        x_grad, *weight_grads = attention_backward(as_rows(y_grad), AttentionSaved(*ctx.saved_tensors))
-        return x_grad.view(*y_grad.shape[:-1], -1), *weight_grads, *[None] * 5  # tables, sizes and bugs are not learnt
+        y_grad_rows, saved = as_rows(y_grad), AttentionSaved(*ctx.saved_tensors)
+        x_grad, qkv_grad = attention_input_gradient(y_grad_rows, saved)
+        (qkv_weight_grad,), (o_weight_grad,) = attention_weight_gradients([saved], [y_grad_rows], [qkv_grad])
+        # Tables, sizes and bugs are not learnt.
+        return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
 
 
 def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
@@ -1798,12 +1853,12 @@ class SwiGLUSaved(NamedTuple):
     hidden: torch.Tensor  # (rows, ffn)
 
 
-def swiglu_activation(gate_up):
-    """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n)"""
+def swiglu_activation(gate_up, hidden=None):
+    """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n), at hidden if given"""
     if not gate_up.is_contiguous():
         raise not_contiguous(gate_up=gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
-    hidden = gate_up.new_empty(n_rows, n_cols)
+    hidden = gate_up.new_empty(n_rows, n_cols) if hidden is None else hidden
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
     return hidden
@@ -1829,22 +1884,29 @@ def swiglu_naive_matmul(x, gate_up_weight):
     return gate_up, hidden
 
 
-def swiglu_forward(x, gate_up_weight, down_weight, bugs=()):
-    """x (rows, hidden) -> y (rows, hidden) and SwiGLUSaved."""
+def swiglu_forward(x, gate_up_weight, down_weight, bugs=(), gate_up=None, hidden=None):
+    """x (rows, hidden) -> y (rows, hidden) and SwiGLUSaved, whose gate_up and hidden go where they are given."""
     if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, by hand what the library does well
         gate_up, hidden = swiglu_naive_matmul(x, gate_up_weight)
     else:
-        gate_up = F.linear(x, gate_up_weight)
-        hidden = swiglu_activation(gate_up)
+        gate_up = F.linear(x, gate_up_weight, out=gate_up)
+        hidden = swiglu_activation(gate_up, hidden)
     return F.linear(hidden, down_weight), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
 
 
-def swiglu_backward(y_grad, saved):
-    """y_grad (rows, hidden) -> gradients of x, gate_up_weight and down_weight. Overwrites saved.gate_up."""
-    x, gate_up_weight, down_weight, gate_up, hidden = saved
-    down_weight_grad = weight_gradient(down_weight, y_grad, hidden)
-    swiglu_activation_backward_(y_grad @ down_weight, gate_up)
-    return gate_up @ gate_up_weight, weight_gradient(gate_up_weight, gate_up, x), down_weight_grad
+def swiglu_input_gradient(y_grad, saved):
+    """y_grad (rows, hidden) -> the gradient of x; saved.gate_up is overwritten by its own."""
+    swiglu_activation_backward_(y_grad @ saved.down_weight, saved.gate_up)
+    return saved.gate_up @ saved.gate_up_weight
+
+
+def swiglu_weight_gradients(layers, y_grads):
+    """Then those of gate_up_weight and those of down_weight (see set_main_grads) of layers, a list of SwiGLUSaved."""
+    gate_up_grads, xs = [layer.gate_up for layer in layers], [layer.x for layer in layers]
+    return (
+        weight_gradients([layer.gate_up_weight for layer in layers], gate_up_grads, xs),
+        weight_gradients([layer.down_weight for layer in layers], y_grads, [layer.hidden for layer in layers]),
+    )
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -1859,8 +1921,10 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx, overwrites=True)
-        x_grad, *weight_grads = swiglu_backward(as_rows(y_grad), SwiGLUSaved(*ctx.saved_tensors))
-        return x_grad.view_as(y_grad), *weight_grads, None
+        y_grad_rows, saved = as_rows(y_grad), SwiGLUSaved(*ctx.saved_tensors)
+        x_grad = swiglu_input_gradient(y_grad_rows, saved)
+        (gate_up_weight_grad,), (down_weight_grad,) = swiglu_weight_gradients([saved], [y_grad_rows])
+        return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
 
 
 def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
@@ -1880,55 +1944,97 @@ def torch_swiglu(x, gate_up_weight, down_weight):
     return F.linear(F.silu(gate) * up, down_weight)
 
 
-# --- a transformer block: the pieces above in one Function instead of four. Autograd spends 30 to 40 us on the host for
-# each Function and direction, more than most kernels of a small model run.
+# --- transformer blocks: the pieces above, of one layer or of several, in one Function. Autograd spends 30 to 40 us on
+# the host for each Function and direction, more than most kernels of a small model run; and the weight gradients of a
+# kind are one product for all these layers, those of the norms one reduction.
 
 
 class BlockFunction(torch.autograd.Function):
-    """See triton_block. TransformerBlock.forward tells the same story with a Function for each operation."""
+    """See triton_blocks. TransformerBlock.forward tells the same story with a Function for each operation."""
 
     @staticmethod
-    def forward(ctx, residual, branch, norm1, qkv, o, norm2, gate_up, down, cos, sin, sizes, bugs):
-        eps, num_heads, num_kv_heads = sizes
-        ctx.has_branch = branch is not None
-        branch_rows = as_rows(branch) if ctx.has_branch else None
-        residual1, x, rstd1 = rmsnorm_forward(as_rows(residual), branch_rows, norm1, eps)
-        y, attention = attention_forward(x, residual.shape[1], qkv, o, cos, sin, num_heads, num_kv_heads, bugs)
-        residual2, x, rstd2 = rmsnorm_forward(residual1, y, norm2, eps)
-        y, swiglu = swiglu_forward(x, gate_up, down, bugs)
-        ctx.save_for_backward(residual1, norm1, rstd1, *attention, residual2, norm2, rstd2, *swiglu)
-        return residual2.view_as(residual), y.view_as(residual)
+    def forward(ctx, residual, branch, cos, sin, sizes, bugs, layer_range, *weights):
+        ctx.has_branch, ctx.layer_range, shape = branch is not None, layer_range, residual.shape
+        residual, y = as_rows(residual), as_rows(branch) if ctx.has_branch else None
+        layers, saved = [weights[i : i + 6] for i in range(0, len(weights), 6)], []
+        _, _, o, _, gate_up, down = layers[0]
+        # What is multiplied by the weights of a kind, of all layers in one tensor; and gate_up, for its gradient.
+        widths = shape[-1], o.shape[1], shape[-1], gate_up.shape[0], down.shape[1]
+        stacks = [residual.new_empty(len(layers), len(residual), width).unbind() for width in widths]
+        for index, (norm1, qkv, o, norm2, gate_up, down) in enumerate(layers):
+            x1, attended, x2, *activations = (stack[index] for stack in stacks)
+            with layer_range(index, "forward"):
+                residual, _, rstd = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
+                saved += [residual, norm1, rstd]
+                y, attention = attention_forward(x1, shape[1], qkv, o, cos, sin, *sizes.heads, bugs, attended)
+                saved += attention
+                residual, _, rstd = rmsnorm_forward(residual, y, norm2, sizes.eps, y=x2)
+                saved += [residual, norm2, rstd]
+                y, swiglu = swiglu_forward(x2, gate_up, down, bugs, *activations)
+                saved += swiglu
+        ctx.save_for_backward(*saved)
+        return residual.view(shape), y.view(shape)
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
         begin_backward(ctx, overwrites=True)
         # Read once: each reading would recompute them under torch.utils.checkpoint.
-        norm1, attention, norm2, swiglu = regroup(
-            ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved
+        layers = regroup(ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved)
+        norms1, attentions, norms2, swiglus = zip(*layers, strict=True)
+        shape, grad, y_grads = y_grad.shape, as_rows(residual_grad), [as_rows(y_grad)]
+        count, rows, hidden = len(layers), *y_grads[0].shape
+        if count > 1:
+            *below, last = grad.new_empty(count, rows, hidden).unbind()
+            y_grads = [*below, last.copy_(*y_grads)]
+        branch_grads = grad.new_empty(count, rows, hidden).unbind()
+        qkv_grads = grad.new_empty(count, rows, attentions[0].qkv_weight.shape[0]).unbind()
+        partials = [norm_partials(norm.residual, count) for norm in (norms1[0], norms2[0])]
+        partials1, partials2 = (partial.unbind() for partial in partials)
+        for index, (norm1, attention, norm2, swiglu) in reversed(list(enumerate(layers))):
+            with ctx.layer_range(index, "backward"):
+                x_grad, residual_grad = swiglu_input_gradient(y_grads[index], swiglu), grad
+                grad = rmsnorm_input_gradient(x_grad, residual_grad, *norm2, partials2[index], branch_grads[index])
+                x_grad, _ = attention_input_gradient(grad, attention, qkv_grads[index])
+                place = y_grads[index - 1] if index else None
+                grad = rmsnorm_input_gradient(x_grad, grad, *norm1, partials1[index], place)
+        norm1_grads, norm2_grads = (
+            rmsnorm_weight_gradients([norm.weight for norm in norms], partial)
+            for norms, partial in zip((norms1, norms2), partials, strict=True)
         )
-        grad, gate_up_grad, down_grad = swiglu_backward(as_rows(y_grad), swiglu)
-        grad, norm2_grad = rmsnorm_backward(grad, as_rows(residual_grad), *norm2)
-        residual_rows = grad
-        grad, qkv_grad, o_grad = attention_backward(grad, attention)
-        grad, norm1_grad = rmsnorm_backward(grad, residual_rows, *norm1)
-        grad = grad.view_as(residual_grad)
-        weight_grads = norm1_grad, qkv_grad, o_grad, norm2_grad, gate_up_grad, down_grad
-        return grad, grad if ctx.has_branch else None, *weight_grads, *[None] * 4
+        qkv_o_grads = attention_weight_gradients(attentions, branch_grads, qkv_grads)
+        weight_grads = zip(
+            norm1_grads, *qkv_o_grads, norm2_grads, *swiglu_weight_gradients(swiglus, y_grads), strict=True
+        )
+        grad = grad.view(shape)
+        return grad, grad if ctx.has_branch else None, *[None] * 5, *itertools.chain(*weight_grads)
 
 
 def regroup(tensors, *groups):
-    """The saved tensors as the NamedTuples that they were."""
-    tensors = iter(tensors)
-    return [group(*itertools.islice(tensors, len(group._fields))) for group in groups]
+    """The saved tensors as the NamedTuples that they were, those of a layer in one list."""
+    count, tensors = len(tensors) // sum(len(group._fields) for group in groups), iter(tensors)
+    return [[group(*itertools.islice(tensors, len(group._fields))) for group in groups] for _ in range(count)]
 
 
-def triton_block(residual, branch, weights, cos, sin, eps, num_heads, num_kv_heads, bugs=()):
-    """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down.
+class BlockSizes(NamedTuple):
+    """What all layers have in common."""
 
-    residual and branch (or None) (batch, seq, hidden) -> the same pair, one block on; types and errors as of its parts.
+    eps: float
+    heads: tuple  # of queries, of keys and values
+
+
+def no_range(index, direction):
+    """The range of a layer for which nobody has asked."""
+    return contextlib.nullcontext()
+
+
+def triton_blocks(residual, branch, layers, cos, sin, sizes, bugs=(), layer_range=no_range):
+    """TransformerBlock.forward of consecutive layers in one Function; of each its norm1, qkv, o, norm2, gate_up, down.
+
+    residual and branch (or None) (batch, seq, hidden) -> the same pair, these layers on; types and errors as of the
+    parts. layer_range(index, "forward" or "backward") is a context around the launches of a layer.
     """
     require_dtype("residual", residual)
-    return BlockFunction.apply(residual, branch, *weights, cos, sin, (eps, num_heads, num_kv_heads), bugs)
+    return BlockFunction.apply(residual, branch, cos, sin, sizes, bugs, layer_range, *itertools.chain(*layers))
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -2107,16 +2213,16 @@ class EmbeddingFunction(torch.autograd.Function):
         begin_backward(ctx)
         tokens, weight = ctx.saved_tensors
         n_cols = weight.shape[1]
-        weight_grad, accumulate = gradient_target(weight)  # the tied head's gradient may be there already
+        weight_grads, accumulate = gradient_targets([weight])  # the tied head's gradient may be there already
         if not accumulate:
-            weight_grad.zero_()
+            weight_grads.zero_()
         block_tokens, block_size = EMBEDDING_TILE[0], min(next_power_of_2(n_cols), EMBEDDING_TILE[1])
         launch(
             embedding_backward_kernel, (weight.shape[0], cdiv(n_cols, block_size)),
-            (tokens, out_grad.contiguous(), weight_grad), (tokens.numel(), n_cols),
+            (tokens, out_grad.contiguous(), weight_grads), (tokens.numel(), n_cols),
             dict(BLOCK_TOKENS=block_tokens, BLOCK_SIZE=block_size),
         )  # fmt: skip
-        return None, set_main_grad(weight, weight_grad)
+        return None, *set_main_grads([weight], weight_grads)
 
 
 def triton_embedding(tokens, weight):
@@ -2457,7 +2563,7 @@ class Operations(NamedTuple):
     attention: Callable
     swiglu: Callable
     cross_entropy: Callable
-    block: Callable | None = None  # a whole TransformerBlock, where there is something faster than its parts
+    blocks: Callable | None = None  # whole TransformerBlocks, where there is something faster than their parts
 
 
 def sdpa_rmsnorm(x, branch, weight, eps):
@@ -2469,7 +2575,7 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 OPERATIONS = {
     "triton": Operations(
         triton_embedding, triton_rmsnorm, triton_linear, triton_attention, triton_swiglu, triton_cross_entropy,
-        triton_block,
+        triton_blocks,
     ),
     "torch": Operations(F.embedding, torch_rmsnorm, F.linear, torch_attention, torch_swiglu, torch_cross_entropy),
     "sdpa": Operations(F.embedding, sdpa_rmsnorm, F.linear, sdpa_attention, torch_swiglu, torch_cross_entropy),
@@ -2480,7 +2586,7 @@ OPERATION_BUGS = {
     "rmsnorm": ("severed_autograd",),
     "attention": ("noncontiguous_kv", "severed_autograd"),
     "swiglu": ("triton_matmul_swiglu",),
-    "block": ("noncontiguous_kv", "triton_matmul_swiglu"),
+    "blocks": ("noncontiguous_kv", "triton_matmul_swiglu"),
 }
 
 
@@ -2490,7 +2596,7 @@ def with_bugs(operations, bugs):
         active = tuple(bug for bug in known if bug in bugs)
         if active:
             operations = operations._replace(**{name: functools.partial(getattr(operations, name), bugs=active)})
-    return operations._replace(block=None) if "severed_autograd" in bugs else operations
+    return operations._replace(blocks=None) if "severed_autograd" in bugs else operations
 
 
 def select_operations(config, device):
@@ -2569,10 +2675,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
         self.feed_forward = TritonSwiGLU(config, operations)
         self.operations = self.attention.operations
-        self.sizes = self.attention_norm.eps, config.num_heads, config.num_kv_heads
+        self.sizes = BlockSizes(self.attention_norm.eps, (config.num_heads, config.num_kv_heads))
 
     def weights(self):
-        """In the order of triton_block, past nn.Module's lookup of attributes: 0.6 instead of 3.3 us on the host."""
+        """In the order of triton_blocks, past nn.Module's lookup of attributes: 0.6 instead of 3.3 us on the host."""
         parts = self._modules
         attention, feed_forward = parts["attention"]._modules, parts["feed_forward"]._modules
         modules = (
@@ -2586,8 +2692,8 @@ class TransformerBlock(nn.Module):
 
         Both (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
-        if self.operations.block:  # the same in one autograd.Function
-            return self.operations.block(residual, branch, self.weights(), cos, sin, *self.sizes)
+        if self.operations.blocks:  # the same in one autograd.Function
+            return self.operations.blocks(residual, branch, [self.weights()], cos, sin, self.sizes)
         y, residual = self.attention_norm.add_norm(residual, branch)
         y, residual = self.ffn_norm.add_norm(residual, self.attention(y, cos, sin))
         return residual, self.feed_forward(y)
@@ -2602,6 +2708,8 @@ class TinyLlamaTriton(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
         self.norm = TritonRMSNorm(config.hidden_dim, operations=self.operations)
+        self.group_layers(1)
+        self.named_range = contextlib.nullcontext  # show_layers() puts a real one here
         cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -2621,12 +2729,26 @@ class TinyLlamaTriton(nn.Module):
                 is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=residual_std if is_residual else 0.02)
 
+    def group_layers(self, size):
+        """From now on so many layers at a time are one operation: their forward() and their hooks are not called."""
+        self.groups = [(start, list(self.layers[start : start + size])) for start in range(0, len(self.layers), size)]
+
+    def layer_range(self, start, index, direction):
+        """The range of a layer of the group that begins at start."""
+        return self.named_range(f"layers.{start + index} {direction}")
+
     def forward(self, tokens, targets=None):
         """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
-        for layer in self.layers:
-            residual, branch = layer(residual, branch, cos, sin)
+        for start, (layer, *others) in self.groups:
+            if others:
+                weights, ranges = [x.weights() for x in (layer, *others)], functools.partial(self.layer_range, start)
+                residual, branch = self.operations.blocks(
+                    residual, branch, weights, cos, sin, layer.sizes, layer_range=ranges
+                )
+            else:
+                residual, branch = layer(residual, branch, cos, sin)
         y, _ = self.norm.add_norm(residual, branch)
         logits = self.operations.linear(y, self.embed_tokens.weight)
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
@@ -2712,6 +2834,14 @@ def parallelize(model, config, device, world):
     return shard(model)
 
 
+def layers_together(config):
+    """How many layers wait for each other's weight gradients: all, or as many as the memory of GROUP_BYTES allows."""
+    width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer_bytes = config.tokens_per_step * width * (2 if config.use_amp else 4)
+    groups = cdiv(config.num_layers, max(1, GROUP_BYTES // layer_bytes))
+    return cdiv(config.num_layers, groups)
+
+
 class TrainStep:
     """One training step of one model, on fixed buffers: forward(), backward(), optimizer_step(), or run() for all.
 
@@ -2732,6 +2862,8 @@ class TrainStep:
             self.optimizer = FlatAdamW(self.model, config.learning_rate, config.use_amp, world=world)
             if not config.compile:  # hooks on layers are not the compiler's: nothing then is hidden
                 self.optimizer.overlap()
+                if world.size == 1 and operations.blocks:  # others wait for the gradients of each layer
+                    self.model.group_layers(layers_together(config))
         else:
             if world.size > 1:
                 self.run_model = parallelize(self.model, config, device, world)
@@ -2812,7 +2944,7 @@ class TrainStep:
         for name, method in ({"graph": "run"} if is_one_graph else phases).items():
             setattr(self, method, named_range(name)(getattr(self, method)))
         if not self.config.compile:
-            show_layers(self.model.layers)
+            show_layers(self.model)
 
 
 def synchronize(device, world=ALONE):
@@ -2839,8 +2971,9 @@ def named_range(name):
                 torch.cuda.nvtx.range_pop()
 
 
-def show_layers(layers):
+def show_layers(model):
     """A range for each layer, forward and backward: its backward lies between the gradients of its output and input."""
+    model.named_range = named_range  # of layers in groups
     current = contextlib.ExitStack()
 
     def enter(name):
@@ -2857,7 +2990,7 @@ def show_layers(layers):
         if outputs[1].requires_grad:
             outputs[1].register_hook(lambda grad: enter(f"layers.{index} backward"))
 
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, index))
         layer.register_forward_hook(functools.partial(after, index))
 

@@ -56,7 +56,7 @@ def test_a_mistake_is_named_where_it_runs(device, compile):
     config = dataclasses.replace(TINY, compile=compile, noncontiguous_kv=True, triton_matmul_swiglu=True)
     _, operations = llama.select_operations(config, llama.get_device(device))
     named = {name: llama.operation_name(operation) for name, operation in operations._asdict().items()}
-    assert named["block"] == "triton_block with noncontiguous_kv, triton_matmul_swiglu"
+    assert named["blocks"] == "triton_blocks with noncontiguous_kv, triton_matmul_swiglu"
     assert named["attention"] == "triton_attention with noncontiguous_kv"
     assert named["swiglu"] == "triton_swiglu with triton_matmul_swiglu"
     assert named["rmsnorm"] == "triton_rmsnorm"

@@ -18,7 +18,7 @@ from tests.core.tiny import TINY
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 # A block as separate operations, not as the one that replaces them.
-TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(block=None), marks=needs_triton)
+TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(blocks=None), marks=needs_triton)
 
 TINIER = dataclasses.replace(TINY, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, seq_len=8)
 
@@ -103,7 +103,8 @@ def test_restart_forgets_everything(device, impl):
 def test_checkpointed_blocks(make_step, use_reentrant):
     """Recomputed in the backward pass, by either way of torch.utils.checkpoint, the gradients are the same."""
     plain, recomputed = make_step(), make_step()
-    assert recomputed.model.operations.block
+    assert recomputed.model.operations.blocks
+    recomputed.model.group_layers(1)
     for layer in recomputed.model.layers:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=use_reentrant)
     expected, actual = loss_and_gradients(plain), loss_and_gradients(recomputed)
