@@ -35,6 +35,7 @@ be met or a file not be written (one line says why), 130 interrupted by Ctrl-C o
 import argparse
 import collections
 import contextlib
+import copy
 import csv
 import dataclasses
 import errno
@@ -43,7 +44,6 @@ import gc
 import itertools
 import json
 import math
-import operator
 import os
 import platform
 import re
@@ -751,9 +751,9 @@ def launched():
 # order, so that it is bitwise the same in every run. A kernel's docstring gives the shapes of what its pointers point
 # to; its types, unless stated, are those of the tensors, fp32, bf16 or fp16.
 
-COMPILED = {}  # what launch() has compiled
+COMPILED = {}  # a Launcher for each kernel that launch() has compiled
 COMPILED_LIMIT = 4096  # then it is emptied: Triton still has what it compiled
-DIRECT_LAUNCH = SimpleNamespace(works=None)  # not tried yet
+DIRECT_LAUNCH = SimpleNamespace(works=None, stream_of=None)  # not tried yet; a device's current stream
 
 
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
@@ -765,20 +765,22 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     Triton 3.3 to 3.9, and is tried before it is used.
     """
     pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
-    kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
+    device, types = tensors[0].get_device(), [None if t is None else t.dtype for t in tensors]
+    alignments = [p and p & 15 for p in pointers]
     # Triton's own hash of a kernel is slow.
-    key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
-    compiled = COMPILED.get(key)
-    if compiled is None:
+    key = (
+        id(kernel), device, scalars, *types, *alignments, *constants.values(), num_warps, num_stages, *options.values()
+    )  # fmt: skip
+    launcher = COMPILED.get(key)
+    if launcher is None:
         options |= dict(num_warps=num_warps, num_stages=num_stages)
         compiled = kernel[grid](*tensors, *scalars, **constants, **options)
         remember(key, compiled)
         return
-    driver = triton.runtime.driver.active
-    compiled.run(
-        *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
-        compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
-        *pointers, *scalars, *constants.values(),
+    arguments = (*pointers, *scalars, *constants.values())
+    launcher.run(
+        *launcher.before, *grid, *(1,) * (3 - len(grid)), DIRECT_LAUNCH.stream_of(device), *launcher.after,
+        *((arguments,) if launcher.packs else arguments),
     )  # fmt: skip
 
 
@@ -787,9 +789,41 @@ def remember(key, compiled):
     if len(COMPILED) >= COMPILED_LIMIT:
         COMPILED.clear()
     if compiled is not None and DIRECT_LAUNCH.works is None:
+        DIRECT_LAUNCH.stream_of = triton.runtime.driver.active.get_current_stream
         DIRECT_LAUNCH.works = True  # for the trial itself
         DIRECT_LAUNCH.works = try_direct_launch()
-    COMPILED[key] = compiled if DIRECT_LAUNCH.works else None
+    COMPILED[key] = launcher_of(compiled) if compiled is not None and DIRECT_LAUNCH.works else None
+
+
+class Launcher(NamedTuple):
+    """What launches a compiled kernel."""
+
+    compiled: object
+    run: Callable
+    before: list  # what it takes before the grid
+    after: list  # and between the stream and the kernel's arguments
+    packs: bool  # whether these are one tuple, as in Triton 3.9
+
+
+def launcher_of(compiled):
+    """The Launcher of a compiled kernel.
+
+    compiled.run is Python around a function in C, to which it passes the same each time. What that is shows a trial
+    that launches nothing; then the function is called directly.
+    """
+    usual = compiled.function, compiled.packed_metadata, None, None, None  # no launch hooks
+    calls, (*grid_and_stream, argument) = [], [object() for _ in range(5)]
+    try:
+        launch, trial = compiled.run.launch, copy.copy(compiled.run)
+        trial.launch = lambda *args: calls.append(args)
+        trial(*grid_and_stream, *usual, argument)
+        ((*args, last),) = calls
+        start = args.index(grid_and_stream[0])
+        if args[start : start + 4] == grid_and_stream and last in (argument, (argument,)):
+            return Launcher(compiled, launch, args[:start], args[start + 4 :], last is not argument)
+    except (AttributeError, TypeError, ValueError):  # it needs scratch memory, or this Triton has no such function
+        pass
+    return Launcher(compiled, compiled.run, [], usual, False)
 
 
 def try_direct_launch():
@@ -810,11 +844,38 @@ def try_direct_launch():
     return works
 
 
+def gradient_target(parameter):
+    """(where a kernel puts the gradient of this parameter, whether it adds to what is there).
+
+    The place is the optimizer's buffer, main_grad: after zero_grad() the first backward pass overwrites it, further
+    ones add to it. Without such a buffer, or where .grad came by another way, it is a new tensor, which autograd adds
+    to .grad.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        grad = parameter.grad
+        if grad is None or grad is main_grad:
+            return main_grad, grad is main_grad
+    return parameter.new_empty(parameter.shape), False
+
+
+def set_main_grad(parameter, gradient):
+    """What a backward() returns for a parameter: the gradient, or None if it lies in main_grad, which becomes .grad."""
+    if gradient is not getattr(parameter, "main_grad", None):
+        return gradient
+    parameter.grad = gradient
+    return None
+
+
+def new_stack(like, count, *shape, dtype=None):
+    """count tensors of a shape beside each other, for stacked(); [None] for one, which may lie anywhere."""
+    return list(like.new_empty(count, *shape, dtype=dtype).unbind()) if count > 1 else [None]
+
+
 def stacked(tensors):
     """Tensors of one shape that lie evenly apart in one storage as one view (n, *shape); None if they do not."""
     first, places = tensors[0], [t.data_ptr() for t in tensors]
-    step = places[1] - places[0] if len(tensors) > 1 else first.nbytes
-    storage = first.untyped_storage()
+    step, storage = places[1] - places[0], first.untyped_storage()
     if step <= 0 or places != list(range(places[0], places[-1] + 1, step)):
         return None
     if places[-1] + first.nbytes > storage.data_ptr() + storage.nbytes():
@@ -822,46 +883,32 @@ def stacked(tensors):
     return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *first.stride()))
 
 
-def gradient_targets(parameters):
-    """(where a kernel puts the gradients of these parameters of one shape, whether it adds to what is there).
+def parameter_gradients(compute, parameters, *inputs):
+    """[the gradient as set_main_grad returns it] of parameters of one shape, from lists of as many inputs.
 
-    The place, (n, *shape), is the optimizer's buffer, main_grad: after zero_grad() the first backward pass overwrites
-    it, further ones add to it. Without such a buffer, or where .grad came by another way, it is a new tensor, which
-    autograd adds to .grad.
+    compute(place, accumulate, *inputs) makes that of one, or all at once, each tensor with one more dimension in front:
+    where they lie evenly apart. What is too small to fill a device alone is faster so.
     """
-    places, grads = [getattr(p, "main_grad", None) for p in parameters], [p.grad for p in parameters]
-    accumulate = grads[0] is not None
-    expected = places if accumulate else [None] * len(places)
-    if places[0] is not None and all(map(operator.is_, grads, expected)):
-        target = stacked(places)
-        if target is not None:
-            return target, accumulate
-    return parameters[0].new_empty(len(parameters), *parameters[0].shape), False
-
-
-def set_main_grads(parameters, gradients):
-    """What a backward() returns for parameters: gradients (n, *shape), or None for each whose main_grad they are."""
-    main_grad = getattr(parameters[0], "main_grad", None)
-    if main_grad is None or main_grad.data_ptr() != gradients.data_ptr():
-        return gradients.unbind()
-    for parameter in parameters:
-        parameter.grad = parameter.main_grad
-    return [None] * len(parameters)
-
-
-def weight_gradients(weights, out_grads, inputs):
-    """out_grad (rows, N)^T @ input (rows, K) for each of some weights (N, K), as set_main_grads returns them.
-
-    Those of several layers are one product, where all lie evenly apart: each alone is too small to fill a device.
-    """
-    gradients, accumulate = gradient_targets(weights)
-    batch = [stacked(out_grads), stacked(inputs)] if len(weights) > 1 else [None]
-    if any(tensor is None for tensor in batch):
-        for gradient, out_grad, x in zip(gradients.unbind(), out_grads, inputs, strict=True):
-            torch.addmm(gradient, out_grad.t(), x, beta=int(accumulate), out=gradient)
+    places, accumulate = zip(*map(gradient_target, parameters), strict=True)
+    at_once = [None]
+    if len(parameters) > 1 and len(set(accumulate)) == 1:
+        at_once = list(map(stacked, (places, *inputs)))
+    if any(tensor is None for tensor in at_once):
+        for arguments in zip(places, accumulate, *inputs, strict=True):
+            compute(*arguments)
     else:
-        torch.baddbmm(gradients, batch[0].mT, batch[1], beta=int(accumulate), out=gradients)
-    return set_main_grads(weights, gradients)
+        compute(at_once[0], accumulate[0], *at_once[1:])
+    return list(map(set_main_grad, parameters, places))
+
+
+def weight_gradient(place, accumulate, out_grad, x):
+    """place (N, K) (+)= out_grad (rows, N)^T @ x (rows, K), for parameter_gradients()."""
+    if place.dim() == 3:
+        torch.baddbmm(place, out_grad.mT, x, beta=int(accumulate), out=place)
+    elif accumulate:
+        place.addmm_(out_grad.t(), x)
+    else:
+        torch.mm(out_grad.t(), x, out=place)
 
 
 def begin_backward(ctx, overwrites=False):
@@ -932,7 +979,8 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         y_grad = y_grad.reshape(-1, weight.shape[0])
         x_grad = (y_grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, *weight_gradients([weight], [y_grad], [x.reshape(-1, weight.shape[1])])
+        x_rows = x.reshape(-1, weight.shape[1])
+        return x_grad, *parameter_gradients(weight_gradient, [weight], [y_grad], [x_rows])
 
 
 def triton_linear(x, weight):
@@ -1069,20 +1117,16 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None, y=None):
     return residual, y, rstd
 
 
-def norm_partials(x, count=1):
-    """Room for the partial sums of the weight gradients of some norms of x (rows, cols): (count, programs, cols)."""
-    programs = norm_tile(*x.shape, True, x.device.type).programs
-    return x.new_empty(count, programs, x.shape[1], dtype=torch.float32)
-
-
-def rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, partial, x_grad=None):
+def rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, x_grad=None, partial=None):
     """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows; rstd is forward's.
 
-    Returns the gradient of x, residual_grad added in, at x_grad if given, and leaves partial sums of that of weight.
+    Returns the gradient of x, residual_grad added in, and partial sums of that of weight, (programs, cols) in fp32;
+    both at the places given, or in new tensors.
     """
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
     x_grad = x.new_empty(n_rows, n_cols) if x_grad is None else x_grad
+    partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32) if partial is None else partial
     has_residual_grad = residual_grad is not None
     residual_grad = residual_grad if has_residual_grad else y_grad
     launch(
@@ -1091,26 +1135,24 @@ def rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, partial, x_gr
         dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
         num_warps=tile.warps,
     )  # fmt: skip
-    return x_grad
+    return x_grad, partial
 
 
-def rmsnorm_weight_gradients(weights, partials):
-    """The gradients of weights (cols,), as set_main_grads returns them, of their partial sums (n, programs, cols)."""
-    count, programs, n_cols = partials.shape
-    sums, accumulate = gradient_targets(weights)
+def rmsnorm_weight_gradient(place, accumulate, partial):
+    """place (cols,) (+)= the sum of partial (programs, cols), for parameter_gradients()."""
+    programs, n_cols = partial.shape[-2:]
     block_rows, block_cols, num_warps = COLUMN_SUM_TILE
     launch(
-        column_sum_kernel, (cdiv(n_cols, block_cols), count), (partials, sums), (sums.stride(0), programs, n_cols),
+        column_sum_kernel, (cdiv(n_cols, block_cols), place.numel() // n_cols), (partial, place),
+        (place.stride(0), programs, n_cols),
         dict(ACCUMULATE=accumulate, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols), num_warps=num_warps,
     )  # fmt: skip
-    return set_main_grads(weights, sums)
 
 
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
-    """The gradients of x and of weight: both of the above."""
-    partials = norm_partials(x)
-    x_grad = rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, partials)
-    return x_grad, *rmsnorm_weight_gradients([weight], partials)
+    """The gradients of x and of weight, the latter as set_main_grad returns it: both of the above."""
+    x_grad, partial = rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd)
+    return x_grad, *parameter_gradients(rmsnorm_weight_gradient, [weight], [partial])
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -1704,11 +1746,11 @@ def attention_input_gradient(y_grad, saved, qkv_grad=None):
 
 
 def attention_weight_gradients(layers, y_grads, qkv_grads):
-    """Those of qkv_weight and those of o_weight (see set_main_grads) of layers, a list of AttentionSaved."""
-    o_rows = [layer.o.view(len(layer.x), -1) for layer in layers]
+    """Those of qkv_weight and of o_weight, as parameter_gradients() has them; layers is a list of AttentionSaved."""
+    products = functools.partial(parameter_gradients, weight_gradient)
     return (
-        weight_gradients([layer.qkv_weight for layer in layers], qkv_grads, [layer.x for layer in layers]),
-        weight_gradients([layer.o_weight for layer in layers], y_grads, o_rows),
+        products([layer.qkv_weight for layer in layers], qkv_grads, [layer.x for layer in layers]),
+        products([layer.o_weight for layer in layers], y_grads, [layer.o.view(len(layer.x), -1) for layer in layers]),
     )
 
 
@@ -1901,11 +1943,12 @@ def swiglu_input_gradient(y_grad, saved):
 
 
 def swiglu_weight_gradients(layers, y_grads):
-    """Then those of gate_up_weight and those of down_weight (see set_main_grads) of layers, a list of SwiGLUSaved."""
-    gate_up_grads, xs = [layer.gate_up for layer in layers], [layer.x for layer in layers]
+    """Thereafter those of gate_up_weight and of down_weight, as above; layers is a list of SwiGLUSaved."""
+    products = functools.partial(parameter_gradients, weight_gradient)
+    gate_up_grads = [layer.gate_up for layer in layers]
     return (
-        weight_gradients([layer.gate_up_weight for layer in layers], gate_up_grads, xs),
-        weight_gradients([layer.down_weight for layer in layers], y_grads, [layer.hidden for layer in layers]),
+        products([layer.gate_up_weight for layer in layers], gate_up_grads, [layer.x for layer in layers]),
+        products([layer.down_weight for layer in layers], y_grads, [layer.hidden for layer in layers]),
     )
 
 
@@ -1953,24 +1996,25 @@ class BlockFunction(torch.autograd.Function):
     """See triton_blocks. TransformerBlock.forward tells the same story with a Function for each operation."""
 
     @staticmethod
-    def forward(ctx, residual, branch, cos, sin, sizes, bugs, layer_range, *weights):
+    def forward(ctx, residual, branch, cos, sin, sizes, bugs, layer_range, hidden_weights, *weights):
         ctx.has_branch, ctx.layer_range, shape = branch is not None, layer_range, residual.shape
         residual, y = as_rows(residual), as_rows(branch) if ctx.has_branch else None
-        layers, saved = [weights[i : i + 6] for i in range(0, len(weights), 6)], []
+        weights, saved, ctx.hides_weights = weights or hidden_weights, [], not weights
+        layers = [weights[i : i + 6] for i in range(0, len(weights), 6)]
         _, _, o, _, gate_up, down = layers[0]
-        # What is multiplied by the weights of a kind, of all layers in one tensor; and gate_up, for its gradient.
+        # What the weights of a kind multiply lies side by side; gate_up too, which will be overwritten by its gradient.
         widths = shape[-1], o.shape[1], shape[-1], gate_up.shape[0], down.shape[1]
-        stacks = [residual.new_empty(len(layers), len(residual), width).unbind() for width in widths]
+        stacks = [new_stack(residual, len(layers), len(residual), width) for width in widths]
         for index, (norm1, qkv, o, norm2, gate_up, down) in enumerate(layers):
             x1, attended, x2, *activations = (stack[index] for stack in stacks)
             with layer_range(index, "forward"):
-                residual, _, rstd = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
+                residual, x, rstd = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
                 saved += [residual, norm1, rstd]
-                y, attention = attention_forward(x1, shape[1], qkv, o, cos, sin, *sizes.heads, bugs, attended)
+                y, attention = attention_forward(x, shape[1], qkv, o, cos, sin, *sizes.heads, bugs, attended)
                 saved += attention
-                residual, _, rstd = rmsnorm_forward(residual, y, norm2, sizes.eps, y=x2)
+                residual, x, rstd = rmsnorm_forward(residual, y, norm2, sizes.eps, y=x2)
                 saved += [residual, norm2, rstd]
-                y, swiglu = swiglu_forward(x2, gate_up, down, bugs, *activations)
+                y, swiglu = swiglu_forward(x, gate_up, down, bugs, *activations)
                 saved += swiglu
         ctx.save_for_backward(*saved)
         return residual.view(shape), y.view(shape)
@@ -1981,32 +2025,32 @@ class BlockFunction(torch.autograd.Function):
         # Read once: each reading would recompute them under torch.utils.checkpoint.
         layers = regroup(ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved)
         norms1, attentions, norms2, swiglus = zip(*layers, strict=True)
-        shape, grad, y_grads = y_grad.shape, as_rows(residual_grad), [as_rows(y_grad)]
-        count, rows, hidden = len(layers), *y_grads[0].shape
-        if count > 1:
-            *below, last = grad.new_empty(count, rows, hidden).unbind()
-            y_grads = [*below, last.copy_(*y_grads)]
-        branch_grads = grad.new_empty(count, rows, hidden).unbind()
-        qkv_grads = grad.new_empty(count, rows, attentions[0].qkv_weight.shape[0]).unbind()
-        partials = [norm_partials(norm.residual, count) for norm in (norms1[0], norms2[0])]
-        partials1, partials2 = (partial.unbind() for partial in partials)
+        count, shape, grad, y_grad = len(layers), y_grad.shape, as_rows(residual_grad), as_rows(y_grad)
+        stack_rows = functools.partial(new_stack, y_grad, count, len(y_grad))
+        y_grads, branch_grads, qkv_grads = map(stack_rows, (shape[-1], shape[-1], attentions[0].qkv_weight.shape[0]))
+        y_grads[-1] = y_grad if count == 1 else y_grads[-1].copy_(y_grad)
+        programs = norm_tile(*y_grad.shape, True, y_grad.device.type).programs
+        partials1, partials2 = (new_stack(y_grad, count, programs, shape[-1], dtype=torch.float32) for _ in range(2))
         for index, (norm1, attention, norm2, swiglu) in reversed(list(enumerate(layers))):
             with ctx.layer_range(index, "backward"):
-                x_grad, residual_grad = swiglu_input_gradient(y_grads[index], swiglu), grad
-                grad = rmsnorm_input_gradient(x_grad, residual_grad, *norm2, partials2[index], branch_grads[index])
-                x_grad, _ = attention_input_gradient(grad, attention, qkv_grads[index])
-                place = y_grads[index - 1] if index else None
-                grad = rmsnorm_input_gradient(x_grad, grad, *norm1, partials1[index], place)
-        norm1_grads, norm2_grads = (
-            rmsnorm_weight_gradients([norm.weight for norm in norms], partial)
-            for norms, partial in zip((norms1, norms2), partials, strict=True)
+                x_grad = swiglu_input_gradient(y_grads[index], swiglu)
+                branch_grads[index], partials2[index] = rmsnorm_input_gradient(
+                    x_grad, grad, *norm2, branch_grads[index], partials2[index]
+                )
+                x_grad, qkv_grads[index] = attention_input_gradient(branch_grads[index], attention, qkv_grads[index])
+                grad, partials1[index] = rmsnorm_input_gradient(
+                    x_grad, branch_grads[index], *norm1, y_grads[index - 1] if index else None, partials1[index]
+                )
+        norm_grads = (
+            parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms], partials)
+            for norms, partials in ((norms1, partials1), (norms2, partials2))
         )
-        qkv_o_grads = attention_weight_gradients(attentions, branch_grads, qkv_grads)
-        weight_grads = zip(
-            norm1_grads, *qkv_o_grads, norm2_grads, *swiglu_weight_gradients(swiglus, y_grads), strict=True
-        )
+        attention_grads = attention_weight_gradients(attentions, branch_grads, qkv_grads)
+        norm1_grads, norm2_grads = norm_grads
+        kinds = norm1_grads, *attention_grads, norm2_grads, *swiglu_weight_gradients(swiglus, y_grads)
         grad = grad.view(shape)
-        return grad, grad if ctx.has_branch else None, *[None] * 5, *itertools.chain(*weight_grads)
+        weight_grads = () if ctx.hides_weights else itertools.chain(*zip(*kinds, strict=True))
+        return grad, grad if ctx.has_branch else None, *[None] * 6, *weight_grads
 
 
 def regroup(tensors, *groups):
@@ -2034,7 +2078,11 @@ def triton_blocks(residual, branch, layers, cos, sin, sizes, bugs=(), layer_rang
     parts. layer_range(index, "forward" or "backward") is a context around the launches of a layer.
     """
     require_dtype("residual", residual)
-    return BlockFunction.apply(residual, branch, cos, sin, sizes, bugs, layer_range, *itertools.chain(*layers))
+    weights, hidden_weights = tuple(itertools.chain(*layers)), ()
+    # Weights whose gradients go to the optimizer's buffer are hidden from autograd: each costs it 4 us.
+    if residual.requires_grad and all(hasattr(weight, "main_grad") for weight in weights):
+        weights, hidden_weights = (), weights
+    return BlockFunction.apply(residual, branch, cos, sin, sizes, bugs, layer_range, hidden_weights, *weights)
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -2213,16 +2261,16 @@ class EmbeddingFunction(torch.autograd.Function):
         begin_backward(ctx)
         tokens, weight = ctx.saved_tensors
         n_cols = weight.shape[1]
-        weight_grads, accumulate = gradient_targets([weight])  # the tied head's gradient may be there already
+        weight_grad, accumulate = gradient_target(weight)  # the tied head's gradient may be there already
         if not accumulate:
-            weight_grads.zero_()
+            weight_grad.zero_()
         block_tokens, block_size = EMBEDDING_TILE[0], min(next_power_of_2(n_cols), EMBEDDING_TILE[1])
         launch(
             embedding_backward_kernel, (weight.shape[0], cdiv(n_cols, block_size)),
-            (tokens, out_grad.contiguous(), weight_grads), (tokens.numel(), n_cols),
+            (tokens, out_grad.contiguous(), weight_grad), (tokens.numel(), n_cols),
             dict(BLOCK_TOKENS=block_tokens, BLOCK_SIZE=block_size),
         )  # fmt: skip
-        return None, *set_main_grads([weight], weight_grads)
+        return None, set_main_grad(weight, weight_grad)
 
 
 def triton_embedding(tokens, weight):

@@ -77,9 +77,9 @@ def test_no_init_shows_in_the_first_loss(run_step, impl, hidden):
 def test_noncontiguous_kv_has_bad_strides_and_the_same_result(run_step, monkeypatch):
     seen, forward = [], llama.flash_attention_forward
 
-    def spy(q, k, v):
+    def spy(q, k, v, o):
         seen.append((k.stride(3), v.stride(3)))
-        return forward(q, k, v)
+        return forward(q, k, v, o)
 
     monkeypatch.setattr(llama, "flash_attention_forward", spy)
     correct, bad = run_step(), run_step(noncontiguous_kv=True)
