@@ -54,6 +54,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -774,13 +775,13 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     launcher = COMPILED.get(key)
     if launcher is None:
         options |= dict(num_warps=num_warps, num_stages=num_stages)
-        compiled = kernel[grid](*tensors, *scalars, **constants, **options)
+        compiled = recorded(kernel[grid], *tensors, *scalars, **constants, **options)
         remember(key, compiled)
         return
     arguments = (*pointers, *scalars, *constants.values())
-    launcher.run(
-        *launcher.before, *grid, *(1,) * (3 - len(grid)), DIRECT_LAUNCH.stream_of(device), *launcher.after,
-        *((arguments,) if launcher.packs else arguments),
+    recorded(
+        launcher.run, *launcher.before, *grid, *(1,) * (3 - len(grid)), DIRECT_LAUNCH.stream_of(device),
+        *launcher.after, *((arguments,) if launcher.packs else arguments), needs=(launcher, tensors),
     )  # fmt: skip
 
 
@@ -842,6 +843,63 @@ def try_direct_launch():
         COMPILED.clear()
         print(f"Note: Triton {triton.__version__} launches kernels in a new way: each launch takes the host longer")
     return works
+
+
+class Tapes:
+    """What functions have launched, repeated on the same memory at a third of the time on the host.
+
+    A CUDA graph takes none, but is captured for good: these follow the shapes, and leave Python between the functions.
+    Only what goes through recorded() is repeated.
+    """
+
+    calls = None  # where recorded() puts what it is given, if it shall
+
+    def __init__(self):
+        self.key, self.tapes, self.user = None, {}, None
+
+    def borrow(self, key):
+        """A token to keep until the tapes may be used again, or None: a key is new, or somebody has them."""
+        if self.user is not None and self.user() is not None:
+            return None
+        is_new, self.key = self.key != key, key
+        if is_new:  # the first time compiles
+            self.tapes = {}
+            return None
+        token = set()
+        self.user = weakref.ref(token)
+        return token
+
+    def run(self, function, *inputs):
+        """function(*inputs), in memory that the next run overwrites. Functions are told apart by their names."""
+        name = function.func.__name__
+        if name not in self.tapes:
+            inputs, Tapes.calls = [tensor.clone() for tensor in inputs], []
+            try:
+                outputs = function(*inputs)
+                self.tapes[name] = inputs, Tapes.calls, outputs
+            finally:
+                Tapes.calls = None
+            return outputs
+        places, calls, outputs = self.tapes[name]
+        for place, tensor in zip(places, inputs, strict=True):
+            place.copy_(tensor)
+        for call, _ in calls:
+            call()
+        return outputs
+
+
+def recorded(function, *args, needs=None, **kwargs):
+    """function(*args, **kwargs), for Tapes to repeat. needs: what else must stay alive for that."""
+    if Tapes.calls is not None:
+        Tapes.calls.append((functools.partial(function, *args, **kwargs), needs))
+    return function(*args, **kwargs)
+
+
+def product(a, b, out=None):
+    """a (rows, K) @ b (K, N) by the library, at out if given."""
+    if Tapes.calls is not None and out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    return recorded(torch.mm, a, b, out=out)
 
 
 def gradient_target(parameter):
@@ -1725,24 +1783,24 @@ class AttentionSaved(NamedTuple):
 def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
     """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved, whose o goes to o."""
     width = qkv_weight.shape[0]  # (heads + 2 kv_heads) * head_dim
-    qkv = F.linear(x, qkv_weight).view(-1, seq_len, width)
+    qkv = product(x, qkv_weight.t()).view(-1, seq_len, width)
     rope_(qkv, num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
     o, lse = flash_attention_forward(q, k, v, o)
-    y = F.linear(o.view(x.shape[0], -1), o_weight)
+    y = product(o.view(x.shape[0], -1), o_weight.t())
     return y, AttentionSaved(x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
 
 
 def attention_input_gradient(y_grad, saved, qkv_grad=None):
     """y_grad (batch * seq, hidden) -> the gradients of x and of qkv = x @ qkv_weight^T, at qkv_grad if given."""
     _, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
-    o_grad = (y_grad @ o_weight).view_as(o)
+    o_grad = product(y_grad, o_weight).view_as(o)
     qkv_grad = y_grad.new_empty(y_grad.shape[0], qkv_weight.shape[0]) if qkv_grad is None else qkv_grad
     q_grad, k_grad, v_grad = split_heads(qkv_grad.view(*o.shape[:2], -1), q.shape[2], k.shape[2])
     flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
-    return qkv_grad @ qkv_weight, qkv_grad
+    return product(qkv_grad, qkv_weight), qkv_grad
 
 
 def attention_weight_gradients(layers, y_grads, qkv_grads):
@@ -1931,15 +1989,15 @@ def swiglu_forward(x, gate_up_weight, down_weight, bugs=(), gate_up=None, hidden
     if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, by hand what the library does well
         gate_up, hidden = swiglu_naive_matmul(x, gate_up_weight)
     else:
-        gate_up = F.linear(x, gate_up_weight, out=gate_up)
+        gate_up = product(x, gate_up_weight.t(), gate_up)
         hidden = swiglu_activation(gate_up, hidden)
-    return F.linear(hidden, down_weight), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
+    return product(hidden, down_weight.t()), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
 
 
 def swiglu_input_gradient(y_grad, saved):
     """y_grad (rows, hidden) -> the gradient of x; saved.gate_up is overwritten by its own."""
-    swiglu_activation_backward_(y_grad @ saved.down_weight, saved.gate_up)
-    return saved.gate_up @ saved.gate_up_weight
+    swiglu_activation_backward_(product(y_grad, saved.down_weight), saved.gate_up)
+    return product(saved.gate_up, saved.gate_up_weight)
 
 
 def swiglu_weight_gradients(layers, y_grads):
@@ -1992,71 +2050,115 @@ def torch_swiglu(x, gate_up_weight, down_weight):
 # kind are one product for all these layers, those of the norms one reduction.
 
 
+class BlockSaved(NamedTuple):
+    """What the backward pass of a layer needs of the forward pass."""
+
+    norm1: RMSNormSaved
+    attention: AttentionSaved
+    norm2: RMSNormSaved
+    swiglu: SwiGLUSaved
+
+
+def blocks_forward(layers, seq_len, tables, sizes, bugs, layer_range, residual, y=None):
+    """residual and y (batch * seq_len, hidden), layers a list of six weights each -> the same pair and [BlockSaved]."""
+    saved, (_, _, o, _, gate_up, down) = [], layers[0]
+    # What the weights of a kind multiply lies side by side; gate_up too, which will be overwritten by its gradient.
+    widths = residual.shape[1], o.shape[1], residual.shape[1], gate_up.shape[0], down.shape[1]
+    stacks = [new_stack(residual, len(layers), len(residual), width) for width in widths]
+    for index, (norm1, qkv, o, norm2, gate_up, down) in enumerate(layers):
+        x1, attended, x2, *activations = (stack[index] for stack in stacks)
+        with layer_range(index, "forward"):
+            residual1, x, rstd1 = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
+            y, attention = attention_forward(x, seq_len, qkv, o, *tables, *sizes.heads, bugs, attended)
+            residual, x, rstd2 = rmsnorm_forward(residual1, y, norm2, sizes.eps, y=x2)
+            y, swiglu = swiglu_forward(x, gate_up, down, bugs, *activations)
+        norms = RMSNormSaved(residual1, norm1, rstd1), RMSNormSaved(residual, norm2, rstd2)
+        saved.append(BlockSaved(norms[0], attention, norms[1], swiglu))
+    return residual, y, saved
+
+
+def blocks_input_gradient(layers, layer_range, grad, y_grad):
+    """Gradients of residual and y, layers is [BlockSaved] -> that of both inputs, and what those of the weights take.
+
+    These are lists of the norms' partial sums and of the gradients of attention's qkv and y, and of SwiGLU's y.
+    """
+    count, (rows, hidden) = len(layers), y_grad.shape
+    qkv_width, programs = len(layers[0].attention.qkv_weight), norm_tile(rows, hidden, True, grad.device.type).programs
+    y_grads, branch_grads, qkv_grads = (new_stack(grad, count, rows, width) for width in (hidden, hidden, qkv_width))
+    partials1, partials2 = (new_stack(grad, count, programs, hidden, dtype=torch.float32) for _ in range(2))
+    y_grads[-1] = y_grad if count == 1 else recorded(y_grads[-1].copy_, y_grad)
+    for index, (norm1, attention, norm2, swiglu) in reversed(list(enumerate(layers))):
+        with layer_range(index, "backward"):
+            x_grad = swiglu_input_gradient(y_grads[index], swiglu)
+            branch_grads[index], partials2[index] = rmsnorm_input_gradient(
+                x_grad, grad, *norm2, branch_grads[index], partials2[index]
+            )
+            x_grad, qkv_grads[index] = attention_input_gradient(branch_grads[index], attention, qkv_grads[index])
+            grad, partials1[index] = rmsnorm_input_gradient(
+                x_grad, branch_grads[index], *norm1, y_grads[index - 1] if index else None, partials1[index]
+            )
+    return grad, partials1, partials2, qkv_grads, branch_grads, y_grads
+
+
+def blocks_weight_gradients(layers, partials1, partials2, qkv_grads, branch_grads, y_grads):
+    """[the gradients of norm1, qkv, o, norm2, gate_up, down as set_main_grad returns them] of [BlockSaved]."""
+    norms1, attentions, norms2, swiglus = zip(*layers, strict=True)
+    return zip(
+        parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms1], partials1),
+        *attention_weight_gradients(attentions, branch_grads, qkv_grads),
+        parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms2], partials2),
+        *swiglu_weight_gradients(swiglus, y_grads),
+        strict=True,
+    )
+
+
 class BlockFunction(torch.autograd.Function):
     """See triton_blocks. TransformerBlock.forward tells the same story with a Function for each operation."""
 
     @staticmethod
-    def forward(ctx, residual, branch, cos, sin, sizes, bugs, layer_range, hidden_weights, *weights):
-        ctx.has_branch, ctx.layer_range, shape = branch is not None, layer_range, residual.shape
-        residual, y = as_rows(residual), as_rows(branch) if ctx.has_branch else None
-        weights, saved, ctx.hides_weights = weights or hidden_weights, [], not weights
-        layers = [weights[i : i + 6] for i in range(0, len(weights), 6)]
-        _, _, o, _, gate_up, down = layers[0]
-        # What the weights of a kind multiply lies side by side; gate_up too, which will be overwritten by its gradient.
-        widths = shape[-1], o.shape[1], shape[-1], gate_up.shape[0], down.shape[1]
-        stacks = [new_stack(residual, len(layers), len(residual), width) for width in widths]
-        for index, (norm1, qkv, o, norm2, gate_up, down) in enumerate(layers):
-            x1, attended, x2, *activations = (stack[index] for stack in stacks)
-            with layer_range(index, "forward"):
-                residual, x, rstd = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
-                saved += [residual, norm1, rstd]
-                y, attention = attention_forward(x, shape[1], qkv, o, cos, sin, *sizes.heads, bugs, attended)
-                saved += attention
-                residual, x, rstd = rmsnorm_forward(residual, y, norm2, sizes.eps, y=x2)
-                saved += [residual, norm2, rstd]
-                y, swiglu = swiglu_forward(x, gate_up, down, bugs, *activations)
-                saved += swiglu
-        ctx.save_for_backward(*saved)
+    def forward(ctx, residual, branch, tables, sizes, bugs, layer_range, tapes, hidden_weights, *weights):
+        shape, ctx.has_branch, ctx.layer_range = residual.shape, branch is not None, layer_range
+        ctx.hides_weights, ctx.weights = not weights, weights or hidden_weights
+        weights = ctx.weights
+        layers = [weights[start : start + 6] for start in range(0, len(weights), 6)]
+        forward = functools.partial(blocks_forward, layers, shape[1], tables, sizes, bugs, layer_range)
+        inputs = [as_rows(tensor) for tensor in (residual, branch) if tensor is not None]
+        ctx.tapes, ctx.token = tapes, None
+        if tapes:
+            stream = torch.cuda.current_stream() if residual.is_cuda else None
+            pointers = [tensor.data_ptr() for tensor in (*weights, *tables)]
+            ctx.token = tapes.borrow((shape, ctx.has_branch, residual.dtype, stream, *pointers))
+        if ctx.token is None:
+            residual, y, layers = forward(*inputs)
+            ctx.save_for_backward(*(tensor for layer in layers for part in layer for tensor in part))
+        else:
+            residual, y, ctx.layers = tapes.run(forward, *inputs)
         return residual.view(shape), y.view(shape)
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
         begin_backward(ctx, overwrites=True)
         # Read once: each reading would recompute them under torch.utils.checkpoint.
-        layers = regroup(ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved)
-        norms1, attentions, norms2, swiglus = zip(*layers, strict=True)
-        count, shape, grad, y_grad = len(layers), y_grad.shape, as_rows(residual_grad), as_rows(y_grad)
-        stack_rows = functools.partial(new_stack, y_grad, count, len(y_grad))
-        y_grads, branch_grads, qkv_grads = map(stack_rows, (shape[-1], shape[-1], attentions[0].qkv_weight.shape[0]))
-        y_grads[-1] = y_grad if count == 1 else y_grads[-1].copy_(y_grad)
-        programs = norm_tile(*y_grad.shape, True, y_grad.device.type).programs
-        partials1, partials2 = (new_stack(y_grad, count, programs, shape[-1], dtype=torch.float32) for _ in range(2))
-        for index, (norm1, attention, norm2, swiglu) in reversed(list(enumerate(layers))):
-            with ctx.layer_range(index, "backward"):
-                x_grad = swiglu_input_gradient(y_grads[index], swiglu)
-                branch_grads[index], partials2[index] = rmsnorm_input_gradient(
-                    x_grad, grad, *norm2, branch_grads[index], partials2[index]
-                )
-                x_grad, qkv_grads[index] = attention_input_gradient(branch_grads[index], attention, qkv_grads[index])
-                grad, partials1[index] = rmsnorm_input_gradient(
-                    x_grad, branch_grads[index], *norm1, y_grads[index - 1] if index else None, partials1[index]
-                )
-        norm_grads = (
-            parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms], partials)
-            for norms, partials in ((norms1, partials1), (norms2, partials2))
-        )
-        attention_grads = attention_weight_gradients(attentions, branch_grads, qkv_grads)
-        norm1_grads, norm2_grads = norm_grads
-        kinds = norm1_grads, *attention_grads, norm2_grads, *swiglu_weight_gradients(swiglus, y_grads)
-        grad = grad.view(shape)
-        weight_grads = () if ctx.hides_weights else itertools.chain(*zip(*kinds, strict=True))
+        layers = regroup(ctx.saved_tensors) if ctx.token is None else ctx.layers
+        backward = functools.partial(blocks_input_gradient, layers, ctx.layer_range)
+        inputs = as_rows(residual_grad), as_rows(y_grad)
+        grad, *gradients = backward(*inputs) if ctx.token is None else ctx.tapes.run(backward, *inputs)
+        weight_grads = list(itertools.chain(*blocks_weight_gradients(layers, *gradients)))
+        ctx.token = ctx.layers = None
+        if ctx.hides_weights:
+            for weight, gradient in zip(ctx.weights, weight_grads, strict=True):
+                if gradient is not None:  # as autograd would
+                    weight.grad.add_(gradient)
+            weight_grads = ()
+        grad = grad.view(y_grad.shape)
         return grad, grad if ctx.has_branch else None, *[None] * 6, *weight_grads
 
 
-def regroup(tensors, *groups):
-    """The saved tensors as the NamedTuples that they were, those of a layer in one list."""
-    count, tensors = len(tensors) // sum(len(group._fields) for group in groups), iter(tensors)
-    return [[group(*itertools.islice(tensors, len(group._fields))) for group in groups] for _ in range(count)]
+def regroup(tensors):
+    """[BlockSaved] of all their tensors in a row."""
+    parts = BlockSaved.__annotations__.values()
+    count, tensors = len(tensors) // sum(len(part._fields) for part in parts), iter(tensors)
+    return [BlockSaved(*(part(*itertools.islice(tensors, len(part._fields))) for part in parts)) for _ in range(count)]
 
 
 class BlockSizes(NamedTuple):
@@ -2071,18 +2173,22 @@ def no_range(index, direction):
     return contextlib.nullcontext()
 
 
-def triton_blocks(residual, branch, layers, cos, sin, sizes, bugs=(), layer_range=no_range):
+def triton_blocks(residual, branch, layers, cos, sin, sizes, bugs=(), layer_range=no_range, tapes=None):
     """TransformerBlock.forward of consecutive layers in one Function; of each its norm1, qkv, o, norm2, gate_up, down.
 
     residual and branch (or None) (batch, seq, hidden) -> the same pair, these layers on; types and errors as of the
-    parts. layer_range(index, "forward" or "backward") is a context around the launches of a layer.
+    parts. layer_range(index, "forward" or "backward") is a context around the launches of a layer. With Tapes, for
+    these layers alone, the launches are repeated, without ranges.
     """
     require_dtype("residual", residual)
     weights, hidden_weights = tuple(itertools.chain(*layers)), ()
     # Weights whose gradients go to the optimizer's buffer are hidden from autograd: each costs it 4 us.
     if residual.requires_grad and all(hasattr(weight, "main_grad") for weight in weights):
         weights, hidden_weights = (), weights
-    return BlockFunction.apply(residual, branch, cos, sin, sizes, bugs, layer_range, hidden_weights, *weights)
+    tapes = None if bugs or weights else tapes
+    return BlockFunction.apply(
+        residual, branch, (cos, sin), sizes, bugs, layer_range, tapes, hidden_weights, *weights
+    )  # fmt: skip
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -2780,6 +2886,11 @@ class TinyLlamaTriton(nn.Module):
     def group_layers(self, size):
         """From now on so many layers at a time are one operation: their forward() and their hooks are not called."""
         self.groups = [(start, list(self.layers[start : start + size])) for start in range(0, len(self.layers), size)]
+        self.tapes = None  # allow_tapes() puts some here
+
+    def allow_tapes(self):
+        """From now on launches are repeated from tapes, if all layers are one group: larger ones keep the GPU busy."""
+        self.tapes = Tapes() if len(self.groups) == 1 < len(self.layers) else None
 
     def layer_range(self, start, index, direction):
         """The range of a layer of the group that begins at start."""
@@ -2792,8 +2903,9 @@ class TinyLlamaTriton(nn.Module):
         for start, (layer, *others) in self.groups:
             if others:
                 weights, ranges = [x.weights() for x in (layer, *others)], functools.partial(self.layer_range, start)
+                tapes = self.tapes if self.named_range is contextlib.nullcontext else None
                 residual, branch = self.operations.blocks(
-                    residual, branch, weights, cos, sin, layer.sizes, layer_range=ranges
+                    residual, branch, weights, cos, sin, layer.sizes, layer_range=ranges, tapes=tapes
                 )
             else:
                 residual, branch = layer(residual, branch, cos, sin)
@@ -2912,6 +3024,7 @@ class TrainStep:
                 self.optimizer.overlap()
                 if world.size == 1 and operations.blocks:  # others wait for the gradients of each layer
                     self.model.group_layers(layers_together(config))
+                    self.model.allow_tapes()
         else:
             if world.size > 1:
                 self.run_model = parallelize(self.model, config, device, world)
@@ -2971,6 +3084,7 @@ class TrainStep:
         """From now on the phases, or with one_graph run(), replay captured graphs; a step must have run before."""
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
+        self.model.tapes = None  # what is captured needs none, and not their memory
         for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
             graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog may ask for an event meanwhile, in its own thread.
