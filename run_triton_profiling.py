@@ -254,8 +254,8 @@ def sweep_block_sizes(bench, config):
             "ms": ms,
             "GB/s": 2 * x.nbytes / ms / 1e6,
         }
-        (launcher,) = llama.COMPILED.values()
-        results.append(row | {"registers": getattr(launcher and launcher.compiled, "n_regs", None)})
+        (compiled,) = llama.COMPILED.values()
+        results.append(row | {"registers": getattr(compiled, "n_regs", None)})
     return results
 
 

@@ -35,7 +35,6 @@ be met or a file not be written (one line says why), 130 interrupted by Ctrl-C o
 import argparse
 import collections
 import contextlib
-import copy
 import csv
 import dataclasses
 import errno
@@ -752,9 +751,9 @@ def launched():
 # order, so that it is bitwise the same in every run. A kernel's docstring gives the shapes of what its pointers point
 # to; its types, unless stated, are those of the tensors, fp32, bf16 or fp16.
 
-COMPILED = {}  # a Launcher for each kernel that launch() has compiled
+COMPILED = {}  # what launch() has compiled
 COMPILED_LIMIT = 4096  # then it is emptied: Triton still has what it compiled
-DIRECT_LAUNCH = SimpleNamespace(works=None, stream_of=None)  # not tried yet; a device's current stream
+DIRECT_LAUNCH = SimpleNamespace(works=None)  # not tried yet
 
 
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
@@ -772,16 +771,17 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     key = (
         id(kernel), device, scalars, *types, *alignments, *constants.values(), num_warps, num_stages, *options.values()
     )  # fmt: skip
-    launcher = COMPILED.get(key)
-    if launcher is None:
+    compiled = COMPILED.get(key)
+    if compiled is None:
         options |= dict(num_warps=num_warps, num_stages=num_stages)
         compiled = recorded(kernel[grid], *tensors, *scalars, **constants, **options)
         remember(key, compiled)
         return
-    arguments = (*pointers, *scalars, *constants.values())
+    driver = triton.runtime.driver.active
     recorded(
-        launcher.run, *launcher.before, *grid, *(1,) * (3 - len(grid)), DIRECT_LAUNCH.stream_of(device),
-        *launcher.after, *((arguments,) if launcher.packs else arguments), needs=(launcher, tensors),
+        compiled.run, *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
+        compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
+        *pointers, *scalars, *constants.values(), needs=(compiled, tensors),
     )  # fmt: skip
 
 
@@ -790,41 +790,9 @@ def remember(key, compiled):
     if len(COMPILED) >= COMPILED_LIMIT:
         COMPILED.clear()
     if compiled is not None and DIRECT_LAUNCH.works is None:
-        DIRECT_LAUNCH.stream_of = triton.runtime.driver.active.get_current_stream
         DIRECT_LAUNCH.works = True  # for the trial itself
         DIRECT_LAUNCH.works = try_direct_launch()
-    COMPILED[key] = launcher_of(compiled) if compiled is not None and DIRECT_LAUNCH.works else None
-
-
-class Launcher(NamedTuple):
-    """What launches a compiled kernel."""
-
-    compiled: object
-    run: Callable
-    before: list  # what it takes before the grid
-    after: list  # and between the stream and the kernel's arguments
-    packs: bool  # whether these are one tuple, as in Triton 3.9
-
-
-def launcher_of(compiled):
-    """The Launcher of a compiled kernel.
-
-    compiled.run is Python around a function in C, to which it passes the same each time. What that is shows a trial
-    that launches nothing; then the function is called directly.
-    """
-    usual = compiled.function, compiled.packed_metadata, None, None, None  # no launch hooks
-    calls, (*grid_and_stream, argument) = [], [object() for _ in range(5)]
-    try:
-        launch, trial = compiled.run.launch, copy.copy(compiled.run)
-        trial.launch = lambda *args: calls.append(args)
-        trial(*grid_and_stream, *usual, argument)
-        ((*args, last),) = calls
-        start = args.index(grid_and_stream[0])
-        if args[start : start + 4] == grid_and_stream and last in (argument, (argument,)):
-            return Launcher(compiled, launch, args[:start], args[start + 4 :], last is not argument)
-    except (AttributeError, TypeError, ValueError):  # it needs scratch memory, or this Triton has no such function
-        pass
-    return Launcher(compiled, compiled.run, [], usual, False)
+    COMPILED[key] = compiled if DIRECT_LAUNCH.works else None
 
 
 def try_direct_launch():
@@ -2148,7 +2116,7 @@ class BlockFunction(torch.autograd.Function):
         if ctx.hides_weights:
             for weight, gradient in zip(ctx.weights, weight_grads, strict=True):
                 if gradient is not None:  # as autograd would
-                    weight.grad.add_(gradient)
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
             weight_grads = ()
         grad = grad.view(y_grad.shape)
         return grad, grad if ctx.has_branch else None, *[None] * 6, *weight_grads
@@ -3024,7 +2992,8 @@ class TrainStep:
                 self.optimizer.overlap()
                 if world.size == 1 and operations.blocks:  # others wait for the gradients of each layer
                     self.model.group_layers(layers_together(config))
-                    self.model.allow_tapes()
+                    if not config.graph:  # which has no host
+                        self.model.allow_tapes()
         else:
             if world.size > 1:
                 self.run_model = parallelize(self.model, config, device, world)
@@ -3084,7 +3053,6 @@ class TrainStep:
         """From now on the phases, or with one_graph run(), replay captured graphs; a step must have run before."""
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
-        self.model.tapes = None  # what is captured needs none, and not their memory
         for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
             graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog may ask for an event meanwhile, in its own thread.

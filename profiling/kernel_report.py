@@ -214,7 +214,6 @@ def record_step(config, arch):
         _, operations = llama.select_operations(config, device_of(arch))
         with torch.device("meta"):
             model = llama.TinyLlamaTriton(config, operations)
-            model.group_layers(llama.layers_together(config))
             tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
         optimizer = llama.FlatAdamW(model, config.learning_rate, config.use_amp)
         model(tokens, tokens).backward()

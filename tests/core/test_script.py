@@ -1,7 +1,6 @@
 """The script as a text, and how it launches kernels without a GPU at hand."""
 
 import ast
-import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,7 +65,7 @@ def kernel(monkeypatch):
     runtime = SimpleNamespace(driver=SimpleNamespace(active=driver))
     monkeypatch.setattr(llama, "triton", SimpleNamespace(runtime=runtime, __version__="9.9"))
     monkeypatch.setattr(llama, "COMPILED", {})
-    monkeypatch.setattr(llama, "DIRECT_LAUNCH", SimpleNamespace(works=None, stream_of=None))
+    monkeypatch.setattr(llama, "DIRECT_LAUNCH", SimpleNamespace(works=None))
     return Kernel()
 
 
@@ -140,79 +139,3 @@ def test_what_was_compiled_is_bounded(kernel, monkeypatch):
         llama.launch(kernel, (1,), (torch.zeros(1),), (size,), {})
         assert len(llama.COMPILED) <= 3
     assert len(kernel.public) == 10
-
-
-def launcher_like(launch):
-    """What a Triton's compiled.run is: Python that calls launch, a function in C."""
-
-    class Run:
-        def __init__(self):
-            self.launch = self.no_launch
-
-        def no_launch(self, *args):
-            pytest.fail("a kernel was launched")
-
-        def __call__(self, x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
-            launch(self.launch, (x, y, z, stream), function, (packed, metadata, enter_hook, exit_hook), args)
-
-    return Run()
-
-
-HOOKS = ("packed", None, None, None)
-LAUNCHERS = {  # Triton 3.3 to 3.9, on NVIDIA and AMD: what is asked for, and what is found before the grid and after it
-    "flat": (lambda launch, grid, f, hooks, args: launch(*grid, f, 0, *hooks, *args), [], ["f", 0, *HOOKS], False),
-    "cooperative first": (
-        lambda launch, grid, f, hooks, args: launch(False, *grid, f, *hooks, *args), [False], ["f", *HOOKS], False
-    ),
-    "packed": (
-        lambda launch, grid, f, hooks, args: launch(*grid, f, *hooks, "types", args), [], ["f", *HOOKS, "types"], True
-    ),
-    "scratch": (lambda launch, grid, *_: launch(grid[0] * grid[1] * 128), None, None, None),
-    "keywords": (lambda launch, grid, f, hooks, args: launch(grid=grid, args=args), None, None, None),
-    "reordered": (lambda launch, grid, f, hooks, args: launch(*grid[::-1], f, *args), None, None, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("launch, before, after, packs", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_the_function_under_a_launcher_is_found_or_left_alone(launch, before, after, packs):
-    run = launcher_like(launch)
-    compiled = SimpleNamespace(run=run, function="f", packed_metadata="packed")
-    found = llama.launcher_of(compiled)
-    assert found.compiled is compiled
-    if after is None:
-        assert (found.run, found.before, found.after, found.packs) == (run, [], ("f", *HOOKS), False)
-    else:
-        assert (found.run, found.before, found.after, found.packs) == (run.no_launch, before, after, packs)
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_the_function_is_called_as_it_was_seen(kernel, monkeypatch, packs):
-    monkeypatch.setattr(llama, "try_direct_launch", lambda: True)
-    kernel.compiled.run = launcher_like(LAUNCHERS["packed" if packs else "flat"][0])
-    kernel.compiled.run.launch = lambda *args: kernel.direct.append(args)
-    x = launch_twice(kernel)
-    arguments = (x.data_ptr(), None, (4, 1), 5, 8)
-    expected = (0, 0, None, None, None, "types", arguments) if packs else (0, 0, 0, None, None, None, *arguments)
-    assert kernel.direct == [(2, 3, 1, 7, *expected)]
-
-
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-@pytest.mark.parametrize("vendor, name", [("nvidia", "CudaLauncher"), ("amd", "HIPLauncher")])
-def test_the_function_under_the_launcher_of_this_triton_is_found(monkeypatch, vendor, name):
-    driver = importlib.import_module(f"triton.backends.{vendor}.driver")
-    monkeypatch.setattr(llama.triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
-
-    class Launcher(getattr(driver, name)):
-        """Without a GPU: no scratch memory, and no other wish."""
-
-        def __init__(self):
-            self.launch = "the function in C"
-
-        def __getattr__(self, name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return 0
-
-    found = llama.launcher_of(SimpleNamespace(run=Launcher(), function="f", packed_metadata="packed"))
-    assert found.run == "the function in C"
-    assert "f" in found.after and "packed" in found.after
