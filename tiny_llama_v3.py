@@ -53,6 +53,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -556,6 +557,7 @@ CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
 SCALE_BLOCK = 4096  # hardly ever at work: the factor is 1
 EMBEDDING_TILE = (1024, 1024)  # tokens looked at together, columns; a quarter of the columns takes twice as long
 ADAMW_BLOCK = 1024  # 256 to 4096 are within 3 %
+GROUP_BYTES = 2**28  # of gradients of activations that are kept for the weight gradients of several layers
 BUCKET_ELEMENTS = 256_000_000  # of a message between processes; a quarter takes a large step 0.5 % longer on two H200
 
 
@@ -773,20 +775,23 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     Triton 3.3 to 3.9, and is tried before it is used.
     """
     pointers = [None if t is None else t.data_ptr() for t in tensors]  # as numbers: the driver need not look them up
-    kinds = [None if t is None else (t.dtype, t.get_device(), p & 15) for t, p in zip(tensors, pointers, strict=True)]
+    device, types = tensors[0].get_device(), [None if t is None else t.dtype for t in tensors]
+    alignments = [p and p & 15 for p in pointers]
     # Triton's own hash of a kernel is slow.
-    key = (id(kernel), scalars, *kinds, *constants.values(), num_warps, num_stages, *options.values())
+    key = (
+        id(kernel), device, scalars, *types, *alignments, *constants.values(), num_warps, num_stages, *options.values()
+    )  # fmt: skip
     compiled = COMPILED.get(key)
     if compiled is None:
         options |= dict(num_warps=num_warps, num_stages=num_stages)
-        compiled = kernel[grid](*tensors, *scalars, **constants, **options)
+        compiled = recorded(kernel[grid], *tensors, *scalars, **constants, **options)
         remember(key, compiled)
         return
     driver = triton.runtime.driver.active
-    compiled.run(
-        *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
+    recorded(
+        compiled.run, *grid, *(1,) * (3 - len(grid)), driver.get_current_stream(driver.get_current_device()),
         compiled.function, compiled.packed_metadata, None, None, None,  # no launch hooks
-        *pointers, *scalars, *constants.values(),
+        *pointers, *scalars, *constants.values(), needs=(compiled, tensors),
     )  # fmt: skip
 
 
@@ -818,6 +823,63 @@ def try_direct_launch():
     return works
 
 
+class Tapes:
+    """What functions have launched, repeated on the same memory at a third of the time on the host.
+
+    A CUDA graph takes none, but is captured for good: these follow the shapes, and leave Python between the functions.
+    Only what goes through recorded() is repeated.
+    """
+
+    calls = None  # where recorded() puts what it is given, if it shall
+
+    def __init__(self):
+        self.key, self.tapes, self.user = None, {}, None
+
+    def borrow(self, key):
+        """A token to keep until the tapes may be used again, or None: a key is new, or somebody has them."""
+        if self.user is not None and self.user() is not None:
+            return None
+        is_new, self.key = self.key != key, key
+        if is_new:  # the first time compiles
+            self.tapes = {}
+            return None
+        token = set()
+        self.user = weakref.ref(token)
+        return token
+
+    def run(self, function, *inputs):
+        """function(*inputs), in memory that the next run overwrites. Functions are told apart by their names."""
+        name = function.func.__name__
+        if name not in self.tapes:
+            inputs, Tapes.calls = [tensor.clone() for tensor in inputs], []
+            try:
+                outputs = function(*inputs)
+                self.tapes[name] = inputs, Tapes.calls, outputs
+            finally:
+                Tapes.calls = None
+            return outputs
+        places, calls, outputs = self.tapes[name]
+        for place, tensor in zip(places, inputs, strict=True):
+            place.copy_(tensor)
+        for call, _ in calls:
+            call()
+        return outputs
+
+
+def recorded(function, *args, needs=None, **kwargs):
+    """function(*args, **kwargs), for Tapes to repeat. needs: what else must stay alive for that."""
+    if Tapes.calls is not None:
+        Tapes.calls.append((functools.partial(function, *args, **kwargs), needs))
+    return function(*args, **kwargs)
+
+
+def product(a, b, out=None):
+    """a (rows, K) @ b (K, N) by the library, at out if given."""
+    if Tapes.calls is not None and out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    return recorded(torch.mm, a, b, out=out)
+
+
 def gradient_target(parameter):
     """(where a kernel puts the gradient of this parameter, whether it adds to what is there).
 
@@ -841,14 +903,48 @@ def set_main_grad(parameter, gradient):
     return None
 
 
-def weight_gradient(weight, out_grad, x):
-    """out_grad (rows, N)^T @ x (rows, K), the gradient of weight (N, K), as set_main_grad returns it."""
-    gradient, accumulate = gradient_target(weight)
-    if accumulate:
-        gradient.addmm_(out_grad.t(), x)
+def new_stack(like, count, *shape, dtype=None):
+    """count tensors of a shape beside each other, for stacked(); [None] for one, which may lie anywhere."""
+    return list(like.new_empty(count, *shape, dtype=dtype).unbind()) if count > 1 else [None]
+
+
+def stacked(tensors):
+    """Tensors of one shape that lie evenly apart in one storage as one view (n, *shape); None if they do not."""
+    first, places = tensors[0], [t.data_ptr() for t in tensors]
+    step, storage = places[1] - places[0], first.untyped_storage()
+    if step <= 0 or places != list(range(places[0], places[-1] + 1, step)):
+        return None
+    if places[-1] + first.nbytes > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *first.stride()))
+
+
+def parameter_gradients(compute, parameters, *inputs):
+    """[the gradient as set_main_grad returns it] of parameters of one shape, from lists of as many inputs.
+
+    compute(place, accumulate, *inputs) makes that of one, or all at once, each tensor with one more dimension in front:
+    where they lie evenly apart. What is too small to fill a device alone is faster so.
+    """
+    places, accumulate = zip(*map(gradient_target, parameters), strict=True)
+    at_once = [None]
+    if len(parameters) > 1 and len(set(accumulate)) == 1:
+        at_once = list(map(stacked, (places, *inputs)))
+    if any(tensor is None for tensor in at_once):
+        for arguments in zip(places, accumulate, *inputs, strict=True):
+            compute(*arguments)
     else:
-        torch.mm(out_grad.t(), x, out=gradient)
-    return set_main_grad(weight, gradient)
+        compute(at_once[0], accumulate[0], *at_once[1:])
+    return list(map(set_main_grad, parameters, places))
+
+
+def weight_gradient(place, accumulate, out_grad, x):
+    """place (N, K) (+)= out_grad (rows, N)^T @ x (rows, K), for parameter_gradients()."""
+    if place.dim() == 3:
+        torch.baddbmm(place, out_grad.mT, x, beta=int(accumulate), out=place)
+    elif accumulate:
+        place.addmm_(out_grad.t(), x)
+    else:
+        torch.mm(out_grad.t(), x, out=place)
 
 
 def begin_backward(ctx, overwrites=False):
@@ -919,7 +1015,8 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         y_grad = y_grad.reshape(-1, weight.shape[0])
         x_grad = (y_grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, weight_gradient(weight, y_grad, x.reshape(-1, weight.shape[1]))
+        x_rows = x.reshape(-1, weight.shape[1])
+        return x_grad, *parameter_gradients(weight_gradient, [weight], [y_grad], [x_rows])
 
 
 def triton_linear(x, weight):
@@ -1006,12 +1103,15 @@ def rmsnorm_backward_kernel(
 
 @jit
 def column_sum_kernel(
-    partial_ptr, sum_ptr, n_rows, n_cols, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
-    """sum[c] (+)= partial[0, c] + partial[1, c] + ..., in an order that does not depend on timing.
+    partial_ptr, sum_ptr, stride_sum, n_rows, n_cols,
+    ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """sum[n, c] (+)= partial[n, 0, c] + partial[n, 1, c] + ..., in an order that does not depend on timing.
 
-    partial (n_rows, n_cols) in fp32, sum (n_cols,).  Grid: (blocks of columns,).
+    partial (sums, n_rows, n_cols) in fp32, sum (sums, n_cols).  Grid: (blocks of columns, sums).
     """
+    partial_ptr += tl.program_id(1) * n_rows * n_cols
+    sum_ptr += tl.program_id(1).to(tl.int64) * stride_sum
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for start in range(0, n_rows, BLOCK_ROWS):
@@ -1032,16 +1132,17 @@ class RMSNormSaved(NamedTuple):
     rstd: torch.Tensor  # (rows,) in fp32
 
 
-def rmsnorm_forward(x, branch, weight, eps, block_size=None):
+def rmsnorm_forward(x, branch, weight, eps, block_size=None, y=None):
     """x, branch (rows, cols) with contiguous rows, weight (cols,) -> residual, y (rows, cols) and rstd (rows,) in fp32.
 
-    Without branch the residual is x itself. block_size: columns at a time; by default the whole row.
+    Without branch the residual is x itself. block_size: columns at a time; by default the whole row. y: its place.
     """
     if not weight.is_contiguous():
         raise not_contiguous(weight=weight)
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
-    y, rstd = x.new_empty(n_rows, n_cols), x.new_empty(n_rows, dtype=torch.float32)  # given x.shape, thrice as slow
+    y = x.new_empty(n_rows, n_cols) if y is None else y  # given x.shape, thrice as slow
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     has_branch = branch is not None
     residual = x.new_empty(n_rows, n_cols) if has_branch else x
     launch(
@@ -1052,16 +1153,16 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None):
     return residual, y, rstd
 
 
-def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+def rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd, x_grad=None, partial=None):
     """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows; rstd is forward's.
 
-    Returns the gradient of x, residual_grad added in, and that of weight as set_main_grad returns it.
+    Returns the gradient of x, residual_grad added in, and partial sums of that of weight, (programs, cols) in fp32;
+    both at the places given, or in new tensors.
     """
     n_rows, n_cols = x.shape
-    weight_grad, accumulate = gradient_target(weight)
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
-    x_grad = x.new_empty(n_rows, n_cols)
-    partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32)
+    x_grad = x.new_empty(n_rows, n_cols) if x_grad is None else x_grad
+    partial = x.new_empty(tile.programs, n_cols, dtype=torch.float32) if partial is None else partial
     has_residual_grad = residual_grad is not None
     residual_grad = residual_grad if has_residual_grad else y_grad
     launch(
@@ -1070,12 +1171,24 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
         dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
         num_warps=tile.warps,
     )  # fmt: skip
+    return x_grad, partial
+
+
+def rmsnorm_weight_gradient(place, accumulate, partial):
+    """place (cols,) (+)= the sum of partial (programs, cols), for parameter_gradients()."""
+    programs, n_cols = partial.shape[-2:]
     block_rows, block_cols, num_warps = COLUMN_SUM_TILE
     launch(
-        column_sum_kernel, (cdiv(n_cols, block_cols),), (partial, weight_grad), (tile.programs, n_cols),
+        column_sum_kernel, (cdiv(n_cols, block_cols), place.numel() // n_cols), (partial, place),
+        (place.stride(0), programs, n_cols),
         dict(ACCUMULATE=accumulate, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols), num_warps=num_warps,
     )  # fmt: skip
-    return x_grad, set_main_grad(weight, weight_grad)
+
+
+def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+    """The gradients of x and of weight, the latter as set_main_grad returns it: both of the above."""
+    x_grad, partial = rmsnorm_input_gradient(y_grad, residual_grad, x, weight, rstd)
+    return x_grad, *parameter_gradients(rmsnorm_weight_gradient, [weight], [partial])
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -1606,13 +1719,13 @@ def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_
     )  # fmt: skip
 
 
-def flash_attention_forward(q, k, v):
+def flash_attention_forward(q, k, v, o=None):
     """Causal attention of q (batch, seq, heads, head_dim) on k, v (batch, seq, kv_heads, head_dim), of any strides.
 
-    Returns o, shaped as q and contiguous, and lse (batch, heads, seq) in fp32.
+    Returns o, shaped as q and contiguous, at o if given, and lse (batch, heads, seq) in fp32.
     """
     batch, seq_len, num_heads, head_dim = q.shape
-    o = q.new_empty(batch, seq_len, num_heads, head_dim)
+    o = q.new_empty(batch, seq_len, num_heads, head_dim) if o is None else o.view(q.shape)
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     qk_scale = head_dim**-0.5 * math.log2(math.e)
     launch_attention(
@@ -1703,29 +1816,36 @@ class AttentionSaved(NamedTuple):
     lse: torch.Tensor  # (batch, heads, seq) in fp32
 
 
-def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
-    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved."""
+def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
+    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows) and AttentionSaved, whose o goes to o."""
     width = qkv_weight.shape[0]  # (heads + 2 kv_heads) * head_dim
-    qkv = F.linear(x, qkv_weight).view(-1, seq_len, width)
+    qkv = product(x, qkv_weight.t()).view(-1, seq_len, width)
     rope_(qkv, num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
-    o, lse = flash_attention_forward(q, k, v)
-    y = F.linear(o.view(x.shape[0], -1), o_weight)
+    o, lse = flash_attention_forward(q, k, v, o)
+    y = product(o.view(x.shape[0], -1), o_weight.t())
     return y, AttentionSaved(x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
 
 
-def attention_backward(y_grad, saved):
-    """y_grad (batch * seq, hidden) -> gradients of x, shaped so too, and of qkv_weight and o_weight (set_main_grad)."""
-    x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
-    rows = y_grad.shape[0]
-    o_weight_grad = weight_gradient(o_weight, y_grad, o.view(rows, -1))
-    o_grad = (y_grad @ o_weight).view_as(o)
-    qkv_grad = y_grad.new_empty(rows, qkv_weight.shape[0])
+def attention_input_gradient(y_grad, saved, qkv_grad=None):
+    """y_grad (batch * seq, hidden) -> the gradients of x and of qkv = x @ qkv_weight^T, at qkv_grad if given."""
+    _, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = saved
+    o_grad = product(y_grad, o_weight).view_as(o)
+    qkv_grad = y_grad.new_empty(y_grad.shape[0], qkv_weight.shape[0]) if qkv_grad is None else qkv_grad
     q_grad, k_grad, v_grad = split_heads(qkv_grad.view(*o.shape[:2], -1), q.shape[2], k.shape[2])
     flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
-    return qkv_grad @ qkv_weight, weight_gradient(qkv_weight, qkv_grad, x), o_weight_grad
+    return product(qkv_grad, qkv_weight), qkv_grad
+
+
+def attention_weight_gradients(layers, y_grads, qkv_grads):
+    """Those of qkv_weight and of o_weight, as parameter_gradients() has them; layers is a list of AttentionSaved."""
+    products = functools.partial(parameter_gradients, weight_gradient)
+    return (
+        products([layer.qkv_weight for layer in layers], qkv_grads, [layer.x for layer in layers]),
+        products([layer.o_weight for layer in layers], y_grads, [layer.o.view(len(layer.x), -1) for layer in layers]),
+    )
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -1741,8 +1861,11 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx)
-        x_grad, *weight_grads = attention_backward(as_rows(y_grad), AttentionSaved(*ctx.saved_tensors))
-        return x_grad.view(*y_grad.shape[:-1], -1), *weight_grads, *[None] * 5  # tables, sizes and bugs are not learnt
+        y_grad_rows, saved = as_rows(y_grad), AttentionSaved(*ctx.saved_tensors)
+        x_grad, qkv_grad = attention_input_gradient(y_grad_rows, saved)
+        (qkv_weight_grad,), (o_weight_grad,) = attention_weight_gradients([saved], [y_grad_rows], [qkv_grad])
+        # Tables, sizes and bugs are not learnt.
+        return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
 
 
 def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
@@ -1866,12 +1989,12 @@ class SwiGLUSaved(NamedTuple):
     hidden: torch.Tensor  # (rows, ffn)
 
 
-def swiglu_activation(gate_up):
-    """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n)"""
+def swiglu_activation(gate_up, hidden=None):
+    """gate_up (rows, 2 n), contiguous -> silu(gate) * up (rows, n), at hidden if given"""
     if not gate_up.is_contiguous():
         raise not_contiguous(gate_up=gate_up)
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
-    hidden = gate_up.new_empty(n_rows, n_cols)
+    hidden = gate_up.new_empty(n_rows, n_cols) if hidden is None else hidden
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
     return hidden
@@ -1897,22 +2020,30 @@ def swiglu_naive_matmul(x, gate_up_weight):
     return gate_up, hidden
 
 
-def swiglu_forward(x, gate_up_weight, down_weight, bugs=()):
-    """x (rows, hidden) -> y (rows, hidden) and SwiGLUSaved."""
+def swiglu_forward(x, gate_up_weight, down_weight, bugs=(), gate_up=None, hidden=None):
+    """x (rows, hidden) -> y (rows, hidden) and SwiGLUSaved, whose gate_up and hidden go where they are given."""
     if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, by hand what the library does well
         gate_up, hidden = swiglu_naive_matmul(x, gate_up_weight)
     else:
-        gate_up = F.linear(x, gate_up_weight)
-        hidden = swiglu_activation(gate_up)
-    return F.linear(hidden, down_weight), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
+        gate_up = product(x, gate_up_weight.t(), gate_up)
+        hidden = swiglu_activation(gate_up, hidden)
+    return product(hidden, down_weight.t()), SwiGLUSaved(x, gate_up_weight, down_weight, gate_up, hidden)
 
 
-def swiglu_backward(y_grad, saved):
-    """y_grad (rows, hidden) -> gradients of x, gate_up_weight and down_weight. Overwrites saved.gate_up."""
-    x, gate_up_weight, down_weight, gate_up, hidden = saved
-    down_weight_grad = weight_gradient(down_weight, y_grad, hidden)
-    swiglu_activation_backward_(y_grad @ down_weight, gate_up)
-    return gate_up @ gate_up_weight, weight_gradient(gate_up_weight, gate_up, x), down_weight_grad
+def swiglu_input_gradient(y_grad, saved):
+    """y_grad (rows, hidden) -> the gradient of x; saved.gate_up is overwritten by its own."""
+    swiglu_activation_backward_(product(y_grad, saved.down_weight), saved.gate_up)
+    return product(saved.gate_up, saved.gate_up_weight)
+
+
+def swiglu_weight_gradients(layers, y_grads):
+    """Thereafter those of gate_up_weight and of down_weight, as above; layers is a list of SwiGLUSaved."""
+    products = functools.partial(parameter_gradients, weight_gradient)
+    gate_up_grads = [layer.gate_up for layer in layers]
+    return (
+        products([layer.gate_up_weight for layer in layers], gate_up_grads, [layer.x for layer in layers]),
+        products([layer.down_weight for layer in layers], y_grads, [layer.hidden for layer in layers]),
+    )
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -1927,8 +2058,10 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad):
         begin_backward(ctx, overwrites=True)
-        x_grad, *weight_grads = swiglu_backward(as_rows(y_grad), SwiGLUSaved(*ctx.saved_tensors))
-        return x_grad.view_as(y_grad), *weight_grads, None
+        y_grad_rows, saved = as_rows(y_grad), SwiGLUSaved(*ctx.saved_tensors)
+        x_grad = swiglu_input_gradient(y_grad_rows, saved)
+        (gate_up_weight_grad,), (down_weight_grad,) = swiglu_weight_gradients([saved], [y_grad_rows])
+        return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
 
 
 def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
@@ -1948,55 +2081,150 @@ def torch_swiglu(x, gate_up_weight, down_weight):
     return F.linear(F.silu(gate) * up, down_weight)
 
 
-# --- a transformer block: the pieces above in one Function instead of four. Autograd spends 30 to 40 us on the host for
-# each Function and direction, more than most kernels of a small model run.
+# --- transformer blocks: the pieces above, of one layer or of several, in one Function. Autograd spends 30 to 40 us on
+# the host for each Function and direction, more than most kernels of a small model run; and the weight gradients of a
+# kind are one product for all these layers, those of the norms one reduction.
+
+
+class BlockSaved(NamedTuple):
+    """What the backward pass of a layer needs of the forward pass."""
+
+    norm1: RMSNormSaved
+    attention: AttentionSaved
+    norm2: RMSNormSaved
+    swiglu: SwiGLUSaved
+
+
+def blocks_forward(layers, seq_len, tables, sizes, bugs, layer_range, residual, y=None):
+    """residual and y (batch * seq_len, hidden), layers a list of six weights each -> the same pair and [BlockSaved]."""
+    saved, (_, _, o, _, gate_up, down) = [], layers[0]
+    # What the weights of a kind multiply lies side by side; gate_up too, which will be overwritten by its gradient.
+    widths = residual.shape[1], o.shape[1], residual.shape[1], gate_up.shape[0], down.shape[1]
+    stacks = [new_stack(residual, len(layers), len(residual), width) for width in widths]
+    for index, (norm1, qkv, o, norm2, gate_up, down) in enumerate(layers):
+        x1, attended, x2, *activations = (stack[index] for stack in stacks)
+        with layer_range(index, "forward"):
+            residual1, x, rstd1 = rmsnorm_forward(residual, y, norm1, sizes.eps, y=x1)
+            y, attention = attention_forward(x, seq_len, qkv, o, *tables, *sizes.heads, bugs, attended)
+            residual, x, rstd2 = rmsnorm_forward(residual1, y, norm2, sizes.eps, y=x2)
+            y, swiglu = swiglu_forward(x, gate_up, down, bugs, *activations)
+        norms = RMSNormSaved(residual1, norm1, rstd1), RMSNormSaved(residual, norm2, rstd2)
+        saved.append(BlockSaved(norms[0], attention, norms[1], swiglu))
+    return residual, y, saved
+
+
+def blocks_input_gradient(layers, layer_range, grad, y_grad):
+    """Gradients of residual and y, layers is [BlockSaved] -> that of both inputs, and what those of the weights take.
+
+    These are lists of the norms' partial sums and of the gradients of attention's qkv and y, and of SwiGLU's y.
+    """
+    count, (rows, hidden) = len(layers), y_grad.shape
+    qkv_width, programs = len(layers[0].attention.qkv_weight), norm_tile(rows, hidden, True, grad.device.type).programs
+    y_grads, branch_grads, qkv_grads = (new_stack(grad, count, rows, width) for width in (hidden, hidden, qkv_width))
+    partials1, partials2 = (new_stack(grad, count, programs, hidden, dtype=torch.float32) for _ in range(2))
+    y_grads[-1] = y_grad if count == 1 else recorded(y_grads[-1].copy_, y_grad)
+    for index, (norm1, attention, norm2, swiglu) in reversed(list(enumerate(layers))):
+        with layer_range(index, "backward"):
+            x_grad = swiglu_input_gradient(y_grads[index], swiglu)
+            branch_grads[index], partials2[index] = rmsnorm_input_gradient(
+                x_grad, grad, *norm2, branch_grads[index], partials2[index]
+            )
+            x_grad, qkv_grads[index] = attention_input_gradient(branch_grads[index], attention, qkv_grads[index])
+            grad, partials1[index] = rmsnorm_input_gradient(
+                x_grad, branch_grads[index], *norm1, y_grads[index - 1] if index else None, partials1[index]
+            )
+    return grad, partials1, partials2, qkv_grads, branch_grads, y_grads
+
+
+def blocks_weight_gradients(layers, partials1, partials2, qkv_grads, branch_grads, y_grads):
+    """[the gradients of norm1, qkv, o, norm2, gate_up, down as set_main_grad returns them] of [BlockSaved]."""
+    norms1, attentions, norms2, swiglus = zip(*layers, strict=True)
+    return zip(
+        parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms1], partials1),
+        *attention_weight_gradients(attentions, branch_grads, qkv_grads),
+        parameter_gradients(rmsnorm_weight_gradient, [norm.weight for norm in norms2], partials2),
+        *swiglu_weight_gradients(swiglus, y_grads),
+        strict=True,
+    )
 
 
 class BlockFunction(torch.autograd.Function):
-    """See triton_block. TransformerBlock.forward tells the same story with a Function for each operation."""
+    """See triton_blocks. TransformerBlock.forward tells the same story with a Function for each operation."""
 
     @staticmethod
-    def forward(ctx, residual, branch, norm1, qkv, o, norm2, gate_up, down, cos, sin, sizes, bugs):
-        eps, num_heads, num_kv_heads = sizes
-        ctx.has_branch = branch is not None
-        branch_rows = as_rows(branch) if ctx.has_branch else None
-        residual1, x, rstd1 = rmsnorm_forward(as_rows(residual), branch_rows, norm1, eps)
-        y, attention = attention_forward(x, residual.shape[1], qkv, o, cos, sin, num_heads, num_kv_heads, bugs)
-        residual2, x, rstd2 = rmsnorm_forward(residual1, y, norm2, eps)
-        y, swiglu = swiglu_forward(x, gate_up, down, bugs)
-        ctx.save_for_backward(residual1, norm1, rstd1, *attention, residual2, norm2, rstd2, *swiglu)
-        return residual2.view_as(residual), y.view_as(residual)
+    def forward(ctx, residual, branch, tables, sizes, bugs, layer_range, tapes, hidden_weights, *weights):
+        shape, ctx.has_branch, ctx.layer_range = residual.shape, branch is not None, layer_range
+        ctx.hides_weights, ctx.weights = not weights, weights or hidden_weights
+        weights = ctx.weights
+        layers = [weights[start : start + 6] for start in range(0, len(weights), 6)]
+        forward = functools.partial(blocks_forward, layers, shape[1], tables, sizes, bugs, layer_range)
+        inputs = [as_rows(tensor) for tensor in (residual, branch) if tensor is not None]
+        ctx.tapes, ctx.token = tapes, None
+        if tapes:
+            stream = torch.cuda.current_stream() if residual.is_cuda else None
+            pointers = [tensor.data_ptr() for tensor in (*weights, *tables)]
+            ctx.token = tapes.borrow((shape, ctx.has_branch, residual.dtype, stream, *pointers))
+        if ctx.token is None:
+            residual, y, layers = forward(*inputs)
+            ctx.save_for_backward(*(tensor for layer in layers for part in layer for tensor in part))
+        else:
+            residual, y, ctx.layers = tapes.run(forward, *inputs)
+        return residual.view(shape), y.view(shape)
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
         begin_backward(ctx, overwrites=True)
         # Read once: each reading would recompute them under torch.utils.checkpoint.
-        norm1, attention, norm2, swiglu = regroup(
-            ctx.saved_tensors, RMSNormSaved, AttentionSaved, RMSNormSaved, SwiGLUSaved
-        )
-        grad, gate_up_grad, down_grad = swiglu_backward(as_rows(y_grad), swiglu)
-        grad, norm2_grad = rmsnorm_backward(grad, as_rows(residual_grad), *norm2)
-        residual_rows = grad
-        grad, qkv_grad, o_grad = attention_backward(grad, attention)
-        grad, norm1_grad = rmsnorm_backward(grad, residual_rows, *norm1)
-        grad = grad.view_as(residual_grad)
-        weight_grads = norm1_grad, qkv_grad, o_grad, norm2_grad, gate_up_grad, down_grad
-        return grad, grad if ctx.has_branch else None, *weight_grads, *[None] * 4
+        layers = regroup(ctx.saved_tensors) if ctx.token is None else ctx.layers
+        backward = functools.partial(blocks_input_gradient, layers, ctx.layer_range)
+        inputs = as_rows(residual_grad), as_rows(y_grad)
+        grad, *gradients = backward(*inputs) if ctx.token is None else ctx.tapes.run(backward, *inputs)
+        weight_grads = list(itertools.chain(*blocks_weight_gradients(layers, *gradients)))
+        ctx.token = ctx.layers = None
+        if ctx.hides_weights:
+            for weight, gradient in zip(ctx.weights, weight_grads, strict=True):
+                if gradient is not None:  # as autograd would
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            weight_grads = ()
+        grad = grad.view(y_grad.shape)
+        return grad, grad if ctx.has_branch else None, *[None] * 6, *weight_grads
 
 
-def regroup(tensors, *groups):
-    """The saved tensors as the NamedTuples that they were."""
-    tensors = iter(tensors)
-    return [group(*itertools.islice(tensors, len(group._fields))) for group in groups]
+def regroup(tensors):
+    """[BlockSaved] of all their tensors in a row."""
+    parts = BlockSaved.__annotations__.values()
+    count, tensors = len(tensors) // sum(len(part._fields) for part in parts), iter(tensors)
+    return [BlockSaved(*(part(*itertools.islice(tensors, len(part._fields))) for part in parts)) for _ in range(count)]
 
 
-def triton_block(residual, branch, weights, cos, sin, eps, num_heads, num_kv_heads, bugs=()):
-    """TransformerBlock.forward in one Function; weights are norm1, qkv, o, norm2, gate_up, down.
+class BlockSizes(NamedTuple):
+    """What all layers have in common."""
 
-    residual and branch (or None) (batch, seq, hidden) -> the same pair, one block on; types and errors as of its parts.
+    eps: float
+    heads: tuple  # of queries, of keys and values
+
+
+def no_range(index, direction):
+    """The range of a layer for which nobody has asked."""
+    return contextlib.nullcontext()
+
+
+def triton_blocks(residual, branch, layers, cos, sin, sizes, bugs=(), layer_range=no_range, tapes=None):
+    """TransformerBlock.forward of consecutive layers in one Function; of each its norm1, qkv, o, norm2, gate_up, down.
+
+    residual and branch (or None) (batch, seq, hidden) -> the same pair, these layers on; types and errors as of the
+    parts. layer_range(index, "forward" or "backward") is a context around the launches of a layer. With Tapes, for
+    these layers alone, the launches are repeated, without ranges.
     """
     require_dtype("residual", residual)
-    return BlockFunction.apply(residual, branch, *weights, cos, sin, (eps, num_heads, num_kv_heads), bugs)
+    weights, hidden_weights = tuple(itertools.chain(*layers)), ()
+    # Weights whose gradients go to the optimizer's buffer are hidden from autograd: each costs it 4 us.
+    if residual.requires_grad and all(hasattr(weight, "main_grad") for weight in weights):
+        weights, hidden_weights = (), weights
+    tapes = None if bugs or weights else tapes
+    return BlockFunction.apply(
+        residual, branch, (cos, sin), sizes, bugs, layer_range, tapes, hidden_weights, *weights
+    )  # fmt: skip
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -2525,7 +2753,7 @@ class Operations(NamedTuple):
     attention: Callable
     swiglu: Callable
     cross_entropy: Callable
-    block: Callable | None = None  # a whole TransformerBlock, where there is something faster than its parts
+    blocks: Callable | None = None  # whole TransformerBlocks, where there is something faster than their parts
 
 
 def sdpa_rmsnorm(x, branch, weight, eps):
@@ -2537,7 +2765,7 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 OPERATIONS = {
     "triton": Operations(
         triton_embedding, triton_rmsnorm, triton_linear, triton_attention, triton_swiglu, triton_cross_entropy,
-        triton_block,
+        triton_blocks,
     ),
     "torch": Operations(F.embedding, torch_rmsnorm, F.linear, torch_attention, torch_swiglu, torch_cross_entropy),
     "sdpa": Operations(F.embedding, sdpa_rmsnorm, F.linear, sdpa_attention, torch_swiglu, torch_cross_entropy),
@@ -2548,7 +2776,7 @@ OPERATION_BUGS = {
     "rmsnorm": ("severed_autograd",),
     "attention": ("noncontiguous_kv", "severed_autograd"),
     "swiglu": ("triton_matmul_swiglu",),
-    "block": ("noncontiguous_kv", "triton_matmul_swiglu"),
+    "blocks": ("noncontiguous_kv", "triton_matmul_swiglu"),
 }
 
 
@@ -2558,7 +2786,7 @@ def with_bugs(operations, bugs):
         active = tuple(bug for bug in known if bug in bugs)
         if active:
             operations = operations._replace(**{name: functools.partial(getattr(operations, name), bugs=active)})
-    return operations._replace(block=None) if "severed_autograd" in bugs else operations
+    return operations._replace(blocks=None) if "severed_autograd" in bugs else operations
 
 
 def select_operations(config, device):
@@ -2637,10 +2865,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
         self.feed_forward = TritonSwiGLU(config, operations)
         self.operations = self.attention.operations
-        self.sizes = self.attention_norm.eps, config.num_heads, config.num_kv_heads
+        self.sizes = BlockSizes(self.attention_norm.eps, (config.num_heads, config.num_kv_heads))
 
     def weights(self):
-        """In the order of triton_block, past nn.Module's lookup of attributes: 0.6 instead of 3.3 us on the host."""
+        """In the order of triton_blocks, past nn.Module's lookup of attributes: 0.6 instead of 3.3 us on the host."""
         parts = self._modules
         attention, feed_forward = parts["attention"]._modules, parts["feed_forward"]._modules
         modules = (
@@ -2654,8 +2882,8 @@ class TransformerBlock(nn.Module):
 
         Both (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
-        if self.operations.block:  # the same in one autograd.Function
-            return self.operations.block(residual, branch, self.weights(), cos, sin, *self.sizes)
+        if self.operations.blocks:  # the same in one autograd.Function
+            return self.operations.blocks(residual, branch, [self.weights()], cos, sin, self.sizes)
         y, residual = self.attention_norm.add_norm(residual, branch)
         y, residual = self.ffn_norm.add_norm(residual, self.attention(y, cos, sin))
         return residual, self.feed_forward(y)
@@ -2670,6 +2898,8 @@ class TinyLlamaTriton(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
         self.norm = TritonRMSNorm(config.hidden_dim, operations=self.operations)
+        self.group_layers(1)
+        self.named_range = contextlib.nullcontext  # show_layers() puts a real one here
         cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -2689,12 +2919,32 @@ class TinyLlamaTriton(nn.Module):
                 is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=residual_std if is_residual else 0.02)
 
+    def group_layers(self, size):
+        """From now on so many layers at a time are one operation: their forward() and their hooks are not called."""
+        self.groups = [(start, list(self.layers[start : start + size])) for start in range(0, len(self.layers), size)]
+        self.tapes = None  # allow_tapes() puts some here
+
+    def allow_tapes(self):
+        """From now on launches are repeated from tapes, if all layers are one group: larger ones keep the GPU busy."""
+        self.tapes = Tapes() if len(self.groups) == 1 < len(self.layers) else None
+
+    def layer_range(self, start, index, direction):
+        """The range of a layer of the group that begins at start."""
+        return self.named_range(f"layers.{start + index} {direction}")
+
     def forward(self, tokens, targets=None):
         """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
-        for layer in self.layers:
-            residual, branch = layer(residual, branch, cos, sin)
+        for start, (layer, *others) in self.groups:
+            if others:
+                weights, ranges = [x.weights() for x in (layer, *others)], functools.partial(self.layer_range, start)
+                tapes = self.tapes if self.named_range is contextlib.nullcontext else None
+                residual, branch = self.operations.blocks(
+                    residual, branch, weights, cos, sin, layer.sizes, layer_range=ranges, tapes=tapes
+                )
+            else:
+                residual, branch = layer(residual, branch, cos, sin)
         y, _ = self.norm.add_norm(residual, branch)
         logits = self.operations.linear(y, self.embed_tokens.weight)
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
@@ -2780,6 +3030,14 @@ def parallelize(model, config, device, world):
     return shard(model)
 
 
+def layers_together(config):
+    """How many layers wait for each other's weight gradients: all, or as many as the memory of GROUP_BYTES allows."""
+    width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer_bytes = config.tokens_per_step * width * (2 if config.use_amp else 4)
+    groups = cdiv(config.num_layers, max(1, GROUP_BYTES // layer_bytes))
+    return cdiv(config.num_layers, groups)
+
+
 class TrainStep:
     """One training step of one model, on fixed buffers: forward(), backward(), optimizer_step(), or run() for all.
 
@@ -2800,6 +3058,10 @@ class TrainStep:
             self.optimizer = FlatAdamW(self.model, config.learning_rate, config.use_amp, world=world)
             if not config.compile:  # hooks on layers are not the compiler's: nothing then is hidden
                 self.optimizer.overlap()
+                if world.size == 1 and operations.blocks:  # others wait for the gradients of each layer
+                    self.model.group_layers(layers_together(config))
+                    if not config.graph:  # which has no host
+                        self.model.allow_tapes()
         else:
             if world.size > 1:
                 self.run_model = parallelize(self.model, config, device, world)
@@ -2880,7 +3142,7 @@ class TrainStep:
         for name, method in ({"graph": "run"} if is_one_graph else phases).items():
             setattr(self, method, named_range(name)(getattr(self, method)))
         if not self.config.compile:
-            show_layers(self.model.layers)
+            show_layers(self.model)
 
 
 def synchronize(device, world=ALONE):
@@ -2907,8 +3169,9 @@ def named_range(name):
                 torch.cuda.nvtx.range_pop()
 
 
-def show_layers(layers):
+def show_layers(model):
     """A range for each layer, forward and backward: its backward lies between the gradients of its output and input."""
+    model.named_range = named_range  # of layers in groups
     current = contextlib.ExitStack()
 
     def enter(name):
@@ -2925,7 +3188,7 @@ def show_layers(layers):
         if outputs[1].requires_grad:
             outputs[1].register_hook(lambda grad: enter(f"layers.{index} backward"))
 
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, index))
         layer.register_forward_hook(functools.partial(after, index))
 

@@ -220,7 +220,7 @@ def layer_norm_backward(
     n_sums = parameter_grads.numel()
     _, block_cols, num_warps = COLUMN_SUM_TILE
     run_column_sum(
-        (cdiv(n_sums, block_cols),), (partial, parameter_grads), (tile.programs, n_sums),
+        (cdiv(n_sums, block_cols),), (partial, parameter_grads), (n_sums, tile.programs, n_sums),
         dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=block_cols),
         num_warps=num_warps,
     )  # fmt: skip

@@ -56,7 +56,7 @@ def test_a_mistake_is_named_where_it_runs(device, compile):
     config = dataclasses.replace(TINY, compile=compile, noncontiguous_kv=True, triton_matmul_swiglu=True)
     _, operations = llama.select_operations(config, llama.get_device(device))
     named = {name: llama.operation_name(operation) for name, operation in operations._asdict().items()}
-    assert named["block"] == "triton_block with noncontiguous_kv, triton_matmul_swiglu"
+    assert named["blocks"] == "triton_blocks with noncontiguous_kv, triton_matmul_swiglu"
     assert named["attention"] == "triton_attention with noncontiguous_kv"
     assert named["swiglu"] == "triton_swiglu with triton_matmul_swiglu"
     assert named["rmsnorm"] == "triton_rmsnorm"
@@ -77,9 +77,9 @@ def test_no_init_shows_in_the_first_loss(run_step, impl, hidden):
 def test_noncontiguous_kv_has_bad_strides_and_the_same_result(run_step, monkeypatch):
     seen, forward = [], llama.flash_attention_forward
 
-    def spy(q, k, v):
+    def spy(q, k, v, o):
         seen.append((k.stride(3), v.stride(3)))
-        return forward(q, k, v)
+        return forward(q, k, v, o)
 
     monkeypatch.setattr(llama, "flash_attention_forward", spy)
     correct, bad = run_step(), run_step(noncontiguous_kv=True)

@@ -188,7 +188,7 @@ def test_column_sums(randn, rows, accumulate):
     partial, sums = randn(rows, 37), randn(37)
     expected = partial.double().sum(0) + (sums.double() if accumulate else 0)
     constants = dict(ACCUMULATE=accumulate, BLOCK_ROWS=128, BLOCK_COLS=16)
-    llama.launch(llama.column_sum_kernel, (3,), (partial, sums), (rows, 37), constants)
+    llama.launch(llama.column_sum_kernel, (3,), (partial, sums), (37, rows, 37), constants)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from tests.core.tiny import TINY
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 # A block as separate operations, not as the one that replaces them.
-TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(block=None), marks=needs_triton)
+TRITON_PARTS = pytest.param(llama.OPERATIONS["triton"]._replace(blocks=None), marks=needs_triton)
 
 TINIER = dataclasses.replace(TINY, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, seq_len=8)
 
@@ -103,7 +103,8 @@ def test_restart_forgets_everything(device, impl):
 def test_checkpointed_blocks(make_step, use_reentrant):
     """Recomputed in the backward pass, by either way of torch.utils.checkpoint, the gradients are the same."""
     plain, recomputed = make_step(), make_step()
-    assert recomputed.model.operations.block
+    assert recomputed.model.operations.blocks
+    recomputed.model.group_layers(1)
     for layer in recomputed.model.layers:
         layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=use_reentrant)
     expected, actual = loss_and_gradients(plain), loss_and_gradients(recomputed)
@@ -111,6 +112,112 @@ def test_checkpointed_blocks(make_step, use_reentrant):
     plain.optimizer.step()
     recomputed.optimizer.step()
     assert all(map(torch.equal, plain.optimizer.weights(), recomputed.optimizer.weights()))
+
+
+# --- layers in groups, and their launches on tapes
+
+
+def grouped(make_step, size, tapes=False, **changes):
+    step = make_step(dataclasses.replace(TINIER, num_layers=2), **changes)
+    step.model.group_layers(size)
+    if tapes:
+        step.model.allow_tapes()
+    return step
+
+
+def batches(count):
+    data = llama.RandomTokens(dataclasses.replace(TINIER, seed=7))
+    return [data.next_batch() for _ in range(count)]
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [2, 3])
+def test_weight_gradients_of_a_group_are_one_product(make_step, monkeypatch, size):
+    """Of each kind of weight, and one launch for each kind of norm; the gradients are those of layers one by one."""
+    products, launches, product, launch = [], [], torch.baddbmm, llama.launch
+
+    def count_products(place, *args, **kwargs):
+        products.append(tuple(place.shape))
+        return product(place, *args, **kwargs)
+
+    def count_launches(kernel, grid, *args, **kwargs):
+        launches.extend([grid[1:]] * (kernel is llama.column_sum_kernel))
+        launch(kernel, grid, *args, **kwargs)
+
+    expected = loss_and_gradients(grouped(make_step, 1, num_layers=3))
+    monkeypatch.setattr(torch, "baddbmm", count_products)
+    monkeypatch.setattr(llama, "launch", count_launches)
+    actual = loss_and_gradients(grouped(make_step, size, num_layers=3))
+    shapes = [(32, 16), (16, 16), (48, 16), (16, 24)]
+    assert products == [(size, *shape) for shape in shapes]
+    assert launches == [(1,), *[(1,), (1,)] * (3 - size), (size,), (size,)]
+    for name, e in expected.items():
+        assert (actual[name] - e).norm() <= 1e-6 * e.norm(), name
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 2])
+def test_backward_passes_of_a_group_add_up(make_step, size):
+    """Also where a gradient came by another way, of one layer's weight only."""
+    step, total = grouped(make_step, size), {}
+    for batch in batches(2):
+        step.load(*batch)
+        for name, gradient in loss_and_gradients(step).items():
+            total[name] = total.get(name, 0) + gradient.clone()
+    foreign = step.model.layers[1].attention.qkv_proj.weight
+    for other_way in (False, True):
+        step.optimizer.zero_grad()
+        if other_way:
+            foreign.grad = torch.ones_like(foreign)
+        for batch in batches(2):
+            step.model(*batch).backward()
+        for name, p in step.model.named_parameters():
+            expected = total[name] + (1 if other_way and p is foreign else 0)
+            assert (p.grad - expected).norm() <= 1e-5 * expected.norm(), name
+            assert (p.grad is p.main_grad) == (not other_way or p is not foreign), name
+
+
+@needs_triton
+def test_tapes_give_the_same_bits(make_step, monkeypatch):
+    """On other batches and weights, with a look at the logits in between, from the start again, for another shape."""
+    plain, taped = grouped(make_step, 2), grouped(make_step, 2, tapes=True)
+    repeated, launch = [], llama.launch
+    monkeypatch.setattr(
+        llama, "launch", lambda kernel, *args, **kwargs: (repeated.append(kernel), launch(kernel, *args, **kwargs))
+    )
+    counts = []
+    for index, batch in enumerate(batches(6)):
+        for step in (plain, taped):
+            repeated.clear()
+            if index == 4:
+                step.restart()
+            step.load(*batch)
+            if index == 5:
+                step.tokens, step.targets = step.tokens[:1, :5], step.targets[:1, :5]
+            step.run()
+        counts.append(len(repeated))
+        assert torch.equal(plain.loss, taped.loss), index
+        assert all(map(torch.equal, plain.optimizer.weights(), taped.optimizer.weights())), index
+        with torch.no_grad():
+            assert torch.equal(plain.model(plain.tokens), taped.model(plain.tokens))
+    assert counts[0] == counts[1] == counts[5] > 10 > counts[2] == counts[3] == counts[4] > 0
+
+
+@needs_triton
+def test_tapes_wait_for_a_backward_pass(make_step):
+    """A forward pass before the backward pass of another one leaves that one's memory alone."""
+    plain, taped = grouped(make_step, 2), grouped(make_step, 2, tapes=True)
+    for _ in range(2):
+        taped.run()
+    taped.restart()
+    gradients = []
+    for step in (plain, taped):
+        step.optimizer.zero_grad()
+        losses = [step.model(*batch) for batch in batches(2)]
+        for loss in losses:
+            loss.backward()
+        gradients.append([p.grad for p in step.model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 # --- the model

@@ -185,26 +185,32 @@ def test_swiglu(data, dtype, naive_matmul):
 
 @slow
 @given(st.data(), DOT_TYPES, st.booleans())
-def test_block(data, dtype, with_branch):
+def test_blocks(data, dtype, with_branch):
     batch, seq_len, heads, head_dim, ffn = 2, data.draw(st.integers(1, 20)), 4, 8, data.draw(st.integers(1, 40))
     hidden = heads * head_dim
     shapes = [(hidden,), (2 * hidden, hidden), (hidden, hidden), (hidden,), (2 * ffn, hidden), (hidden, ffn)]
+    shapes *= data.draw(st.integers(1, 2))
     weights = [data.draw(laid_out(shape, dtype, shape[-1] ** -0.5)) for shape in shapes]
-    weights[0], weights[3] = weights[0].contiguous(), weights[3].contiguous()
+    weights = [weight.contiguous() if weight.dim() == 1 else weight for weight in weights]
+    sizes = llama.BlockSizes(1e-5, (heads, 2))
     streams = [data.draw(laid_out([batch, seq_len, hidden], dtype)) for _ in range(1 + with_branch)]
     upstream = [data.draw(expanded([batch, seq_len, hidden], dtype)) for _ in range(2)]
     tables = llama.rope_tables(seq_len, head_dim, DEVICE)
 
     def ours(*tensors):
-        residual, branch = tensors[:2] if with_branch else (tensors[0], None)
-        return llama.triton_block(residual, branch, tensors[-6:], *tables, 1e-5, heads, 2)
+        residual, branch, *tensors = tensors if with_branch else (tensors[0], None, *tensors[1:])
+        layers = [tensors[start : start + 6] for start in range(0, len(tensors), 6)]
+        return llama.triton_blocks(residual, branch, layers, *tables, sizes)
 
     def reference(*tensors):
-        residual, branch = tensors[:2] if with_branch else (tensors[0], None)
-        norm1, qkv, o, norm2, gate_up, down = tensors[-6:]
-        y, residual = llama.torch_rmsnorm(residual, branch, norm1, 1e-5)
-        y, residual = llama.torch_rmsnorm(residual, llama.torch_attention(y, qkv, o, *tables, heads, 2), norm2, 1e-5)
-        return residual, llama.torch_swiglu(y, gate_up, down)
+        residual, branch, *tensors = tensors if with_branch else (tensors[0], None, *tensors[1:])
+        while tensors:
+            norm1, qkv, o, norm2, gate_up, down, *tensors = tensors
+            y, residual = llama.torch_rmsnorm(residual, branch, norm1, 1e-5)
+            attended = llama.torch_attention(y, qkv, o, *tables, heads, 2)
+            y, residual = llama.torch_rmsnorm(residual, attended, norm2, 1e-5)
+            branch = llama.torch_swiglu(y, gate_up, down)
+        return residual, branch
 
     assert_as_accurate_as_torch(ours, reference, [*streams, *weights], upstream, dtype)
 

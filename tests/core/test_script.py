@@ -136,6 +136,6 @@ def test_what_was_compiled_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(llama, "try_direct_launch", lambda: True)
     monkeypatch.setattr(llama, "COMPILED_LIMIT", 3)
     for size in range(10):
-        llama.launch(kernel, (1,), (), (size,), {})
+        llama.launch(kernel, (1,), (torch.zeros(1),), (size,), {})
         assert len(llama.COMPILED) <= 3
     assert len(kernel.public) == 10

@@ -139,7 +139,7 @@ def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch,
 def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers, monkeypatch):
     """A range "step" is over before its kernels have run; the diagnostics after the last one are no part of it."""
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
-    monkeypatch.setattr(llama, "show_layers", lambda layers: None)
+    monkeypatch.setattr(llama, "show_layers", lambda model: None)
 
     def noted(name, original, *arguments):
         torch.cuda.nvtx.mark(name)
