@@ -1705,7 +1705,7 @@ def describe(q, k, v, o_grad):
 
 def launch_described(kernel, grid, tensors, scalars, constants, **options):
     """As launch(), with descriptors among the tensors, which Triton writes anew at each launch."""
-    kernel[grid](*tensors, *scalars, **constants, **options)
+    recorded(kernel[grid], *tensors, *scalars, **constants, **options)
 
 
 def launch_attention(kernel, pass_name, grid, tensors, strides, scalars, q, num_kv_heads, **constants):
