@@ -72,6 +72,16 @@ def terminal(line, cell):
         print(output, end="")
 
 
+def with_lines_shown(told, source):
+    """What a check told, with the lines of source in place of their numbers, which are none of the notebook."""
+    lines = dict(enumerate(source.splitlines(), start=1))
+    return re.sub(
+        r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?",
+        lambda found: f"`{lines[int(found[1])].strip()}`" if int(found[1]) in lines else found[0],
+        told,
+    )
+
+
 def start(exercise):
     """Prepares the notebook of an exercise; returns check(task=None), which judges what its cells define.
 
@@ -93,10 +103,6 @@ def start(exercise):
             path.write_text(source)
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
             told = "".join(execute(command + (["--task", task] if task else [])))
-        lines = source.splitlines()
-        # A line of the file that was checked is none of the notebook: shown is what stands in it.
-        print(
-            re.sub(r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?", lambda found: f"`{lines[int(found[1]) - 1].strip()}`", told)
-        )
+        print(with_lines_shown(told, source))
 
     return check

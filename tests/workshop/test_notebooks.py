@@ -67,6 +67,11 @@ def test_definitions_are_the_last_of_each_name():
     assert jupyter.definitions([*cells, "def f():\n    return 'last'"])["f"] == "def f():\n    return 'last'"
 
 
+def test_the_number_of_a_line_is_shown_as_what_stands_in_it():
+    told = "ValueError in line 2 of\n      puzzles.py: line 99, and line 1 twice"
+    assert jupyter.with_lines_shown(told, "a = 1\n    b = 2") == "ValueError in `b = 2`: line 99, and `a = 1` twice"
+
+
 def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
     shell = SimpleNamespace(user_ns={"In": ["import triton"]}, register_magic_function=lambda *magic: None)
     monkeypatch.setattr(jupyter, "get_ipython", lambda: shell, raising=False)
