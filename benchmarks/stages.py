@@ -53,9 +53,10 @@ CHANGES_WORK = {"graph", *(bug for bugs in llama.OPERATION_BUGS.values() for bug
 
 
 def work_of(run):
-    """What a run's steps did: equal for two runs that executed the same operations."""
+    """What a run's steps did: equal for two runs that executed the same operations at the same sizes."""
     flags = {run["mistake"]} if "mistake" in run else set(llama.stage_flags(run.get("stage")))
-    return run["implementation"], frozenset(flags & (CHANGES_WORK if run["implementation"] == "triton" else {"graph"}))
+    changing = CHANGES_WORK if run["implementation"] == "triton" else {"graph"}
+    return run["implementation"], frozenset(flags & changing), str(run.get("config"))
 
 
 def runs_of(summary):
@@ -80,9 +81,11 @@ def compare_speed(summary, run, other):
     """{"value", "low", "high", "verdict"}: how many times as fast as the other's a run's median step is.
 
     The verdict is "differs" beyond the spread of steps and processes, else "same", "same work" or "too few steps". None
-    without one of the two, and where the interpreter ran the kernels, whose times are not theirs.
+    without one of the two, of two sizes, and where the interpreter ran the kernels, whose times are not theirs.
     """
     if not (run and other) or "batch_ms" not in run or "batch_ms" not in other or is_interpreted(summary):
+        return None
+    if run.get("config") != other.get("config"):
         return None
     ratio = ratio_of_medians(other["step_ms"], run["step_ms"], spread_of_processes(summary))
     if work_of(run) == work_of(other):

@@ -183,7 +183,7 @@ def rows_markdown(labels, rows):
 def markdown(summary):
     """The text of summary.md."""
     parts = ["# The stages, replayed", shown.setting(summary)]
-    parts += [shown.comparison_markdown(summary), *([LAPTOP] if summary["laptop"] else [])]
+    parts += [shown.comparison_markdown(summary), *([laptop_line(summary)] if summary["laptop"] else [])]
     parts += ["\n".join(f"- {note}" for note in shown.notes(summary))]
     if summary["isolated"]:
         parts += ["## Each mistake alone", ALONE, rows_markdown(*shown.isolated_table(summary))]
@@ -202,10 +202,15 @@ COUNTED = (
     "What two kernels ask memory for, counted in Triton's interpreter, with the mistake and without. A load is of 64 "
     "neighbours, as many as a wave of AMD's; a line has 128 bytes. None of it is a time, or depends on this machine."
 )
-LAPTOP = (
-    "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the full width of the model, the others "
-    "with a tiny model in Triton's interpreter, whose times are not the kernels'."
-)
+
+
+def laptop_line(summary):
+    """What --laptop measured, and how."""
+    how = "in Triton's interpreter, whose times are not the kernels'" if shown.is_interpreted(summary) else "as well"
+    return (
+        "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the full width of the model, the "
+        f"others with a tiny model {how}."
+    )
 
 
 def recorded_line(replay):
@@ -255,7 +260,7 @@ def console(summary):
     """The main figures and the observations for a terminal."""
     names = INTERPRETED if shown.is_interpreted(summary) else MAIN
     lines = [wrapped(shown.setting(summary)), "", *figures_lines(shown.comparison_table(summary), names)]
-    lines += ["", wrapped(LAPTOP)] if summary["laptop"] else []
+    lines += ["", wrapped(laptop_line(summary))] if summary["laptop"] else []
     if summary["isolated"]:
         lines += ["", wrapped(ALONE), "", *figures_lines(shown.isolated_table(summary), ALONE_MAIN)]
     if summary["counted"]:

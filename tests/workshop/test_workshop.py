@@ -553,6 +553,14 @@ def test_the_cold_start_s_steps_are_those_of_the_others():
     assert cells(gpu_summary(cold), "speed / baseline")["7 cold start"] == "2.00"
 
 
+def test_runs_of_two_sizes_are_not_compared(monkeypatch):
+    """Where there is no Triton, a laptop's stages all run in plain PyTorch, the first of them at full width."""
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    summary = cpu_summary("torch", {1: {"config": {"hidden_dim": 512, "vocab_size": 1000}} | taking(900.0)})
+    assert stages.compare_speed(summary, summary["stages"][1], summary["stages"][0]) is None
+    assert stages.spread_of_processes(summary) == 2  # that of the baseline, and not of stage 1
+
+
 def with_isolated(summary):
     """A summary with --isolate: the layout alone takes as long as stage 5, the naive kernel 15 ms longer."""
     alone = (
