@@ -65,7 +65,7 @@ SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
 # A CPU shows stage 1 at the full width of the model, in plain PyTorch; autograd without its kernels in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
-    "--device cpu --batch-size 2 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
+    "--device cpu --batch-size 1 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
