@@ -121,9 +121,11 @@ def draw_roofline(result):
     ceiling_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
     figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
     axes.loglog(ceiling_x, np.minimum(arithmetic, ceiling_x * bandwidth), color="black")
-    left = ceiling_x[len(ceiling_x) // 10]
-    axes.text(left, left * bandwidth * 1.3, f"{bandwidth * 1e3:.4g} GB/s", ha="right", va="bottom", fontsize=8)
-    axes.text(ceiling_x[-1], arithmetic * 1.1, f"{arithmetic:,.3g} TFLOP/s", ha="right", fontsize=8)
+    left = ceiling_x[len(ceiling_x) // 5]
+    clear = dict(textcoords="offset points", ha="right", va="bottom", fontsize=8)  # of the lines, by points of the page
+    axes.annotate(f"{bandwidth * 1e3:.4g} GB/s", (left, min(arithmetic, left * bandwidth)), (-6, 6), **clear)
+    axes.annotate(f"{arithmetic:,.3g} TFLOP/s", (ceiling_x[-1], arithmetic), (0, 5), **clear)
+    axes.margins(y=0.1)
     for x, y, kernel in zip(intensity, speed, points, strict=True):
         axes.plot(x, y, "o", color=COLORS.get(kernel["name"], COLORS[OTHER]), label=kernel["name"])
     axes.set_xlabel("FLOP for each byte that must be moved")

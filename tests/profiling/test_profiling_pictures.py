@@ -78,6 +78,21 @@ def test_the_timeline_and_the_roofline_have_the_same_colours():
     assert "interpreted: no ceiling limits them" in plot.draw_roofline(result).axes[0].get_title()
 
 
+def test_the_roofline_s_text_is_clear_of_its_lines():
+    points = [{"name": "RMSNorm", "flop": flop, "bytes": 10, "triton": {"ms": 1.0}} for flop in (10, 5000)]
+    environment = {"device": "GPU", "arch": "gfx942"}
+    figure = plot.draw_roofline(
+        {"ceilings": {"GB/s": 4277, "TFLOP/s": 680}, "kernels": points, "environment": environment}
+    )
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    ceiling = axes.lines[0].get_transform().transform(axes.lines[0].get_xydata())
+    assert len(axes.texts) == 2
+    for text in axes.texts:
+        box = text.get_window_extent().padded(2)
+        assert not any(box.contains(x, y) for x, y in ceiling)
+
+
 def test_the_replay_draws_operations_in_their_colours():
     """Shares of 30 and 20 % are of the same operation: one piece of 50 %, in the colour of the other pictures."""
 

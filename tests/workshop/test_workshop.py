@@ -229,13 +229,14 @@ def test_time_left_follows_the_kinds_of_parts():
 
 def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     (tmp_path / "stage3_profile.csv").write_text("old")
-    for name in ("stage2_alone.json", "counted.json"):
+    written = {"stage2_alone.json", "counted.json", "attention_layouts.json", "kernel_timeline.json"}
+    for name in written:
         (tmp_path / name).touch()
     (tmp_path / "notes.txt").write_text("mine")
     replay.put_aside(tmp_path)
     (aside,) = tmp_path.glob("previous_*")
     assert (aside / "stage3_profile.csv").read_text() == "old"
-    assert {path.name for path in aside.iterdir()} == {"stage3_profile.csv", "stage2_alone.json", "counted.json"}
+    assert {path.name for path in aside.iterdir()} == {"stage3_profile.csv"} | written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", aside.name]
 
 
