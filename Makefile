@@ -35,7 +35,7 @@ publish: .venv/run.stamp ## write the measured tables and pictures of the pages 
 	$(VENV_PYTHON) -m benchmarks.publish
 
 notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from their pages, stubs and checks
-	$(VENV_PYTHON) -m exercises.publish
+	$(VENV_PYTHON) -m exercises.generate
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures into docs/compiled_kernels.md
 	$(VENV_PYTHON) -m profiling.kernel_report

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
-from measure.progress import Heartbeat
+from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
 from tiny_llama_v3 import exit_code_of

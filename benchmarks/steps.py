@@ -27,8 +27,8 @@ import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from measure.accuracy import require_finite
+from measure.heartbeat import Heartbeat
 from measure.options import positive, time_limit
-from measure.progress import Heartbeat
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES, SWEEPS

@@ -39,7 +39,7 @@ import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton 
 import tiny_llama_v3 as llama  # noqa: E402
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
 from exercises.checks.common import NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks  # noqa: E402
-from exercises.progress import Progress  # noqa: E402
+from exercises.progress_file import Progress  # noqa: E402
 from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 WIDTH = 100  # of a line on the terminal

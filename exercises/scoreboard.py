@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jinja2
 
-from exercises.progress import is_progress
+from exercises.progress_file import is_progress
 from profiling.command_line import Failure, Parser, exit_code_of
 
 PASSED, TRIED, UNTRIED = "+", "x", "."

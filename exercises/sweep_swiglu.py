@@ -21,7 +21,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
-from exercises.progress import now, user_name  # noqa: E402
+from exercises.progress_file import now, user_name  # noqa: E402
 from measure import work  # noqa: E402
 from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
 from measure.results import write_json  # noqa: E402

@@ -27,7 +27,7 @@ import textwrap
 import tiny_llama_v3 as llama
 from benchmarks import stages as shown
 from benchmarks.stages import ATTENTION_KERNEL, HYBRID_SWIGLU, NAIVE_SWIGLU, short_title
-from measure.progress import WIDTH
+from measure.heartbeat import WIDTH
 from measure.tables import markdown_table
 from profiling.readers import read_kernel_stats
 

@@ -51,7 +51,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.stages import OPTIMIZED, newest_replays, observations, own_mistake, short_title
 from exercises.performance_debugging import comparison, report
-from measure.progress import Heartbeat
+from measure.heartbeat import Heartbeat
 from measure.results import RESULTS
 from profiling.readers import Unreadable, read_step_stats
 from tiny_llama_v3 import exit_code_of

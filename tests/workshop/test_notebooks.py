@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny_llama_v3 as llama
-from exercises import check, jupyter, publish
+from exercises import check, generate, jupyter
 
 ROOT = Path(__file__).resolve().parents[2]
 nbformat = pytest.importorskip("nbformat", reason="make test installs it")
@@ -18,42 +18,42 @@ pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not inst
 
 
 def test_pictures_and_notebooks_are_what_their_sources_make(capsys):
-    assert publish.main(["--check"]) == 0, capsys.readouterr().out
+    assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_what_is_out_of_date_is_named_and_written(tmp_path, monkeypatch, capsys):
     for name in ("pictures", "notebooks"):
-        shutil.copytree(publish.HERE / name, tmp_path / "exercises" / name)
-    texts = {tmp_path / path.relative_to(ROOT): text for path, text in publish.published().items()}
-    monkeypatch.setattr(publish, "published", lambda: texts)
-    monkeypatch.setattr(publish, "HERE", tmp_path / "exercises")
+        shutil.copytree(generate.HERE / name, tmp_path / "exercises" / name)
+    texts = {tmp_path / path.relative_to(ROOT): text for path, text in generate.published().items()}
+    monkeypatch.setattr(generate, "published", lambda: texts)
+    monkeypatch.setattr(generate, "HERE", tmp_path / "exercises")
     (tmp_path / "exercises/pictures/puzzle1.svg").write_text("another")
     (tmp_path / "exercises/notebooks/puzzles.ipynb").unlink()
-    assert publish.main(["--check"]) == 1
+    assert generate.main(["--check"]) == 1
     named = ["exercises/pictures/puzzle1.svg", "exercises/notebooks/puzzles.ipynb"]
     assert capsys.readouterr().out.splitlines() == [f"{name} is out of date" for name in named]
-    assert publish.main([]) == 0 and publish.main(["--check"]) == 0
+    assert generate.main([]) == 0 and generate.main(["--check"]) == 0
 
 
 @pytest.mark.parametrize("name", check.EXERCISES)
 def test_every_function_of_a_stub_stands_in_a_cell_and_every_task_has_a_check(name):
-    code = [source for kind, source in publish.cells_of(name) if kind != "markdown"]
-    for definition, source in publish.Stub(name).definitions.items():
+    code = [source for kind, source in generate.cells_of(name) if kind != "markdown"]
+    for definition, source in generate.Stub(name).definitions.items():
         assert code.count(source) == 1, definition
     checks = [task for source in code for task in re.findall(r'^check\("(\w+)"\)$', source, flags=re.M)]
     assert sorted(checks) == sorted(check.EXERCISES[name].checks.TASKS)
-    markdown = "\n".join(source for kind, source in publish.cells_of(name) if kind == "markdown")
+    markdown = "\n".join(source for kind, source in generate.cells_of(name) if kind == "markdown")
     for target in re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", markdown, flags=re.S)):
-        assert target.startswith("https://") or (publish.HERE / "notebooks" / target).exists(), target
+        assert target.startswith("https://") or (generate.HERE / "notebooks" / target).exists(), target
 
 
 def test_a_page_that_asks_nowhere_for_a_function_is_refused(tmp_path, monkeypatch):
     for name in ("exercise3_flash_attention.md", "exercise3_flash_attention.py"):
-        text = (publish.HERE / name).read_text()
+        text = (generate.HERE / name).read_text()
         (tmp_path / name).write_text(text.replace("**Write** `fold`", "Write `fold`"))
-    monkeypatch.setattr(publish, "HERE", tmp_path)
+    monkeypatch.setattr(generate, "HERE", tmp_path)
     with pytest.raises(llama.UsageError, match="asks nowhere to .* fold"):
-        publish.cells_of("exercise3")
+        generate.cells_of("exercise3")
 
 
 def test_definitions_are_the_last_of_each_name():
@@ -116,7 +116,7 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
     path = (copy / "exercises" / "notebooks" / check.EXERCISES[name].file).with_suffix(".ipynb")
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     all_cells = cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
-    blanks, solutions = publish.Stub(name).definitions, publish.Stub(name, "solutions").definitions
+    blanks, solutions = generate.Stub(name).definitions, generate.Stub(name, "solutions").definitions
     written = {source: solutions[function] for function, source in blanks.items()}
     if name != "puzzles":  # whose blanks stand for all
         cells = [cell for cell in cells if cell.source != "check()"]

@@ -242,7 +242,7 @@ def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path):
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_a_picture_is_drawn_from_its_check_and_fits(name):
     picture = drawings.DRAWINGS[name]()
-    assert (ROOT / "exercises" / "pictures" / f"{name}.svg").read_text() == picture, "python -m exercises.publish"
+    assert (ROOT / "exercises" / "pictures" / f"{name}.svg").read_text() == picture, "python -m exercises.generate"
     root = ElementTree.fromstring(picture)
     assert root.find("{*}title").text and root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
     assert "prefers-color-scheme: dark" in root.find("{*}style").text

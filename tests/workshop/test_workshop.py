@@ -17,7 +17,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks import publish, stages
 from exercises.performance_debugging import comparison, replay
-from measure import progress
+from measure import heartbeat
 from profiling.readers import read_kernel_stats
 from tests.fakes import records
 
@@ -210,7 +210,7 @@ def test_the_environment_of_a_part_lies_in_its_temporary_folder(tmp_path):
 
 
 def test_what_runs_long_says_so(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat, "INTERVAL_SECONDS", 0.2)
     quick = script_run("stage1", WRITES)
     long = script_run("stage2", f"import time; print('x' * 200, flush=True); time.sleep(2)\n{WRITES}")
     assert replay.execute_all([quick, long], tmp_path)

@@ -1,7 +1,7 @@
 """Write what is made from the exercises: the pictures of the puzzles, and each page with its file as a notebook.
 
-    python -m exercises.publish            write exercises/pictures/ and exercises/notebooks/
-    python -m exercises.publish --check    name what is out of date, and exit with 1 if anything is
+    python -m exercises.generate            write exercises/pictures/ and exercises/notebooks/
+    python -m exercises.generate --check    name what is out of date, and exit with 1 if anything is
 
 A notebook has the page's text; its `python` blocks as cells; its `sh` blocks as cells of the magic %%terminal; and
 behind each paragraph that says **Write** or **Mend**, the functions that it names, to be completed, and their check.
@@ -142,7 +142,7 @@ def published():
 
 
 def run(argv):
-    parser = llama.Parser("publish.py", __doc__)
+    parser = llama.Parser("generate.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     try:
@@ -159,7 +159,7 @@ def run(argv):
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "publish.py")
+    return exit_code_of(lambda: run(argv), "generate.py")
 
 
 if __name__ == "__main__":
