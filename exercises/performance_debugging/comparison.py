@@ -11,6 +11,7 @@ summary.json, beside header, environment, config and ceilings:
                     beside stage 5; run names its files (stage4 for a stage that is one mistake by itself)
     counted         with --laptop: {wave, cases: [{stage, kernel, programs, waves, bytes, distinct_bytes, lines,
                     fewest_lines, same_result}]} of counted.py, the lines by their bytes; else null
+    attention_layouts, timelines    of a GPU: what attention_layouts.py and kernel_timeline.py write; else null
     recorded        with --laptop: [{file, and a summary as this one}], measured on another machine; else []
     observations    [{stage, source, shown, text}], source "measured", "counted" or "recorded on <device>"
 
