@@ -204,21 +204,6 @@ def test_tapes_give_the_same_bits(make_step, monkeypatch):
 
 
 @needs_triton
-def test_every_way_to_launch_is_repeated(monkeypatch, device):
-    """That of kernels with descriptors too, which no tiny model reaches."""
-    x, factor = torch.ones(2, 8, device=device), torch.full((), 3.0, device=device)
-    arguments = llama.scale_kernel, (2,), (x, factor), (x.stride(), 8), dict(BLOCK_SIZE=8)
-    monkeypatch.setattr(llama.Tapes, "calls", [])
-    llama.launch(*arguments)
-    llama.launch_described(*arguments)
-    calls = llama.Tapes.calls
-    monkeypatch.undo()
-    for call, _ in calls:
-        call()
-    assert bool((x == 81.0).all())
-
-
-@needs_triton
 def test_tapes_wait_for_a_backward_pass(make_step):
     """A forward pass before the backward pass of another one leaves that one's memory alone."""
     plain, taped = grouped(make_step, 2), grouped(make_step, 2, tapes=True)
