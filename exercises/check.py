@@ -326,7 +326,7 @@ def run(argv):
         else:
             verdict = judge_everywhere(path, options.exercise, task, options.limit)
         if verdict.obstacle == "interpreter":
-            raise llama.UsageError("Triton's interpreter fails here, whatever the kernel: make doctor says why")
+            raise llama.UsageError("Triton's interpreter fails, whatever the kernel: is NumPy too new for this Triton?")
         if verdict.obstacle == "file":
             show(f"FAIL  {verdict.message}")
             return 1
