@@ -24,7 +24,7 @@ class FigureTable(NamedTuple):
 
 def tables(summary):
     """All figures as FigureTables: this replay's, each mistake alone, what was counted, what was recorded elsewhere."""
-    laptop = comparison.LAPTOP if summary.get("laptop") else None
+    laptop = comparison.laptop_line(summary) if summary.get("laptop") else None
     yield FigureTable("This replay", laptop, *stages.comparison_table(summary))
     if summary.get("isolated"):
         yield FigureTable("Each mistake alone", comparison.ALONE, *stages.isolated_table(summary))

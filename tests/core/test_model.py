@@ -653,7 +653,7 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
         ("ours", "triton", amp, False, config.matmul_precision),
     ]
     out = capsys.readouterr().out
-    assert f"worst {which}: error {errors['ours']:.1e}, allowed {allowed:.1e}" in out
+    assert f"worst, {which}: error {errors['ours']:.1e}, allowed {allowed:.1e}" in out
     assert ("FAILED in 1 of 2" in out) == over and (f"    {which}: " in out) == over
 
 

@@ -93,18 +93,7 @@ def test_the_roofline_s_text_is_clear_of_its_lines():
         assert not any(box.contains(x, y) for x, y in ceiling)
 
 
-def test_the_replay_draws_operations_in_their_colours():
-    """Shares of 30 and 20 % are of the same operation: one piece of 50 %, in the colour of the other pictures."""
-
-    def drawn(**shares):
-        kernels = [{"name": name, "share": share} for name, share in shares.items()]
-        stage = {"stage": 5, "batch_ms": {}, "kernels": kernels}
-        figure, axes = pictures.plt.subplots()
-        pictures.draw_kernels(axes, {"stages": [stage], "environment": {"arch": "sm_90", "device": "GPU"}})
-        pictures.plt.close(figure)
-        return [bar.get_width() for bar in axes.patches], legend_of(axes)
-
-    widths, colors = drawn(**{GEMM: 0.3, "cutlass_gemm": 0.2, NORM: 0.5})
-    assert widths == [pytest.approx(50), pytest.approx(50)] and set(colors) == {"matrix product", "RMSNorm"}
-    _, others = drawn(**{"adamw_kernel": 0.6, NORM: 0.4})
-    assert colors["RMSNorm"] == others["RMSNorm"] == to_rgb(COLORS["RMSNorm"])
+def test_the_replay_adds_up_the_kernels_of_an_operation():
+    shares = {GEMM: 0.3, "cutlass_gemm": 0.2, NORM: 0.5}
+    kernels = [{"name": name, "share": share} for name, share in shares.items()]
+    assert pictures.operation_shares(kernels) == {"matrix product": pytest.approx(0.5), "RMSNorm": 0.5}

@@ -206,7 +206,7 @@ def test_debug_on_a_gpu_asks_for_the_interpreter(monkeypatch, capsys):
 
 def test_an_interrupted_check_leaves_no_process_and_no_traceback(tmp_path):
     copy = tmp_path / "exercises"
-    for name in ("check.py", "progress.py", "__init__.py", "checks"):
+    for name in ("check.py", "progress_file.py", "__init__.py", "checks"):
         copy.mkdir(exist_ok=True)
         (shutil.copytree if (FOLDER / name).is_dir() else shutil.copy)(FOLDER / name, copy / name)
     for name in ("tiny_llama_v3.py", "measure"):
