@@ -3331,9 +3331,8 @@ def without_gradient(model):
     return [name for name, p in model.named_parameters() if p.grad is None or not bool(whole(p.grad).any())]
 
 
-def gradient_share(model):
-    """(parameters with a gradient other than zero, all parameters), counted in weights."""
-    missing = set(without_gradient(model))
+def gradient_share(model, missing):
+    """(parameters with a gradient, all parameters), counted in weights; missing is without_gradient(model)."""
     received = (p for name, p in model.named_parameters() if name not in missing)
     return count_weights(received), count_weights(model.parameters())
 
@@ -3622,7 +3621,8 @@ def summarize(step, data, config, device, records):
     batch = [record.batch_ms for record in records]
     mean_batch = statistics.fmean(batch)
     p20, p50, p80 = np.percentile(batch, [20, 50, 80]).tolist()
-    received, total = gradient_share(step.model)
+    missing = without_gradient(step.model)
+    received, total = gradient_share(step.model, missing)
     peak = peak_tflops(device, precision_name(config, device))
     tflops_per_s = model_tflops(config) / (p50 / 1e3)
     return {
@@ -3639,7 +3639,7 @@ def summarize(step, data, config, device, records):
         "peak_memory_mib": peak_memory_mib(device),
         "parameters": total,
         "parameters_with_gradient": received,
-        "parameters_without_gradient": without_gradient(step.model),
+        "parameters_without_gradient": missing,
         "tflops_per_second": tflops_per_s,
         "mfu": tflops_per_s / peak if peak else None,
     }

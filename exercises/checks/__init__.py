@@ -1,7 +1,8 @@
 """What judges the exercises: a module an exercise, whose TASKS are {name of the task: its check}.
 
 A check takes the participant's module, and raises common.Wrong with the reason. A task is called like the function that
-it asks for. COMPILED names the tasks that are checked a second time where there is a GPU; left out, all are.
+it asks for. COMPILED names the tasks that are checked a second time where there is a GPU; left out, all are. POISON
+is what a masked load without `other` gives in the interpreter; left out, common.POISON.
 """
 
 import os

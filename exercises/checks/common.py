@@ -132,7 +132,6 @@ def expect_untouched(name, behind):
 # Kernels
 
 POISON = 12288.0  # exact in fp16 and bf16
-POISON_BF16 = 0x4640  # its bits, which is how the interpreter holds bf16
 
 
 @llama.jit
@@ -153,8 +152,8 @@ def interpreter_works():
 
 
 @contextlib.contextmanager
-def poisoned_masks():
-    """Of a masked load without `other`, the interpreter hands out POISON for what is left out, not zeros.
+def poisoned_masks(poison=POISON):
+    """Of a masked load without `other`, the interpreter hands out poison for what is left out, not zeros.
 
     It is undefined: on a GPU it is what the register held before.
     """
@@ -170,7 +169,8 @@ def poisoned_masks():
         element = ptrs.get_element_ty()
         if other is None and element.is_floating():
             dtype = interpreter._get_np_dtype(element)
-            value = POISON_BF16 if element.is_bf16() else POISON
+            bits = torch.tensor(poison, dtype=torch.bfloat16).view(torch.int16).item()
+            value = bits if element.is_bf16() else poison  # the interpreter holds bf16 as its bits
             other = interpreter.TensorHandle(np.full(ptrs.data.shape, value, dtype), element)
         return load(self, ptrs, mask, other, *rest)
 

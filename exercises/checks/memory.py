@@ -76,11 +76,7 @@ class Watch:
         return type(mask)(wanted & ~outside, mask.dtype)
 
     def load(self, pointers, mask, other, *rest):
-        mask = self.inside("reads", pointers, mask)
-        value = self.real_load(pointers, mask, other, *rest)
-        if other is None and value.data.dtype.kind == "f":  # a GPU leaves it undefined, the interpreter takes 0
-            value.data = np.where(mask.data, value.data, np.array(np.inf, value.data.dtype))
-        return value
+        return self.real_load(pointers, self.inside("reads", pointers, mask), other, *rest)
 
     def store(self, pointers, value, mask, *rest):
         return self.real_store(pointers, value, self.inside("writes", pointers, mask), *rest)
@@ -89,8 +85,7 @@ class Watch:
 def launch(kernel, grid, *args, explain=lambda fault: "is there a mask?", **constants):
     """Runs kernel[grid](*args, **constants).
 
-    In the interpreter, Wrong if it touched what no tensor holds, with the hint explain(fault); and what a load masks
-    out without an `other` is infinite, so that even 0 times it is seen. On a GPU there is none of this.
+    In the interpreter, Wrong if it touched what no tensor holds, with the hint explain(fault). A GPU does not tell.
     """
     if ON_GPU:
         kernel[grid](*args, **constants)

@@ -27,6 +27,7 @@ def for_each(cases):
     return all_cases
 
 
+POISON = math.inf  # even 0 times it is seen
 MAY_BE_ANYTHING = "what the mask leaves out may be anything, here infinity"
 
 

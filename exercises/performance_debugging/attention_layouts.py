@@ -9,15 +9,13 @@ needs a GPU: Triton's interpreter has no memory whose lines a load could touch.
 import functools
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 import tiny_llama_v3 as llama
-from measure.results import write_json
+from exercises.performance_debugging import measurement
 from measure.tables import number, times
 from measure.timing import Bench, in_turns, replay_ms
-from tiny_llama_v3 import exit_code_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 REPLAYS = 21  # of each layout, in turns
@@ -49,12 +47,8 @@ def measure_length(config, bench, seq_len):
     return {"seq_len": seq_len} | dict(zip(calls, us, strict=True))
 
 
-def run(argv):
-    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "attention_layouts.py")
-    device = llama.select_device(config.device)
-    if device.type == "cpu":
-        raise llama.UsageError("attention_layouts.py needs a GPU, and --device is cpu: leave it out, or use a GPU")
-    torch.set_float32_matmul_precision(config.matmul_precision)
+def measure(config, device):
+    """{"precision", "batch_size", "lengths": [see measure_length]}, printed a length at a time."""
     bench, rows = Bench(device), []
     for seq_len in LENGTHS:
         rows.append(measure_length(config, bench, seq_len))
@@ -63,13 +57,11 @@ def run(argv):
             f"{seq_len} tokens: {number(contiguous)} us contiguous, {number(strided)} us badly strided, "
             f"{times(strided / contiguous)}"
         )
-    result = {"precision": llama.precision_name(config, device), "batch_size": config.batch_size, "lengths": rows}
-    write_json(Path(config.output_dir, "attention_layouts.json"), result)
-    return 0
+    return {"precision": llama.precision_name(config, device), "batch_size": config.batch_size, "lengths": rows}
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "attention_layouts.py")
+    return measurement.main("attention_layouts", measure, True, argv)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ The options are those of tiny_llama_v3.py.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from torch.utils.benchmark import Timer
 
 import tiny_llama_v3 as llama
-from measure.results import write_json
-from tiny_llama_v3 import exit_code_of
+from exercises.performance_debugging import measurement
 
 
-def measure_ceilings(config, device):
+def measure(config, device):
     """What a copying kernel and the library's matmul in this precision reach, and the datasheet's arithmetic in it."""
     on_gpu = device.type == "cuda"
-    torch.set_float32_matmul_precision(config.matmul_precision)
     x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)  # more than any cache holds
     dtype = torch.bfloat16 if config.use_amp else torch.float32
     side = 8192 if on_gpu else 1024
@@ -29,25 +26,18 @@ def measure_ceilings(config, device):
         timer = Timer(statement, globals={"torch": torch} | names, num_threads=torch.get_num_threads())
         return timer.blocked_autorange(min_run_time=0.2).median
 
-    return {
+    ceilings = {
         "bytes_per_second": 2 * x.nbytes / seconds("torch.neg(x, out=y)", x=x, y=torch.empty_like(x)),
         "flop_per_second": 2 * side**3 / seconds("torch.mm(a, b, out=c)", a=a, b=a.clone(), c=torch.empty_like(a)),
         "peak_tflops": llama.peak_tflops(device, llama.precision_name(config, device)),
     }
-
-
-def run(argv):
-    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "ceilings.py")
-    device = llama.select_device(config.device)
-    ceilings = measure_ceilings(config, device)
-    write_json(Path(config.output_dir, "ceilings.json"), ceilings)
     bandwidth, arithmetic = (ceilings[name] / 1e12 for name in ("bytes_per_second", "flop_per_second"))
     print(f"{device.name}: {bandwidth:.3g} TB/s, {arithmetic:.3g} TFLOP/s")
-    return 0
+    return ceilings
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "ceilings.py")
+    return measurement.main("ceilings", measure, False, argv)
 
 
 if __name__ == "__main__":

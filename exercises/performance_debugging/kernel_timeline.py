@@ -2,21 +2,19 @@
 
     python -m exercises.performance_debugging.kernel_timeline --output-dir DIR      writes DIR/kernel_timeline.json
 
-The options are those of tiny_llama_v3.py. Its own --profile records the host as well,
-which doubles the time that the host needs, and so the gaps between kernels that wait for it.
+The options are those of tiny_llama_v3.py. Its own --profile records the host as well, which doubles the time that the
+host needs, and so the gaps between kernels that wait for it.
 """
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import torch
 
 import tiny_llama_v3 as llama
 from benchmarks.stages import OPTIMIZED
-from measure.results import write_json
+from exercises.performance_debugging import measurement
 from measure.tables import number, percent
-from tiny_llama_v3 import exit_code_of
 
 STAGES = (OPTIMIZED, 8)
 STEPS = 5  # of which the one of median length counts
@@ -60,12 +58,8 @@ def record(config, device):
     return sorted(timelines, key=lambda timeline: timeline["step_us"])[STEPS // 2]
 
 
-def run(argv):
-    config = llama.parse_config(sys.argv[1:] if argv is None else argv, "kernel_timeline.py")
-    device = llama.select_device(config.device)
-    if device.type == "cpu":
-        raise llama.UsageError("kernel_timeline.py needs a GPU, and --device is cpu: leave it out, or use a GPU")
-    torch.set_float32_matmul_precision(config.matmul_precision)
+def measure(config, device):
+    """{stage: see record} of STAGES, printed a stage at a time."""
     timelines = {}
     for stage in STAGES:
         staged = dataclasses.replace(config, **llama.stage_flags(stage))
@@ -73,12 +67,11 @@ def run(argv):
         timelines[stage] = timeline = record(staged, device)
         kernels, step_ms = len(timeline["start_us"]), timeline["step_us"] / 1e3
         print(f"stage {stage}: {kernels} kernels in {number(step_ms)} ms, one running {percent(busy_share(timeline))}")
-    write_json(Path(config.output_dir, "kernel_timeline.json"), timelines)
-    return 0
+    return timelines
 
 
 def main(argv=None):
-    return exit_code_of(lambda: run(argv), "kernel_timeline.py")
+    return measurement.main("kernel_timeline", measure, True, argv)
 
 
 if __name__ == "__main__":

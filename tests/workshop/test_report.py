@@ -154,7 +154,7 @@ def test_the_script_names_the_parameters_without_a_gradient():
     model.norm.weight.grad.zero_()
     model.layers[0].attention.o_proj.weight.grad = None
     assert llama.without_gradient(model) == ["layers.0.attention.o_proj.weight", "norm.weight"]
-    received, total = llama.gradient_share(model)
+    received, total = llama.gradient_share(model, llama.without_gradient(model))
     assert total - received == 16 + 16 * 16
 
 
