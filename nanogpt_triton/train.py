@@ -608,9 +608,10 @@ def interrupted(trainer, log):
         log.saved_at = trainer.iteration
     if trainer.world.is_master:
         if log.saved_at is None:
-            print("interrupted before the first iteration was done: nothing was saved")
+            text = "interrupted before the first iteration was done: nothing was saved"
         else:
-            print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here")
+            text = f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here"
+        print(text, flush=True)
     trainer.world.any(False)  # torchrun ends all when one ends: the master must have written
     return 130
 
