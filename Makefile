@@ -17,8 +17,10 @@ run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 	$(VENV_PYTHON) tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
 	@echo 'To go on: . .venv/bin/activate && python tiny_llama_v3.py --help'
 
+# A file's tests run in order in one process: they share fixtures that take a minute, and a page's blocks go on from the
+# ones before.
 test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
-	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 # TINYGRAD: a copy of the emulator's commit, for a machine without a network. COUNT=1 counts instead of testing.
 # ARGS: flags of the script; then the kernels of one step with them are counted.

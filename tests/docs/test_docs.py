@@ -178,6 +178,13 @@ def test_a_block_runs(block, project):
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+def test_a_reader_of_all_pages_finds_every_output_folder_new():
+    """The scripts refuse a folder with something in it."""
+    codes = {block.code for block in RUNNABLE}  # some pages begin with the same block
+    outputs = [folder for code in codes for folder in re.findall(r"--output (\S+)", code)]
+    assert len(outputs) > 10 and sorted(outputs) == sorted(set(outputs))
+
+
 FILES = "|".join(Path(exercise.file).stem for exercise in EXERCISES.values())
 JUDGES = rf"check\.py \w+(?!.*--solution)|from exercises\.(?:\w+\.)*(?:{FILES}) import"
 # The trainer's page may use the solutions, a participant's may not.
