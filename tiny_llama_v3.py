@@ -351,6 +351,11 @@ class Device:
             return "amd"
         return "interpreter" if self.type == "cpu" else "hopper" if self.arch == "sm_90" else "nvidia"
 
+    @property
+    def lacks_bf16_rounding(self):
+        """Whether it takes several instructions to round fp32 to bf16."""
+        return self.arch in ("gfx90a", "gfx942")
+
 
 @functools.cache
 def get_device(type):
@@ -490,7 +495,8 @@ def next_power_of_2(n):
 # Tiles. Of num_warps * warp_size threads there may be 1024 at most, and an AMD wave has 64: half the warps there. The
 # operands of a product must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90, 99 on NVIDIA's smallest.
 # "Measured" is the fastest of those that were tried on an H200; "compiled" is chosen by the registers, spills and
-# occupancy that the compiler reports (docs/compiled_kernels.md), where there was no GPU to measure on.
+# occupancy that the compiler reports (docs/compiled_kernels.md), where there was no GPU to measure on, on AMD by the
+# cycles of the loops as well (docs/attention_tiles.md).
 
 
 class NormTile(NamedTuple):
@@ -515,10 +521,10 @@ class AttentionTile(NamedTuple):
 PASSES = ("forward", "dq", "dkdv", "fused")
 # (family, operands of tl.dot, dimensions of a head up to): a tile for each of PASSES; the first row that fits counts.
 ATTENTION_TILES = {
-    # Compiled: with more rows the gradients' kernels take up to 456 registers a thread, at one wave a unit, or spill.
+    # Compiled: 16 rows of a product for each wave where registers allow it; with more than 256 of them a wave is alone.
     ("amd", "half", 32): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
     ("amd", "half", 64): ((128, 64, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
-    ("amd", "half", 128): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    ("amd", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     # Measured. 64 rows are one wgmma instruction; the fused pass is too short for its loads to fill a pipeline.
@@ -1297,10 +1303,22 @@ def rotate_back(x, cos_ptr, sin_ptr, rows, n_rows, ROWS: tl.constexpr, HEAD_DIM:
 
 
 @jit
+def round_to_bf16(x):
+    """x in fp32 as bf16, for AMD's GPUs before gfx950, which have no instruction for it.
+
+    The compiler's own way takes five for a number, and with them a tile takes longer than its products. One addition to
+    the bits, whose upper half is bf16, differs from it in ties alone: they go away from zero. What is no number remains
+    so: if the hardware made it, or it was read in bf16, its lower bits are zero.
+    """
+    bits = x.to(tl.uint32, bitcast=True) + 0x8000
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
 def attend(
     acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows, begin, end, seq_len, qk_scale,
     ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q (BLOCK_M, BLOCK_D) over the keys begin..end: a new maximum rescales what was summed before.
 
@@ -1318,8 +1336,9 @@ def attend(
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
         v = load_tile(v_ptr, v_strides, keys, seq_len, not ON_DIAGONAL, HEAD_DIM, BLOCK_D)
+        rounded = (round_to_bf16(p) if ROUND_BY_HAND else p).to(v.dtype)
         # (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        acc = tl.dot(rounded, v, acc * rescale[:, None], input_precision=PRECISION)
         m_i = m_new
     return acc, m_i, l_i
 
@@ -1329,6 +1348,7 @@ def flash_attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, num_heads, seq_len, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(q k^T * scale) v under the causal mask.
 
@@ -1352,12 +1372,12 @@ def flash_attention_kernel(
     diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N  # keys before it are visible to every query of the block
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows, 0, diagonal, seq_len, qk_scale,
-        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, ROUND_BY_HAND,
     )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q, k_ptr, v_ptr, k_strides, v_strides, rows,
         diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
-        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, ROUND_BY_HAND,
     )  # fmt: skip
     o_ptr = head_ptr(o_ptr, o_strides, batch, head, HEAD_ALIGNMENT)
     store_tile(o_ptr, o_strides, acc / l_i[:, None], rows, seq_len, HEAD_DIM, BLOCK_D)
@@ -1368,7 +1388,7 @@ def flash_attention_kernel(
 def attend_backward_keys(
     q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows, begin, end, seq_len, qk_scale,
     ON_DIAGONAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Adds to q_grad (BLOCK_M, BLOCK_D), in fp32 and not yet scaled, what the keys begin..end contribute."""
     for start in range(begin, end, BLOCK_N):
@@ -1381,7 +1401,8 @@ def attend_backward_keys(
             p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
         s_grad = p * (tl.dot(o_grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         # (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
-        q_grad = tl.dot(s_grad.to(k.dtype), k, q_grad, input_precision=PRECISION)
+        rounded = (round_to_bf16(s_grad) if ROUND_BY_HAND else s_grad).to(k.dtype)
+        q_grad = tl.dot(rounded, k, q_grad, input_precision=PRECISION)
     return q_grad
 
 
@@ -1392,7 +1413,7 @@ def query_gradient(
     batch_head, block, num_heads, seq_len, scale, qk_scale,
     STORE_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch = (batch_head // num_heads).to(tl.int64)
@@ -1415,12 +1436,12 @@ def query_gradient(
     diagonal = block * BLOCK_M // BLOCK_N * BLOCK_N
     q_grad = attend_backward_keys(
         q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows, 0, diagonal, seq_len, qk_scale,
-        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        False, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, ROUND_BY_HAND,
     )  # fmt: skip
     q_grad = attend_backward_keys(
         q_grad, q, o_grad, lse, delta, k_ptr, v_ptr, k_strides, v_strides, rows,
         diagonal, tl.minimum((block + 1) * BLOCK_M, seq_len), seq_len, qk_scale,
-        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+        True, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, ROUND_BY_HAND,
     )  # fmt: skip
     q_grad *= scale
     if ROTARY:
@@ -1434,7 +1455,7 @@ def attend_backward_queries(
     k_grad, v_grad, k, v, q_ptr, o_ptr, o_grad_ptr, lse_ptr, delta_ptr, q_strides, o_strides, o_grad_strides,
     keys, begin, end, seq_len, qk_scale,
     ON_DIAGONAL: tl.constexpr, EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """Adds to k_grad and v_grad (BLOCK_N, BLOCK_D), in fp32, what the queries begin..end contribute.
 
@@ -1460,9 +1481,11 @@ def attend_backward_queries(
         if ON_DIAGONAL:
             p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
         # (BLOCK_N, BLOCK_M) x (BLOCK_M, BLOCK_D) -> (BLOCK_N, BLOCK_D)
-        v_grad = tl.dot(p.to(o_grad.dtype), o_grad, v_grad, input_precision=PRECISION)
+        rounded = (round_to_bf16(p) if ROUND_BY_HAND else p).to(o_grad.dtype)
+        v_grad = tl.dot(rounded, o_grad, v_grad, input_precision=PRECISION)
         s_grad = p * (tl.dot(v, tl.trans(o_grad), input_precision=PRECISION) - delta[None, :])
-        k_grad = tl.dot(s_grad.to(q.dtype), q, k_grad, input_precision=PRECISION)
+        rounded = (round_to_bf16(s_grad) if ROUND_BY_HAND else s_grad).to(q.dtype)
+        k_grad = tl.dot(rounded, q, k_grad, input_precision=PRECISION)
     return k_grad, v_grad
 
 
@@ -1473,7 +1496,7 @@ def key_value_gradient(
     batch_head, block, num_kv_heads, seq_len, scale, qk_scale,
     EVEN_M: tl.constexpr, LOAD_DELTA: tl.constexpr, GROUP_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, ROUND_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it."""
     batch = (batch_head // num_kv_heads).to(tl.int64)
@@ -1501,12 +1524,12 @@ def key_value_gradient(
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             q_strides, o_strides, o_grad_strides, keys, begin, end, seq_len, qk_scale,
-            True, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            True, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, ROUND_BY_HAND,
         )  # fmt: skip
         k_grad, v_grad = attend_backward_queries(
             k_grad, v_grad, k, v, q_head_ptr, o_head_ptr, o_grad_head_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             q_strides, o_strides, o_grad_strides, keys, end, seq_len, seq_len, qk_scale,
-            False, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            False, EVEN_M, LOAD_DELTA, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, ROUND_BY_HAND,
         )  # fmt: skip
     k_grad *= scale
     if ROTARY:
@@ -1523,7 +1546,7 @@ def flash_attention_backward_dq_kernel(
     q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
-    ROTARY: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """q_grad = s_grad k * scale, and delta for the kernel below.
 
@@ -1536,7 +1559,7 @@ def flash_attention_backward_dq_kernel(
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
         program_index(0, INT64), tl.num_programs(1) - 1 - program_index(1, INT64), num_kv_heads * GROUP_SIZE,
         seq_len, scale, qk_scale, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT,
-        PRECISION,
+        PRECISION, ROUND_BY_HAND,
     )  # fmt: skip
 
 
@@ -1547,7 +1570,7 @@ def flash_attention_backward_dkdv_kernel(
     num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
-    ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
     """k_grad = s_grad^T q * scale, v_grad = p^T o_grad.  EVEN_M: seq_len is a multiple of BLOCK_M.
 
@@ -1559,6 +1582,7 @@ def flash_attention_backward_dkdv_kernel(
         q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
         program_index(0, INT64), program_index(1, INT64), num_kv_heads, seq_len, scale, qk_scale,
         EVEN_M, True, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT, PRECISION,
+        ROUND_BY_HAND,
     )  # fmt: skip
 
 
@@ -1569,7 +1593,7 @@ def flash_attention_backward_kernel(
     batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_ALIGNMENT: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
-    ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr, ROTARY: tl.constexpr, EVEN_M: tl.constexpr,
 ):  # fmt: skip
     """Both of the above side by side in one launch, for sequences too short to fill the device; delta is made twice.
 
@@ -1584,6 +1608,7 @@ def flash_attention_backward_kernel(
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, k_grad_strides, v_grad_strides,
             pid % batch_kv_heads, pid // batch_kv_heads, num_kv_heads, seq_len, scale, qk_scale,
             EVEN_M, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT, PRECISION,
+            ROUND_BY_HAND,
         )  # fmt: skip
     else:
         pid -= key_programs
@@ -1593,7 +1618,7 @@ def flash_attention_backward_kernel(
             q_strides, k_strides, v_strides, o_strides, o_grad_strides, q_grad_strides,
             pid % batch_heads, tl.cdiv(seq_len, BLOCK_M) - 1 - pid // batch_heads, num_kv_heads * GROUP_SIZE,
             seq_len, scale, qk_scale, False, GROUP_SIZE, ROTARY, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_ALIGNMENT,
-            PRECISION,
+            PRECISION, ROUND_BY_HAND,
         )  # fmt: skip
 
 
@@ -1638,7 +1663,7 @@ def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precisio
     constants = dict(
         GROUP_SIZE=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, HEAD_ALIGNMENT=1 if alignment == 16 else alignment, INT64=needs_int64,
-        PRECISION=precision,
+        PRECISION=precision, ROUND_BY_HAND=dtype == torch.bfloat16 and get_device(device_type).lacks_bf16_rounding,
     )  # fmt: skip
     return tile, constants
 

@@ -351,8 +351,8 @@ class Driver:
         return 0
 
 
-def compile_launch(arch, launch):
-    """What the compiler made of a launch, a dict, or {"error": one line}."""
+def compile_launch(arch, launch, read=None):
+    """What the compiler made of a launch, a dict, or {"error": one line}; read(code of all levels) makes the dict."""
     import triton
 
     kernel = find_kernels(kernel_modules())[launch.kernel]
@@ -364,7 +364,7 @@ def compile_launch(arch, launch):
         )
     except Exception as error:  # of this launch alone
         return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"}
-    read = read_amdgcn if is_amd(arch) else read_cubin
+    read = read or (read_amdgcn if is_amd(arch) else read_cubin)
     return {
         **read(compiled.asm),
         "shared_bytes": compiled.metadata.shared,
@@ -460,12 +460,12 @@ def compile_order(job):
     return is_amd(job.arch), job.precision != "fp32", "attention" not in job.launch.kernel
 
 
-def compile_jobs(jobs, processes):
-    """What the compiler made of each distinct launch: {(arch, what it is compiled as): dict}."""
+def compile_jobs(jobs, processes, read=None):
+    """What the compiler made of each distinct launch: {(arch, what it is compiled as): dict}; read as above."""
     distinct = {(job.arch, job.launch.compiled_as): job for job in jobs}
     distinct = dict(sorted(distinct.items(), key=lambda item: compile_order(item[1])))
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        futures = {key: pool.submit(compile_launch, job.arch, job.launch) for key, job in distinct.items()}
+        futures = {key: pool.submit(compile_launch, job.arch, job.launch, read) for key, job in distinct.items()}
         return {key: future.result() for key, future in futures.items()}
 
 
@@ -774,12 +774,16 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def run(argv):
-    options = parse(argv)
+def check_request(options):
     if llama.triton is None:
         raise llama.UsageError("Triton is not installed: pip install triton, on Linux")
     if options.processes < 1:
         raise llama.UsageError(f"--processes {options.processes} compiles nothing: give 1 or more")
+
+
+def run(argv):
+    options = parse(argv)
+    check_request(options)
     chosen = {name: CASES[name] for name in options.cases or CASES}
     if options.check:
         selection = dict.fromkeys(chosen, options.precisions)

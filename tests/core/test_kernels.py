@@ -441,6 +441,28 @@ def test_attention_beyond_two_to_the_31_elements(randn, device, seq_len, far, di
     assert_attention_is_exact(q, k, v, o_grad, place)
 
 
+tl, round_to_bf16 = llama.tl, llama.round_to_bf16  # a kernel sees the names of its own module only
+
+
+@llama.jit
+def rounding_kernel(x_ptr, y_ptr, BLOCK_SIZE: tl.constexpr):
+    places = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(y_ptr + places, round_to_bf16(tl.load(x_ptr + places)))
+
+
+def test_bf16_is_rounded_to_nearest(device):
+    """All bf16 values, infinities and what is no number among them, and what lies between each two neighbours."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(torch.bfloat16).float()
+    for between in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1):
+        x = (values.view(torch.int32) + between).view(torch.float32)
+        x = torch.where(values.isfinite(), x, values)
+        y = torch.zeros_like(x, dtype=torch.bfloat16)
+        rounding_kernel[(64,)](x, y, BLOCK_SIZE=1024)
+        away = (values.view(torch.int32) + 2**16).view(torch.float32)  # the next one further from zero
+        expected = torch.where(values.isfinite(), away, values) if between == 2**15 else x
+        torch.testing.assert_close(y, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_attention_refuses_tables_it_would_read_wrongly(randn):
     qkv, upstream, (*weights, cos, sin, heads, kv_heads) = attention_inputs(randn, 1, 8, 2, 1, 16)
     with pytest.raises(ValueError, match=r"cos of shape \(8, 8\) has the strides \(1, 8\)"):

@@ -29,7 +29,7 @@ def run_report(*arguments, before="", path="", **variables):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     env["PYTHONPATH"] = os.pathsep.join([str(path), str(ROOT)])
     command = [sys.executable, "-c", program, *arguments, "--processes", "2"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

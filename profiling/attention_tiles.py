@@ -1,0 +1,335 @@
+"""Compare tiles of the attention kernels on AMD GPUs that need not be there, by the loops that the compiler makes.
+
+    python -m profiling.attention_tiles                              write docs/attention_tiles.md and its JSON
+    python -m profiling.attention_tiles --architectures gfx942 --heads 64 --passes forward       print, write nothing
+
+A kernel spends its time in a loop over tiles of scores. Its instructions are counted by the part of a compute unit that
+they keep busy, with the cycles that the ISA gives them, and the registers say how many waves share a unit. That is a
+model: it knows nothing of latencies, bank conflicts and caches. It tells which part is the bound, and what a tile, an
+option or a rewritten line changes there. Nothing is run.
+
+Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
+"""
+
+import collections
+import contextlib
+import os
+import re
+import shlex
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter would be in the compiler's place
+
+import torch  # noqa: E402
+
+import tiny_llama_v3 as llama  # noqa: E402
+from measure.results import RESULTS, ROOT  # noqa: E402
+from measure.tables import markdown_table, number  # noqa: E402
+from profiling import kernel_report  # noqa: E402
+from tiny_llama_v3 import exit_code_of  # noqa: E402
+
+PAGE, RESULT = ROOT / "docs" / "attention_tiles.md", RESULTS / "attention_tiles.json"
+ARCHITECTURES = [arch for arch in kernel_report.CHIPS if kernel_report.is_amd(arch)]
+SEQ_LEN = 2048  # of the recorded launches; long enough for the loops without a mask to have nearly all of the work
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cycles of instructions
+
+SIMDS = 4  # of a compute unit; each has a matrix unit and 16 lanes for a wave's 64
+# Operations a cycle of one matrix unit: the peaks of the datasheets.
+MATRIX_RATES = {
+    "gfx90a": {"bf16": 256, "f32": 64},
+    "gfx942": {"bf16": 512, "xf32": 256, "f32": 64},
+    "gfx950": {"bf16": 1024, "f32": 64},
+}
+VECTOR_CYCLES = 4  # 64 lanes on 16
+TRANSCENDENTAL_CYCLES = 16  # a quarter of that rate
+TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f32")
+LDS_BYTES = {"gfx90a": 128, "gfx942": 128, "gfx950": 256}  # a cycle, for the whole compute unit: 4 a bank
+MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(bf16|xf32|f32)")
+LDS = re.compile(r"ds_(?:read|write)(2)?(?:st64)?_b(\d+)")
+
+
+class Loop(NamedTuple):
+    """Cycles that one wave's way through a loop takes of each part, if nothing else wants it; and its loads."""
+
+    matrix: int
+    vector: int
+    lds: int
+    buffer_loads: int = 0  # 32-bit offsets from a base in scalar registers, bounds checked by the hardware
+    other_loads: int = 0  # 64-bit addresses, a branch or a select for each mask
+
+
+def matrix_cycles(name, arch):
+    m, n, k, type = MATRIX.match(name).groups()
+    rate = MATRIX_RATES[arch][type]
+    if arch == "gfx950" and type == "bf16" and int(m) * int(k) < 512:
+        rate //= 2  # the short instructions of gfx942 have kept their time
+    return 2 * int(m) * int(n) * int(k) // rate
+
+
+def target_of(assembly):
+    return re.search(r'\.amdgcn_target "[^"]*-(gfx\w+)', assembly)[1]
+
+
+def count_cycles(instructions, arch):
+    """The Loop of {name of an instruction: times}."""
+    matrix = vector = bytes = 0
+    for name, times in instructions.items():
+        if MATRIX.match(name):
+            matrix += times * matrix_cycles(name, arch)
+        elif name.startswith("v_"):
+            vector += times * (TRANSCENDENTAL_CYCLES if TRANSCENDENTAL.match(name) else VECTOR_CYCLES)
+        elif moved := LDS.match(name):
+            bytes += times * 64 * int(moved[2]) // 8 * (2 if moved[1] else 1)
+        elif name.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")):
+            bytes += times * 64 * 4
+    buffer_loads, other_loads = (
+        sum(times for name, times in instructions.items() if name.startswith(kinds))
+        for kinds in ("buffer_load", ("global_load", "flat_load"))
+    )
+    return Loop(matrix, vector, bytes // LDS_BYTES[arch], buffer_loads, other_loads)
+
+
+def inner_loops(assembly):
+    """{name of an instruction: times} of each loop that has no other in it, in order."""
+    labels, begun, loops = {}, [], []
+    names = []
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.match(r"\s+([a-z]\w+)", line):
+            names.append(instruction[1])
+            target = re.match(r"\s+s_c?branch\w*\s+(\.LBB\w+)", line)
+            if target and target[1] in labels:
+                begin = labels[target[1]]
+                if not begun or begun[-1] < begin:  # else one of the loops before is part of this
+                    loops.append(collections.Counter(names[begin:]))
+                begun.append(begin)
+    return loops
+
+
+def main_loop(assembly):
+    """The Loop without a mask: of those with a tile's products the one with the least other work."""
+    loops = [count_cycles(loop, target_of(assembly)) for loop in inner_loops(assembly)]
+    return min(loops, key=lambda loop: (-loop.matrix, loop.vector))
+
+
+def cycles_per_score(loop, scores, warps, resident):
+    """Cycles of a compute unit for each score, resident waves at a time, where one way through the loop has scores.
+
+    Two waves or more on a SIMD compute side by side: products of one beside exponentials of another. One has nobody.
+    """
+    waves = resident / SIMDS
+    simd = waves * max(loop.matrix, loop.vector) if waves >= 2 else waves * (loop.matrix + loop.vector)
+    return max(simd, resident * loop.lds) * warps / resident / scores
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Alternatives to a tile
+
+
+class Pass(NamedTuple):
+    kernel: str
+    products: int  # of a tile, each of 2 * head_dim operations for a score
+
+
+PASSES = {
+    "forward": Pass("flash_attention_kernel", 2),
+    "dq": Pass("flash_attention_backward_dq_kernel", 3),
+    "dkdv": Pass("flash_attention_backward_dkdv_kernel", 4),
+}
+ROUNDING = "rounding as the compiler does"
+
+
+def alternatives(tile):
+    """{what differs from a tile: another AttentionTile}, one difference each."""
+    found = {}
+    for name, size in (("BLOCK_M", tile.BLOCK_M), ("BLOCK_N", tile.BLOCK_N)):
+        for other in (size // 2, 2 * size):
+            if 16 <= other <= 256:
+                found[f"{other} {'queries' if name == 'BLOCK_M' else 'keys'}"] = tile._replace(**{name: other})
+    found["8 waves"] = tile._replace(num_warps=8)
+    found["2 stages"] = tile._replace(num_stages=2)
+    found["products of 32 x 32"] = tile._replace(options=tile.options | {"matrix_instr_nonkdim": 32})
+    for waves in (2, 3, 4):
+        found[f"waves_per_eu={waves}"] = tile._replace(options=tile.options | {"waves_per_eu": waves})
+    return found
+
+
+@contextlib.contextmanager
+def tile_replaced(pass_name, tile):
+    """The launchers choose this tile for a pass."""
+    chosen = llama.attention_tile
+
+    def choose(name, *rest):
+        return tile if name == pass_name else chosen(name, *rest)
+
+    with mock.patch.object(llama, "attention_tile", choose):
+        yield
+
+
+def record_launch(arch, pass_name, head_dim, tile=None):
+    """The launch of a pass in bf16, with the tile that the launchers choose, or another."""
+    with kernel_report.recording(arch) as launches, contextlib.ExitStack() as stack, torch.device("meta"):
+        if tile:
+            stack.enter_context(tile_replaced(pass_name, tile))
+        q, k = (torch.empty(1, SEQ_LEN, heads, head_dim, dtype=torch.bfloat16) for heads in (16, 8))
+        o, lse = llama.flash_attention_forward(q, k, k)
+        llama.flash_attention_backward(o, q, k, k, o, lse, q, k, k)
+    return next(launch for launch in launches if launch.kernel == PASSES[pass_name].kernel)
+
+
+def tile_of(launch):
+    constants, options = dict(launch.constants), dict(launch.options)
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    return llama.AttentionTile(constants["BLOCK_M"], constants["BLOCK_N"], warps, stages, options)
+
+
+def launches_of(arch, pass_name, head_dim):
+    """{what differs: Launch}, the tile that the launchers choose first."""
+    chosen = record_launch(arch, pass_name, head_dim)
+    launches = {"chosen": chosen}
+    if dict(chosen.constants)["ROUND_BY_HAND"]:
+        with mock.patch.object(llama.Device, "lacks_bf16_rounding", False):
+            launches[ROUNDING] = record_launch(arch, pass_name, head_dim)
+    for name, tile in alternatives(tile_of(chosen)).items():
+        launches[name] = record_launch(arch, pass_name, head_dim, tile)
+    return launches
+
+
+def read(asm):
+    return kernel_report.read_amdgcn(asm) | {"loop": main_loop(asm["amdgcn"])}
+
+
+def analyse(architectures, heads, passes, processes):
+    """A row, a dict, for each tile."""
+    places = [(arch, head_dim, name) for arch in architectures for head_dim in heads for name in passes]
+    launches = {(*place, what): x for place in places for what, x in launches_of(place[0], place[2], place[1]).items()}
+    jobs = {place: kernel_report.Job(place[0], "large", "bf16", launch, 1) for place, launch in launches.items()}
+    compiled = kernel_report.compile_jobs(jobs.values(), processes, read)
+    return [make_row(*place, job.launch, compiled[job.arch, job.launch.compiled_as]) for place, job in jobs.items()]
+
+
+def make_row(arch, head_dim, pass_name, what, launch, compiled):
+    tile = tile_of(launch)
+    row = {
+        "arch": arch, "head_dim": head_dim, "pass": pass_name, "what": what,
+        "tile": [tile.BLOCK_M, tile.BLOCK_N], "error": compiled.get("error"),
+    }  # fmt: skip
+    if row["error"]:
+        return row
+    scores = tile.BLOCK_M * tile.BLOCK_N
+    loop, registers, shared = compiled["loop"], compiled["registers"], compiled["shared_bytes"]
+    waves = kernel_report.occupancy(arch, registers, shared, tile.num_warps)["warps"]
+    fits = shared <= kernel_report.CHIPS[arch].shared_limit
+    return row | {
+        "registers": registers,
+        "spills": compiled["vector_spills"],
+        "shared_bytes": shared,
+        "waves": waves,
+        "loop": loop._asdict(),
+        "cycles": 1000 * cycles_per_score(loop, scores, tile.num_warps, waves) if fits else None,
+        "bound": 1000 * PASSES[pass_name].products * 2 * head_dim / (SIMDS * MATRIX_RATES[arch]["bf16"]),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+HEADER = """# Tiles of the attention kernels on AMD GPUs
+
+<!-- Generated by `make kernel-report`; do not edit. -->
+
+The attention kernels spend their time in a loop over tiles of scores. Here is what the compiler makes of that loop, in
+bf16: with the tile that [tiny_llama_v3.py](../tiny_llama_v3.py) chooses, and with what differs from it in one thing.
+**Nothing on this page was run**: cycles are instructions times what the ISA gives each of them, and leave out
+latencies, bank conflicts and caches. [kernels.md](kernels.md#the-attention-loops-on-amd) says what was decided by them;
+only the hardware can confirm it.
+
+- *registers* of a thread, of 512, and the vector registers that are *spilled* to memory.
+- *waves* that share a compute unit and its four SIMDs.
+- *loads* of global memory in the loop, for each lane: *buffer* loads take offsets of 32 bits, and the hardware checks
+  their bounds.
+- *matrix*, *vector*, *LDS*: cycles that one wave's way through the loop keeps its SIMD's matrix unit busy, its vector
+  lanes (4 an instruction, 16 an exponential), and the LDS (128 bytes a cycle, on gfx950 256) of the whole unit.
+- *model*: cycles of a compute unit for 1,000 scores. The longest of the three counts, if two waves or more share a
+  SIMD; a wave alone has matrix and vector cycles one after the other.
+- *bound*: the cycles of the products alone, at the matrix units' peak.
+"""
+COLUMNS = ["", "queries x keys", "registers", "LDS KiB", "waves", "loads", "matrix", "vector", "LDS", "model"]
+
+
+def report_line(row):
+    tile = "{} x {}".format(*row["tile"])
+    if row["error"]:
+        return [row["what"], tile, "does not compile", *[""] * 7]
+    spilled = f", {row['spills']} spilled" if row["spills"] else ""
+    model = number(row["cycles"]) if row["cycles"] else "does not fit"
+    what, model = (f"**{row['what']}**", f"**{model}**") if row["what"] == "chosen" else (row["what"], model)
+    loop = Loop(**row["loop"])
+    loads = f"{loop.buffer_loads} buffer" + (f", {loop.other_loads} other" if loop.other_loads else "")
+    cells = [what, tile, f"{row['registers']}{spilled}", number(row["shared_bytes"] / 1024), f"{row['waves']}", loads]
+    return [*cells, *(f"{cycles:,}" for cycles in (loop.matrix, loop.vector, loop.lds)), model]
+
+
+def tables(rows):
+    """Markdown of a table for each architecture, head and pass."""
+    grouped = collections.defaultdict(list)
+    for row in rows:
+        grouped[row["arch"], row["head_dim"], row["pass"]].append(row)
+    for (arch, head_dim, pass_name), group in grouped.items():
+        yield f"**{arch}, heads of {head_dim}, {pass_name}** (bound: {number(group[0]['bound'])})"
+        yield markdown_table(COLUMNS, [report_line(row) for row in group])
+
+
+def page(result):
+    link = f"[{RESULT.name}](../benchmarks/results/{RESULT.name})"
+    return (
+        "\n\n".join(
+            [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ({link})", *tables(result["rows"])]
+        )
+        + "\n"
+    )
+
+
+def parse(argv):
+    parser = llama.Parser("attention_tiles.py", __doc__)
+    parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, help="(default: all)")
+    parser.add_argument(
+        "--heads", nargs="+", type=int, choices=(32, 64, 128), help="their dimensions (default: 64, 128)"
+    )
+    parser.add_argument("--passes", nargs="+", choices=list(PASSES), help="(default: all)")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count(), 8), help="(default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def run(argv):
+    options = parse(argv)
+    kernel_report.check_request(options)
+    asked = options.architectures or options.heads or options.passes
+    rows = analyse(
+        options.architectures or ARCHITECTURES, options.heads or (64, 128), options.passes or PASSES, options.processes
+    )
+    if asked:
+        print("\n\n".join(tables(rows)))
+        return 0
+    command = shlex.join(["python", "-m", "profiling.attention_tiles", *argv])
+    result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
+    kernel_report.write_result(RESULT, result)
+    PAGE.write_text(page(result))
+    print(f"Written: {PAGE.relative_to(ROOT)}, {RESULT.relative_to(ROOT)}")
+    return 0
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(argv), "attention_tiles.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
