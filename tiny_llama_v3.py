@@ -523,7 +523,7 @@ PASSES = ("forward", "dq", "dkdv", "fused")
 ATTENTION_TILES = {
     # Compiled: 16 rows of a product for each wave where registers allow it; with more than 256 of them a wave is alone.
     ("amd", "half", 32): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
-    ("amd", "half", 64): ((128, 64, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
+    ("amd", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
     ("amd", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -542,10 +542,9 @@ ATTENTION_TILES = {
 }  # fmt: skip
 # Elements that a program works on at a time, measured in bf16 beside half and twice as many.
 NORM_ELEMENTS = {
-    "forward": 4096,
-    "backward": 8192,
-}  # forward 2048 to 8192 are within 2 %; backward half takes 1.3 times
-# as long, twice 2.6 times
+    "forward": 4096,  # 2048 to 8192 are within 2 %
+    "backward": 8192,  # half takes 1.3 times as long, twice 2.6 times
+}
 COLUMN_SUM_TILE = (128, 16, 8)  # rows, columns, warps; 32 or 64 columns leave too few programs: 1.2 times as long
 ROPE_BLOCK = 1024  # within 1 % of the fastest; 2048 takes 1.2 times as long for 1,024 tokens
 SWIGLU_BLOCK = 1024  # 512 takes 1.1 to 1.2 times as long, 2048 as long, 4096 1.5 times for 1,024 tokens

@@ -12,7 +12,6 @@ Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
 """
 
 import collections
-import contextlib
 import os
 import re
 import shlex
@@ -50,7 +49,7 @@ TRANSCENDENTAL_CYCLES = 16  # a quarter of that rate
 TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f32")
 LDS_BYTES = {"gfx90a": 128, "gfx942": 128, "gfx950": 256}  # a cycle, for the whole compute unit: 4 a bank
 MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(bf16|xf32|f32)")
-LDS = re.compile(r"ds_(?:read|write)(2)?(?:st64)?_b(\d+)")
+LDS = re.compile(r"ds_(?:read|write)(2)?(?:st64)?_[biu](\d+)")
 
 
 class Loop(NamedTuple):
@@ -63,41 +62,51 @@ class Loop(NamedTuple):
     other_loads: int = 0  # 64-bit addresses, a branch or a select for each mask
 
 
-def matrix_cycles(name, arch):
-    m, n, k, type = MATRIX.match(name).groups()
-    rate = MATRIX_RATES[arch][type]
-    if arch == "gfx950" and type == "bf16" and int(m) * int(k) < 512:
-        rate //= 2  # the short instructions of gfx942 have kept their time
-    return 2 * int(m) * int(n) * int(k) // rate
-
-
 def target_of(assembly):
     return re.search(r'\.amdgcn_target "[^"]*-(gfx\w+)', assembly)[1]
 
 
+def matrix_cycles(name, arch):
+    shape = MATRIX.match(name)
+    if not shape:
+        raise ValueError(f"{name}: its cycles are not known; add its type to MATRIX_RATES")
+    m, n, k = map(int, shape.groups()[:3])
+    rate = MATRIX_RATES[arch][shape[4]]
+    if arch == "gfx950" and shape[4] == "bf16" and m * k < 512:
+        rate //= 2  # the short instructions of gfx942 have kept their time
+    return 2 * m * n * k // rate
+
+
+def lds_bytes(name):
+    """Bytes that an instruction moves through LDS for the 64 lanes of a wave."""
+    if name.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")):
+        return 64 * 4
+    moved = LDS.match(name)
+    if not moved:
+        raise ValueError(f"{name}: its bytes are not known; add it to LDS")
+    return 64 * int(moved[2]) // 8 * (2 if moved[1] else 1)
+
+
 def count_cycles(instructions, arch):
-    """The Loop of {name of an instruction: times}."""
-    matrix = vector = bytes = 0
+    """The Loop of {name of an instruction: times}. Raises ValueError for one whose cycles are not known."""
+    matrix = vector = lds = buffer_loads = other_loads = 0
     for name, times in instructions.items():
-        if MATRIX.match(name):
+        if name.startswith("v_mfma"):
             matrix += times * matrix_cycles(name, arch)
         elif name.startswith("v_"):
             vector += times * (TRANSCENDENTAL_CYCLES if TRANSCENDENTAL.match(name) else VECTOR_CYCLES)
-        elif moved := LDS.match(name):
-            bytes += times * 64 * int(moved[2]) // 8 * (2 if moved[1] else 1)
-        elif name.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")):
-            bytes += times * 64 * 4
-    buffer_loads, other_loads = (
-        sum(times for name, times in instructions.items() if name.startswith(kinds))
-        for kinds in ("buffer_load", ("global_load", "flat_load"))
-    )
-    return Loop(matrix, vector, bytes // LDS_BYTES[arch], buffer_loads, other_loads)
+        elif name.startswith("ds_"):
+            lds += times * lds_bytes(name)
+        elif name.startswith("buffer_load"):
+            buffer_loads += times
+        elif name.startswith(("global_load", "flat_load")):
+            other_loads += times
+    return Loop(matrix, vector, lds // LDS_BYTES[arch], buffer_loads, other_loads)
 
 
 def inner_loops(assembly):
     """{name of an instruction: times} of each loop that has no other in it, in order."""
-    labels, begun, loops = {}, [], []
-    names = []
+    labels, names, loops, last_begin = {}, [], [], -1
     for line in assembly.splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label[1]] = len(names)
@@ -106,9 +115,9 @@ def inner_loops(assembly):
             target = re.match(r"\s+s_c?branch\w*\s+(\.LBB\w+)", line)
             if target and target[1] in labels:
                 begin = labels[target[1]]
-                if not begun or begun[-1] < begin:  # else one of the loops before is part of this
+                if last_begin < begin:  # else the loop before is part of this one
                     loops.append(collections.Counter(names[begin:]))
-                begun.append(begin)
+                last_begin = begin
     return loops
 
 
@@ -160,23 +169,15 @@ def alternatives(tile):
     return found
 
 
-@contextlib.contextmanager
-def tile_replaced(pass_name, tile):
-    """The launchers choose this tile for a pass."""
+def record_launch(arch, head_dim, pass_name, tile=None):
+    """The launch of a pass in bf16, with the tile that the launchers choose, or another."""
     chosen = llama.attention_tile
 
     def choose(name, *rest):
-        return tile if name == pass_name else chosen(name, *rest)
+        return tile if tile and name == pass_name else chosen(name, *rest)
 
-    with mock.patch.object(llama, "attention_tile", choose):
-        yield
-
-
-def record_launch(arch, pass_name, head_dim, tile=None):
-    """The launch of a pass in bf16, with the tile that the launchers choose, or another."""
-    with kernel_report.recording(arch) as launches, contextlib.ExitStack() as stack, torch.device("meta"):
-        if tile:
-            stack.enter_context(tile_replaced(pass_name, tile))
+    replaced = mock.patch.object(llama, "attention_tile", choose)
+    with kernel_report.recording(arch) as launches, replaced, torch.device("meta"):
         q, k = (torch.empty(1, SEQ_LEN, heads, head_dim, dtype=torch.bfloat16) for heads in (16, 8))
         o, lse = llama.flash_attention_forward(q, k, k)
         llama.flash_attention_backward(o, q, k, k, o, lse, q, k, k)
@@ -189,15 +190,15 @@ def tile_of(launch):
     return llama.AttentionTile(constants["BLOCK_M"], constants["BLOCK_N"], warps, stages, options)
 
 
-def launches_of(arch, pass_name, head_dim):
+def launches_of(arch, head_dim, pass_name):
     """{what differs: Launch}, the tile that the launchers choose first."""
-    chosen = record_launch(arch, pass_name, head_dim)
+    chosen = record_launch(arch, head_dim, pass_name)
     launches = {"chosen": chosen}
     if dict(chosen.constants)["ROUND_BY_HAND"]:
         with mock.patch.object(llama.Device, "lacks_bf16_rounding", False):
-            launches[ROUNDING] = record_launch(arch, pass_name, head_dim)
+            launches[ROUNDING] = record_launch(arch, head_dim, pass_name)
     for name, tile in alternatives(tile_of(chosen)).items():
-        launches[name] = record_launch(arch, pass_name, head_dim, tile)
+        launches[name] = record_launch(arch, head_dim, pass_name, tile)
     return launches
 
 
@@ -208,7 +209,7 @@ def read(asm):
 def analyse(architectures, heads, passes, processes):
     """A row, a dict, for each tile."""
     places = [(arch, head_dim, name) for arch in architectures for head_dim in heads for name in passes]
-    launches = {(*place, what): x for place in places for what, x in launches_of(place[0], place[2], place[1]).items()}
+    launches = {(*place, what): x for place in places for what, x in launches_of(*place).items()}
     jobs = {place: kernel_report.Job(place[0], "large", "bf16", launch, 1) for place, launch in launches.items()}
     compiled = kernel_report.compile_jobs(jobs.values(), processes, read)
     return [make_row(*place, job.launch, compiled[job.arch, job.launch.compiled_as]) for place, job in jobs.items()]
@@ -249,7 +250,8 @@ The attention kernels spend their time in a loop over tiles of scores. Here is w
 bf16: with the tile that [tiny_llama_v3.py](../tiny_llama_v3.py) chooses, and with what differs from it in one thing.
 **Nothing on this page was run**: cycles are instructions times what the ISA gives each of them, and leave out
 latencies, bank conflicts and caches. [kernels.md](kernels.md#the-attention-loops-on-amd) says what was decided by them;
-only the hardware can confirm it.
+only the hardware can confirm it. The kernel of short sequences, which makes all gradients, is not here: launches and
+latencies are its bound.
 
 - *registers* of a thread, of 512, and the vector registers that are *spilled* to memory.
 - *waves* that share a compute unit and its four SIMDs.
@@ -289,12 +291,8 @@ def tables(rows):
 
 def page(result):
     link = f"[{RESULT.name}](../benchmarks/results/{RESULT.name})"
-    return (
-        "\n\n".join(
-            [HEADER, f"Compiled by Triton {result['triton']}: `{result['command']}` ({link})", *tables(result["rows"])]
-        )
-        + "\n"
-    )
+    source = f"Compiled by Triton {result['triton']}: `{result['command']}` ({link})"
+    return "\n\n".join([HEADER, source, *tables(result["rows"])]) + "\n"
 
 
 def parse(argv):

@@ -73,10 +73,13 @@ def test_rates_are_the_peaks_of_the_datasheets(arch, precision):
     rate = tiles.MATRIX_RATES[arch]["f32" if precision == "fp32" else precision]
     gigahertz = {"gfx90a": 1.7, "gfx942": 2.1, "gfx950": 2.4}[arch]
     peak = rate * tiles.SIMDS * device.num_sms * gigahertz / 1e3
-    if precision == "bf16":
-        assert peak == pytest.approx(llama.peak_tflops(device, precision), rel=0.03)
-    else:  # the table of the script may have the vector units' peak for fp32
-        assert peak <= 1.03 * llama.peak_tflops(device, precision)
+    assert peak == pytest.approx(llama.peak_tflops(device, precision), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["v_mfma_f32_16x16x16_f16", "v_mfma_f64_16x16x4f64", "ds_add_rtn_u32"])
+def test_unknown_cycles_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: its .* not known"):
+        tiles.count_cycles({name: 1}, "gfx942")
 
 
 def test_waves_share_a_unit():
@@ -91,15 +94,16 @@ def test_waves_share_a_unit():
 
 @pytest.mark.parametrize("arch", tiles.ARCHITECTURES)
 def test_alternatives_differ_in_one_thing(arch):
-    launches = tiles.launches_of(arch, "dkdv", 64)
+    launches = tiles.launches_of(arch, 64, "dkdv")
     assert (tiles.ROUNDING in launches) == (arch != "gfx950")
+
+    def settings(launch):
+        return tiles.tile_of(launch)._asdict() | {"rounding": dict(launch.constants)["ROUND_BY_HAND"]}
+
     chosen = launches.pop("chosen")
     for what, launch in launches.items():
-        assert launch.kernel == chosen.kernel and launch.grid == chosen.grid or "keys" in what
-        before, after = dict(chosen.constants), dict(launch.constants)
-        changed = {name for name in before if before[name] != after[name]} - {"EVEN_M"}
-        changed |= set(launch.options) ^ set(chosen.options) and {"options"}
-        assert len(changed) == 1, (what, changed)
+        changed = [name for name, value in settings(launch).items() if value != settings(chosen)[name]]
+        assert len(changed) == 1 and launch.kernel == chosen.kernel, (what, changed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ def test_result_has_the_tiles_of_today(committed):
     chosen = [row for row in committed["rows"] if row["what"] == "chosen"]
     assert len(chosen) == len(tiles.ARCHITECTURES) * 2 * len(tiles.PASSES)
     for row in chosen:
-        tile = tiles.tile_of(tiles.record_launch(row["arch"], row["pass"], row["head_dim"]))
+        tile = tiles.tile_of(tiles.record_launch(row["arch"], row["head_dim"], row["pass"]))
         assert row["tile"] == [tile.BLOCK_M, tile.BLOCK_N], "run `make kernel-report`"
 
 
@@ -134,15 +138,19 @@ def test_result_says_what_is_concluded_from_it(committed):
             assert row["waves"] >= 2 * tiles.SIMDS and row["registers"] <= 256 and not row["spills"], place
         if what.startswith("waves_per_eu") or what == "2 stages":
             assert row["cycles"] > 0.98 * chosen["cycles"], (place, what)
-        if what == "32 queries" and place[2] == "dq" or what == "32 keys" and place[2] == "dkdv":
-            assert row["loop"]["matrix"] / math.prod(row["tile"]) > 1.4 * chosen["loop"]["matrix"] / math.prod(
-                chosen["tile"]
-            )
         assert row["loop"]["buffer_loads"] and not row["loop"]["other_loads"], (place, what)
     for name in tiles.PASSES:
         by_hand, by_compiler = (rows["gfx942", 64, name, what] for what in ("chosen", tiles.ROUNDING))
         assert by_compiler["loop"]["vector"] > by_compiler["loop"]["matrix"], name
-        assert by_compiler["cycles"] > 1.1 * by_hand["cycles"], name
+        assert by_compiler["cycles"] > 1.02 * by_hand["cycles"], name
+    for arch in tiles.ARCHITECTURES:  # 32 keys are too few rows for four waves
+        few, chosen = (rows[arch, 128, "dkdv", what] for what in ("32 keys", "chosen"))
+        few, chosen = (row["loop"]["matrix"] / math.prod(row["tile"]) for row in (few, chosen))
+        assert few > 1.4 * chosen, arch
+    for name, smaller in (("dq", "64 queries"), ("dkdv", "64 keys")):  # LDS then counts more than the products
+        row = rows["gfx942", 64, name, smaller]
+        assert row["cycles"] > 1.2 * rows["gfx942", 64, name, "chosen"]["cycles"], name
+        assert row["loop"]["lds"] * tiles.SIMDS > row["loop"]["matrix"], name
 
 
 @pytest.mark.slow
