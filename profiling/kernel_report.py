@@ -139,6 +139,38 @@ class Tensor:
     def ptr_range(self):
         return self.storage_bytes
 
+    @property
+    def compiled_as(self):
+        return self.dtype, self.address, self.storage_bytes < 2**31
+
+    def as_argument(self):
+        return self
+
+
+@dataclass(frozen=True)
+class Descriptor(Tensor):
+    """A descriptor of a tensor: blocks of it are what the kernel loads."""
+
+    strides: tuple
+    block: tuple
+
+    @property
+    def compiled_as(self):
+        return self.dtype, self.block
+
+    def as_argument(self):
+        return llama.TensorDescriptor(self, list(self.shape), list(self.strides), list(self.block))
+
+
+def describe(t):
+    """What the compiler sees of a launcher's tensor, descriptor or None."""
+    if t is None:
+        return None
+    tensor = getattr(t, "base", t)
+    storage = tensor.untyped_storage().size()
+    seen = tensor.dtype, tuple(tensor.shape), tensor.storage_offset() * tensor.element_size() % 16, storage
+    return Tensor(*seen) if tensor is t else Descriptor(*seen, tuple(t.strides), tuple(t.block_shape))
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -161,7 +193,7 @@ class Launch:
     @property
     def compiled_as(self):
         """What the compiled kernel depends on: launches with the same key share it."""
-        tensors = (t and (t.dtype, t.address, t.storage_bytes < 2**31) for t in self.tensors)
+        tensors = (t and t.compiled_as for t in self.tensors)
         scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.numbers)
         return self.kernel, tuple(tensors), tuple(scalars), self.constants, self.options
 
@@ -179,7 +211,8 @@ def device_found(device, **replaced):
     tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch.multiple(module, get_device=lambda type: device, **replaced))
+            there = {name: function for name, function in replaced.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, get_device=lambda type: device, **there))
         for tile in tiles:
             stack.callback(tile.cache_clear)
             tile.cache_clear()
@@ -192,17 +225,12 @@ def recording(arch):
     launches = []
 
     def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
-        described = (
-            None
-            if t is None
-            else Tensor(t.dtype, tuple(t.shape), t.storage_offset() * t.element_size() % 16, t.untyped_storage().size())
-            for t in tensors
-        )
+        described = map(describe, tensors)
         options = dict(num_warps=num_warps, num_stages=num_stages, **options)
         items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
         launches.append(Launch(kernel.fn.__name__, *items))
 
-    with device_found(device_of(arch), launch=record):
+    with device_found(device_of(arch), launch=record, launch_described=record):
         yield launches
 
 
@@ -359,9 +387,8 @@ def compile_launch(arch, launch, read=None):
     warnings.simplefilter("ignore")  # Triton's own, about its defaults
     triton.runtime.driver.set_active(Driver(arch))
     try:
-        compiled = kernel.warmup(
-            *launch.tensors, *launch.scalars, **dict(launch.constants), **dict(launch.options), grid=launch.grid
-        )
+        arguments = *(t and t.as_argument() for t in launch.tensors), *launch.scalars
+        compiled = kernel.warmup(*arguments, **dict(launch.constants), **dict(launch.options), grid=launch.grid)
     except Exception as error:  # of this launch alone
         return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"}
     read = read or (read_amdgcn if is_amd(arch) else read_cubin)
@@ -570,11 +597,12 @@ SCRATCH = {
     ("sm_90", "rmsnorm_backward_kernel", "bf16"): 40,
     ("sm_90", "rmsnorm_backward_kernel", "fp32"): 96,
     ("sm_90", "rmsnorm_backward_kernel", "tf32"): 96,
-    ("sm_90", "flash_attention_backward_kernel", "bf16"): 264,
+    ("sm_90", "flash_attention_backward_kernel", "bf16"): 352,
     ("sm_90", "flash_attention_backward_kernel", "fp32"): 424,
-    ("sm_90", "flash_attention_backward_dq_kernel", "fp32"): 272,
+    ("sm_90", "flash_attention_kernel", "fp32"): 8,
+    ("sm_90", "flash_attention_backward_dq_kernel", "fp32"): 232,
     ("sm_90", "flash_attention_backward_dkdv_kernel", "bf16"): 232,
-    ("sm_90", "flash_attention_backward_dkdv_kernel", "fp32"): 976,
+    ("sm_90", "flash_attention_backward_dkdv_kernel", "fp32"): 848,
 }
 # AMD's scalar registers spill into lanes of a vector register, not into memory. Heads of 40 in one kernel for all
 # gradients take 3 more on gfx90a, which has the fewest; without the hint of HEAD_ALIGNMENT they would be 15.

@@ -331,6 +331,7 @@ SHAPES = [  # batch, seq_len, heads, kv_heads, head_dim
 ]
 if ON_GPU:
     SHAPES += [(2, 128, 8, 4, 64), (2, 512, 8, 4, 64), (1, 1024, 8, 2, 128), (2, 1000, 4, 4, 80), (1, 2048, 4, 2, 64)]
+    SHAPES += [(2, 1000, 4, 2, 128)]  # the copy engine's edge
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -461,6 +462,40 @@ def test_bf16_is_rounded_to_nearest(device):
         away = (values.view(torch.int32) + 2**16).view(torch.float32)  # the next one further from zero
         expected = torch.where(values.isfinite(), away, values) if between == 2**15 else x
         torch.testing.assert_close(y, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+LAYOUTS_OF_QKV = {  # of (3, 5, 8, 128), and whether the copy engine can address it
+    "packed": (lambda qkv: qkv.split([4, 2, 2], dim=2), True),
+    "an odd address": (
+        lambda qkv: qkv.flatten()[1:].as_strided((3, 2, 6, 128), qkv.stride()).split([2, 2, 2], 2),
+        False,
+    ),
+    "short steps": (
+        lambda qkv: qkv.flatten().as_strided((3, 2, 6, 128), (2500, 900, 132, 1)).split([2, 2, 2], 2),
+        False,
+    ),
+    "repeated": (lambda qkv: [t[:, :, :1].expand(3, 5, 2, 128) for t in qkv.split([4, 2, 2], dim=2)], False),
+    "heads outside": (lambda qkv: qkv.transpose(1, 2).contiguous().transpose(1, 2).split([4, 2, 2], dim=2), False),
+    "badly strided": (lambda qkv: map(llama.badly_strided, qkv.split([4, 2, 2], dim=2)), False),
+    "half a head": (lambda qkv: qkv[..., :64].split([4, 2, 2], dim=2), False),
+    "fp32": (lambda qkv: qkv.float().split([4, 2, 2], dim=2), False),
+}
+
+
+@pytest.mark.parametrize("layout, described", LAYOUTS_OF_QKV.values(), ids=LAYOUTS_OF_QKV)
+def test_the_copy_engine_gets_only_what_it_can_address(monkeypatch, layout, described):
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    hopper = llama.Device("cuda", "H200", "sm_90", 132, 32)
+    monkeypatch.setattr(llama, "get_device", lambda type: hopper)
+    q, k, v = layout(torch.zeros(3, 5, 8, 128, dtype=torch.bfloat16))
+    descriptors = llama.describe(q, k, v, q)
+    assert (descriptors is not None) == described
+    if described:
+        assert [d.block_shape for d in descriptors] == [[1, 64, 1, 128]] * 4
+        assert [tuple(d.shape) for d in descriptors] == [t.shape for t in (q, k, v, q)]
+        assert [tuple(d.strides) for d in descriptors] == [t.stride() for t in (q, k, v, q)]
+    monkeypatch.setattr(llama, "get_device", lambda type: llama.Device("cuda", "A100", "sm_80", 108, 32))
+    assert llama.describe(q, k, v, q) is None
 
 
 def test_attention_refuses_tables_it_would_read_wrongly(randn):

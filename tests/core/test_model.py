@@ -220,6 +220,17 @@ def test_tapes_wait_for_a_backward_pass(make_step):
     assert all(map(torch.equal, *gradients))
 
 
+@needs_triton
+@pytest.mark.parametrize("way", [llama.launch, llama.launch_described])
+def test_tapes_repeat_every_way_to_launch(way, device, monkeypatch):
+    monkeypatch.setattr(llama.Tapes, "calls", [])
+    x, factor = torch.ones(2, 8, device=device), torch.full((), 3.0, device=device)
+    way(llama.scale_kernel, (2,), (x, factor), (x.stride(), 8), dict(BLOCK_SIZE=8))
+    ((call, _),) = llama.Tapes.calls
+    call()
+    assert (x == 9.0).all()
+
+
 # --- the model
 
 
