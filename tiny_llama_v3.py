@@ -523,11 +523,14 @@ class AttentionTile(NamedTuple):
 
 
 PASSES = ("forward", "dq", "dkdv", "fused")
-# (family, operands of tl.dot, dimensions of a head up to): a tile for each of PASSES; the first row that fits counts.
+# (architecture or family, operands of tl.dot, dimensions of a head up to): a tile for each of PASSES; the first row
+# that fits counts.
 ATTENTION_TILES = {
     # Compiled: 16 rows of a product for each wave where registers allow it; with more than 256 of them a wave is alone.
     ("amd", "half", 32): ((128, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1)),
+    ("gfx950", "half", 64): ((128, 128, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
     ("amd", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
+    ("gfx950", "half", 128): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
     ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -593,14 +596,15 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
 
     precision is tl.dot's input_precision for fp32.
     """
-    family = get_device(device_type).family
+    device = get_device(device_type)
     if pass_name == "described dq":
-        return AttentionTile(*DESCRIBED_TILES[family, itemsize, block_d])
+        return AttentionTile(*DESCRIBED_TILES[device.family, itemsize, block_d])
     operands = "half" if itemsize == 2 else precision
     # Matrix instructions of 32 x 32 would have the four waves compute parts of small tiles twice.
-    options = {"matrix_instr_nonkdim": 16} if family == "amd" else {}
-    for (row_family, row_operands, widest_head), tiles in ATTENTION_TILES.items():
-        if row_family == family and row_operands in (operands, "any") and block_d <= widest_head:
+    options = {"matrix_instr_nonkdim": 16} if device.family == "amd" else {}
+    for (row_device, row_operands, widest_head), tiles in ATTENTION_TILES.items():
+        fits = row_operands in (operands, "any") and block_d <= widest_head
+        if fits and row_device in (device.arch, device.family):
             return AttentionTile(*tiles[PASSES.index(pass_name)], options)
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 

@@ -4,8 +4,8 @@
     python -m benchmarks.publish --check    print what would change, and exit with 1 if anything would
 
 The markers are <!-- begin: NAME --> and <!-- end: NAME -->, with the names of SECTIONS; a page may have any of them. Of
-steps each size comes from the newest result that has it, of the stages each precision and length of sequence; a result
-of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
+steps and sweeps each size comes from the newest result that has it, of the stages each precision and length of
+sequence; a result of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
 
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
@@ -66,42 +66,45 @@ def steps_table(size_name, size, name, result):
     return "\n\n".join(part for part in (title, table, ratios, provenance(name, result)) if part)
 
 
-def steps_section(folder):
+def newest_sizes(folder, names):
+    """{size: (what was measured, its result's name, the result)}, the newest of each that was measured to its end."""
     newest = {}
     for name, result in newest_first(folder, "steps"):
         for size_name, size in result["sizes"].items():
-            if size_name in SIZES and "comparisons" in size:  # measured to its end
-                newest.setdefault(size_name, (size_name, size, name, result))
+            if "comparisons" in size and not all(row["error"] for row in size["rows"].values()):
+                newest.setdefault(size_name, (size, name, result))
+    return {name: newest[name] for name in names if name in newest}
+
+
+def steps_section(folder):
+    newest = newest_sizes(folder, SIZES)
     if len(newest) > 1:
         newest.pop("tiny", None)  # a trial
-    order = ("small", "medium", "large", "tiny")
-    return "\n\n".join(steps_table(*newest[size_name]) for size_name in order if size_name in newest) or NOT_MEASURED
+    return "\n\n".join(steps_table(size_name, *newest[size_name]) for size_name in newest) or NOT_MEASURED
 
 
-def sweep_table(name, result):
+def sweep_table(sweep, newest):
     """A line a size: the time of each row, and what ours cost compared with the strongest peer."""
-    lines = []
-    for size_name, size in result["sizes"].items():
-        rows, pair = size["rows"].values(), size["comparisons"][0] if size["comparisons"] else {}
+    columns, lines = list(next(iter(newest.values()))[0]["rows"]), []
+    for size_name, (size, _, _) in newest.items():
+        rows, pair = size["rows"], size["comparisons"][0] if size["comparisons"] else {}
+        measured = [rows.get(column, {"error": "not measured"}) for column in columns]
         lines.append(
             [
-                f"{size_name} x {size['config']['batch_size']}" if result["sweep"] == "length" else size_name,
-                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in rows),
+                f"{size_name} x {size['config']['batch_size']}" if sweep == "length" else size_name,
+                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in measured),
                 number(pair.get("time_ratio"), 2),
                 number(pair.get("memory_ratio"), 2),
             ]
         )
-    header = [f"ms a step, {result['sweep']} grows", *next(iter(result["sizes"].values()))["rows"]]
-    table = markdown_table([*header, "time, ours / strongest peer", "memory"], lines)
-    return f"{table}\n\n{provenance(name, result)}"
+    table = markdown_table([f"ms a step, {sweep} grows", *columns, "time, ours / strongest peer", "memory"], lines)
+    sources = {name: provenance(name, result) for _, name, result in newest.values()}
+    return "\n\n".join([table, *sources.values()])
 
 
 def sweeps_section(folder):
-    newest = {}
-    for name, result in newest_first(folder, "steps"):
-        if result.get("sweep") and all("comparisons" in size for size in result["sizes"].values()):
-            newest.setdefault(result["sweep"], sweep_table(name, result))
-    return "\n\n".join(newest[sweep] for sweep in SWEEPS if sweep in newest) or NOT_MEASURED
+    newest = {sweep: newest_sizes(folder, sizes) for sweep, sizes in SWEEPS.items()}
+    return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes) or NOT_MEASURED
 
 
 def kernels_section(folder):

@@ -565,9 +565,8 @@ def draw(sizes, device_name, path):
 
 def parse(argv):
     parser = llama.Parser("steps.py", __doc__)
-    sizes = [name for name in SIZES if name != "tiny"]
+    parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="models to measure, also of a sweep (default: all)")
     models = parser.add_mutually_exclusive_group()
-    models.add_argument("--sizes", nargs="+", choices=sizes, help="models to measure (default: all)")
     models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size only, fewer rows")
     models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
@@ -588,10 +587,12 @@ def sizes_of(options, on_gpu):
     if not on_gpu and (options.sizes or options.sweep):
         asked = f"--sweep {options.sweep}" if options.sweep else f"--sizes {' '.join(options.sizes)}"
         raise llama.UsageError(f"{asked} needs a GPU, and the device is a CPU: use --tiny")
-    if options.sweep:
-        return SWEEPS[options.sweep]
-    names = options.sizes or [name for name in SIZES if (name == "tiny") == (options.tiny or not on_gpu)]
-    return {name: SIZES[name] for name in names}
+    is_tiny = options.tiny or not on_gpu
+    known = SWEEPS.get(options.sweep) or {name: SIZES[name] for name in SIZES if (name == "tiny") == is_tiny}
+    for name in options.sizes or ():
+        if name not in known:
+            raise llama.UsageError(f"--sizes: there is no {name!r}, only {', '.join(map(repr, known))}")
+    return {name: known[name] for name in options.sizes or known}
 
 
 def run(argv):

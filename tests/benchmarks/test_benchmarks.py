@@ -187,6 +187,26 @@ def test_wrong_values_end_in_one_line(capsys, flags):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flags, found",
+    [
+        ([], ["small", "medium", "large"]),
+        (["--sizes", "large", "small"], ["large", "small"]),
+        (["--sweep", "width"], list(steps.SWEEPS["width"])),
+        (["--sweep", "vocab", "--sizes", "vocab 32,000"], ["vocab 32,000"]),
+        (["--tiny"], ["tiny"]),
+    ],
+)
+def test_sizes_are_those_asked_for(flags, found):
+    assert list(steps.sizes_of(steps.parse(flags), on_gpu=True)) == found
+
+
+@pytest.mark.parametrize("flags", [["--tiny"], ["--sweep", "width"], []])
+def test_a_size_of_another_list_is_refused(flags):
+    with pytest.raises(llama.UsageError, match="--sizes: there is no 'vocab 1,000', only 'tiny'|'hidden 256'|'small'"):
+        steps.sizes_of(steps.parse([*flags, "--sizes", "vocab 1,000"]), on_gpu=True)
+
+
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(steps, "measure_size", lambda *args: pytest.fail("work before the refusal"))
     assert steps.main(["--sizes", "small", "large", "--device", "cpu", "--output-dir", str(tmp_path / "new")]) == 2
@@ -397,13 +417,36 @@ def test_a_sweep_is_a_table_and_no_size_of_the_steps(synthetic, tmp_path):
     result = json.loads(path.read_text())
     size = result["sizes"]["small"]
     wide = size | {"rows": size["rows"] | {"triton graph": {"error": "OutOfMemoryError: 9 GiB"}}, "comparisons": []}
-    sweep = result | {"sweep": "width", "sizes": {"hidden 512": size, "hidden 9,000": wide}, "date": "2027-01-01"}
+    sweep = result | {"sweep": "width", "sizes": {"hidden 512": size, "hidden 2,048": wide}, "date": "2027-01-01"}
     (tmp_path / "steps_some-gpu_20270101_000000.json").write_text(json.dumps(sweep))
     table = publish.sweeps_section(tmp_path)
     assert "| ms a step, width grows | triton graph | sdpa compile graph | hf |" in table
     assert "| hidden 512 | 10.0 | 20.0 | transformers is not installed | 0.50 | 1.0 |" in table
-    assert "| hidden 9,000 | OutOfMemoryError: 9 GiB | 20.0 | transformers is not installed |  |  |" in table
-    assert "hidden 9,000" not in publish.steps_section(tmp_path)
+    assert "| hidden 2,048 | OutOfMemoryError: 9 GiB | 20.0 | transformers is not installed |  |  |" in table
+    assert "hidden 2,048" not in publish.steps_section(tmp_path)
+
+
+def test_a_sweep_may_be_measured_in_parts(synthetic, tmp_path):
+    result = json.loads((tmp_path / "steps_some-gpu_20260102_030405.json").read_text())
+    size = result["sizes"]["small"]
+    later = size | {"rows": size["rows"] | {"triton graph": size["rows"]["triton graph"] | {"ms": {"median": 9.0}}}}
+    late = {"error": "not started within --time-limit 9"}
+    no_time = size | {"rows": dict.fromkeys(size["rows"], late), "comparisons": []}
+    ended = {key: value for key, value in size.items() if key != "comparisons"}
+    parts = [  # in the order of time
+        {"hidden 2,048": size, "hidden 512": size},
+        {"hidden 512": later, "hidden 1,024": no_time},
+        {"hidden 512": ended},
+    ]
+    for day, sizes in enumerate(parts, start=1):
+        part = result | {"sweep": "width", "sizes": sizes, "date": f"2027-01-0{day}"}
+        (tmp_path / f"steps_some-gpu_2027010{day}_000000.json").write_text(json.dumps(part))
+    table = publish.sweeps_section(tmp_path)
+    assert [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| hidden")] == [
+        ["| hidden 512", "9.00"], ["| hidden 2,048", "10.0"],
+    ]  # fmt: skip
+    assert table.count("steps_some-gpu_20270101_000000.json](") == table.count("_20270102_000000.json](") == 1
+    assert "_20270103_" not in table
 
 
 def test_pictures_and_the_cost_of_profiling(tmp_path, capsys):

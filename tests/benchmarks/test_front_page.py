@@ -18,7 +18,7 @@ def step_result(date="2030-01-02T03:04:05", ours=10.0, size="small"):
         times = {"p20": ms, "median": ms, "p80": ms}
         return {"error": None, "ms": times, "tokens_per_second": 1024e3 / ms, "peak_memory_mib": 100 * ms}
 
-    rows = {"triton graph": row(ours), "torch": row(80.0), "sdpa compile graph": row(20.0)}
+    rows = {"triton graph": row(ours), "torch": row(80.0), "torch graph": row(60.0), "sdpa compile graph": row(20.0)}
     pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": ours / 20, "memory_ratio": ours / 20}
     measured = {
         "config": MODEL | {"batch_size": 8, "seq_len": 128},
@@ -148,4 +148,12 @@ def test_the_two_losses_differ_by_more_than_their_colour():
     assert len({line.get_linestyle() for line in (severed, correct)}) == 2
     assert severed.get_ydata()[-1] == 5.2 and correct.get_ydata()[-1] == pytest.approx(1.4)
     assert entropy.get_ydata()[0] == 1.2
+    drawing.plt.close(figure)
+
+
+def test_plain_pytorch_is_captured_as_ours_is():
+    figure, axes = drawing.plt.subplots()
+    front_page.draw_steps(axes, {"small": step_result()["sizes"]["small"]}, "Some GPU")
+    bars = [text.get_text() for text in axes.texts if " ms" in text.get_text()]
+    assert bars == ["60.0 ms,  6.0 x", "20.0 ms,  2.0 x", "10.0 ms"]
     drawing.plt.close(figure)

@@ -53,7 +53,14 @@ def error_lines(out):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def two_devices():
+    """Both processes on the CPU, or each on a GPU of its own."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("there is one GPU")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, two_devices):
     """{name: results of both ranks} of together.RUNS."""
     folder = tmp_path_factory.mktemp("trainings")
     exit_code, out = finish(start("trainings", folder))
@@ -138,7 +145,7 @@ def distance(results, reference):
 # --- the check
 
 
-def test_check_names_the_ranks_that_fail(tmp_path):
+def test_check_names_the_ranks_that_fail(tmp_path, two_devices):
     exit_code, out = finish(start("checks", tmp_path))
     assert exit_code == 0, out
     outcomes = [json.loads((tmp_path / f"outcomes {rank}.json").read_text()) for rank in range(2)]

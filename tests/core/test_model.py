@@ -126,8 +126,9 @@ def grouped(make_step, size, tapes=False, **changes):
 
 
 def batches(count):
-    data = llama.RandomTokens(dataclasses.replace(TINIER, seed=7))
-    return [data.next_batch() for _ in range(count)]
+    """On the device of the steps, for who calls the model itself."""
+    data, device = llama.RandomTokens(dataclasses.replace(TINIER, seed=7)), llama.select_device("auto")
+    return [[tokens.to(device.type) for tokens in data.next_batch()] for _ in range(count)]
 
 
 @needs_triton

@@ -137,7 +137,7 @@ def test_result_says_what_is_concluded_from_it(committed):
         if what == "chosen":
             assert row["waves"] >= 2 * tiles.SIMDS and row["registers"] <= 256 and not row["spills"], place
         if what.startswith("waves_per_eu") or what == "2 stages":
-            assert row["cycles"] > 0.98 * chosen["cycles"], (place, what)
+            assert row["cycles"] > 0.97 * chosen["cycles"], (place, what)
         assert row["loop"]["buffer_loads"] and not row["loop"]["other_loads"], (place, what)
     for name in tiles.PASSES:
         by_hand, by_compiler = (rows["gfx942", 64, name, what] for what in ("chosen", tiles.ROUNDING))

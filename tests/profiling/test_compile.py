@@ -258,7 +258,7 @@ def test_occupancy_names_its_limit():
     assert report.occupancy("sm_90", 32, 113 * 1024, 4) == {"warps": 8, "share": 0.125, "limit": "shared memory"}
 
 
-AMD_TILES = {key: tiles for key, tiles in llama.ATTENTION_TILES.items() if key[0] == "amd"}
+AMD_TILES = {key: tiles for key, tiles in llama.ATTENTION_TILES.items() if key[0] in ("amd", "gfx950")}
 
 
 @pytest.mark.parametrize("tiles", AMD_TILES.values(), ids=map(str, AMD_TILES))
