@@ -151,6 +151,10 @@ def test_result_says_what_is_concluded_from_it(committed):
         row = rows["gfx942", 64, name, smaller]
         assert row["cycles"] > 1.2 * rows["gfx942", 64, name, "chosen"]["cycles"], name
         assert row["loop"]["lds"] * tiles.SIMDS > row["loop"]["matrix"], name
+    for head_dim, fewer in ((64, "64 keys"), (128, "32 keys")):  # its forward pass waits for the vector units
+        row = rows["gfx950", head_dim, "forward", fewer]
+        assert row["cycles"] > 1.1 * rows["gfx950", head_dim, "forward", "chosen"]["cycles"], head_dim
+        assert row["loop"]["vector"] > row["loop"]["matrix"], head_dim
 
 
 @pytest.mark.slow
