@@ -2,8 +2,12 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
+
+# A shell without job control has what it starts in the background ignore Ctrl-C; and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; more threads would wait for each other
