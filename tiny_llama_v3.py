@@ -1512,7 +1512,7 @@ def attend_backward_queries(
             delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
         # both (BLOCK_N, BLOCK_D) x (BLOCK_D, BLOCK_M) -> (BLOCK_N, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        if q.dtype != tl.float32:  # next to the first, which nothing waits for meanwhile
+        if q.dtype != tl.float32:  # right behind the first: both are under way when p is wanted
             p_grad = tl.dot(v, tl.trans(o_grad), input_precision=PRECISION)
         p = tl.exp2(s * qk_scale - lse[None, :])
         if ON_DIAGONAL:
@@ -1520,7 +1520,7 @@ def attend_backward_queries(
         # (BLOCK_N, BLOCK_M) x (BLOCK_M, BLOCK_D) -> (BLOCK_N, BLOCK_D)
         rounded = (round_to_bf16(p) if ROUND_BY_HAND else p).to(o_grad.dtype)
         v_grad = tl.dot(rounded, o_grad, v_grad, input_precision=PRECISION)
-        if q.dtype == tl.float32:  # where it came earlier, registers would spill
+        if q.dtype == tl.float32:  # not before: two tiles of scores at once would spill registers
             p_grad = tl.dot(v, tl.trans(o_grad), input_precision=PRECISION)
         s_grad = p * (p_grad - delta[None, :])
         rounded = (round_to_bf16(s_grad) if ROUND_BY_HAND else s_grad).to(q.dtype)
@@ -1714,8 +1714,8 @@ def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precisio
     return tile, constants
 
 
-def describe(q, k, v, o_grad):
-    """Descriptors of these (batch, seq, heads, head_dim) for the copy engine, in blocks of one head's positions.
+def tensor_descriptors(q, k, v, o_grad):
+    """TensorDescriptors of these (batch, seq, heads, head_dim) for the copy engine, in blocks of one head's positions.
 
     None where they gain nothing, and where the engine cannot address them: it wants addresses and strides that are
     multiples of 16 bytes, dimensions in the order of memory, and Triton 3.4.
@@ -1792,13 +1792,13 @@ def flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, co
         )  # fmt: skip
         return
     delta = lse.new_empty(lse.shape)
-    described = describe(q, k, v, o_grad)
-    *from_q_to_v, o_grad_or_described = described or (q, k, v, o_grad)
+    descriptors = tensor_descriptors(q, k, v, o_grad)
+    loaded_q, loaded_k, loaded_v, loaded_o_grad = descriptors or (q, k, v, o_grad)
     launch_attention(
-        flash_attention_backward_dq_kernel, "described dq" if described else "dq",
+        flash_attention_backward_dq_kernel, "described dq" if descriptors else "dq",
         lambda t: (batch * num_heads, cdiv(seq_len, t.BLOCK_M)),
-        (*from_q_to_v, o, o_grad_or_described, lse, delta, q_grad, cos, sin), (*strides, q_grad.stride()), scalars,
-        **shared, DESCRIBED=described is not None,
+        (loaded_q, loaded_k, loaded_v, o, loaded_o_grad, lse, delta, q_grad, cos, sin), (*strides, q_grad.stride()),
+        scalars, **shared, DESCRIBED=descriptors is not None,
     )  # fmt: skip
     launch_attention(
         flash_attention_backward_dkdv_kernel, "dkdv", lambda t: (batch * num_kv_heads, cdiv(seq_len, t.BLOCK_N)),

@@ -26,14 +26,14 @@ def is_complete(size):
     return "comparisons" in size and all(name in rows and not rows[name]["error"] for name in needed)
 
 
-def newest_sizes(folder):
-    """{size: (name, result)}: the newest complete measurement of each size."""
+def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES):
+    """{size: (name, result)}: the newest measurement of each of these sizes that is wanted."""
     newest = {}
     for name, result in newest_first(folder, "steps"):
         for size_name, size in result["sizes"].items():
-            if is_complete(size):
+            if is_wanted(size):
                 newest.setdefault(size_name, (name, result))
-    return {name: newest[name] for name in SIZES if name in newest}
+    return {name: newest[name] for name in sizes if name in newest}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -66,44 +66,40 @@ def steps_table(size_name, size, name, result):
     return "\n\n".join(part for part in (title, table, ratios, provenance(name, result)) if part)
 
 
-def newest_sizes(folder, names):
-    """{size: (what was measured, its result's name, the result)}, the newest of each that was measured to its end."""
-    newest = {}
-    for name, result in newest_first(folder, "steps"):
-        for size_name, size in result["sizes"].items():
-            if "comparisons" in size and not all(row["error"] for row in size["rows"].values()):
-                newest.setdefault(size_name, (size, name, result))
-    return {name: newest[name] for name in names if name in newest}
+def was_timed(size):
+    """Whether a size was measured to its end, and not only refused."""
+    return "comparisons" in size and not all(row["error"] for row in size["rows"].values())
 
 
 def steps_section(folder):
-    newest = newest_sizes(folder, SIZES)
+    newest = front_page.newest_sizes(folder, was_timed, SIZES)
     if len(newest) > 1:
         newest.pop("tiny", None)  # a trial
-    return "\n\n".join(steps_table(size_name, *newest[size_name]) for size_name in newest) or NOT_MEASURED
+    tables = (steps_table(size, result["sizes"][size], name, result) for size, (name, result) in newest.items())
+    return "\n\n".join(tables) or NOT_MEASURED
 
 
 def sweep_table(sweep, newest):
     """A line a size: the time of each row, and what ours cost compared with the strongest peer."""
-    columns, lines = list(next(iter(newest.values()))[0]["rows"]), []
-    for size_name, (size, _, _) in newest.items():
-        rows, pair = size["rows"], size["comparisons"][0] if size["comparisons"] else {}
-        measured = [rows.get(column, {"error": "not measured"}) for column in columns]
+    sizes = {size: result["sizes"][size] for size, (_, result) in newest.items()}
+    columns, lines = list(next(iter(sizes.values()))["rows"]), []
+    for size_name, size in sizes.items():
+        pair = size["comparisons"][0] if size["comparisons"] else {}
+        rows = [size["rows"].get(column, {"error": "not measured"}) for column in columns]
         lines.append(
             [
                 f"{size_name} x {size['config']['batch_size']}" if sweep == "length" else size_name,
-                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in measured),
+                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in rows),
                 number(pair.get("time_ratio"), 2),
                 number(pair.get("memory_ratio"), 2),
             ]
         )
     table = markdown_table([f"ms a step, {sweep} grows", *columns, "time, ours / strongest peer", "memory"], lines)
-    sources = {name: provenance(name, result) for _, name, result in newest.values()}
-    return "\n\n".join([table, *sources.values()])
+    return "\n\n".join([table, *(provenance(*item) for item in dict(newest.values()).items())])
 
 
 def sweeps_section(folder):
-    newest = {sweep: newest_sizes(folder, sizes) for sweep, sizes in SWEEPS.items()}
+    newest = {sweep: front_page.newest_sizes(folder, was_timed, sizes) for sweep, sizes in SWEEPS.items()}
     return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes) or NOT_MEASURED
 
 

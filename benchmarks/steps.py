@@ -575,7 +575,7 @@ def parse(argv):
     parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
     parser.add_argument("--steps", type=positive, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
     parser.add_argument(
-        "--time-limit", type=time_limit, default=540, metavar="SECONDS", help="no row is started later (default: 540)"
+        "--time-limit", type=time_limit, default=1200, metavar="SECONDS", help="no row is started later (default: 1200)"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")

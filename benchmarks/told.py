@@ -46,6 +46,11 @@ def speedups(runs):
     return "{} severed, {} correct".format(*shares)
 
 
+def has_fused_speedup(size):
+    """Whether plain and fused PyTorch were both measured eager, of the steps of a size."""
+    return all("ms" in size["rows"].get(row, {}) for row in ("torch", "sdpa"))
+
+
 def fused_speedup(runs):
     torch, sdpa = (runs["steps"][row]["ms"]["median"] for row in ("torch", "sdpa"))
     return f"{factor(torch, sdpa)} (`--impl sdpa`, bf16)"
@@ -84,7 +89,7 @@ def told_section(folder):
     replays = newest_first(folder, "stages")
     story = [item for item in replays if has_what_was_published(item[1]) and set(STAGES) <= by_number(item[1]).keys()]
     layouts = [item for item in replays if has_layouts(item[1])]
-    steps = newest_sizes(folder).get("small")
+    steps = newest_sizes(folder, has_fused_speedup).get("small")
     if not (story and layouts and steps):
         return NOT_MEASURED
     runs = by_number(story[0][1]) | {"baseline": story[0][1]["baseline"], "layout": by_number(layouts[0][1])}

@@ -162,7 +162,7 @@ class Descriptor(Tensor):
         return llama.TensorDescriptor(self, list(self.shape), list(self.strides), list(self.block))
 
 
-def describe(t):
+def seen_by_compiler(t):
     """What the compiler sees of a launcher's tensor, descriptor or None."""
     if t is None:
         return None
@@ -225,7 +225,7 @@ def recording(arch):
     launches = []
 
     def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
-        described = map(describe, tensors)
+        described = map(seen_by_compiler, tensors)
         options = dict(num_warps=num_warps, num_stages=num_stages, **options)
         items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
         launches.append(Launch(kernel.fn.__name__, *items))

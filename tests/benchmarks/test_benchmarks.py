@@ -201,9 +201,9 @@ def test_sizes_are_those_asked_for(flags, found):
     assert list(steps.sizes_of(steps.parse(flags), on_gpu=True)) == found
 
 
-@pytest.mark.parametrize("flags", [["--tiny"], ["--sweep", "width"], []])
-def test_a_size_of_another_list_is_refused(flags):
-    with pytest.raises(llama.UsageError, match="--sizes: there is no 'vocab 1,000', only 'tiny'|'hidden 256'|'small'"):
+@pytest.mark.parametrize("flags, known", [(["--tiny"], "tiny"), (["--sweep", "width"], "hidden 256"), ([], "small")])
+def test_a_size_of_another_list_is_refused(flags, known):
+    with pytest.raises(llama.UsageError, match=f"--sizes: there is no 'vocab 1,000', only '{known}'"):
         steps.sizes_of(steps.parse([*flags, "--sizes", "vocab 1,000"]), on_gpu=True)
 
 

@@ -124,6 +124,14 @@ def test_what_was_told_stands_beside_what_is_measured(tmp_path):
     assert rows["| V4, fused PyTorch, over V1"] == "1.6 x (`--impl sdpa`, bf16)"
 
 
+def test_what_was_told_takes_steps_that_were_measured_eager(tmp_path):
+    results = layout_results()
+    later = step_result(date="2031-01-02T03:04:05")
+    later["sizes"]["small"]["rows"]["torch"] = {"error": "not started within --time-limit 9"}
+    write(tmp_path, **results, steps_later=later)
+    assert "1.6 x (`--impl sdpa`, bf16)" in told.told_section(tmp_path)
+
+
 @pytest.mark.parametrize("missing", ["stages_fp32", "stages_bf16", "steps"])
 def test_nothing_is_told_without_all_of_its_measurements(tmp_path, missing):
     results = layout_results()

@@ -488,14 +488,14 @@ def test_the_copy_engine_gets_only_what_it_can_address(monkeypatch, layout, desc
     hopper = llama.Device("cuda", "H200", "sm_90", 132, 32)
     monkeypatch.setattr(llama, "get_device", lambda type: hopper)
     q, k, v = layout(torch.zeros(3, 5, 8, 128, dtype=torch.bfloat16))
-    descriptors = llama.describe(q, k, v, q)
+    descriptors = llama.tensor_descriptors(q, k, v, q)
     assert (descriptors is not None) == described
     if described:
         assert [d.block_shape for d in descriptors] == [[1, 64, 1, 128]] * 4
         assert [tuple(d.shape) for d in descriptors] == [t.shape for t in (q, k, v, q)]
         assert [tuple(d.strides) for d in descriptors] == [t.stride() for t in (q, k, v, q)]
     monkeypatch.setattr(llama, "get_device", lambda type: llama.Device("cuda", "A100", "sm_80", 108, 32))
-    assert llama.describe(q, k, v, q) is None
+    assert llama.tensor_descriptors(q, k, v, q) is None
 
 
 def test_attention_refuses_tables_it_would_read_wrongly(randn):
