@@ -8,7 +8,7 @@ unexport PYTHON
 TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test emulate lint publish notebooks slides kernel-report clean force
+.PHONY: help run test test-slow test-all emulate lint publish notebooks slides kernel-report clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -19,13 +19,21 @@ run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
 
 # A file's tests run in order in one process: they share fixtures that take a minute, and a page's blocks go on from the
 # ones before.
-test: .venv/dev.stamp ## run the tests; PYTEST_ARGS="-k name" adds options
-	$(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+PYTEST := $(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test: .venv/dev.stamp ## run the tests that a change must pass; PYTEST_ARGS="-k name" adds options
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: .venv/dev.stamp ## run the other tests
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: test test-slow ## run all tests, and those of the kernels on one emulated GPU, which needs clang
+	$(MAKE) emulate ARCH=gfx942
 
 # TINYGRAD: a copy of the emulator's commit, for a machine without a network. COUNT=1 counts instead of testing.
 # ARGS: flags of the script; then the kernels of one step with them are counted.
 emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gfx942 on one, COUNT=1 counts
-	$(VENV_PYTHON) -m profiling.emulator $(if $(ARCH),--architectures $(ARCH)) $(if $(COUNT),--count) \
+	$(VENV_PYTHON) -m emulated $(if $(ARCH),--architectures $(ARCH)) $(if $(COUNT),--count) \
 		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(if $(COUNT),$(ARGS),$(PYTEST_ARGS))
 
 lint: .venv/dev.stamp ## check the Python and shell code
@@ -34,14 +42,14 @@ lint: .venv/dev.stamp ## check the Python and shell code
 	find . \( -name .venv -o -name .emulator \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
-	$(VENV_PYTHON) -m benchmarks.publish
+	$(VENV_PYTHON) -m benchmarks.pages.publish
 
 notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from their pages, stubs and checks
 	$(VENV_PYTHON) -m exercises.generate
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into two pages of docs/
-	$(VENV_PYTHON) -m profiling.kernel_report
-	$(VENV_PYTHON) -m profiling.attention_tiles
+	$(VENV_PYTHON) -m compiled.pages
+	$(VENV_PYTHON) -m compiled.tiles
 
 # Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).
 MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files

@@ -7,12 +7,10 @@
 #   --pmc A B      count these; each --pmc is a run of its own, as a GPU counts only a few things at a time
 set -euo pipefail
 TOOLS=(rocprofv3 ncu torch)
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
-# shellcheck source=profiling/rocprofv3.sh
-source "$ROOT/profiling/rocprofv3.sh"
-# shellcheck source=profiling/counters.sh
-source "$ROOT/profiling/counters.sh"
+# shellcheck source=profilers/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
+# shellcheck source=profilers/counters.sh
+source "$ROOT/profilers/counters.sh"
 
 PASSES=() COUNT=
 take_option() {
@@ -39,7 +37,7 @@ start_result counters/counter
 
 if [[ $TOOL == rocprofv3 ]]; then
     format=csv
-    # A database keeps the kernels' own names, and the passes, which are CSV, would not match.
+    # With --kernel-rename names in a database would not match those in the CSV files of the passes.
     if ((RELEASE >= 700)) && [[ " ${TOOL_ARGUMENTS[*]-} " != *" --kernel-rename "* ]]; then format=rocpd; fi
     rocprofv3_command "$RESULT/kernels" --kernel-trace --marker-trace --output-format "$format"
     run_or_fail "${COMMAND[@]}"

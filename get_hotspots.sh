@@ -4,17 +4,13 @@
 # Usage: ./get_hotspots.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
 TOOLS=(rocprofv3 torch)
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
-# shellcheck source=profiling/rocprofv3.sh
-source "$ROOT/profiling/rocprofv3.sh"
+# shellcheck source=profilers/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 
-parse_arguments "$@"
-choose_tool
-start_result hotspots/hotspot
+begin_result hotspots/hotspot "$@"
 
 if [[ $TOOL == rocprofv3 ]]; then
-    # CSV by name: with ROCm 7's default, a database, --stats writes nothing.
+    # CSV, as --stats writes nothing with ROCm 7's default, a database.
     rocprofv3_command "$RESULT/hotspots" --kernel-trace --marker-trace --stats --output-format csv
     run_or_fail "${COMMAND[@]}"
     require_file '*_kernel_stats.csv'

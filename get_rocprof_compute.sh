@@ -7,14 +7,14 @@
 #
 #   --kernels N    rocprof-compute: report on each of the N kernels that take the most time, 5 without it
 #
-# The tools repeat the program or its kernels some ten times over: a single step is enough, and takes a few minutes.
-# What follows a second -- are options of rocprof-compute profile or of ncu: both know -k rmsnorm_kernel.
+# The tools repeat the program or its kernels about ten times, so that a single step takes a few minutes. The options
+# after a second -- are those of rocprof-compute profile or of ncu, such as -k rmsnorm_kernel.
 set -euo pipefail
 TOOLS=(rocprof-compute ncu torch) STEPS=1
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
-# shellcheck source=profiling/counters.sh
-source "$ROOT/profiling/counters.sh"
+# shellcheck source=profilers/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
+# shellcheck source=profilers/counters.sh
+source "$ROOT/profilers/counters.sh"
 
 KERNELS=5
 take_option() {
@@ -23,7 +23,7 @@ take_option() {
     CONSUMED=2 KERNELS=$2
 }
 
-# Ends the script where rocprof-compute would, or would mislead, after minutes.
+# Ends the script if rocprof-compute would fail, or give misleading results, after minutes.
 check_request() {
     local word
     find_launcher
@@ -34,14 +34,14 @@ check_request() {
         -p | --path | --output-directory) die "rocprof-compute's $word is taken: --output says where the result goes" ;;
         esac
     done
-    # 6.x sets this locale by its name, whatever LC_ALL says.
+    # 6.x sets this locale regardless of LC_ALL.
     if [[ -z $DRY_RUN ]] && ((RELEASE < 700)) && ! locale -a 2>/dev/null | grep -qix 'en_US\.utf-\?8'; then
         die "rocprof-compute of ROCm $(dotted "$RELEASE") needs the locale en_US.UTF-8, which is not on this machine:" \
             "localedef -i en_US -f UTF-8 en_US.UTF-8 as root, after installing the package locales (or glibc-langpack-en)"
     fi
 }
 
-# Exports ROCM_PATH, the installation that rocprof-compute belongs to: bin/rocprof-compute is a link into libexec.
+# Exports ROCM_PATH, the installation of rocprof-compute: bin/rocprof-compute is a link into libexec.
 export_own_rocm() {
     local tool root
     tool=$(readlink -f "$(command -v rocprof-compute)") || true
@@ -51,7 +51,7 @@ export_own_rocm() {
     export ROCM_PATH=$root
 }
 
-# Sets OPTIONS of profile, and SECTIONS for analyze: whole ones, as the numbers of single metrics move between releases.
+# Sets OPTIONS of profile and SECTIONS of analyze: whole sections, as single metrics are renumbered between releases.
 choose_options() {
     local word
     OPTIONS=(--no-roof) SECTIONS=(-b 2 6.2 16.1 17.1) ROOFLINE=
@@ -61,23 +61,23 @@ choose_options() {
         -b | --block | --set) SECTIONS=() ;; # what was counted decides
         esac
     done
-    # These releases look in /opt/rocm for it and for a Python module beside it, newer ones under ROCM_PATH.
+    # These releases look for it, and for a Python module beside it, in /opt/rocm, newer ones under ROCM_PATH.
     if ((RELEASE >= 700 && RELEASE < 712)); then
         OPTIONS+=(--rocprofiler-sdk-library-path "$ROCM_PATH/lib/librocprofiler-sdk.so")
     fi
     OPTIONS+=(${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"})
 }
 
-# Sets WORKLOAD, the folder of the counters. sysinfo.csv is there even if nothing was counted.
+# Sets WORKLOAD, the folder of the counters. sysinfo.csv exists even if nothing was counted.
 find_workload() {
-    # results_* are those of 7.12 and newer.
+    # results_* since 7.12
     WORKLOAD=$(find "$RESULT/workloads" \( -name 'pmc_perf*.csv' -o -name 'results_*.csv*' \) -size +0 -printf '%h\n' \
         2>/dev/null | sort | head -n 1) || true
     [[ -n $WORKLOAD ]] || require_file 'pmc_perf*.csv'
     WORKLOAD=${WORKLOAD:-$RESULT/workloads/tiny_llama/GPU_MODEL}
 }
 
-# analyze TITLE ARGUMENTS. What fails is missing, and what took minutes to count stays.
+# analyze TITLE ARGUMENTS. If an analysis fails it is missing, and the counters are kept.
 analyze() {
     local command=(rocprof-compute analyze -p "$WORKLOAD" "${@:2}") status=0
     note "$1" | tee -a "${LOG:-/dev/null}"
@@ -86,7 +86,7 @@ analyze() {
     return "$status"
 }
 
-# Without -k an analysis is the average over all kernels.
+# Without -k, an analysis shows the average over all kernels.
 analyze_each_kernel() {
     local kernels number title
     analyze "Kernels and dispatches:" --list-stats || return 0
@@ -95,7 +95,7 @@ analyze_each_kernel() {
             ${SECTIONS[@]+"${SECTIONS[@]}"} -k KERNEL
         return
     fi
-    module_command workload_kernels "$WORKLOAD" --top "$KERNELS"
+    module_command rocprof_compute_kernels "$WORKLOAD" --top "$KERNELS"
     if ! kernels=$("${COMMAND[@]}" 2>&1); then
         miss "each kernel by itself ($kernels)"
         analyze "The average of all kernels:" ${SECTIONS[@]+"${SECTIONS[@]}"} || true
@@ -108,11 +108,11 @@ analyze_each_kernel() {
 
 run_rocprof_compute() {
     local word begin=0
-    # It joins the words with spaces and splits them again.
+    # It joins the words by spaces and splits them again.
     for word in "${PROGRAM[@]}"; do
         [[ $word != *[[:space:]\;\"\']* ]] || die "rocprof-compute cannot pass on \"$word\": no spaces, quotes or ;"
     done
-    # The folder that -p or --path names depends on the release; below the working directory all agree.
+    # The meaning of -p depends on the release; below the working directory all releases agree.
     IN=$RESULT run_or_fail rocprof-compute profile -n tiny_llama "${OPTIONS[@]}" -- "${PROGRAM[@]}"
     if [[ -n $ROOFLINE ]]; then
         require_file roofline.csv workloads
@@ -134,7 +134,7 @@ if [[ $TOOL == rocprof-compute ]]; then
     check_request
     export_own_rocm
     choose_options
-    # The kernels of warm-up are counted as well. One step, which --graph needs, has the same as the step that follows.
+    # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     ARGUMENTS=(--warmup-steps 1 ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
 fi
 start_result rocprof_compute/profile

@@ -5,14 +5,10 @@
 # Usage: ./get_trace.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
 TOOLS=(rocprofv3 torch)
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
-# shellcheck source=profiling/rocprofv3.sh
-source "$ROOT/profiling/rocprofv3.sh"
+# shellcheck source=profilers/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 
-parse_arguments "$@"
-choose_tool
-start_result traces/trace
+begin_result traces/trace "$@"
 
 if [[ $TOOL == rocprofv3 ]]; then
     record_timeline trace

@@ -1,22 +1,18 @@
 #!/usr/bin/env bash
-# The profiling session of Exercise 1: a timeline, memory traffic, counters and what a roofline needs. It ends with
-# rocprof_results/triton_analysis_summary.md: launch overhead, bandwidth and utilisation, computed from what was recorded.
+# Runs the profiling session of Exercise 1: a timeline, memory traffic, counters and the inputs of a roofline. Its
+# summary, rocprof_results/triton_analysis_summary.md, has launch overhead, bandwidth and utilisation.
 #
 # Usage: ./run_rocprof_triton.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 #
-# Without --output the recordings go into rocprof_results/session_<time>/, and older sessions are kept.
+# Without --output the recordings are written to rocprof_results/session_<time>/; older sessions are kept.
 set -euo pipefail
 TOOLS=(rocprofv3 ncu torch)
-# shellcheck source=profiling/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profiling/common.sh"
-# shellcheck source=profiling/rocprofv3.sh
-source "$ROOT/profiling/rocprofv3.sh"
-# shellcheck source=profiling/counters.sh
-source "$ROOT/profiling/counters.sh"
+# shellcheck source=profilers/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
+# shellcheck source=profilers/counters.sh
+source "$ROOT/profilers/counters.sh"
 
-parse_arguments "$@"
-choose_tool
-start_result rocprof_results/session
+begin_result rocprof_results/session "$@"
 
 note "--- 1. Basic: each kernel alone, then the timeline of a training run"
 run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"

@@ -3,17 +3,17 @@
 
     python run_triton_profiling.py                                   sizes of a small model
     python run_triton_profiling.py --only rmsnorm --hidden-dim 4096  one kernel, another width
-    python run_triton_profiling.py --json profile.json               all of it as a file
+    python run_triton_profiling.py --json profile.json               all figures as a file
 
-"ms" is the device's time of one call, by events, the cache flushed before it and launches left out (the call is
-captured in a graph); wall time is that of calls issued one after the other, launches included. An error is that of the
-element that is furthest off, relative to the largest of the result; it may be twice that of PyTorch in the same
-precision, plus a rounding. Bandwidth counts the bytes that must be moved at least, and its
-ceiling is measured here, by a kernel that reads and writes; that of arithmetic by a large matrix product. Without a GPU
-Triton's interpreter runs the kernels at small sizes: the errors count, the times mean nothing.
+"ms" is the device's time of one call, without launches as the call is captured in a graph, after flushing the cache.
+Wall time is that of consecutive calls, including launches. The error is the largest deviation of an element, relative
+to the largest element of the result; twice that of PyTorch in the same precision, plus a rounding, is allowed.
+Bandwidth counts the least bytes that must be moved. Its ceiling is measured by a kernel that reads and writes, and the
+ceiling of arithmetic by a large matrix product. Without a GPU Triton's interpreter runs the kernels at small sizes: the
+errors are valid, the times are not.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met or the file not be written, 130 interrupted,
-141 the reader of the output has left.
+141 the pipe of the output was closed.
 """
 
 import functools
@@ -33,16 +33,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 import tiny_llama_v3 as llama  # noqa: E402
 from benchmarks import kernels  # noqa: E402
+from compiled.architectures import CHIPS, occupancy  # noqa: E402
 from measure import accuracy, work  # noqa: E402
 from measure.accuracy import promoted  # noqa: E402
+from measure.command_line import Parser, program  # noqa: E402
+from measure.device import kernel_device  # noqa: E402
 from measure.results import describe, write_json  # noqa: E402
 from measure.timing import Bench, copy_calls, gradient_call, wall_seconds  # noqa: E402
-from profiling.kernel_report import CHIPS, occupancy  # noqa: E402
-from tiny_llama_v3 import exit_code_of  # noqa: E402
+from tiny_llama import hardware  # noqa: E402
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
 MEASURED_SECONDS = 0.1
-SIZES = {  # model sizes that suit the device; each is an option
+SIZES = {  # model sizes for each type of device; each is an option
     "cuda": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_heads=16, vocab_size=32000),
     "cpu": dict(batch_size=1, seq_len=32, hidden_dim=64, num_heads=4, vocab_size=96),
 }
@@ -51,12 +53,12 @@ SIZES = {  # model sizes that suit the device; each is an option
 class Case(NamedTuple):
     """One direction of one operation; the calls return tuples of corresponding tensors."""
 
-    name: str  # of the operation, as in profiling.kernel_names
+    name: str  # of the operation, as in profilers.kernel_names
     ours: object
     theirs: object
     exact: object  # the same in float64
     work: work.Work
-    by_bytes: bool  # what its speed is limited by, and rated by
+    by_bytes: bool  # whether its speed is a bandwidth; otherwise it is in FLOP/s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def rmsnorm_cases(bench, config):
     yield from directions(
         bench, "RMSNorm", kernels.torch_norm, (x, weight), upstream,
         lambda: llama.rmsnorm_forward(*plain, kernels.EPS)[1:2],
-        lambda: llama.rmsnorm_backward(upstream, None, plain[0], plain[2], rstd), costs,
+        lambda: kernels.rmsnorm_backward(upstream, None, plain[0], plain[2], rstd), costs,
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def swiglu_cases(bench, config):
     upstream = bench.randn(config.tokens_per_step, config.ffn_dim)
     overwritten = gate_up.detach().clone()
 
-    def backward():  # in place: a second call reads a gradient, which takes as long
+    def backward():  # in place: a second call reads a gradient, which takes the same time
         llama.swiglu_activation_backward_(upstream, overwritten)
         return (overwritten,)
 
@@ -160,7 +162,7 @@ def cross_entropy_cases(bench, config):
         return loss.detach(), *torch.autograd.grad(loss, logits)
 
     def theirs():
-        # A fresh leaf: autograd ties a leaf to the stream that it was first used on, and capturing has its own.
+        # A new leaf: autograd keeps the stream on which a leaf was first used, and capturing uses another one.
         return function(logits.detach().requires_grad_())
 
     yield Case(
@@ -182,8 +184,8 @@ CASES = {
 
 
 def verdict_of(case, dtype):
-    """The Verdict on the element of each output that is furthest off, relative to the largest of its output."""
-    # Copies: what is computed in place, or in a buffer that is used again, is gone at the next call.
+    """The Verdict on the largest deviation of an element of each output, relative to its largest element."""
+    # Copies, as the next call overwrites results that are computed in place or in a reused buffer.
     outputs = (
         {number: x.detach().double() for number, x in enumerate(call())}
         for call in (case.ours, case.theirs, case.exact)
@@ -192,7 +194,7 @@ def verdict_of(case, dtype):
 
 
 def wall_ms(bench, call):
-    """The time of a call when many follow each other, launches included."""
+    """The time of a call among many consecutive ones, including launches."""
     if not bench.on_gpu:
         return bench.flushed_ms(call)
     with bench.on_stream():
@@ -202,7 +204,7 @@ def wall_ms(bench, call):
 
 
 def memory_mib(bench, call):
-    """What a call allocates at its peak beyond what is there; None on a CPU."""
+    """The memory that a call allocates at its peak; None on a CPU."""
     if not bench.on_gpu:
         return None
     with bench.on_stream():
@@ -213,7 +215,7 @@ def memory_mib(bench, call):
 
 
 def measure_ceilings(bench):
-    """{"GB/s", "TFLOP/s"} that this device reaches when it does nothing else: the best of three measurements."""
+    """Measures {"GB/s", "TFLOP/s"}, the ceilings of this device: the best of three measurements."""
     copies, moved = copy_calls(bench, 2**28 if bench.on_gpu else 2**23)  # more than any cache holds
     size = 8192 if bench.on_gpu else 1024
     product = functools.partial(torch.mm, bench.randn(size, size), bench.randn(size, size))
@@ -222,7 +224,7 @@ def measure_ceilings(bench):
 
 
 def profile(bench, case, ceilings):
-    """All figures of a Case as a dict."""
+    """Measures all figures of a Case. Returns a dict."""
     with bench.on_stream():
         verdict = verdict_of(case, bench.dtype)
     error, allowed = verdict.errors[verdict.worst], verdict.allowed[verdict.worst]
@@ -241,11 +243,11 @@ def profile(bench, case, ceilings):
 
 
 def sweep_block_sizes(bench, config):
-    """RMSNorm forward with blocks of columns smaller than a row, equal to it, and larger."""
+    """Times RMSNorm forward with blocks of columns smaller than a row, equal to it, and larger."""
     x, weight = bench.randn(config.tokens_per_step, config.hidden_dim), bench.randn(config.hidden_dim)
     results = []
     for block_size in BLOCK_SIZES:
-        llama.COMPILED.clear()  # what is compiled below is what is asked for
+        llama.COMPILED.clear()  # so that the kernel below is the only one
         ms = bench.flushed_ms(lambda size=block_size: llama.rmsnorm_forward(x, None, weight, kernels.EPS, size))
         tile = llama.norm_tile(*x.shape, False, bench.device.type, block_size)
         row = {
@@ -261,7 +263,7 @@ def sweep_block_sizes(bench, config):
 
 
 def resources(arch, compiled, warps):
-    """{"registers", "occupancy"} of a kernel: of a thread, and as kernel_report has it; None where it is not known."""
+    """{"registers" of a thread, "occupancy" as in compiled.architectures} of a kernel; None where it is not known."""
     registers = getattr(compiled, "n_regs", None)  # an interpreted kernel has none
     if registers is None or arch not in CHIPS:
         return {"registers": registers, "occupancy": None}
@@ -269,7 +271,7 @@ def resources(arch, compiled, warps):
 
 
 def sweep_tiles(bench, config):
-    """Attention forward with tiles of queries x keys; what does not fit into shared memory says so."""
+    """Times attention forward with tiles of queries x keys; a tile that does not fit has an error."""
     q = bench.randn(config.batch_size, config.seq_len, config.num_heads, config.head_dim)
     k, v = (bench.randn(config.batch_size, config.seq_len, config.num_kv_heads, config.head_dim) for _ in range(2))
     flop = work.attention(q, k, v, q, None).flop
@@ -287,12 +289,12 @@ def sweep_tiles(bench, config):
                 "error": None,
             }
             tile = usual._replace(BLOCK_M=m, BLOCK_N=n)
-            llama.attention_constants.cache_clear()  # they were worked out for the tile before
+            llama.attention_constants.cache_clear()  # they depend on the tile
             with mock.patch.object(llama, "attention_tile", lambda *_, tile=tile: tile):
                 try:
                     row["ms"] = bench.flushed_ms(lambda: llama.flash_attention_forward(q, k, v))
                     row["TFLOP/s"] = flop / row["ms"] / 1e9
-                except Exception as error:  # of this tile alone
+                except Exception as error:  # the other tiles can still be timed
                     row["error"] = describe(error)
             results.append(row)
     llama.attention_constants.cache_clear()
@@ -337,7 +339,7 @@ def print_tiles(rows):
 
 
 def parse(argv):
-    parser = llama.Parser("run_triton_profiling.py", __doc__)
+    parser = Parser("run_triton_profiling.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="kernels (default: all)")
     parser.add_argument("--no-sweeps", action="store_true", help="leave out block sizes and tiles")
     for name, value in SIZES["cuda"].items():
@@ -347,12 +349,10 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def run(argv):
+@program("run_triton_profiling.py")
+def main(argv):
     options = parse(argv)
-    device = llama.select_device("auto")
-    obstacle = llama.triton_obstacle(device)
-    if obstacle:
-        raise llama.UsageError(f"the kernels cannot run here: {obstacle}; on Linux: pip install triton")
+    device = kernel_device()
     given = {name: getattr(options, name) for name in SIZES["cuda"] if getattr(options, name) is not None}
     sizes = SIZES[device.type] | given
     config = llama.Config(**sizes)
@@ -369,7 +369,7 @@ def run(argv):
     result = {
         "command": shlex.join(["python", "run_triton_profiling.py", *argv]),
         "date": datetime.now().isoformat(timespec="seconds"),
-        "environment": llama.environment(device),
+        "environment": hardware.environment(device),
         "dtype": str(bench.dtype).removeprefix("torch."),
         "sizes": sizes | {"num_kv_heads": config.num_kv_heads, "ffn_dim": config.ffn_dim},
         "ceilings": ceilings,
@@ -407,11 +407,6 @@ def run(argv):
         reason = "differs from PyTorch in higher precision by more than is allowed"
         print(f"run_triton_profiling.py: {name} {reason}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "run_triton_profiling.py")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Programs that time training steps and kernels, and the one that writes their results into the pages."""
+"""Programs that time training steps and kernels. Their results are in results/; pages/ writes them into pages."""

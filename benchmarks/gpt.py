@@ -1,12 +1,12 @@
 """Time whole training steps of nanogpt_triton: GPT-2 with 124 million weights, 12 x 1024 tokens, bf16.
 
-    python -m benchmarks.gpt            our LayerNorm against PyTorch's, compiled and not
-    python -m benchmarks.gpt --tiny     a small model, to see that everything works
+    python -m benchmarks.gpt            our LayerNorm against PyTorch's, compiled and eager
+    python -m benchmarks.gpt --tiny     a small model, to try everything
 
-A step is the trainer's own: forward, backward, clipping, AdamW. "triton" does the residual additions inside the norms;
-"triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's attention, as nanoGPT does, where the trainer
-prefers cuDNN's: "torch flash compile" is what nanoGPT computes. Windows of steps alternate between the rows, in one
-process. Gradients are compared with fp32 before anything is timed. scaling.py is for several GPUs.
+The step is that of the trainer: forward, backward, clipping, AdamW. "triton" computes the residual additions in the
+norms; "triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's attention, as nanoGPT does, while the
+trainer prefers cuDNN's: "torch flash compile" is what nanoGPT computes. Windows of steps alternate between the rows, in
+one process. Gradients are compared with fp32 before anything is timed. benchmarks.scaling measures several GPUs.
 
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -26,13 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiny_llama_v3 as llama
 from measure.accuracy import require, require_finite
-from measure.options import positive, time_limit
+from measure.command_line import Parser, positive, program, time_limit
 from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import in_turns, percentiles, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
-from nanogpt_triton.train import Settings, World, optimizer_step, preferred_attention, wrap_for_processes
-from tiny_llama_v3 import exit_code_of
+from nanogpt_triton.train import Settings, optimizer_step, preferred_attention, select_device, wrap_for_processes
+from tiny_llama import distributed, hardware
 
 SIZES = {
     "gpt2": (12, GPTConfig(bias=False)),
@@ -63,8 +63,9 @@ def apart(x, branch, weight, bias):
 
 
 def compile_apart(model):
-    """torch.compile with a code object of its own: compiled code belongs to one, and not all that differs between two
-    rows (the attention chosen, an exchange of gradients) is among what decides about its reuse."""
+    """Calls torch.compile with a code object of its own. Compiled code is reused for the same code object, and the
+    checks before its reuse do not cover all differences between rows, such as the attention or the exchange of
+    gradients."""
 
     def forward(*args):
         return model(*args)
@@ -74,7 +75,7 @@ def compile_apart(model):
 
 
 class Contender:
-    """A row's model with its optimizer, and a step of it."""
+    """The model of a row with its optimizer and its training step."""
 
     def __init__(self, row, config, batch, device, world=None):
         torch.manual_seed(0)
@@ -85,7 +86,7 @@ class Contender:
             for module in self.raw_model.modules():
                 if isinstance(module, LayerNorm):
                     module.add_layer_norm = apart
-        self.model = wrap_for_processes(self.raw_model, world) if world else self.raw_model
+        self.model = wrap_for_processes(self.raw_model, device) if world else self.raw_model
         if row.compile:
             self.model = torch.compile(self.model) if world else compile_apart(self.model)
         settings = Settings()
@@ -101,11 +102,11 @@ class Contender:
         return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.row.flash else preferred_attention(self.device, False)
 
     def step(self):
-        """The loss, not synced."""
+        """Returns the loss without synchronization."""
         return optimizer_step(self.model, self.optimizer, self.scaler, [self.batch], 1, self.autocast, self.grad_clip)
 
     def window(self, steps):
-        """Milliseconds a step."""
+        """The milliseconds of a step in a window."""
         losses = collections.deque(maxlen=1)
         with self.attention():
             milliseconds = wall_seconds([lambda: losses.append(self.step())], steps, self.device) * 1e3
@@ -122,7 +123,7 @@ def gradients(config, row, batch, device, autocast):
 
 
 def check(config, batch, device):
-    """The worst {name, error, allowed}; ArithmeticError if a gradient of "triton" is beyond what is allowed."""
+    """Returns the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large."""
     batch = [t[:2] for t in batch]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -137,7 +138,7 @@ def check(config, batch, device):
 def figures(windows_ms, tokens, raw_model, device):
     ms = percentiles(windows_ms)
     tokens_per_second = tokens / ms["median"] * 1e3
-    peak = llama.peak_tflops(llama.get_device(device.type), "bf16")
+    peak = hardware.peak_tflops(llama.get_device(device.type), "bf16")
     return {
         "windows_ms": windows_ms,
         "ms": ms,
@@ -147,7 +148,7 @@ def figures(windows_ms, tokens, raw_model, device):
 
 
 def measure_rows(options, config, batch, device, deadline, rows, save):
-    """Fills rows: {name: figures or error}. Rows that fail or come too late say why, and the others go on."""
+    """Fills rows: {name: figures or error}. A row that fails or starts too late has an error; the others continue."""
     contenders = {}
     for name in options.rows:
         row = ROWS[name]
@@ -170,7 +171,7 @@ def measure_rows(options, config, batch, device, deadline, rows, save):
             rows[name]["peak_memory_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20 if on_gpu else None
             contenders[name] = contender
             print(f"{name:32} ready after {rows[name]['first_step_seconds']:.1f} s", flush=True)
-        except Exception as error:  # of this row alone
+        except Exception as error:  # the other rows can still be measured
             rows[name]["error"] = describe(error)
             print(f"{name:32} {rows[name]['error']}", flush=True)
         save()
@@ -201,70 +202,64 @@ def print_rows(rows):
         )
 
 
-def make_parser(program, description):
-    """With the options of gpt.py and scaling.py alike."""
-    parser = llama.Parser(program, description)
+def parse(argv):
+    parser = Parser("gpt.py", __doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--windows", type=positive, default=15, metavar="N", help="of each row (default: 15)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="in a window (default: 8)")
     parser.add_argument(
-        "--time-limit", type=time_limit, default=400, metavar="S", help="start no row later (default: 400)"
+        "--time-limit", type=time_limit, default=400, metavar="S", help="no row is started later (default: 400)"
     )
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    return parser
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
+    )
+    return parser.parse_args(argv)
 
 
-def prepare(options):
-    """(World, what its result begins with, GPTConfig, a batch of this process)"""
+def prepare(options, world, device):
+    """(the first fields of the result, GPTConfig, a batch of this process of a World on a torch.device)"""
     if not (options.tiny or torch.cuda.is_available()):
         raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
     torch.set_float32_matmul_precision("high")
-    world = World(Settings())
     size = "tiny" if options.tiny else "gpt2"
     batch_size, config = SIZES[size]
     torch.manual_seed(world.rank)
-    tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=world.device)
+    tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
     described = {
         "size": size,
         "batch_size": batch_size,
         "config": dataclasses.asdict(config),
-        "precision": "bf16" if world.device.type == "cuda" else "fp32",
+        "precision": "bf16" if device.type == "cuda" else "fp32",
         "processes": world.size,
     }
-    return world, described, config, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return described, config, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def run(argv):
+@program("gpt.py")
+def main(argv):
     start = time.monotonic()
-    parser = make_parser("gpt.py", __doc__)
-    parser.add_argument(
-        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
-    )
-    options = parser.parse_args(argv)
+    options = parse(argv)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise llama.UsageError("rows are compared in one process: torchrun starts -m benchmarks.scaling")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    world, described, config, batch = prepare(options)
-    device = llama.get_device(world.device.type)
-    result = header("gpt", device, argv) | described | {"rows": {}}
+    device = select_device("auto", local_rank=0, world_size=1)
+    described, config, batch = prepare(options, distributed.World(), device)
+    hardware_device = llama.get_device(device.type)
+    result = header("gpt", hardware_device, argv) | described | {"rows": {}}
     file = ResultFile(folder, result)
-    print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
+    print(f"{hardware_device.name} ({hardware_device.arch}), PyTorch {torch.__version__}", flush=True)
     try:
-        result["gate"] = worst = check(config, batch, world.device)
+        result["gate"] = worst = check(config, batch, device)
     except ArithmeticError as error:
         print(f"gpt.py: {error}: nothing is timed")
         return 1
     print(f"gradients: worst {worst['name']}, error {worst['error']:.1e}, allowed {worst['allowed']:.1e}", flush=True)
     deadline = start + options.time_limit
-    measure_rows(options, config, batch, world.device, deadline, result["rows"], lambda: file.save(result))
+    measure_rows(options, config, batch, device, deadline, result["rows"], lambda: file.save(result))
     print_rows(result["rows"])
     print(f"\nResults: {file.path}")
     return 0
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "gpt.py")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Time each kernel alone against PyTorch, on the device's clock.
 
     python -m benchmarks.kernels                        bf16, against eager PyTorch
-    python -m benchmarks.kernels --compile-baselines    and against torch.compile of the same function
+    python -m benchmarks.kernels --compile-baselines    also against torch.compile of the same function
     python -m benchmarks.kernels --only attention
 
-Several calls are captured in one graph, and the median replay counts: launches are left out. Buffers exceed the L2
-cache, except for attention, which has the sizes of models. Bandwidth is that of the bytes that must be moved at least;
-the first row is the ceiling. Before anything is timed, results are compared with those in higher precision, by the rule
+Several calls are captured in one graph, and the time is that of the median replay, without launches. Buffers exceed the
+L2 cache, except for attention, which has the sizes of models. Bandwidth counts the least bytes that must be moved; the
+first row is the ceiling. Before a kernel is timed, its results are compared with those in higher precision, by the rule
 of tiny_llama_v3.py --check.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
@@ -24,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.command_line import Parser, program
+from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
-from tiny_llama_v3 import exit_code_of
 
 EPS = 1e-5
 
@@ -42,7 +43,7 @@ SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_
 
 
 class KernelBench(Bench):
-    """With the size of a tensor: 128 MiB in bf16, more than an L2 cache holds; the interpreter gets little."""
+    """A Bench with the size of a tensor: 128 MiB in bf16, more than an L2 cache holds; small for the interpreter."""
 
     def __init__(self, device, compile_baselines=False):
         super().__init__(device)
@@ -51,7 +52,7 @@ class KernelBench(Bench):
 
 
 def check(name, function, inputs, ours):
-    """ArithmeticError unless our results are as good as those of function(*inputs) in plain PyTorch."""
+    """ArithmeticError unless our results are as accurate as those of function(*inputs) in plain PyTorch."""
 
     def named(outputs):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -62,7 +63,7 @@ def check(name, function, inputs, ours):
 
 
 def gradients(function):
-    """What takes function's inputs, then a gradient for each of its outputs, and returns those of the inputs."""
+    """Returns the backward pass of function: it takes the inputs and gradients of the outputs."""
 
     def backward(*arguments):
         number = len(inspect.signature(function).parameters)
@@ -79,8 +80,8 @@ def baselines(bench, function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cases: each generator yields (case, amount of work of one call, unit, {contender: calls}), the first contender ours. A
-# contender may bring its own amount of work.
+# Cases: each generator yields (case, amount of work of one call, unit, {contender: calls}), with ours as the first
+# contender. A contender may have an amount of work of its own.
 
 
 def copy_cases(bench):
@@ -106,13 +107,21 @@ def rmsnorm_cases(bench):
         yield from rmsnorm_directions(bench, "add + ", torch_add_norm, weight, sets)
 
 
+def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
+    """(x_grad, weight_grad)"""
+    x_grad, partial = llama.rmsnorm_backward(y_grad, residual_grad, x, weight, rstd)
+    weight_grad = weight.new_empty(weight.shape)
+    llama.column_sums(weight_grad, False, partial)
+    return x_grad, weight_grad
+
+
 def rmsnorm_directions(bench, note, function, weight, sets):
-    """Forward and backward; a branch and a residual_grad of None are no arguments of the function."""
+    """Yields forward and backward; function does not take a branch and a residual_grad that are None."""
     forward = [functools.partial(llama.rmsnorm_forward, x, branch, weight, EPS) for x, branch, *_ in sets]
     backward = []
     for call, (_, _, y_grad, residual_grad) in zip(forward, sets, strict=True):
         residual, _, rstd = call()
-        backward.append(functools.partial(llama.rmsnorm_backward, y_grad, residual_grad, residual, weight, rstd))
+        backward.append(functools.partial(rmsnorm_backward, y_grad, residual_grad, residual, weight, rstd))
 
     x, branch, y_grad, residual_grad = sets[0]
     inputs = [[t.detach().requires_grad_() for t in (*s[:2], weight) if t is not None] for s in sets]
@@ -125,7 +134,7 @@ def rmsnorm_directions(bench, note, function, weight, sets):
 
     calls = {"triton": forward}
     for name, baseline in baselines(bench, function):
-        # Without no_grad(): what backward needs is part of the forward pass.
+        # Without no_grad(), as saving tensors for the backward pass is part of the forward pass.
         calls[name] = [functools.partial(baseline, *x) for x in inputs]
     amount = work.rmsnorm(x, weight, y, rstd, branch, residual if added else None).bytes
     yield f"{note}rmsnorm forward, N = {len(weight)}", amount, "TB/s", calls
@@ -157,7 +166,7 @@ def swiglu_cases(bench):
         for name, baseline in baselines(bench, torch_activation):
             calls[name] = [functools.partial(baseline, x) for x, _ in sets]
         yield f"swiglu forward, F = {n_cols}", work.swiglu_activation(gate_up, hidden_grad).bytes, "TB/s", calls
-        # In place: what a second call reads is a gradient, which takes as long.
+        # In place: a second call reads a gradient, which takes the same time.
         copies = [(grad, x.detach().clone()) for x, grad in sets]
         calls = {"triton": [functools.partial(llama.swiglu_activation_backward_, *pair) for pair in copies]}
         for name, baseline in baselines(bench, torch_activation):
@@ -219,20 +228,20 @@ def adamw_cases(bench):
     require(*changes, KERNEL_TOLERANCE[torch.float32])
     del initial, exact, changes
     amount = work.adamw(ours.param, ours.remainder, ours.grad, ours.exp_avg, ours.exp_avg_sq).bytes
-    fp32 = ours.exp_avg  # as large as all that torch's has: weights, gradient and two moments
+    fp32 = ours.exp_avg  # as large as each of torch's tensors: weights, gradient and two moments
     calls = {"triton": [ours.step], "torch": ([theirs.step], work.adamw(fp32, None, fp32, fp32, fp32).bytes)}
     yield f"AdamW, {ours.param.numel() / 1e6:.0f} M parameters", amount, "TB/s", calls
 
 
 def torch_attention(q, k, v, backend):
-    """q, k, v (batch, seq, heads, head_dim) as our kernels take them."""
+    """q, k, v (batch, seq, heads, head_dim), the layout of our kernels."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPA_BACKENDS[backend]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def torch_attention_gradients(q, k, v, o_grad, backend):
-    # Fresh leaves: autograd ties a leaf to the stream that it was first used on, and a captured one must be its own.
+    # New leaves: autograd keeps the stream on which a leaf was first used, and captured ones need their own.
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o = torch_attention(q, k, v, backend)
     return o, *torch.autograd.grad(o, (q, k, v), o_grad)
@@ -249,7 +258,7 @@ def attention_cases(bench):
     for batch, seq_len, heads, kv_heads, head_dim in ATTENTION_SHAPES if bench.on_gpu else ((1, 32, 2, 1, 16),):
         q, o_grad = (bench.randn(batch, seq_len, heads, head_dim) for _ in range(2))
         k, v = (bench.randn(batch, seq_len, kv_heads, head_dim) for _ in range(2))
-        # Plain PyTorch is the attention that keeps its scores, whatever the contenders below are.
+        # Plain PyTorch is always the attention that keeps its scores.
         plain = functools.partial(torch_attention_gradients, backend="math")
         check("attention", plain, (q, k, v, o_grad), triton_attention_gradients(q, k, v, o_grad))
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -258,10 +267,10 @@ def attention_cases(bench):
         for backend in ("flash", "cudnn") if bench.on_gpu else ("math",):
             try:
                 torch_attention_gradients(*leaves, o_grad, backend)
-            except RuntimeError as error:  # a backend that this build or device lacks
+            except RuntimeError as error:  # this build or device lacks the backend
                 forward[backend] = both[backend] = error
                 continue
-            # With gradients required, as in training: the log-sum-exp is stored.
+            # Gradients are required, as in training, so that the log-sum-exp is stored.
             forward[backend] = [functools.partial(torch_attention, *leaves, backend)]
             both[backend] = [functools.partial(torch_attention_gradients, *leaves, o_grad, backend)]
         case = f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})"
@@ -297,7 +306,7 @@ def format_contender(name, measured, unit, ours):
 
 
 def measure_group(bench, name, entries):
-    """Append the entries of one group of cases; False if a result was wrong."""
+    """Appends the entries of one group of cases. Returns False if a result was wrong."""
     try:
         for case, amount, unit, contenders in CASES[name](bench):
             measured = {contender: measure(bench, calls, amount) for contender, calls in contenders.items()}
@@ -316,19 +325,17 @@ def measure_group(bench, name, entries):
 
 
 def parse(argv):
-    parser = llama.Parser("kernels.py", __doc__)
+    parser = Parser("kernels.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="groups (default: all)")
     parser.add_argument("--compile-baselines", action="store_true", help="time torch.compile of the baselines too")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     return parser.parse_args(argv)
 
 
-def run(argv):
+@program("kernels.py")
+def main(argv):
     options = parse(argv)
-    device = llama.select_device("auto")
-    obstacle = llama.triton_obstacle(device)
-    if obstacle:
-        raise llama.UsageError(f"the kernels need a GPU: {obstacle}")
+    device = kernel_device()
     folder = llama.writable_folder("--output-dir", options.output_dir)
     if options.compile_baselines:
         repeat_compiled_backward()
@@ -344,11 +351,6 @@ def run(argv):
         file.save(result)
     print(f"\nResults: {file.path}")
     return 0 if all_right else 1
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "kernels.py")
 
 
 if __name__ == "__main__":

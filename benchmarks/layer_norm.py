@@ -3,10 +3,10 @@
     python -m benchmarks.layer_norm                       fp32 and bf16, all widths
     python -m benchmarks.layer_norm --dtypes bf16 --widths 768 4096
 
-The first case of a type is GPT-2's, 12 x 1024 x 768; the others have tensors of 128 MiB. "us" is device time: calls
-captured in one graph, the median replay. "wall us" is what a loop of calls takes with the host's part. Bandwidth is
-that of the bytes that must be moved at least: forward x and y, backward y_grad, x and x_grad. Results are compared with
-those in higher precision before anything is timed.
+The first case of a type is GPT-2's, 12 x 1024 x 768; the others have tensors of 128 MiB. "us" is device time: of the
+median replay of a graph of calls. "wall us" is the time of a call in a loop, including the host. Bandwidth counts the
+least bytes that must be moved: x and y forward, y_grad, x and x_grad backward. Results are compared with those in
+higher precision before anything is timed.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -21,17 +21,17 @@ import torch.nn.functional as F
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
-from measure.options import time_limit
+from measure.command_line import Parser, positive, program, time_limit
+from measure.device import kernel_device
 from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
-from tiny_llama_v3 import exit_code_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 WALL_CALLS = 100
 COPIED = 2**28  # elements, for the ceiling
-ROTATION = 2**28  # bytes that calls go round, far beyond the L2 cache
+ROTATION = 2**28  # bytes of the buffers that calls use in rotation, much more than the L2 cache
 
 
 def torch_layer_norm(x, weight, bias):
@@ -39,7 +39,7 @@ def torch_layer_norm(x, weight, bias):
 
 
 def forward_and_backward(function, x, weight, bias, y_grad):
-    # Fresh leaves: autograd ties a leaf to the stream that it was first used on, and a captured one must be its own.
+    # New leaves: autograd keeps the stream on which a leaf was first used, and captured ones need their own.
     inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
     return torch.autograd.grad(function(*inputs), inputs, y_grad)
 
@@ -50,7 +50,7 @@ def results_of(function, inputs, y_grad):
 
 
 def check(inputs, y_grad):
-    """Our largest error; ArithmeticError where the rule of measure/accuracy.py does not allow it."""
+    """Returns our largest error; ArithmeticError if the rule of measure/accuracy.py does not allow it."""
     rows = min(len(inputs[0]), 4096)
     inputs, y_grad = (inputs[0][:rows], *inputs[1:]), y_grad[:rows]
     exact = results_of(torch_layer_norm, promoted(inputs), *promoted([y_grad]))
@@ -59,7 +59,7 @@ def check(inputs, y_grad):
 
 
 def wall_microseconds(bench, calls):
-    """Time of a call in a loop, host and device together."""
+    """The time of a call in a loop, host and device together."""
     number = WALL_CALLS if bench.on_gpu else 1
     wall_seconds(calls, number, bench.device)
     return wall_seconds(calls, number, bench.device) * 1e6
@@ -72,7 +72,7 @@ def measure_case(bench, shape, contenders):
     number = min(8, max(2, -(-ROTATION // (3 * size)))) if bench.on_gpu else 1
     weight, bias = bench.randn(width, dtype=torch.float32), bench.randn(width, dtype=torch.float32)
     if bench.dtype == torch.float16 or bench.dtype == torch.bfloat16:
-        weight, bias = weight.to(bench.dtype), bias.to(bench.dtype)  # F.layer_norm takes one type
+        weight, bias = weight.to(bench.dtype), bias.to(bench.dtype)  # F.layer_norm needs one type
     sets = [((bench.randn(*shape), weight, bias), bench.randn(*shape)) for _ in range(number)]
     case = {"shape": list(shape), "bytes": size, "worst_error": check(*sets[0]), "passes": {}}
     x, statistic = sets[0][0][0], torch.empty(shape[0], device="meta")
@@ -87,7 +87,7 @@ def measure_case(bench, shape, contenders):
                 leaves = [[t.detach().requires_grad_() for t in inputs] for inputs, _ in sets]
                 backward = [gradient_call(function, x, y_grad) for x, (_, y_grad) in zip(leaves, sets, strict=True)]
             passes["backward"] = backward, backward_bytes
-        except Exception as error:  # of this contender alone
+        except Exception as error:  # the other contenders can still be measured
             passes["backward"] = error, 0
         for pass_name, (calls, amount) in passes.items():
             measured = bench.rate(calls, amount)
@@ -115,27 +115,22 @@ def report(name, case, copy_rate):
 
 
 def parse(argv):
-    parser = llama.Parser("layer_norm.py", __doc__)
+    parser = Parser("layer_norm.py", __doc__)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["fp32", "bf16"])
-    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), metavar="N")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled F.layer_norm out")
+    parser.add_argument("--widths", nargs="+", type=positive, default=list(WIDTHS), metavar="N")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled F.layer_norm")
     parser.add_argument(
-        "--time-limit", type=time_limit, default=480, metavar="S", help="start no case later (default: 480)"
+        "--time-limit", type=time_limit, default=480, metavar="S", help="no case is started later (default: 480)"
     )
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    options = parser.parse_args(argv)
-    if min(options.widths) < 1:
-        raise llama.UsageError(f"--widths {min(options.widths)} is not positive: give 1 or more")
-    return options
+    return parser.parse_args(argv)
 
 
-def run(argv):
+@program("layer_norm.py")
+def main(argv):
     start = time.monotonic()
     options = parse(argv)
-    device = llama.select_device("auto")
-    obstacle = llama.triton_obstacle(device)
-    if obstacle:
-        raise llama.UsageError(f"the kernels need a GPU: {obstacle}")
+    device = kernel_device()
     folder = llama.writable_folder("--output-dir", options.output_dir)
     repeat_compiled_backward()
     torch.manual_seed(0)
@@ -173,11 +168,6 @@ def run(argv):
             release(device, compiled=True)
     print(f"\nResults: {file.path}")
     return 0 if all_right else 1
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "layer_norm.py")
 
 
 if __name__ == "__main__":

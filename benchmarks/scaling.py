@@ -1,15 +1,16 @@
-"""Time how a training step scales over the GPUs of a host: ours beside PyTorch's ways to train on several.
+"""Time how a training step scales over the GPUs of a host, compared with DistributedDataParallel and FSDP2.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling
     torchrun --standalone --nproc_per_node=4 -m benchmarks.scaling --sizes large
     torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling --tiny     a model of seconds, also on a CPU
 
-tiny_llama_v3.py's model in three sizes, bf16: our kernels with the sharded optimizer, eager and as one captured graph,
-and DistributedDataParallel and FSDP2 on the compiled PyTorch model. Weak scaling: each process has the batch that one
-has. Strong scaling: together they have it. Before a row is timed, the losses of its first steps are compared with those
-of one process at the batch of all. Steps of one process alone, of all side by side without a word to each other, and of
-all that exchange are timed in turns, and with them those of "triton graph". "gpt2" is nanogpt_triton's trainer (GPT-2,
-124 million weights, 12 x 1024 tokens a process, bf16), measured in the same three ways.
+The program measures the model of tiny_llama_v3.py in three sizes, in bf16: our kernels with the sharded optimizer,
+eager and as one captured graph, and DistributedDataParallel and FSDP2 on the compiled PyTorch model. With weak scaling
+each process has the batch of a single one, with strong scaling the batch is divided. Before a row is timed, the losses
+of its first steps are compared with those of one process at the batch of all. Timed in turns are steps of one process
+alone, of all processes side by side without communication, of all processes with communication, and of "triton graph".
+"gpt2" is nanogpt_triton's trainer (GPT-2, 124 million weights, 12 x 1024 tokens a process, bf16), measured in the same
+three ways.
 
 Exit codes: 0 done, 1 the losses of a row are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -30,11 +31,11 @@ import tiny_llama_v3 as llama
 from benchmarks import gpt
 from benchmarks.steps import begin_measuring, release_all
 from measure.accuracy import require_finite
-from measure.options import positive, time_limit
+from measure.command_line import Parser, positive, program, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, wall_seconds
 from measure.work import SIZES
-from tiny_llama_v3 import exit_code_of
+from tiny_llama import distributed
 
 ROWS = {  # flags of tiny_llama_v3.py
     "triton graph": dict(impl="triton", graph=True),
@@ -42,24 +43,25 @@ ROWS = {  # flags of tiny_llama_v3.py
     "DDP": dict(impl="sdpa", compile=True),
     "FSDP2": dict(impl="sdpa", compile=True, shard="full"),
 }
-REFERENCE = "triton graph"  # takes turns with every other row
+REFERENCE = "triton graph"  # timed in turns with every other row
 GPT2 = "gpt2"
 SCALED = ("small", "medium", "large", GPT2)
 MODES = ("weak", "strong")
 WINDOW_SECONDS = 0.25
 GPT_STEPS = 8  # in a window
-# At 3e-4 the large model overshoots in its first steps, and bf16 alone drives two correct runs apart.
+# At 3e-4 the large model overshoots in its first steps, and the rounding of bf16 makes correct runs diverge.
 LEARNING_RATE = 3e-5
-GATE_STEPS = 5  # on one batch, so that how far the loss falls depends on the gradients of all
-GATE_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of that fall
-MESSAGE_BYTES = 2**30  # long enough for its latency not to count
+GATE_STEPS = 5  # on one batch, so that the fall of the loss depends on the gradients of all processes
+GATE_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # as a share of that fall
+ALONE = distributed.World()
+MESSAGE_BYTES = 2**30  # so large that the latency is negligible
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tiny_llama_v3.py's model
 
 
 class Contender:
-    """A training step of a world, warmed up and captured; .losses are those of its first steps, the mean over all."""
+    """A training step of a world, warmed up and captured; .losses are the mean losses of its first steps."""
 
     def __init__(self, config, device, world, steps=None):
         self.config, self.device, self.world = config, device, world
@@ -70,9 +72,10 @@ class Contender:
         if obstacle:
             raise Unavailable(obstacle)
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
-        self.step = llama.TrainStep(config, device, world)
-        self.step.load(*llama.DATA[config.data](config, world).next_batch())
-        # What is captured must have been warmed up off the default stream.
+        self.step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
+        self.step.load(*next(self.step.batches(config.seed)))
+        self.step.synchronize()
+        # A captured step must have been warmed up on another stream than the default one.
         with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
             losses = [self.next_loss() for _ in range(GATE_STEPS)]
         self.losses = world.mean(losses)
@@ -86,17 +89,18 @@ class Contender:
         return self.step.loss.item()
 
     def window(self, steps=None):
-        """ms a step of the same batch over and over, on the slowest process."""
-        self.world.gather(None)  # all begin together
+        """The ms of a step with a fixed batch, on the slowest process."""
+        self.world.gather(None)  # so that all begin together
         milliseconds = wall_seconds([self.step.run], steps or self.steps, self.device) * 1e3
         require_finite(self.step.loss.item())
         return max(self.world.gather(milliseconds))
 
 
 def phases_ms(config, device):
-    """{phase: ms} of a step of one process, medians; on a GPU each is a captured graph."""
+    """{phase: median ms} of a step of one process; on a GPU each phase is a captured graph."""
     step = llama.TrainStep(config, device)
-    step.load(*llama.DATA[config.data](config).next_batch())
+    step.load(*next(step.batches(config.seed)))
+    step.synchronize()
     on_gpu = device.type == "cuda"
     if on_gpu:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -110,15 +114,15 @@ def phases_ms(config, device):
         for phase in (step.forward, step.backward, step.optimizer_step):
             phase()
             clocks[-1].mark()
-    llama.synchronize(device)
+    step.synchronize()
     medians = map(statistics.median, zip(*(clock.intervals() for clock in clocks), strict=True))
     return dict(zip(("forward", "backward", "optimizer"), medians, strict=True))
 
 
 def measure_collectives(device, world, n_bytes):
-    """What a reduce-scatter and an all-gather take, alone: bandwidth in GB/s that leave a process, latency in us.
+    """Measures a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us.
 
-    On a GPU they are captured, as in the step: a launch takes the host longer than a short message its way.
+    On a GPU they are captured, as in the step, since the host takes longer for a launch than a short message does.
     """
 
     def ms(function, calls):
@@ -139,7 +143,8 @@ def measure_collectives(device, world, n_bytes):
     def both_ms(n_bytes, calls):
         whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
         own = whole.chunk(world.size)[world.rank]
-        return ms(lambda: llama.reduce_scatter(own, whole), calls), ms(lambda: llama.all_gather(whole, own), calls)
+        scatter, gather = distributed.reduce_scatter, distributed.all_gather
+        return ms(lambda: scatter(own, whole), calls), ms(lambda: gather(whole, own), calls)
 
     n_bytes -= n_bytes % (2 * world.size)
     milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
@@ -154,23 +159,23 @@ def measure_collectives(device, world, n_bytes):
 
 
 class Setup(NamedTuple):
-    """What all measurements share."""
+    """Settings that all measurements share."""
 
     device: llama.Device
-    world: llama.World
+    world: distributed.World
     options: SimpleNamespace  # of the command line
-    deadline: float  # no row begins later, by time.monotonic()
+    deadline: float  # of time.monotonic(), after which no row begins
     alone_ms: dict  # {configuration: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
 
-    def build(self, config, world=llama.ALONE):
-        """A Contender on each process; if it fails on one, Unavailable on all.
+    def build(self, config, world=ALONE):
+        """Builds a Contender on each process; if it fails on one, raises Unavailable on all.
 
-        Who fails within a collective leaves the others waiting for it, until the timeout of World.join() ends all.
+        If a process fails within a collective, the others wait for it until the timeout of World.join() ends all.
         """
         contender = error = None
         try:
             contender = Contender(config, self.device, world, self.options.steps)
-        except Exception as exception:  # of one row: the others are still worth measuring
+        except Exception as exception:  # the other rows can still be measured
             error = describe(exception)
         errors = [text for text in self.world.gather(error) if text]
         if errors:
@@ -178,7 +183,7 @@ class Setup(NamedTuple):
         return contender
 
     def configure(self, config, name):
-        """The configuration of a row; compilation is for a GPU."""
+        """The configuration of a row, without compilation on a CPU."""
         config = dataclasses.replace(config, **ROWS[name])
         return dataclasses.replace(config, compile=config.compile and self.device.type == "cuda")
 
@@ -192,13 +197,13 @@ class Setup(NamedTuple):
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
     def side_by_side(self, contender):
-        """A window of all processes, each for itself, of which the slowest counts."""
+        """A window of all processes without communication; the slowest one counts."""
         self.world.gather(None)
         return max(self.world.gather(contender.window()))
 
 
 def require_losses(losses, expected, precision):
-    """ArithmeticError if they do not fall as expected."""
+    """ArithmeticError if the losses do not fall as expected."""
     allowed = GATE_TOLERANCE[precision] * (max(expected) - min(expected))
     error = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
     if not error <= allowed:
@@ -207,16 +212,16 @@ def require_losses(losses, expected, precision):
 
 
 class Mode:
-    """Weak or strong scaling of one model: its rows at one batch a process, 1/factor of that of one process alone."""
+    """Weak or strong scaling of one model: a process has 1/factor of the batch of one process alone."""
 
     def __init__(self, setup, config, factor):
         self.setup, self.factor = setup, factor
         self.config = dataclasses.replace(config, batch_size=config.batch_size // factor)
         self.expected = None  # losses
-        self.reference = None  # the Contender that takes turns with all others
+        self.reference = None  # the Contender that is timed in turns with all others
 
     def expect(self):
-        """The losses of one process at the batch of all, on plain PyTorch; each process computes them for itself."""
+        """The losses of one process at the batch of all, on plain PyTorch; computed on each process."""
         if self.expected is None:
             batch_size = self.setup.world.size * self.config.batch_size
             config = dataclasses.replace(self.config, impl="sdpa", batch_size=batch_size)
@@ -225,7 +230,7 @@ class Mode:
         return self.expected
 
     def measure(self, name):
-        """The row of the result. Unavailable or ArithmeticError if it has no time."""
+        """Measures a row of the result. Unavailable or ArithmeticError if it cannot be timed."""
         setup, world = self.setup, self.setup.world
         if any(world.gather(time.monotonic() > setup.deadline)):
             raise Unavailable(f"not started within --time-limit {setup.options.time_limit:g}")
@@ -249,7 +254,7 @@ class Mode:
         return self.figures(contender, windows, setup.alone_ms[single])
 
     def figures(self, contender, windows, alone_ms):
-        """The row from its windows; alone_ms is a step of one process."""
+        """Computes the row from its windows; alone_ms is that of a step of one process."""
         ms = {mode: statistics.median(values) for mode, values in windows.items()}
         tokens = contender.world.size * contender.config.tokens_per_step
         row = {
@@ -263,12 +268,12 @@ class Mode:
         }
         if "reference" in windows:
             pairs = zip(windows["reference"], windows["exchanging"], strict=True)
-            row["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)  # below 1 ours is faster
+            row["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)  # below 1 our step is faster
         return row
 
 
 def measure_mode(setup, mode, config, result, save):
-    """Fills the result of one size with weak or strong scaling; save() is called whenever there is more of it.
+    """Fills the result of one size with weak or strong scaling, and calls save() after each row.
 
     Returns whether a row had wrong losses.
     """
@@ -298,8 +303,7 @@ def measure_sizes(setup, names, result, save):
     """Fills the result, weak scaling of all sizes first. Returns whether a row had wrong losses."""
     device, world, any_wrong = setup.device, setup.world, False
     on_gpu = device.type == "cuda"
-    torch.set_float32_matmul_precision("highest")  # the trainer's is another
-    world.join(llama.Config(), device)
+    torch.set_float32_matmul_precision("highest")  # the trainer has set another
     result["collectives"] = measure_collectives(device, world, MESSAGE_BYTES if on_gpu else 2**20)
     for mode in setup.options.modes:
         for name in names:
@@ -311,7 +315,6 @@ def measure_sizes(setup, names, result, save):
                 size["phases_ms"] = phases_ms(config, device)
                 release_all(device)
             any_wrong |= measure_mode(setup, mode, config, size, save)
-    world.leave()
     return any_wrong
 
 
@@ -320,10 +323,12 @@ def measure_sizes(setup, names, result, save):
 
 
 def measure_gpt(setup, result, save):
-    """Fills the result: a step of the first process alone, of all side by side, and of all that exchange."""
-    world, described, config, batch = gpt.prepare(setup.options)
+    """Fills the result with steps of the first process alone, of all side by side, and of all with communication."""
+    world, device = setup.world, torch.device(setup.device.type, setup.world.local_rank)
+    device = torch.device("cpu") if device.type == "cpu" else device
+    described, config, batch = gpt.prepare(setup.options, world, device)
     result |= described | {"rows": {}}
-    layer_norm = "triton" if world.device.type == "cuda" else "torch"
+    layer_norm = "triton" if device.type == "cuda" else "torch"
     steps = setup.options.steps or GPT_STEPS
     for name, compiled in {"eager": False, "compile": True}.items():
         result["rows"][name] = row = {"error": None}
@@ -331,24 +336,24 @@ def measure_gpt(setup, result, save):
             row["error"] = "left out by --time-limit"
             continue
         try:
-            single = gpt.Contender(gpt.Row(layer_norm, compile=compiled), config, batch, world.device)
+            single = gpt.Contender(gpt.Row(layer_norm, compile=compiled), config, batch, device)
             single.window(steps)
-            exchanging = gpt.Contender(single.row, config, batch, world.device, world)
+            exchanging = gpt.Contender(single.row, config, batch, device, world)
             exchanging.window(steps)
-        except Exception as error:  # compilation fails everywhere alike
+        except Exception as error:  # compilation fails on all processes
             row["error"] = describe(error)
             continue
         windows = {"alone": [], "side by side": [], "exchanging": []}
         for _ in range(setup.options.windows):
-            world.mean(torch.zeros(()))  # a barrier that keeps no GPU busy
-            if world.is_master:
+            world.gather(None)  # a barrier on the hosts
+            if world.rank == 0:
                 windows["alone"].append(single.window(steps))
-            world.mean(torch.zeros(()))
+            world.gather(None)
             windows["side by side"].append(single.window(steps))
-            world.mean(torch.zeros(()))
+            world.gather(None)
             windows["exchanging"].append(exchanging.window(steps))
-        world.mean(torch.zeros(()))
-        if world.is_master:
+        world.gather(None)
+        if world.rank == 0:
             ms = {mode: statistics.median(values) for mode, values in windows.items()}
             efficiency = ms["alone"] / ms["exchanging"]
             tokens = batch[0].numel() * world.size / ms["exchanging"] * 1e3
@@ -357,8 +362,7 @@ def measure_gpt(setup, result, save):
             print(f"    {name:10} {100 * efficiency:5.1f} %  ms: {times}", flush=True)
             save()
         del single, exchanging
-        release_all(world.device, compiled=compiled)
-    world.close()
+        release_all(device, compiled=compiled)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -366,9 +370,9 @@ def measure_gpt(setup, result, save):
 
 
 def parse(argv):
-    parser = llama.Parser("scaling.py", __doc__)
+    parser = Parser("scaling.py", __doc__)
     parser.add_argument("--sizes", nargs="+", choices=SCALED, default=SCALED, help="what to measure (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="in place of each a model of seconds, also on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="instead of each a model that takes seconds, also on a CPU")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of scaling (default: both)")
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
@@ -385,14 +389,14 @@ def parse(argv):
     return options
 
 
-def run(argv):
+def run(argv, world):
     start = time.monotonic()
     options = parse(argv)
-    world = llama.JOB.world = llama.launched()
+    distributed.Step.world = world
     if world.size == 1:
         command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")
-    device = llama.select_device("auto", world.local_rank)
+    device = world.select_device("auto")
     if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
@@ -408,7 +412,8 @@ def run(argv):
             file.save(result)
 
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {world.size} processes", flush=True)
-    if GPT2 in options.sizes:  # the trainer has a world of its own, before ours
+    world.join(device, llama.Config().comm_timeout)
+    if GPT2 in options.sizes:
         print(f"\n{GPT2}", flush=True)
         result[GPT2] = {}
         measure_gpt(setup, result[GPT2], save)
@@ -419,9 +424,9 @@ def run(argv):
     return int(any_wrong)
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "scaling.py")
+@program("scaling.py")
+def main(argv):
+    return distributed.run_together(lambda world: run(argv, world), "scaling.py")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m benchmarks.steps                                every size and row, bf16
     python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
-    python -m benchmarks.steps --sweep length         how the cost grows: also width, vocab
-    TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a model of seconds, also on a CPU
+    python -m benchmarks.steps --sweep length         how the cost grows; also width, vocab
+    TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a small model, also on a CPU
 
 A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph. Loss and gradients
-come first: an implementation that fails there gets no time. Then each row is timed in windows that alternate with those
-of our own kernels, so that both see the same state of the machine. README.md beside this file explains the result.
+are checked first: an implementation that fails is not timed. Then each row is timed in windows that alternate with
+those of our own kernels, so that both see the same state of the machine. README.md in this folder explains the result.
 
 Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -27,12 +27,13 @@ import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from measure.accuracy import require_finite
+from measure.command_line import Parser, positive, program, time_limit
+from measure.device import synchronize
 from measure.heartbeat import Heartbeat
-from measure.options import positive, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES, SWEEPS
-from tiny_llama_v3 import exit_code_of
+from tiny_llama import hardware
 
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
@@ -49,8 +50,8 @@ class Row(NamedTuple):
         return self.implementation + " compile" * self.compile + " graph" * self.graph
 
 
-# In the order of measuring. Ours comes first in either half: the others are timed against it. What is captured comes
-# last: a capture that fails may leave the device in a bad state.
+# In the order of measuring. Ours comes first in either half, since the others are timed against it. Captured rows come
+# last, since a capture that fails may leave the device in a bad state.
 ROWS = {
     row.name: row
     for row in (
@@ -72,14 +73,15 @@ ROWS = {
         Row("sdpa bf16", compile=True, graph=True),
     )
 }
-# They tell kernels from optimizer and from precision, and are no peers: one has our optimizer, one fewer digits.
+# These separate the effects of kernels, optimizer and precision. They are no peers: one has our optimizer, one bf16
+# weights.
 YARDSTICKS = ("sdpa flat", "sdpa bf16")
 SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger fused", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The peer from outside: Hugging Face's LLaMA with our sizes and initial weights.
+# Hugging Face's LLaMA with our sizes and initial weights
 
-HF_NAMES = {  # our module -> the modules whose weights it stacks
+HF_NAMES = {  # {our module: the modules whose weights it stacks}
     "embed_tokens": ["model.embed_tokens"],
     "attention_norm": ["input_layernorm"],
     "attention.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -101,9 +103,9 @@ def hf_names(name):
 
 
 class HuggingFaceLlama(nn.Module):
-    """LlamaForCausalLM called as our model is: tokens and targets -> mean loss."""
+    """LlamaForCausalLM with the interface of our model: tokens and targets -> mean loss."""
 
-    pristine = None  # modeling_llama as imported, which Liger patches as a whole
+    pristine = None  # the contents of modeling_llama, which Liger patches
 
     def __init__(self, config, weights, liger=False, fused=False):
         super().__init__()
@@ -114,8 +116,8 @@ class HuggingFaceLlama(nn.Module):
         if HuggingFaceLlama.pristine is None:
             HuggingFaceLlama.pristine = dict(vars(modeling_llama))
         vars(modeling_llama).update(HuggingFaceLlama.pristine)
-        # Nothing is padded or packed here. Without a mask SDPA takes its causal kernel, also while being compiled or
-        # captured, when the library cannot look into the positions and would build one.
+        # Nothing is padded or packed. Without a mask SDPA uses its causal kernel; compiled or captured, the library
+        # could not look at the positions and would build a mask.
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None
         self.llama = modeling_llama.LlamaForCausalLM(
             modeling_llama.LlamaConfig(
@@ -134,7 +136,7 @@ class HuggingFaceLlama(nn.Module):
             )
         )
         self.cross_entropy = F.cross_entropy
-        self.fused_cross_entropy = None  # Liger's of hidden states and head, which never keeps all logits
+        self.fused_cross_entropy = None  # Liger's, from hidden states and head, which never keeps all logits
         if liger:
             self.use_liger(fused)
         self.llama.train()
@@ -149,7 +151,7 @@ class HuggingFaceLlama(nn.Module):
             )
         except ModuleNotFoundError as error:
             raise Unavailable(f"{error.name} is not installed") from error
-        # Its cross-entropy is called by name: patched in, it would replace everyone's F.cross_entropy.
+        # Its cross-entropy is called directly: a patch would replace F.cross_entropy for all rows.
         apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
         self.cross_entropy = LigerCrossEntropyLoss()
         self.fused_cross_entropy = LigerFusedLinearCrossEntropyLoss() if fused else None
@@ -165,7 +167,7 @@ class HuggingFaceLlama(nn.Module):
             raise RuntimeError(f"no counterpart of {', '.join(theirs)}")
 
     def gradients(self, names):
-        """Under our names."""
+        """The gradients under the names of our parameters."""
         theirs = dict(self.llama.named_parameters())
         return {name: torch.cat([theirs[hf_name].grad for hf_name in hf_names(name)]) for name in names}
 
@@ -178,7 +180,7 @@ class HuggingFaceLlama(nn.Module):
 
 
 class HuggingFaceStep(llama.TrainStep):
-    """The training step of --impl torch around that model."""
+    """The training step of --impl torch with Hugging Face's model."""
 
     def __init__(self, config, device, liger=False, fused=False):
         super().__init__(dataclasses.replace(config, impl="torch"), device)
@@ -195,7 +197,7 @@ class HuggingFaceStep(llama.TrainStep):
 
 
 class FlatStep(llama.TrainStep):
-    """PyTorch's model with our optimizer: what is left between it and ours are the kernels."""
+    """PyTorch's model with our optimizer, which differs from ours only in the kernels."""
 
     def __init__(self, config, device):
         super().__init__(config, device)
@@ -204,16 +206,16 @@ class FlatStep(llama.TrainStep):
     def backward(self):
         super().backward()
         parameters = self.optimizer.parameters
-        with torch.no_grad():  # in a launch or two, where the optimizer would copy one by one
+        with torch.no_grad():  # in one or two launches instead of one for each gradient
             torch._foreach_copy_([p.main_grad for p in parameters], [p.grad for p in parameters])
         for p in parameters:
             p.grad = p.main_grad
 
 
 class LowPrecisionStep(llama.TrainStep):
-    """PyTorch's model and optimizer with weights and moments in bf16: the least that PyTorch can do.
+    """PyTorch's model and optimizer with weights and moments in bf16, the least work that PyTorch can do.
 
-    An update below half a bit of a bf16 weight is lost, so that it trains worse; its gradients are checked like all.
+    Updates below half a bit of a bf16 weight are lost, so that it trains worse. Its gradients are checked like others.
     """
 
     def __init__(self, config, device):
@@ -251,11 +253,11 @@ def make_step(row, config, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gate: loss and gradients of each implementation, by the rule of tiny_llama_v3.py --check.
+# The gate checks loss and gradients of each implementation by the rule of tiny_llama_v3.py --check.
 
 
 def loss_and_gradients(implementation, config, device, batch):
-    """As llama.loss_and_gradients, of any implementation, under our parameters' names."""
+    """Like llama.loss_and_gradients for any implementation, under the names of our parameters."""
     step = make_step(Row(implementation), config, device)
     step.load(*batch)
     step.forward()
@@ -266,9 +268,9 @@ def loss_and_gradients(implementation, config, device, batch):
 
 
 def check(implementations, config, device):
-    """{implementation: what the result says of its gate}"""
+    """{implementation: the entry of the gate in the result}"""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
-    batch = llama.DATA[config.data](config).next_batch()
+    batch = next(llama.DATA[config.data](config))
     exact = llama.exact_loss_and_gradients(config, device, batch)
     release_all(device)
     plain_errors = llama.relative_errors(loss_and_gradients("torch", config, device, batch), exact)
@@ -279,7 +281,7 @@ def check(implementations, config, device):
             errors = plain_errors
             if implementation != "torch":
                 errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
-        except Exception as error:  # whatever it is, the others are still worth measuring
+        except Exception as error:  # the other implementations can still be measured
             gates[implementation] = {"passed": False, "error": describe(error)}
             continue
         tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
@@ -304,7 +306,7 @@ def gate(verdict):
 
 
 def release_all(device, compiled=False):
-    """As timing.release(), and what cuBLAS keeps for each stream: each contender shall bear its own."""
+    """Like timing.release(), and frees the workspaces of cuBLAS, so that each contender allocates its own."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
@@ -312,7 +314,7 @@ def release_all(device, compiled=False):
 
 
 def begin_measuring(step, device, graph):
-    """After the warm-up: the initial weights, memory counted anew, and with graph the step captured."""
+    """After the warm-up, resets the weights and the peak memory, and with graph captures the step."""
     step.restart()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -322,7 +324,7 @@ def begin_measuring(step, device, graph):
 
 
 class Contender:
-    """A training step, built, warmed up and captured; peak memory and compile time are known then."""
+    """A training step that is built, warmed up and captured, with its peak memory and compile time."""
 
     def __init__(self, row, config, device, steps):
         self.row, self.device = row, device
@@ -330,14 +332,14 @@ class Contender:
         on_gpu = device.type == "cuda"
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
         self.step = make_step(row, config, device)
-        self.step.load(*llama.DATA[config.data](config).next_batch())
-        llama.synchronize(device)
+        self.step.load(*next(llama.DATA[config.data](config)))
+        synchronize(device)
         start = time.perf_counter()
-        # What is captured must have been warmed up off the default stream.
+        # A captured step must have been warmed up on another stream than the default one.
         with torch.cuda.stream(torch.cuda.Stream()) if row.graph else contextlib.nullcontext():
             for index in range(WARMUP_STEPS):
                 self.step.run()
-                llama.synchronize(device)
+                synchronize(device)
                 if index == 0:
                     self.results["first_loss"] = self.step.loss.item()
                     first_seconds = time.perf_counter() - start
@@ -349,34 +351,34 @@ class Contender:
         self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / step_ms)))
 
     def window(self, steps=None):
-        """ms a step of the same batch over and over, by the device's clock and by the host's."""
+        """The ms of a step with a fixed batch, by the device's clock and by the host's."""
         steps = steps or self.steps
         clock = llama.StepClock(self.device, unsynced=False)
-        llama.synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         clock.mark()
         for _ in range(steps):
             self.step.run()
         clock.mark()
-        llama.synchronize(self.device)
+        synchronize(self.device)
         wall_ms = (time.perf_counter() - start) * 1e3
         require_finite(self.step.loss.item())
         return clock.intervals()[0] / steps, wall_ms / steps
 
 
 def time_in_turns(contenders, num_windows):
-    """For each contender, its windows; a window of the first is followed by one of the second, and so on."""
+    """The windows of each contender, which are timed in turns."""
     for contender in contenders:
-        contender.window(1)  # takes back the memory that release_all() gave away
+        contender.window(1)  # allocates the memory that release_all() freed
     return in_turns([contender.window for contender in contenders], num_windows)
 
 
 def summarize(contender, windows, config, reference=None, reference_windows=None):
-    """The row of the result; ratio is our time over theirs, window by window."""
+    """The row of the result; ratio is our time divided by theirs, for each window."""
     ms = [device_ms for device_ms, _ in windows]
     time_ms = percentiles(ms)
-    tflops_per_second = llama.model_tflops(config) / (time_ms["median"] / 1e3)
-    peak = llama.peak_tflops(contender.device, llama.precision_name(config, contender.device))
+    tflops_per_second = hardware.model_tflops(config) / (time_ms["median"] / 1e3)
+    peak = hardware.peak_tflops(contender.device, llama.precision_name(config, contender.device))
     row = {
         **contender.results,
         "steps_per_window": contender.steps,
@@ -398,7 +400,7 @@ def summarize(contender, windows, config, reference=None, reference_windows=None
 
 
 def measure_half(rows, config, device, verdicts, options, deadline, record):
-    """Measure the eager or the captured rows; record(row, result) is called for each."""
+    """Measures the eager or the captured rows, and calls record(row, result) for each."""
     reference, reference_windows = None, []
     for row in rows:
         contender = None
@@ -407,7 +409,7 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
                 raise Unavailable(verdicts[row.implementation]["error"])
             if time.monotonic() > deadline:
                 raise Unavailable(f"not started within --time-limit {options.time_limit}")
-            # Restores the current stream, which a failed capture would leave behind.
+            # Restores the current stream after a failed capture.
             with torch.cuda.stream(torch.cuda.default_stream()) if device.type == "cuda" else contextlib.nullcontext():
                 contender = Contender(row, config, device, options.steps)
                 if row.implementation == OURS:
@@ -419,14 +421,14 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
                     record(row, summarize(contender, theirs, config, reference, ours))
                 else:
                     record(row, summarize(contender, *time_in_turns([contender], options.windows), config))
-        except Exception as error:  # one row's failure is that row's result
+        except Exception as error:  # the other rows can still be measured
             record(row, {"error": describe(error)})
         finally:
             contender = None
             release_all(device, compiled=row.compile)
     if reference:
         try:
-            if not reference_windows:  # nobody to compare with
+            if not reference_windows:  # no other row was measured
                 (reference_windows,) = time_in_turns([reference], options.windows)
             record(reference.row, summarize(reference, reference_windows, config))
         except Exception as error:
@@ -436,7 +438,7 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
 
 
 def compare_rows(ours, peer, rows):
-    """Our time and memory over the peer's; the time window by window where both were timed in turns."""
+    """Our time and memory divided by the peer's; the time for each window if they were timed in turns."""
     ratio = rows[peer]["ratio"] if rows[peer].get("reference") == ours else None
     memory = [rows[name]["peak_memory_mib"] for name in (ours, peer)]
     return {
@@ -449,7 +451,7 @@ def compare_rows(ours, peer, rows):
 
 
 def conclude(result):
-    """The strongest peer, and what ours cost compared with it and with plain eager PyTorch."""
+    """Finds the strongest peer, and compares ours with it and with plain eager PyTorch."""
     rows = {name: row for name, row in result["rows"].items() if row["error"] is None}
     peers = [name for name in rows if ROWS[name].implementation not in (OURS, *YARDSTICKS)]
     result["strongest_peer"] = min(peers, key=lambda name: rows[name]["ms"]["median"], default=None)
@@ -460,19 +462,19 @@ def conclude(result):
 
 
 def measure_size(config, rows, device, options, deadline, save):
-    """The result of one size; save(result) is called whenever there is more of it."""
+    """Measures one size, and calls save(result) after each row."""
     result = {
         "config": dataclasses.asdict(config),
         "precision": llama.precision_name(config, device),
-        "tflop_per_step": llama.model_tflops(config),
-        "peak_tflops": llama.peak_tflops(device, llama.precision_name(config, device)),
+        "tflop_per_step": hardware.model_tflops(config),
+        "peak_tflops": hardware.peak_tflops(device, llama.precision_name(config, device)),
         "gate": {},
         "rows": {},
     }
     implementations = list(dict.fromkeys(row.implementation for row in rows))
     try:
         result["gate"] = check(implementations, config, device)
-    except Exception as error:  # there is nothing to compare with: no row can be admitted
+    except Exception as error:  # without a reference no row can be checked
         reason = f"no reference: {describe(error)}"
         result["gate"] = {name: {"passed": False, "error": reason} for name in implementations}
     release_all(device)
@@ -488,7 +490,7 @@ def measure_size(config, rows, device, options, deadline, save):
     for graph in (False, True):
         half = [row for row in rows if row.graph == graph]
         measure_half(half, config, device, result["gate"], options, deadline, record)
-    result["rows"] = {row.name: result["rows"][row.name] for row in rows}  # in the order asked for
+    result["rows"] = {row.name: result["rows"][row.name] for row in rows}  # in the requested order
     conclude(result)
     save(result)
     return result
@@ -524,13 +526,11 @@ def print_table(name, result):
 
 
 def draw(sizes, device_name, path):
-    """Time and memory of every row as bars; False if there is nothing to draw with."""
+    """Draws time and memory of every row as bars. Returns False without Matplotlib."""
     try:
-        import matplotlib
+        from measure.drawing import plt, save_png
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     heights = [1 + 0.28 * len(result["rows"]) for result in sizes.values()]
     figure, axes = plt.subplots(
@@ -554,8 +554,7 @@ def draw(sizes, device_name, path):
         title = f"{name}: {size.batch_size} x {size.seq_len} tokens, hidden {size.hidden_dim}, {size.num_layers} layers"
         time_axis.set_title(title, fontsize=10)
     figure.suptitle(f"One training step on {device_name} (ours in orange; shorter is better)")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_png(figure, path, dpi=150)
     return True
 
 
@@ -564,7 +563,7 @@ def draw(sizes, device_name, path):
 
 
 def parse(argv):
-    parser = llama.Parser("steps.py", __doc__)
+    parser = Parser("steps.py", __doc__)
     parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="models to measure, also of a sweep (default: all)")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size only, fewer rows")
@@ -583,7 +582,7 @@ def parse(argv):
 
 
 def sizes_of(options, on_gpu):
-    """{name: what a Config of it is made of} of the models asked for."""
+    """{name: sizes of its Config} of the requested models."""
     if not on_gpu and (options.sizes or options.sweep):
         asked = f"--sweep {options.sweep}" if options.sweep else f"--sizes {' '.join(options.sizes)}"
         raise llama.UsageError(f"{asked} needs a GPU, and the device is a CPU: use --tiny")
@@ -595,7 +594,8 @@ def sizes_of(options, on_gpu):
     return {name: known[name] for name in options.sizes or known}
 
 
-def run(argv):
+@program("steps.py")
+def main(argv):
     start = time.monotonic()
     options = parse(argv)
     deadline = start + options.time_limit
@@ -633,11 +633,6 @@ def run(argv):
         print(f"Picture: {picture}")
     verdicts = [verdict for size in result["sizes"].values() for verdict in size["gate"].values()]
     return 1 if any("worst" in verdict and not verdict["passed"] for verdict in verdicts) else 0
-
-
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), "steps.py")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Check an exercise: each task prints PASS, or FAIL and why. What passes is remembered in exercises/progress.json.
+"""Check an exercise: each task prints PASS, or FAIL and the reason. exercises/progress.json keeps the progress.
 
-    python exercises/check.py exercise1                 what you wrote in exercises/exercise1_triton_basics.py
-    python exercises/check.py exercise1 --task rms      one task of it, by its name or how that begins
+    python exercises/check.py exercise1                 your code in exercises/exercise1_triton_basics.py
+    python exercises/check.py exercise1 --task rms      one of its tasks, by the beginning of its name
     python exercises/check.py exercise1 --solution      the solution, at the end
-    python exercises/check.py                           what is done, and what is next
+    python exercises/check.py                           the progress and the next task
 
-Kernels run in Triton's interpreter, in seconds; where there is a GPU, those that pass are then compiled and checked
-there. Each task has a process of its own, so that a crash or an endless loop ends that task alone.
-Exit codes: 0 all tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
+Kernels run in Triton's interpreter, in seconds; if there is a GPU, kernels that pass are then compiled and checked
+there. Each task has a process of its own, so that a crash or an endless loop ends only this task. Exit codes: 0 all
+tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
 import bdb
@@ -40,10 +40,11 @@ import tiny_llama_v3 as llama  # noqa: E402
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
 from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks  # noqa: E402
 from exercises.progress_file import Progress  # noqa: E402
-from tiny_llama_v3 import exit_code_of  # noqa: E402
+from measure.command_line import Parser, program  # noqa: E402
+from measure.device import require_triton  # noqa: E402
 
 WIDTH = 100  # of a line on the terminal
-LIMIT = 60  # seconds
+LIMIT = 60  # seconds for a task
 
 
 class Exercise(NamedTuple):
@@ -65,9 +66,9 @@ EXERCISES = {
 
 class Verdict(NamedTuple):
     passed: bool
-    message: str | None = None  # why not
-    begun: bool = True  # whether there was anything to check
-    obstacle: str | None = None  # "file" or "interpreter": what kept the task from being judged
+    message: str | None = None  # the reason why it fails
+    begun: bool = True  # False if the function is not filled in
+    obstacle: str | None = None  # "file" or "interpreter", if the task could not be judged
 
 
 def load(path):
@@ -78,7 +79,7 @@ def load(path):
 
 
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
-ERROR_HINTS = {  # what an error says: what it usually comes from
+ERROR_HINTS = {  # {pattern of an error: its usual cause}
     r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
     r"illegal memory access|misaligned address": OUTSIDE,
     r"incompatible dimensions": "rows[:, None] is a column, keys[None, :] a row, and both together are a tile",
@@ -92,7 +93,7 @@ def line_of(error, path):
         return error.lineno
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     source, node = getattr(error, "src", None), getattr(error, "node", None)
-    if source and hasattr(node, "lineno"):  # Triton's CompilationError, which counts from the kernel's first line
+    if source and hasattr(node, "lineno"):  # Triton's CompilationError, with lines of the kernel
         text = path.read_text()
         if source.strip() in text:
             return text[: text.index(source.strip())].count("\n") + node.lineno
@@ -100,7 +101,7 @@ def line_of(error, path):
 
 
 def chain_of(error):
-    """An exception and what it wraps: an InterpreterError has what really happened as its cause."""
+    """Yields an exception and its causes: the cause of an InterpreterError is the original error."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -108,7 +109,7 @@ def chain_of(error):
 
 
 def describe(error, path):
-    """An exception of the participant's code: its kind, its line, what it says, and what that usually means."""
+    """Describes an exception of the participant's code: its type, line, message and usual cause."""
     chain = chain_of(error)
     line = next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
     place = f" in line {line} of {path.name}" if line else ""
@@ -118,14 +119,14 @@ def describe(error, path):
 
 
 def blanks_of(exercise, task):
-    """What is still to be filled in in a task's function."""
+    """The blanks in a task's function that are not filled in."""
     function = getattr(exercise, task, None)
     source = inspect.getsource(getattr(function, "fn", function)) if function else ""
     return " and ".join(re.findall(r"FILL ME IN \(.*?\)", source))
 
 
 def judge(path, checks, task):
-    """The Verdict on a task of the file at path; checks is the module that judges it."""
+    """The Verdict on a task of the file at path; checks: the module with its check."""
     torch.manual_seed(0)
     try:
         exercise = load(path)
@@ -133,7 +134,7 @@ def judge(path, checks, task):
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     try:
         with warnings.catch_warnings(), poisoned_masks(getattr(checks, "POISON", POISON)):
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of kernels with holes in the interpreter
+            warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
             checks.TASKS[task](exercise)
     except NotYet as reason:
         return Verdict(False, str(reason), begun=False)
@@ -145,7 +146,7 @@ def judge(path, checks, task):
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
-    except (Exception, SystemExit) as error:  # whatever the code under test does
+    except (Exception, SystemExit) as error:  # the code under test may raise anything
         interpreted = any(type(link).__name__ == "InterpreterError" for link in chain_of(error))
         if interpreted and not interpreter_works():
             return Verdict(False, obstacle="interpreter")
@@ -154,14 +155,14 @@ def judge(path, checks, task):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Judging it in a process of its own
+# Judging a task in a process of its own
 
 
 def interpreting():
-    """The context whose processes interpret kernels."""
+    """The multiprocessing context whose processes interpret kernels."""
     if not ON_GPU:
         return multiprocessing.get_context("fork")
-    # Forks of another process, whose Triton is the interpreter, and which leaves the GPU alone: forks would lose it.
+    # Forks of another process that interprets kernels and does not use the GPU, which forks would lose.
     multiprocessing.set_forkserver_preload(["numpy", "torch", "triton"])
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         multiprocessing.forkserver.ensure_running()
@@ -169,9 +170,9 @@ def interpreting():
 
 
 def judge_and_send(connection, path, exercise, task, trace):
-    """In the process: sends the Verdict. trace: a file for where it was, should it be killed by a signal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted as well, and ends this process
-    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a crash is seen
+    """Runs in the process and sends the Verdict. trace: a file for the stack if a signal kills the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    sys.stdout.reconfigure(line_buffering=True)  # so that output before a crash is not lost
     torch.set_num_threads(1)
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
@@ -185,7 +186,7 @@ def place_in(trace, path):
 
 
 def judge_apart(context, path, exercise, task, limit):
-    """The Verdict of a process that context starts; SIGABRT has it write where it is after limit seconds."""
+    """The Verdict of a process of the context; after limit seconds SIGABRT makes it write its stack."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         ours, theirs = context.Pipe(duplex=False)
@@ -213,7 +214,7 @@ def judge_apart(context, path, exercise, task, limit):
 
 
 def judge_everywhere(path, exercise, task, limit):
-    """Interpreted, where undefined values and the lines of errors are seen; what passes, then compiled, on a GPU."""
+    """Judges a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
     verdict = judge_apart(interpreting(), path, exercise, task, limit)
     checks = EXERCISES[exercise].checks
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
@@ -239,7 +240,7 @@ def all_tasks():
 
 
 def summary(progress, exercise=None):
-    """How many tasks are done, and which is next: of this exercise, then of those after it, then of those before."""
+    """The number of tasks done and the next one: of this exercise, of later ones, then of earlier ones."""
     tasks = all_tasks()
     open_tasks = [pair for pair in tasks if not progress.state(*pair)["passed"]]
     done = f"{len(tasks) - len(open_tasks)} of {len(tasks)} done"
@@ -262,7 +263,7 @@ def show_progress(progress):
 
 
 def task_called(tasks, given):
-    """The task of this name, or the only one whose name begins like that."""
+    """The task with this name, or the only one whose name begins with it."""
     found = [task for task in tasks if task == given] or [task for task in tasks if task.startswith(given)]
     if len(found) != 1:
         reason = "fits more than one" if found else "is none"
@@ -271,16 +272,16 @@ def task_called(tasks, given):
 
 
 def parse(argv):
-    parser = llama.Parser("check.py", __doc__)
+    parser = Parser("check.py", __doc__)
     parser.add_argument("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
-    parser.add_argument("--task", metavar="NAME", help="this task alone; the beginning of its name will do")
-    parser.add_argument("--solution", action="store_true", help="check the solution instead, and remember nothing")
-    parser.add_argument("--file", help="check this file in place of the one in exercises/")
+    parser.add_argument("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
+    parser.add_argument("--solution", action="store_true", help="check the solution, without keeping the progress")
+    parser.add_argument("--file", help="check this file instead of the one in exercises/")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=LIMIT,
-                        help=f"the most that a task may take (default: {LIMIT})")  # fmt: skip
+                        help=f"the limit for a task (default: {LIMIT})")  # fmt: skip
     parser.add_argument("--debug", action="store_true",
-                        help="run in this process, without a limit, so that breakpoint() has the terminal")  # fmt: skip
-    parser.add_argument("--progress", metavar="FILE", help="where it is remembered (default: exercises/progress.json)")
+                        help="run in this process without a limit, so that breakpoint() works")  # fmt: skip
+    parser.add_argument("--progress", metavar="FILE", help="its file (default: exercises/progress.json)")
     parser.add_argument("--name", help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
     if options.exercise is None:
@@ -307,10 +308,10 @@ def open_progress(options):
     return Progress(path, options.name)
 
 
-def run(argv):
+@program("check.py")
+def main(argv):
     options = parse(argv)
-    if llama.triton is None:
-        raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
+    require_triton()
     if options.exercise is None:
         show_progress(open_progress(options))
         return 0
@@ -339,10 +340,6 @@ def run(argv):
     if progress is not None:
         print(summary(progress, options.exercise))
     return int(passed < len(tasks))
-
-
-def main(argv=None):
-    return exit_code_of(lambda: run(argv), "check.py")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Write what is made from the exercises: the pictures of the puzzles, and each page with its file as a notebook.
+"""Write the pictures of the puzzles, and a notebook from each exercise's page and file.
 
     python -m exercises.generate            write exercises/pictures/ and exercises/notebooks/
-    python -m exercises.generate --check    name what is out of date, and exit with 1 if anything is
+    python -m exercises.generate --check    name files that are out of date, and exit with 1 if there are any
 
-A notebook has the page's text; its `python` blocks as cells; its `sh` blocks as cells of the magic %%terminal; and
-behind each paragraph that says **Write** or **Mend**, the functions that it names, to be completed, and their check.
+A notebook has the text of the page, its `python` blocks as cells, and its `sh` blocks as cells of the magic %%terminal.
+After each paragraph that contains **Write** or **Mend** come the functions that it names, to be completed, and a check.
 
 Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import tiny_llama_v3 as llama
 from exercises import check, drawings
 from exercises.jupyter import source_of
-from tiny_llama_v3 import exit_code_of
+from measure.command_line import Parser, program
 
 HERE = Path(__file__).resolve().parent
 SETUP = """\
@@ -41,7 +41,7 @@ where there is one.*"""
 
 
 class Stub:
-    """A file to complete, or the one in a folder of solutions: its imports, and the source of each definition."""
+    """A file to complete, or a solution: its imports, and the source of each definition."""
 
     def __init__(self, exercise, folder="."):
         self.module = Path(check.EXERCISES[exercise].file).stem
@@ -55,14 +55,14 @@ class Stub:
         self.imports = "\n".join(imports)
 
     def take(self, names):
-        """The sources from the first to the last of names, without what was taken before."""
+        """The sources from the first to the last of names, without those taken before."""
         left = list(self.definitions)
         places = sorted(map(left.index, names))
         return [self.definitions.pop(name) for name in left[places[0] : places[-1] + 1]] if places else []
 
 
 def parts_of(text):
-    """(language, code) of a page's blocks, ("details", text) of its folded parts, (None, text) of its paragraphs."""
+    """Yields (language, code) of a page's blocks, ("details", text) of folded parts, (None, text) of paragraphs."""
     for part in re.split(r"(<details>.*?</details>|^```\w*\n.*?^```$)", text, flags=re.M | re.S):
         fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
         if fence:
@@ -80,7 +80,7 @@ def cells_of(exercise):
     title, _, text = (HERE / page).read_text().partition("\n")
     cells, asked = [("markdown", f"{title}\n\n{USE.format(page=page)}")], []
     for language, content in [*parts_of(text), (None, "## ")]:
-        if language or content.startswith("## "):  # behind the paragraphs that say what to write
+        if language or content.startswith("## "):  # after the paragraphs with the tasks
             cells += [("code", source) for source in stub.take(asked)]
             calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
             cells += [("code", calls)] if calls else []
@@ -89,11 +89,11 @@ def cells_of(exercise):
             cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
         elif language == "sh" and re.match(rf"python exercises/check.py {exercise}$", content):
             cells.append(("code", "check()"))
-        elif language == "sh" and "--task" not in content:  # each task is checked where it stands
+        elif language == "sh" and "--task" not in content:  # each task has its own check
             cells.append(("code", f"%%terminal\n{content}"))
         elif language == "python":
             code = re.sub(rf"(?m)^from exercises(\.{stub.module} import .*| import {stub.module}\b.*)\n+", "", content)
-            code = code.replace(f"{stub.module}.", "")  # the notebook's own
+            code = code.replace(f"{stub.module}.", "")  # the notebook defines it itself
             cells.append(("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code))
         elif language in (None, "details"):
             asks = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", content, flags=re.S)
@@ -107,7 +107,7 @@ def cells_of(exercise):
 
 
 def joined(cells):
-    """The cells with the Markdown of a section in one."""
+    """Joins the Markdown cells of each section."""
     result = cells[:1]
     for kind, source in cells[1:]:
         if kind == result[-1][0] == "markdown" and not source.startswith("## "):
@@ -128,21 +128,22 @@ def notebook(exercise):
     }
     for number, (kind, source) in enumerate(cells_of(exercise)):
         new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
-        metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # until its functions are written
+        metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # as long as its functions are incomplete
         made.cells.append(new(source, id=f"{exercise}-{number}", metadata=metadata))
     nbformat.validate(made)
     return nbformat.writes(made) + "\n"
 
 
 def published():
-    """{path: text} of all that is made."""
+    """{path: text} of all files to write."""
     pictures = {HERE / "pictures" / f"{name}.svg": draw() for name, draw in drawings.DRAWINGS.items()}
     names = {name: Path(exercise.file).with_suffix(".ipynb") for name, exercise in check.EXERCISES.items()}
     return pictures | {HERE / "notebooks" / path: notebook(name) for name, path in names.items()}
 
 
-def run(argv):
-    parser = llama.Parser("generate.py", __doc__)
+@program("generate.py")
+def main(argv):
+    parser = Parser("generate.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     try:
@@ -156,10 +157,6 @@ def run(argv):
             path.parent.mkdir(exist_ok=True)
             path.write_text(texts[path])
     return int(options.check and bool(changed))
-
-
-def main(argv=None):
-    return exit_code_of(lambda: run(argv), "generate.py")
 
 
 if __name__ == "__main__":

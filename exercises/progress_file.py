@@ -9,6 +9,7 @@ was last checked, passed_at when it passed first, since it last failed. Dates ar
 
 import getpass
 import json
+import os
 import sys
 from datetime import datetime
 
@@ -60,7 +61,8 @@ def put_aside(path, reason):
     names = (path.with_name(f"{path.name}.{stamp}{suffix}") for suffix in ("", *(f"_{n}" for n in range(2, 100))))
     for aside in names:
         try:
-            llama.move_to_free(path, aside)
+            aside.touch(exist_ok=False)  # reserves the name
+            os.replace(path, aside)
         except FileExistsError:
             continue
         print(f"{path} is no progress file ({reason}): kept as {aside.name}, begun anew", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""Show how far a class is: who has passed which task, where most are stuck and why, and the best sweep.
+"""Show the progress of a class: the tasks that each participant has passed, frequent failures, and the best sweep.
 
     python -m exercises.scoreboard class/                        every JSON file below a folder
-    python -m exercises.scoreboard class/ --html board.html      also as a page to put on the wall
-    python -m exercises.scoreboard class/ --watch 30             again every 30 seconds, until Ctrl-C
+    python -m exercises.scoreboard class/ --html board.html      also as a page
+    python -m exercises.scoreboard class/ --watch 30             repeat every 30 seconds, until Ctrl-C
 
-Reads what `exercises/check.py` writes (progress.json, one a participant) and `exercises.sweep_swiglu --output`. Of
-several files of one participant the newest counts. A file that is neither is named and left out.
+The program reads the files of `exercises/check.py` (progress.json, one for each participant) and of
+`exercises.sweep_swiglu --output`. It uses the newest file of a participant, and names the files that it leaves out.
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import jinja2
 
 from exercises.progress_file import is_progress
-from profiling.command_line import Failure, Parser, exit_code_of
+from measure.command_line import Failure, Parser, program
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 WIDTH = 100
@@ -30,13 +30,13 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 
 @dataclass
 class Stuck:
-    """A task that some have tried and not passed."""
+    """A task that some participants have tried and not passed."""
 
     task: str  # "exercise1 rmsnorm_kernel"
     participants: list
     attempts: float  # their median
-    message: str  # the commonest, as the first of them saw it
-    count: int  # how many saw it, numbers aside
+    message: str  # the most frequent one
+    count: int  # the number of participants with it, apart from numbers in it
 
 
 def is_sweep(content):
@@ -48,7 +48,7 @@ def is_sweep(content):
 
 
 def read_all(paths):
-    """({participant: [progress]}, [sweep], [(path, why it was left out)]) of files, and of all JSON below folders.
+    """Reads files, and all JSON below folders: ({participant: [progress]}, [sweep], [(path, why it is left out)]).
 
     The newest progress of a participant comes last.
     """
@@ -57,7 +57,7 @@ def read_all(paths):
     for file in files:
         try:
             content = json.loads(file.read_text())
-        except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
+        except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
             left_out.append((file, str(error)))
             continue
         if is_progress(content):
@@ -87,7 +87,7 @@ def mark_of(content, exercise, task):
 
 
 def stuck_at(progress):
-    """[Stuck], the task with the most participants first. A message counts as another's if only numbers differ."""
+    """[Stuck], the task with the most participants first. Messages that differ only in numbers count as the same."""
     found = []
     for exercise, tasks in tasks_of(progress).items():
         for task in tasks:
@@ -106,7 +106,7 @@ def stuck_at(progress):
 
 
 def best_sweeps(sweeps):
-    """[(kernel, device, row, participant)]: for each kernel on each device the fastest row that was timed."""
+    """[(kernel, device, row, participant)]: the fastest timed row for each kernel on each device."""
     best = {}
     for sweep in sweeps:
         for row in sweep["rows"]:
@@ -121,7 +121,7 @@ def best_sweeps(sweeps):
 
 
 def summary_of(paths):
-    """What the table, the questions and the page show, as a dict; Failure if there is nothing to show."""
+    """A dict with the contents of the table and the page; Failure if there is nothing to show."""
     files, sweeps, left_out = read_all(paths)
     progress = {who: contents[-1] for who, contents in files.items()}
     if not progress and not sweeps:
@@ -174,7 +174,7 @@ def text_of(board):
 
 
 def wrap(line):
-    """A line as several of at most WIDTH columns, what follows indented by two more."""
+    """Wraps a line to WIDTH columns, indenting the following lines by two more."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     pieces = []
     while len(line) > WIDTH and " " in line[len(indent) : WIDTH]:
@@ -184,7 +184,7 @@ def wrap(line):
 
 
 def page_of(board, refresh):
-    """The text of one page that needs no other file; refresh: seconds after which a browser loads it again."""
+    """The text of a page that needs no other file; refresh: seconds after which a browser reloads it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -211,11 +211,12 @@ def show(options):
     return int(bool(board["left_out"]))
 
 
-def run(argv):
+@program("scoreboard.py")
+def main(argv):
     parser = Parser("scoreboard.py", __doc__)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    parser.add_argument("--watch", type=positive_seconds, metavar="SECONDS", help="again and again, until Ctrl-C")
+    parser.add_argument("--watch", type=positive_seconds, metavar="SECONDS", help="repeat until Ctrl-C")
     options = parser.parse_args(argv)
     missing = [str(path) for path in options.paths if not path.exists()]
     if missing:
@@ -228,10 +229,6 @@ def run(argv):
             print(nothing_yet, flush=True)
         time.sleep(options.watch)
     return show(options)
-
-
-def main(argv=None):
-    return exit_code_of(lambda: run(argv), "scoreboard.py")
 
 
 if __name__ == "__main__":

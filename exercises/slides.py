@@ -1,11 +1,10 @@
-"""Put the workshop on slides, from its pages: Markdown for Marp (https://marp.app).
+"""Make slides of the workshop from its pages: Markdown for Marp (https://marp.app).
 
     python -m exercises.slides                   build/slides.md
     make slides                                  also build/slides.html and build/slides.pdf, by Marp, which needs node
 
-Nothing is written for the slides alone: a stage's are its Symptom, Predict, Hypothesis, Evidence, Fix and Remember,
-an exercise's its first paragraph, table and parts. A page that lacks one of them, or a text that does not fit, ends in
-an error.
+All texts are taken from the pages: of a stage Symptom, Predict, Hypothesis, Evidence, Fix and Remember, of an exercise
+the first paragraph, the table and the parts. It is an error if a page lacks one of them, or if a text does not fit.
 Exit codes: 0 done, 2 the slides cannot be made.
 """
 
@@ -15,8 +14,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from measure.command_line import Failure, Parser, program
 from measure.results import ROOT
-from profiling.command_line import Failure, Parser, exit_code_of
 
 STAGES = "exercises/performance_debugging/README.md"
 EXERCISES = (
@@ -26,7 +25,7 @@ EXERCISES = (
 )
 WORKSHOP, TRAINER = "README_WORKSHOP.md", "docs/trainer.md"
 
-# What fits 1280 x 720 points in STYLE: columns of text, of a table's row and of code, and lines in all.
+# The size of a slide, 1280 x 720 points, in STYLE: columns of text, of a table's row and of code, and lines.
 TEXT_COLUMNS, TABLE_COLUMNS, CODE_COLUMNS, LINES = 76, 108, 84, 14
 PICTURE_LINES = 11
 STYLE = """---
@@ -49,7 +48,7 @@ def read(page):
 
 
 def section(page, heading):
-    """The text below a heading of a page, down to a rule or the next heading of its level or a higher one."""
+    """The text below a heading of a page, up to a rule or the next heading of its level or a higher one."""
     lines, level, in_code = [], 0, False
     for line in read(page).splitlines():
         in_code ^= line.startswith("```")
@@ -66,13 +65,13 @@ def section(page, heading):
 
 
 def labelled(text):
-    """{label: text} of the paragraphs that begin with a label, as **Fix.**; what follows one belongs to it."""
+    """{label: text} of the paragraphs that begin with a label such as **Fix.**, with the text up to the next label."""
     parts = re.split(r"^\*\*([\w ]+)\.\*\*\s+", text, flags=re.M)
     return {label: part.strip() for label, part in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def plain(text):
-    """Text as a slide has it: a paragraph a line, links as their words."""
+    """Text for a slide: each paragraph in a line, links replaced by their text."""
     text = re.sub(r"(?<!!)\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"(?<=\S)\n(?=[^\s|`#-])(?!\d+\. )", " ", text)
 
@@ -89,7 +88,7 @@ def code_of(text, page, heading):
 
 
 def folded(command):
-    """A command that is too long for a slide as several lines, cut before options."""
+    """Splits a command that is too long for a slide into lines, before options."""
     cut = command.rfind(" --", 0, CODE_COLUMNS)
     if len(command) <= CODE_COLUMNS or cut <= 0:
         return command
@@ -112,7 +111,7 @@ def slide(title, *parts):
 
 
 def lines_of(text):
-    """The lines that a slide's Markdown takes below its title."""
+    """The number of lines of a slide's Markdown below its title."""
     lines, in_code = 0, False
     for line in text.split("\n")[2:]:
         if line.startswith("```"):
@@ -123,7 +122,7 @@ def lines_of(text):
             lines += PICTURE_LINES
         elif line.startswith("|"):
             cells = [textwrap.wrap(cell, TABLE_COLUMNS // (line.count("|") - 1)) for cell in line.split("|")]
-            lines += 0.75 * max(map(len, cells)) if "---" not in line else 0  # in smaller letters
+            lines += 0.75 * max(map(len, cells)) if "---" not in line else 0  # tables have smaller letters
         else:
             lines += max(1, len(textwrap.wrap(line, TEXT_COLUMNS))) if line else 0.5
     return lines
@@ -144,7 +143,7 @@ def opening():
 
 
 def stages(folder):
-    """Three slides a stage, the question before the evidence before the fix, and its picture if there is one."""
+    """Yields three slides of a stage, with question, evidence and fix, and its picture if there is one."""
     shown = pictures(folder)
     for heading in re.findall(r"^## (Stage \d+: .*)", read(STAGES), flags=re.M):
         parts = labelled(section(STAGES, heading))
@@ -153,7 +152,7 @@ def stages(folder):
             raise Failure(f"{STAGES}, {heading}: a stage has a Symptom (or What to see) and a Predict")
         said = {name: f"**{name}.** {first_paragraph(part)}" for name, part in parts.items()}
         evidence = parts.get("Evidence", parts["Predict"])
-        after = first_paragraph(evidence.split("```")[-1].strip())  # of a stage that mends nothing
+        after = first_paragraph(evidence.split("```")[-1].strip())  # for a stage without a fix
         yield slide(heading, said[sign], said["Predict"])
         yield slide(f"{heading}: evidence", said.get("Hypothesis"), code_of(evidence, STAGES, heading))
         yield slide(f"{heading}: what to do", said.get("Fix", after), said.get("Remember"))
@@ -164,7 +163,7 @@ def stages(folder):
 
 
 def pictures(folder):
-    """{stage: slide} of the trainer's page; the pictures are named from folder."""
+    """{stage: slide} of the trainer's page; paths of pictures are relative to folder."""
     shown, found = section(TRAINER, "Pictures of recorded steps"), {}
     for title, caption, alt, name in re.findall(
         r"^\*\*(.*?)\*\* \(.*?\)\. (.*?)\n\n!\[(.*?)\]\((.*?)\)", shown, flags=re.M | re.S
@@ -172,7 +171,7 @@ def pictures(folder):
         path, stage = (ROOT / TRAINER).parent / name, re.search(r"stage(\d)", name)
         if not (stage and path.exists()):
             raise Failure(
-                f"{TRAINER} shows {name}, which is no picture of a stage: python -m benchmarks.publish draws them"
+                f"{TRAINER} shows {name}, which is no picture of a stage: python -m benchmarks.pages.publish draws them"
             )
         found[int(stage[1])] = slide(title, f"![{alt}]({os.path.relpath(path, folder)})", plain(caption))
     return found
@@ -199,12 +198,13 @@ def closing():
 
 
 def deck(folder):
-    """The Markdown of all slides; pictures are named from folder."""
+    """The Markdown of all slides; paths of pictures are relative to folder."""
     slides = [*opening(), *exercises(), *stages(folder), *closing()]
     return STYLE + "\n\n---\n\n".join(slides) + "\n"
 
 
-def run(argv):
+@program("slides.py")
+def main(argv):
     parser = Parser("slides.py", __doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "slides.md", metavar="FILE")
     options = parser.parse_args(argv)
@@ -213,10 +213,6 @@ def run(argv):
     options.output.write_text(text, encoding="utf-8")
     print(f"Slides: {options.output}")
     return 0
-
-
-def main(argv=None):
-    return exit_code_of(lambda: run(argv), "slides.py")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time the SwiGLU kernels of tiny_llama_v3.py over their block sizes, beside the library's product.
+"""Time the SwiGLU kernels of tiny_llama_v3.py over their block sizes, and the library's product.
 
     python -m exercises.sweep_swiglu
     python -m exercises.sweep_swiglu --output sweep.json    keep the rows for exercises.scoreboard
 
-Every result is compared with one in higher precision before it is timed. Times are medians of the device's clock, the
-cache flushed before each call. Without a GPU a small size is interpreted: results are checked, times are left out.
+Every result is compared with one in higher precision before it is timed. Times are medians by the device's clock, with
+the cache flushed before each call. Without a GPU small sizes are interpreted: results are checked but not timed.
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met.
 """
 
@@ -24,8 +24,9 @@ import tiny_llama_v3 as llama  # noqa: E402
 from exercises.progress_file import now, user_name  # noqa: E402
 from measure import work  # noqa: E402
 from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
+from measure.command_line import Parser, program  # noqa: E402
+from measure.device import require_triton  # noqa: E402
 from measure.results import write_json  # noqa: E402
-from tiny_llama_v3 import exit_code_of  # noqa: E402
 
 NAIVE_BLOCKS = (32, 64, 128, 256, 512)
 ACTIVATION_BLOCKS = (128, 256, 512, 1024, 2048, 4096)
@@ -57,7 +58,7 @@ def activation(gate_up):
 
 
 def sweep():
-    """Yields a row for each kernel and block size, as report() has it."""
+    """Yields the row of report() for each kernel and block size."""
     rows, inner, cols = (1024, 512, 2048) if ON_GPU else (2, 32, 48)
     # The interpreter multiplies bf16 matrices wrongly.
     randn = partial(torch.randn, device="cuda", dtype=torch.bfloat16) if ON_GPU else torch.randn
@@ -79,13 +80,13 @@ def sweep():
         yield report("activation", block, call, hidden, activated, exact, moved, "TB/s")
 
 
-def run(argv):
-    parser = llama.Parser("sweep_swiglu.py", __doc__)
+@program("sweep_swiglu.py")
+def main(argv):
+    parser = Parser("sweep_swiglu.py", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--name", default=user_name(), help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
-    if llama.triton is None:
-        raise llama.UsageError("Triton is not installed: pip install triton (on Linux)")
+    require_triton()
     torch.manual_seed(0)
     rows = list(sweep())
     if options.output:
@@ -93,10 +94,6 @@ def run(argv):
         result = {"participant": options.name, "date": now()}
         write_json(options.output, result | {"device": device.name, "rows": rows})
     return int(not all(row["right"] for row in rows))
-
-
-def main(argv=None):
-    return exit_code_of(lambda: run(argv), "sweep_swiglu.py")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What everything that measures shares: the gradient rule, clocks, counts of work, results, tables."""
+"""What the programs share: the gradient rule, clocks, counts of work, results, tables, pictures, the command line."""

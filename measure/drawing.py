@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
-import tiny_llama_v3 as llama  # noqa: E402
+from measure.results import scratch_beside  # noqa: E402
 
 
 class Color(NamedTuple):
@@ -143,7 +143,7 @@ def plain_log(axis):
 
 def save_png(figure, path, dpi=110):
     """Writes the picture, whole or not at all, and closes it."""
-    with llama.scratch_beside(path) as scratch:
+    with scratch_beside(path) as scratch:
         picture = scratch / "picture.png"
         figure.savefig(picture, dpi=dpi, facecolor="white", metadata={"Software": None})
         os.replace(picture, path)

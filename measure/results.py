@@ -1,14 +1,17 @@
 """Results on disk: their header, writing and reading them, and why something has none."""
 
+import contextlib
 import functools
 import json
 import os
 import re
 import shlex
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
 import tiny_llama_v3 as llama
+from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,14 +36,26 @@ def header(benchmark, device, argv):
         "benchmark": benchmark,
         "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect
         "date": datetime.now().isoformat(timespec="seconds"),
-        "environment": llama.environment(device),
+        "environment": hardware.environment(device),
     }
+
+
+@contextlib.contextmanager
+def scratch_beside(path):
+    """A temporary folder beside path, whose files can be moved into place whole; UsageError if the disk is full."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".tmp") as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        reason = f"({error.strerror}): free space or give another path"
+        raise llama.UsageError(f"{path} cannot be written {reason}") from error
 
 
 def write_json(path, result):
     """Replaces the file, whole or not at all."""
-    with llama.scratch_beside(path) as scratch:
-        os.replace(llama.dump_json(scratch, result), path)
+    with scratch_beside(path) as scratch:
+        os.replace(llama.write_new_json(scratch, "result", result), path)
 
 
 class ResultFile:

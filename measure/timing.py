@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import tiny_llama_v3 as llama
+from measure.device import synchronize
 from measure.results import describe
 
 CALLS = 8  # in one graph
@@ -123,11 +123,11 @@ def copy_calls(bench, elements):
 
 def wall_seconds(calls, number, device):
     """Seconds of a call when so many follow each other, round the list, the host's part included."""
-    llama.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for call in itertools.islice(itertools.cycle(calls), number):
         call()
-    llama.synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / number
 
 

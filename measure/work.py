@@ -6,7 +6,7 @@ often the kernel reads it again from a cache. Operations are those of the kernel
 addition, multiplication, division, maximum, exponential or root is one each, a sigmoid three (exponential, addition,
 division), a product of matrices two for each pair that is multiplied. What happens once a row is left out.
 
-The operations of a whole step are those of its matrix products: tiny_llama_v3.model_tflops.
+The operations of a whole step are those of its matrix products: tiny_llama.hardware.model_tflops.
 """
 
 from typing import NamedTuple

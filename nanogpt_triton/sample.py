@@ -5,8 +5,8 @@
     python sample.py --out_dir=out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --max_new_tokens=100
 
-Exit codes: 0 done, 2 the request cannot be met (one line says why), 130 interrupted, 141 the reader of the output has
-left.
+Exit codes: 0 done, 2 the request cannot be met (one line says why), 130 interrupted, 141 the pipe of the output was
+closed.
 """
 
 import sys
@@ -17,7 +17,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
+from measure.command_line import program  # noqa: E402  (the repository must be on the path)
+from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import DATA, BytePairs, dataset_folder, fits, make_tokenizer, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
@@ -28,7 +29,7 @@ from nanogpt_triton.train import (  # noqa: E402
     select_device,
     select_dtype,
 )
-from tiny_llama_v3 import UsageError, exit_code_of  # noqa: E402
+from tiny_llama_v3 import UsageError  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -115,22 +116,18 @@ def sample(settings):
             print("---------------", flush=True)
 
 
-def main(argv=None):
+@program("sample.py")
+def main(argv):
+    settings, _ = configure(Settings, argv, __doc__)
     try:
-        settings, _ = configure(Settings, sys.argv[1:] if argv is None else argv, __doc__)
         sample(settings)
-        return 0
-    except UsageError as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        return 130
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = f"out of memory on device={settings.device}: give another device, or a smaller model"
-    print(f"sample.py: error: {message}", file=sys.stderr)
-    return 2
+        remedy = "give another device, or a smaller model"
+        raise UsageError(f"out of memory on device={settings.device}: {remedy}") from error
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main, "sample.py"))
+    sys.exit(main())

@@ -8,7 +8,7 @@
 
 Exit codes: 0 done, 1 the loss is no number or target_loss was not reached, 2 the request cannot be met (one line says
 why), 130 interrupted by Ctrl-C or SIGTERM (the last whole iteration is saved: --init_from=resume goes on from there),
-141 the reader of the output has left.
+141 the pipe of the output was closed.
 """
 
 import contextlib
@@ -23,19 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from nanogpt_triton import checkpoint  # noqa: E402  (the repository must be on the path)
+from measure.command_line import program  # noqa: E402  (the repository must be on the path)
+from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
-from tiny_llama_v3 import UsageError, dot_precision, exit_code_of, get_device, peak_tflops  # noqa: E402
+from tiny_llama.distributed import run_together  # noqa: E402
+from tiny_llama.hardware import peak_tflops  # noqa: E402
+from tiny_llama_v3 import UsageError, dot_precision, get_device  # noqa: E402
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it tells its processes
+JOIN_SECONDS = 1800  # how long processes wait for each other: one may compile for minutes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,79 +95,27 @@ class Settings:
 class Diverged(Exception):
     """The loss is no number any more."""
 
+    exit_code = 1
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The processes that train together, and the device of this one
-
-
-def launched():
-    """(rank, rank on this host, number of processes), as torchrun tells them."""
-    remedy = "start the processes with torchrun, or unset it for a single one"
-    numbers = []
-    for name, default in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        text = os.environ.get(name, default)
-        if not text.isdecimal():
-            raise UsageError(f"{name}={text} in the environment is no number: {remedy}")
-        numbers.append(int(text))
-    rank, _, size = numbers
-    if rank >= size:
-        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {remedy}")
-    missing = [name for name in TORCHRUN if name not in os.environ]
-    if size > 1 and missing:
-        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {remedy}")
-    return numbers
 
 
 def script_name(rank, size):
     return "train.py" if size == 1 else f"train.py (rank {rank})"
 
 
-class World:
-    """One process, or those that torchrun started. Collectives that decide what to do go over the host (gloo)."""
-
-    def __init__(self, settings):
-        self.rank, local_rank, self.size = launched()
-        self.is_master = self.rank == 0
-        self.device = select_device(settings.device, local_rank, self.size)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.control = None
-        if self.size > 1:
-            backend = settings.backend
-            if backend == "auto":
-                backend = "nccl" if self.device.type == "cuda" else "gloo"
-            if backend == "nccl" and self.device.type == "cpu":
-                raise UsageError("backend=nccl needs GPUs, and the device is a CPU: use backend=gloo")
-            try:
-                dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
-                self.control = dist.new_group(backend="gloo")
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-                raise UsageError(
-                    f"the {self.size} processes do not find each other ({reason}): use torchrun"
-                ) from error
-
-    def mean(self, tensor):
-        """The mean over the processes, on the host, in float64."""
-        tensor = tensor.detach().double().cpu()
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.control)
-        return tensor / self.size
-
-    def any(self, flag):
-        return bool(self.mean(torch.tensor(float(flag))) > 0) if self.size > 1 else flag
-
-    def gather(self, value):
-        """Every process's value, on the master; elsewhere None."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size if self.is_master else None
-        dist.gather_object(value, values, group=self.control)
-        return values
-
-    def close(self):
-        if self.size > 1:
-            dist.destroy_process_group()
+def join(world, settings):
+    """Meets the other processes of a World. Returns the torch.device of this one; UsageError if it cannot be had."""
+    device = select_device(settings.device, world.local_rank, world.size)
+    backend = ("nccl" if device.type == "cuda" else "gloo") if settings.backend == "auto" else settings.backend
+    if backend == "nccl" and device.type == "cpu" and world.size > 1:
+        raise UsageError("backend=nccl needs GPUs, and the device is a CPU: use backend=gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world.join(device, JOIN_SECONDS, backend)
+    return device
 
 
 def select_device(requested, local_rank, world_size):
@@ -244,18 +194,18 @@ def learning_rate(settings, iteration):
     return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
 
 
-def wrap_for_processes(model, world):
+def wrap_for_processes(model, device):
     """Gradients are averaged in large buckets: torch.compile cuts its graphs at their borders, so that the exchange
     overlaps the backward pass."""
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, bucket_cap_mb=100)
 
 
 class Trainer:
     """Model, optimizer and data, and what a checkpoint holds of them."""
 
-    def __init__(self, settings, world):
-        self.settings, self.world, self.device = settings, world, world.device
+    def __init__(self, settings, world, device):
+        self.settings, self.world, self.device = settings, world, device
         if settings.gradient_accumulation_steps % world.size:
             raise UsageError(
                 f"gradient_accumulation_steps={settings.gradient_accumulation_steps} is not divisible by "
@@ -287,7 +237,7 @@ class Trainer:
             self.restore(state)
         self.model = self.raw_model
         if world.size > 1:
-            self.model = wrap_for_processes(self.raw_model, world)
+            self.model = wrap_for_processes(self.raw_model, self.device)
         if settings.compile:
             self.model = torch.compile(self.model)
 
@@ -308,7 +258,7 @@ class Trainer:
             return GPT(GPTConfig(vocab_size=vocab_size, dropout=settings.dropout, **chosen), **where)
         arguments = state["model_args"] | {"dropout": settings.dropout}
         changed = [f"{n}={arguments[n]}" for n in names if arguments[n] != getattr(settings, n)]
-        if changed and self.world.is_master:
+        if changed and self.world.rank == 0:
             print(f"the checkpoint decides: {', '.join(changed)}")
         return GPT(GPTConfig(**arguments), **where)
 
@@ -355,7 +305,7 @@ class Trainer:
     def save(self, name):
         """All processes call it; the master writes."""
         rng = self.world.gather(self.rng())
-        if not self.world.is_master:
+        if self.world.rank:
             return
         folder = Path(self.settings.out_dir)
         state = {
@@ -420,7 +370,7 @@ class Trainer:
                 with self.autocast():
                     _, loss = self.model(inputs, targets)
                 total += loss
-        return float(world.mean(total)) * world.size / count
+        return world.mean([total.item()])[0] * world.size / count
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -492,14 +442,14 @@ class Log:
         """The last loss, the mean over the processes; raises Diverged if one of them all was no number."""
         if not self.losses:
             return None
-        losses = self.trainer.world.mean(torch.stack(self.losses))
-        for offset, loss in enumerate(losses.tolist()):
+        losses = self.trainer.world.mean(torch.stack(self.losses).tolist())
+        for offset, loss in enumerate(losses):
             if not math.isfinite(loss):
                 number = self.trainer.iteration - len(losses) + offset
                 saved = f"iteration {self.saved_at} is saved" if self.saved_at is not None else "none was saved"
                 raise Diverged(f"the loss of iteration {number} is {loss}: of the checkpoints, {saved}")
         self.losses.clear()
-        return losses[-1].item()
+        return losses[-1]
 
     def line(self):
         number = len(self.losses)
@@ -508,7 +458,7 @@ class Log:
         seconds = (time.perf_counter() - self.start) / number
         tokens = trainer.settings.batch_size * trainer.raw_model.config.block_size * trainer.count / seconds
         mfu = tokens * trainer.raw_model.flops_per_token() / self.peak / 1e12 if self.peak else None
-        if trainer.world.is_master:
+        if trainer.world.rank == 0:
             print(
                 f"iter {trainer.iteration - 1}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, "
                 f"{tokens * trainer.world.size:,.0f} tokens/s" + (f", mfu {100 * mfu:.2f}%" if mfu else ""),
@@ -527,26 +477,24 @@ def start_wandb(settings):
     return wandb.log
 
 
-def train(settings):
-    """Returns the exit code."""
+def train(settings, world):
+    """Returns the exit code of one of the processes of a World."""
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the library is loaded
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
     torch.set_float32_matmul_precision("high")
-    world = World(settings)
+    device = join(world, settings)
     with contextlib.ExitStack() as stack:
-        if world.is_master:
+        if world.rank == 0:
             tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
             print(f"tokens per iteration will be: {tokens:,}")
             if not settings.eval_only:
                 stack.enter_context(checkpoint.claimed(settings.out_dir))
-        report = start_wandb(settings) if settings.wandb_log and world.is_master else None
-        trainer = Trainer(settings, world)
-        stack.enter_context(preferred_attention(world.device, settings.deterministic))
-        code = run(trainer, stack.enter_context(StopRequest(world)), report)
-    world.close()
-    return code
+        report = start_wandb(settings) if settings.wandb_log and world.rank == 0 else None
+        trainer = Trainer(settings, world, device)
+        stack.enter_context(preferred_attention(device, settings.deterministic))
+        return run(trainer, stack.enter_context(StopRequest(world)), report)
 
 
 def run(trainer, stop, report):
@@ -558,7 +506,7 @@ def run(trainer, stop, report):
             losses = trainer.evaluate(stop.agreed)
             if losses is None:
                 return interrupted(trainer, log)
-            if world.is_master:
+            if world.rank == 0:
                 print(
                     f"step {trainer.iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
                     flush=True,
@@ -591,10 +539,10 @@ def run(trainer, stop, report):
                 log.line()
         if loss is None or stop.agreed():
             return interrupted(trainer, log)
-    if world.is_master:
+    if world.rank == 0:
         print(f"best validation loss {trainer.best_val_loss:.4f} in {trainer.iteration} iterations")
     if settings.target_loss and trainer.best_val_loss > settings.target_loss:
-        if world.is_master:
+        if world.rank == 0:
             print(f"target_loss={settings.target_loss} was not reached", file=sys.stderr)
         return 1
     return 0
@@ -606,13 +554,12 @@ def interrupted(trainer, log):
     if trainer.iteration > (log.saved_at or 0):
         trainer.save(checkpoint.NAME if trainer.settings.always_save_checkpoint else checkpoint.INTERRUPTED)
         log.saved_at = trainer.iteration
-    if trainer.world.is_master:
+    if trainer.world.rank == 0:
         if log.saved_at is None:
             text = "interrupted before the first iteration was done: nothing was saved"
         else:
             text = f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here"
         print(text, flush=True)
-    trainer.world.any(False)  # torchrun ends all when one ends: the master must have written
     return 130
 
 
@@ -622,21 +569,12 @@ def is_out_of_memory(error):
     return "DefaultCPUAllocator" in str(error) or "Storage size calculation overflowed" in str(error)
 
 
-def main(argv=None):
-    name, code = "train.py", 2
+def configure_and_train(argv, world):
+    settings, given = configure(Settings, argv, __doc__)
+    if given:
+        print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
     try:
-        rank, _, size = launched()
-        name = script_name(rank, size)
-        settings, given = configure(Settings, sys.argv[1:] if argv is None else argv, __doc__)
-        if rank == 0 and given:
-            print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
-        return train(settings)
-    except UsageError as error:
-        message = str(error)
-    except Diverged as error:
-        message, code = str(error), 1
-    except KeyboardInterrupt:
-        return 130
+        return train(settings, world)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             remedy = "halve batch_size and double gradient_accumulation_steps, or " if settings.batch_size > 1 else ""
@@ -648,12 +586,13 @@ def main(argv=None):
             message = f"torch.compile failed ({str(error).strip().splitlines()[0]}): --compile=False does without"
         else:
             raise
-    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
-    return code
+        raise UsageError(message) from error
+
+
+@program("train.py")
+def main(argv):
+    return run_together(lambda world: configure_and_train(argv, world), "train.py")
 
 
 if __name__ == "__main__":
-    exit_code = exit_code_of(main, "train.py")
-    if exit_code and os.environ.get("WORLD_SIZE", "1") != "1":
-        os._exit(exit_code)  # the others wait for this process: no tear-down that waits for them
-    sys.exit(exit_code)
+    sys.exit(main())

@@ -1,8 +1,10 @@
 """Without a GPU the kernels run in Triton's interpreter; the variable must be set before triton is imported."""
 
+import gc
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
 
@@ -17,6 +19,52 @@ import torch  # noqa: E402  (after the variable)
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # `make emulate` says 0
 
+from tests.fakes import fork_server  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """The executable of a Python that starts at once, as it has what the programs import. On a GPU the usual one, since
+    the other one cannot compile kernels.
+    """
+    if torch.cuda.is_available():
+        yield sys.executable
+        return
+    with fork_server.serving(tmp_path_factory.mktemp("python")) as executable:
+        yield executable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """A run collects garbage, which takes ten times as long as the run if what the tests have imported counts."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared_once():
+    """The interpreter prepares triton.language at each call of a function by a kernel. That took a third of the time.
+
+    Once is enough: every kernel prepares it anyway, except for what the functions of other modules see.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    original, modules = InterpretedFunction.__call__, set()
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ in modules:
+            return self.rewrite()(*args, **kwargs)
+        modules.add(self.fn.__module__)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", call)
+        yield
+
 
 @pytest.fixture
 def device():
@@ -28,7 +76,8 @@ def own_settings():
     """What a run sets for its process is not left to the next test: after TF32, full fp32 on a GPU would fail."""
     yield
     torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to say so again imports much
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -46,7 +95,7 @@ def ticking(monkeypatch):
 def pytest_collection_modifyitems(items):
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if "compiled" in item.keywords and interpreted:
+        if item.get_closest_marker("compiled") and interpreted:  # not a keyword: there is a folder of that name
             item.add_marker(pytest.mark.skip(reason="needs compiled kernels: a GPU, or `make emulate`"))

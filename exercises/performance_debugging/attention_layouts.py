@@ -2,8 +2,8 @@
 
     python -m exercises.performance_debugging.attention_layouts --use-amp --output-dir DIR
 
-writes DIR/attention_layouts.json. The options are those of tiny_llama_v3.py; of its sizes, batch and heads count. It
-needs a GPU: Triton's interpreter has no memory whose lines a load could touch.
+writes DIR/attention_layouts.json. The options are those of tiny_llama_v3.py, of whose sizes batch and heads are used.
+A GPU is needed, as Triton's interpreter does not model memory.
 """
 
 import functools
@@ -13,17 +13,17 @@ import sys
 import torch
 
 import tiny_llama_v3 as llama
-from exercises.performance_debugging import measurement
+from exercises.performance_debugging.measured import program_of
 from measure.tables import number, times
 from measure.timing import Bench, in_turns, replay_ms
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 REPLAYS = 21  # of each layout, in turns
-GRAPH_MS = 1.0  # a graph holds as many calls as take about so long, and eight at most
+GRAPH_MS = 1.0  # a graph holds as many calls as take about this time, at most eight
 
 
 def layouts(config, bench, seq_len):
-    """{layout: (q, k, v)}, each (batch, seq, heads, head_dim), of the same values."""
+    """{layout: (q, k, v)}, each (batch, seq, heads, head_dim), with the same values."""
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     dtype = torch.bfloat16 if config.use_amp else torch.float32
     qkv = bench.randn(config.batch_size, seq_len, width, dtype=dtype)
@@ -32,7 +32,7 @@ def layouts(config, bench, seq_len):
 
 
 def measure_length(config, bench, seq_len):
-    """{"seq_len", and for each layout the us of one call, of every replay}."""
+    """Returns {"seq_len", and for each layout the us of one call in every replay}."""
     calls = {
         layout: functools.partial(llama.flash_attention_forward, *tensors)
         for layout, tensors in layouts(config, bench, seq_len).items()
@@ -48,7 +48,7 @@ def measure_length(config, bench, seq_len):
 
 
 def measure(config, device):
-    """{"precision", "batch_size", "lengths": [see measure_length]}, printed a length at a time."""
+    """Returns {"precision", "batch_size", "lengths": [see measure_length]}, and prints each length."""
     bench, rows = Bench(device), []
     for seq_len in LENGTHS:
         rows.append(measure_length(config, bench, seq_len))
@@ -60,9 +60,7 @@ def measure(config, device):
     return {"precision": llama.precision_name(config, device), "batch_size": config.batch_size, "lengths": rows}
 
 
-def main(argv=None):
-    return measurement.main("attention_layouts", measure, True, argv)
-
+main = program_of("attention_layouts", measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Record when each kernel of a step of stages 5 and 8 ran, with as little slowing down as a profiler can do with.
+"""Record when each kernel of a step of stages 5 and 8 runs, with the least overhead of a profiler.
 
     python -m exercises.performance_debugging.kernel_timeline --output-dir DIR      writes DIR/kernel_timeline.json
 
-The options are those of tiny_llama_v3.py. Its own --profile records the host as well, which doubles the time that the
-host needs, and so the gaps between kernels that wait for it.
+The options are those of tiny_llama_v3.py. Its --profile records the host as well, which doubles the host's time and
+the gaps between kernels.
 """
 
 import dataclasses
@@ -12,36 +12,36 @@ import sys
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import OPTIMIZED
-from exercises.performance_debugging import measurement
+from benchmarks.pages.replays import OPTIMIZED
+from exercises.performance_debugging.measured import program_of
 from measure.tables import number, percent
+from tiny_llama import profiler
 
 STAGES = (OPTIMIZED, 8)
-STEPS = 5  # of which the one of median length counts
+STEPS = 5  # of which the one with the median length is used
 
 
 def spans_of(timeline):
-    """(start, length) of its kernels in us, in the order of their starts."""
+    """(start, length) of the kernels in us, in the order of their starts."""
     return sorted(zip(timeline["start_us"], timeline["length_us"], strict=True))
 
 
 def busy_share(timeline):
-    """How much of a step some kernel ran."""
-    return llama.covered((start, start + length) for start, length in spans_of(timeline)) / timeline["step_us"]
+    """The share of a step in which a kernel runs."""
+    return profiler.covered((start, start + length) for start, length in spans_of(timeline)) / timeline["step_us"]
 
 
 def record(config, device):
-    """{"step_us": from the first kernel to the end of the last, "start_us" and "length_us" of every kernel}."""
+    """Returns {"step_us": from the first kernel to the end of the last, "start_us" and "length_us" of all kernels}."""
     step = llama.TrainStep(config, device)
-    data = llama.DATA[config.data](config, llama.ALONE)
-    llama.warm_up(step, config, device)
-    step.load(*data.next_batch())
+    llama.warm_up(step)
+    step.load(*next(step.batches(config.seed)))
     timelines = []
     for _ in range(STEPS):
-        llama.synchronize(device)
+        step.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             step.run()
-            llama.synchronize(device)
+            step.synchronize()
         kernels = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profiler.events()
@@ -59,7 +59,7 @@ def record(config, device):
 
 
 def measure(config, device):
-    """{stage: see record} of STAGES, printed a stage at a time."""
+    """Returns {stage: see record} of STAGES, and prints each stage."""
     timelines = {}
     for stage in STAGES:
         staged = dataclasses.replace(config, **llama.stage_flags(stage))
@@ -70,9 +70,7 @@ def measure(config, device):
     return timelines
 
 
-def main(argv=None):
-    return measurement.main("kernel_timeline", measure, True, argv)
-
+main = program_of("kernel_timeline", measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""The pictures of a replay: the one that shows each stage's mistake, and those of the whole.
+"""Draws the pictures of a replay: one for the mistake of each stage, and those of all stages together.
 
-Each function of STAGES and WHOLE takes the benchmarks.stages.View of a summary and returns a Picture, whose labels and
-description carry the figures, or raises stages.Missing with the reason why there is none.
+Each function of STAGES and WHOLE takes a Replay of benchmarks.pages.replays and returns a Picture, whose labels and
+description contain the figures, or raises NotMeasured with the reason why there is none.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import OPTIMIZED, Missing, View
+from benchmarks.pages.replays import OPTIMIZED, NotMeasured, Replay
 from exercises.performance_debugging.kernel_timeline import busy_share, spans_of
 from measure import drawing
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
 from measure.tables import number, percent, times
 from measure.work import kernel_work
-from profiling.kernel_names import operation_of
+from profilers.kernel_names import operation_of
 
 WRONG, RIGHT, REFERENCE = Filling(RED, "////"), Filling(BLUE), Filling(LINE)
 PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
@@ -31,18 +31,18 @@ MARKERS = "os^vDP*Xd<>p"
 
 class Picture(NamedTuple):
     title: str
-    description: str  # the figures that it shows, in words
-    height: float  # in the unit of its text, of which it is drawing.WIDTH wide
-    draw: Callable  # of a Figure or a part of one
+    description: str  # a text with the figures
+    height: float  # in the unit of its text; the width is drawing.WIDTH
+    draw: Callable  # a function of a Figure or a part of one
 
 
-def config_of(view, stage):
-    """The llama.Config of a stage, which in laptop mode is its own."""
-    return llama.Config(**view.stage(stage).get("config", view.summary["config"]))
+def config_of(replay, stage):
+    """The llama.Config of a stage; in laptop mode stages differ."""
+    return llama.Config(**replay.stage(stage).get("config", replay.summary["config"]))
 
 
 def spread_of(spread):
-    """The p20 and p80 of what a run or a measurement says of its times."""
+    """The p20 and p80 of the times of a run or a measurement."""
     return spread["p20"], spread["p80"]
 
 
@@ -70,22 +70,22 @@ def bar_picture(title, rows, fillings=None, axis=None, limit=None):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One a stage
+# One for each stage
 
 
-def first_loss(view):
-    """The first loss, on a scale of its own, beside what it should be and what it is instead."""
-    first, config = view.stage(1)["first_loss"], config_of(view, 1)
+def first_loss(replay):
+    """The first loss, its expected value, and the loss of the next stage, on a scale of their own."""
+    first, config = replay.stage(1)["first_loss"], config_of(replay, 1)
     hidden, vocabulary = config.hidden_dim, config.vocab_size
     if first is None:
-        raise Missing("the first loss is not a number")
+        raise NotMeasured("the first loss is not a number")
     rows = [
         ("first loss, stage 1", first, WRONG),
         ("hidden size", hidden, REFERENCE),
         (f"ln {vocabulary}, of guessing", math.log(vocabulary), REFERENCE),
     ]
-    if 2 in view.stages:
-        rows.insert(2, ("first loss, stage 2", view.stage(2)["first_loss"], RIGHT))
+    if 2 in replay.stages:
+        rows.insert(2, ("first loss, stage 2", replay.stage(2)["first_loss"], RIGHT))
     bars = [Bar(f"{name}: {number(value)}", [(value, filling)]) for name, value, filling in rows]
     return bar_picture("The first loss, the hidden size, and the loss of guessing", bars)
 
@@ -96,12 +96,12 @@ LAYOUTS = {  # of attention_layouts.py: (label, colour, marker, dashes)
 }
 
 
-def attention_lengths(view):
-    """The attention kernel alone, over the length of the sequence, in both layouts of K and V."""
-    view.stage(2)
-    layouts = view.summary.get("attention_layouts")
+def attention_lengths(replay):
+    """The time of the attention kernel over the length of the sequence, in both layouts of K and V."""
+    replay.stage(2)
+    layouts = replay.summary.get("attention_layouts")
     if not layouts:
-        raise Missing("the attention kernel's time over the length of the sequence was not recorded")
+        raise NotMeasured("the attention kernel's time over the length of the sequence was not recorded")
     rows = layouts["lengths"]
     lengths = [row["seq_len"] for row in rows]
 
@@ -134,12 +134,12 @@ def attention_lengths(view):
     return Picture(title, in_words(labels), 250, draw)
 
 
-def phases_in_step(view):
-    """The phases as stacked bars inside an outline as long as the step: what is missing was not timed."""
+def phases_in_step(replay):
+    """The phases as stacked bars inside an outline of the length of the step; the rest was not timed."""
     rows = []
-    if view.stage(3)["phases_share"] is None:
-        raise Missing("--timing step does not time phases")
-    for stage in (view.stage(3), view.stages.get(4)):
+    if replay.stage(3)["phases_share"] is None:
+        raise NotMeasured("--timing step does not time phases")
+    for stage in (replay.stage(3), replay.stages.get(4)):
         if stage and stage["phases_share"]:
             step = stage["batch_ms"]["p50"]
             label = (
@@ -161,10 +161,10 @@ def operation_shares(kernels):
 SHOWN_OPERATIONS = 6
 
 
-def kernel_shares(view):
-    """The share of the device's time that each operation's kernels take, before and after the naive one is gone."""
-    before = operation_shares(view.kernels(4))
-    after = operation_shares(view.stages.get(OPTIMIZED, {}).get("kernels") or [])
+def kernel_shares(replay):
+    """The share of the device's time of each operation's kernels, with and without the naive kernel."""
+    before = operation_shares(replay.kernels(4))
+    after = operation_shares(replay.stages.get(OPTIMIZED, {}).get("kernels") or [])
     shown = [name for name, _ in before.most_common(SHOWN_OPERATIONS)]
     rows = []
     for name in shown:
@@ -176,11 +176,11 @@ def kernel_shares(view):
     return bar_picture(title, rows, axis="%", limit=100)
 
 
-def step_and_baseline(view):
-    """A step of stage 5 by its phases beside one of plain PyTorch, with the spread of each."""
-    view.require_times()
+def step_and_baseline(replay):
+    """The phases of a step of stage 5 and of plain PyTorch, with their spread."""
+    replay.require_times()
     rows = []
-    for name, run in (("plain PyTorch", view.summary["baseline"]), (f"stage {OPTIMIZED}", view.stage(OPTIMIZED))):
+    for name, run in (("plain PyTorch", replay.summary["baseline"]), (f"stage {OPTIMIZED}", replay.stage(OPTIMIZED))):
         if not run:
             continue
         low, high = spread_of(run["batch_ms"])
@@ -191,7 +191,7 @@ def step_and_baseline(view):
 
 
 def module_of(parameter):
-    """What a parameter of TinyLlamaTriton belongs to, by its name."""
+    """The kind of weights to which a parameter of TinyLlamaTriton belongs, by its name."""
     if "norm" in parameter:
         return "norms"
     return {"embed_tokens": "embedding", "attention": "attention"}.get(
@@ -211,12 +211,12 @@ def gradient_shares(config, without_gradient):
     return shares
 
 
-def gradients_by_module(view):
-    """How many of each kind of weights receive a gradient."""
-    stage = view.stage(6)
+def gradients_by_module(replay):
+    """The share of each kind of weights that receives a gradient."""
+    stage = replay.stage(6)
     if stage.get("without_gradient") is None:
-        raise Missing("which weights receive a gradient was not recorded, only how many")
-    shares = gradient_shares(config_of(view, 6), stage["without_gradient"])
+        raise NotMeasured("which weights receive a gradient was not recorded, only how many")
+    shares = gradient_shares(config_of(replay, 6), stage["without_gradient"])
     rows = [
         Bar(
             f"{name}: {received:,} of {total:,} weights",
@@ -228,10 +228,10 @@ def gradients_by_module(view):
     return bar_picture("Weights with a gradient, by module", rows, axis="%", limit=101)
 
 
-def first_steps(view):
-    """Every step's time on a logarithmic scale, so that the first and the rest can both be read."""
-    cold, warm = view.stage(7)["step_ms"], view.stages.get(OPTIMIZED, {}).get("step_ms")
-    median = view.stage(7)["batch_ms"]["p50"]
+def first_steps(replay):
+    """The time of every step on a logarithmic scale, on which the first and the others can be read."""
+    cold, warm = replay.stage(7)["step_ms"], replay.stages.get(OPTIMIZED, {}).get("step_ms")
+    median = replay.stage(7)["batch_ms"]["p50"]
 
     def draw(figure):
         axes = figure.subplots()
@@ -255,11 +255,11 @@ def first_steps(view):
     return Picture("Time of every step, logarithmic", in_words(labels), 220, draw)
 
 
-ZOOM, ZOOM_AT = 0.05, 0.4  # the lower half shows so much of the longer step, from there on in each
+ZOOM, ZOOM_AT = 0.05, 0.4  # the share of the longer step that the lower half shows, and where it begins in each
 
 
 def within(spans, begin, length):
-    """What of the (start, length) lies within a window, counted from its begin."""
+    """The parts of the (start, length) inside a window, relative to its begin."""
     for start, duration in spans:
         left, right = max(start - begin, 0), min(start + duration - begin, length)
         if left < right:
@@ -267,7 +267,7 @@ def within(spans, begin, length):
 
 
 def draw_spans(axes, spans, unit, level, filling):
-    """Bars of (start, length) in us as one outline, which is a tenth of what a shape each would take."""
+    """Draws bars of (start, length) in us as one outline, which takes a tenth of the space of single shapes."""
     spans = [(start / unit, length / unit) for start, length in spans]
     corners = [
         (x, y) for a, b in spans for x, y in ((a, 0), (a + b, 0), (a + b, 0.55), (a, 0.55), (a, 0))
@@ -277,12 +277,12 @@ def draw_spans(axes, spans, unit, level, filling):
     axes.add_patch(PathPatch(outline, facecolor=filling.color, linewidth=0))
 
 
-def gaps(view):
-    """When kernels ran in one recorded step of stages 5 and 8, on one axis of time; below, its first part enlarged."""
-    view.stage(8)
-    if not view.summary.get("timelines"):
-        raise Missing("the kernels of a step were not recorded one by one")
-    timelines = {n: view.summary["timelines"][str(n)] for n in (OPTIMIZED, 8)}
+def gaps(replay):
+    """The kernels of one recorded step of stages 5 and 8 on one axis of time; below, a part enlarged."""
+    replay.stage(8)
+    if not replay.summary.get("timelines"):
+        raise NotMeasured("the kernels of a step were not recorded one by one")
+    timelines = {n: replay.summary["timelines"][str(n)] for n in (OPTIMIZED, 8)}
     longest = max(timeline["step_us"] for timeline in timelines.values())
     fillings = {OPTIMIZED: Filling(RED), 8: Filling(BLUE)}
     labels = [
@@ -290,7 +290,7 @@ def gaps(view):
         f"{number(timeline['step_us'] / 1e3)} ms"
         for n, timeline in timelines.items()
     ]
-    unprofiled = [f"stage {n}: {number(view.stage(n)['batch_ms']['p50'])} ms without the profiler" for n in timelines]
+    unprofiled = [f"stage {n}: {number(replay.stage(n)['batch_ms']['p50'])} ms without the profiler" for n in timelines]
 
     def draw(figure):
         whole = (labels, longest, 0, 1e3, "ms, the whole step")
@@ -308,10 +308,10 @@ def gaps(view):
 
 
 def counted_lines(summary):
-    """The cache lines that the attention kernel's loads touch in both layouts, and the fewest that its bytes lie in."""
+    """The cache lines that the attention kernel's loads touch in both layouts, and the fewest possible."""
     cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
     if not {2, 3} <= cases.keys():
-        raise Missing("the cache lines of its loads were not counted")
+        raise NotMeasured("the cache lines of its loads were not counted")
     rows = [
         ("badly strided, stage 2", cases[2]["lines"]["128"], WRONG),
         ("contiguous, stage 3", cases[3]["lines"]["128"], RIGHT),
@@ -322,10 +322,10 @@ def counted_lines(summary):
 
 
 def counted_bytes(summary):
-    """How often the SwiGLU kernels ask for each byte."""
+    """How often the SwiGLU kernels load each byte."""
     cases = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
     if not {4, OPTIMIZED} <= cases.keys():
-        raise Missing("the bytes that it asks for were not counted")
+        raise NotMeasured("the bytes that it asks for were not counted")
     rows = []
     for stage, filling in ((4, WRONG), (OPTIMIZED, RIGHT)):
         case = cases[stage]
@@ -334,7 +334,7 @@ def counted_bytes(summary):
     return bar_picture("How often the kernel asks for each byte", rows)
 
 
-COUNTED = {2: counted_lines, 4: counted_bytes}  # of a summary
+COUNTED = {2: counted_lines, 4: counted_bytes}  # functions of a summary
 STAGES = {
     1: first_loss,
     2: attention_lengths,
@@ -348,14 +348,14 @@ STAGES = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The whole
+# All stages together
 
 
-def step_times(view):
+def step_times(replay):
     """The median step of the baseline and of every stage, with its spread."""
-    view.require_times()
-    runs = {"plain PyTorch": view.summary["baseline"]} if view.summary["baseline"] else {}
-    runs |= {f"stage {n}": stage for n, stage in view.stages.items()}
+    replay.require_times()
+    runs = {"plain PyTorch": replay.summary["baseline"]} if replay.summary["baseline"] else {}
+    runs |= {f"stage {n}": stage for n, stage in replay.stages.items()}
     rows = []
     for name, run in runs.items():
         low, high = spread_of(run["batch_ms"])
@@ -365,29 +365,29 @@ def step_times(view):
     return bar_picture("A step of every stage: median, and p20 to p80", rows, axis="ms")
 
 
-def mistakes_alone(view):
+def mistakes_alone(replay):
     """The median step of stage 5 with each mistake alone, with its spread."""
-    view.require_times()
-    runs = [(llama.flag_of(run["mistake"]), run) for run in view.summary.get("isolated", []) if "batch_ms" in run]
-    if not runs or OPTIMIZED not in view.stages:
-        raise Missing("each mistake alone was not recorded")
+    replay.require_times()
+    runs = [(llama.flag_of(run["mistake"]), run) for run in replay.summary.get("isolated", []) if "batch_ms" in run]
+    if not runs or OPTIMIZED not in replay.stages:
+        raise NotMeasured("each mistake alone was not recorded")
     rows = []
-    for name, run in [(f"stage {OPTIMIZED}, none", view.stage(OPTIMIZED)), *runs]:
+    for name, run in [(f"stage {OPTIMIZED}, none", replay.stage(OPTIMIZED)), *runs]:
         low, high = spread_of(run["batch_ms"])
         label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
-        filling = RIGHT if run is view.stage(OPTIMIZED) else WRONG
+        filling = RIGHT if run is replay.stage(OPTIMIZED) else WRONG
         rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
     return bar_picture("A step with each mistake alone: median, and p20 to p80", rows, axis="ms")
 
 
-def losses(view):
-    """The loss over the steps; stages whose losses are the same share a line, which names them all."""
+def losses(replay):
+    """The loss over the steps; stages with the same losses share a line with all their names."""
     alike = {}
-    for n, stage in view.stages.items():
+    for n, stage in replay.stages.items():
         alike.setdefault(tuple(stage["losses"]), []).append(str(n))
     curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
     colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
-    floor = view.summary["entropy"]
+    floor = replay.summary["entropy"]
     highest = max(loss for curve in alike for loss in curve if loss is not None)
 
     def draw(figure):
@@ -411,7 +411,7 @@ def losses(view):
 def kernel_points(summary):
     """(kernel, stage, FLOP per byte, FLOP per second) of each of our kernels in each profiled stage."""
     work = kernel_work(llama.Config(**summary["config"]))
-    for stage in View(summary).stages.values():
+    for stage in Replay(summary).stages.values():
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:
                 amount = work[kernel["name"]]
@@ -423,16 +423,16 @@ def kernel_points(summary):
                 )
 
 
-def roofline(view):
-    """One symbol a kernel, a point a stage. Below the slanted line memory limits, below the level one arithmetic."""
-    ceilings = view.summary.get("ceilings")
+def roofline(replay):
+    """A symbol for each kernel, a point for each stage, under the ceilings of memory and of arithmetic."""
+    ceilings = replay.summary.get("ceilings")
     if not ceilings:
-        raise Missing("the ceilings of this device were not measured")
+        raise NotMeasured("the ceilings of this device were not measured")
     shown = {}
-    for name, stage, x, y in kernel_points(view.summary):
+    for name, stage, x, y in kernel_points(replay.summary):
         shown.setdefault(name, {})[stage] = (x, y / 1e12)
     if not shown:
-        raise Missing("none of our kernels ran on a device here")
+        raise NotMeasured("none of our kernels ran on a device here")
     ceiling, slope = ceilings["flop_per_second"] / 1e12, ceilings["bytes_per_second"] / 1e12
     ridge = ceiling / slope
     xs = [x for stages in shown.values() for x, _ in stages.values()]
@@ -451,7 +451,7 @@ def roofline(view):
         for axis in (axes.xaxis, axes.yaxis):
             drawing.plain_log(axis)
         top = max(ceiling, ceilings["peak_tflops"] or 0)
-        axes.set_ylim(top=top * 12)  # the labels stand above the lines, not on them
+        axes.set_ylim(top=top * 12)  # so that the labels stand above the lines
         note = f"{number(slope)} TB/s and {number(ceiling)} TFLOP/s reached"
         if ceilings["peak_tflops"]:
             note += f"\n{number(ceilings['peak_tflops'])} TFLOP/s by the datasheet (dotted)"
@@ -474,7 +474,7 @@ WHOLE = {"steps": step_times, "alone": mistakes_alone, "loss": losses, "roofline
 
 
 def svg(picture, name):
-    """The Picture as an element of the report, where no other has this name."""
+    """The Picture as an element of the report; the name must be unique there."""
     with drawing.style():
         figure = drawing.new_figure(picture.height)
         picture.draw(figure)
@@ -482,7 +482,7 @@ def svg(picture, name):
 
 
 def write_overview(chosen, title, path, columns=4):
-    """The Pictures side by side in one PNG file."""
+    """Draws the Pictures side by side in one PNG file."""
     rows = math.ceil(len(chosen) / columns)
     columns = min(columns, len(chosen))
     with drawing.style():

@@ -1,4 +1,4 @@
-"""Replay the stages of the workshop: run each, profile each, compare them all.
+"""Replay the stages of the workshop: run, profile and compare them.
 
     ./run_all_stages.sh                            stages 1 to 5 at 8 x 128 tokens, 20 steps each
     ./run_all_stages.sh --beyond                   stages 6 to 8 too
@@ -8,27 +8,27 @@
     ./run_all_stages.sh --dry-run                  print the commands only
     ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
 
-Each stage is a run in a process of its own, profiled when it is done; plain PyTorch (--impl torch)
-runs first, as the baseline. With rocprofv3 on the PATH and an AMD GPU, rocprofv3 profiles;
-everywhere else the script's own --profile does. The kernels of the steps, without those of the
-warm-up, become a table. --laptop runs on the CPU what a CPU can show: the loss, the weights that
-receive a gradient, and what kernels ask memory for, with a tiny model in Triton's interpreter; of
-the rest it shows replays recorded on a GPU, and says so. The output folder then holds
+Each stage runs in a process of its own and is profiled afterwards; plain PyTorch (--impl torch)
+runs first, as the baseline. The profiler is rocprofv3 if it is on the PATH and there is an AMD GPU,
+otherwise the script's --profile. Its table has the kernels of the steps, without the warm-up.
+--laptop runs on the CPU what a CPU can show: the loss, the weights that receive a gradient, and the
+memory accesses of kernels, with a tiny model in Triton's interpreter. For the rest it shows replays
+that were recorded on a GPU, and marks them. The output folder then contains
 
     report.html, summary.md, stages.png    the comparison, to read
     summary.json                           the comparison, to compute with
-    stageN.json, baseline.json             all that tiny_llama_v3.py says of a run
+    stageN.json, baseline.json             the result of tiny_llama_v3.py
     stageN_profile.csv                     the kernels, with rocprofv3's columns
-    stageN_output.log                      what the runs printed
+    stageN_output.log                      the output of the runs
     stageN_alone*                          the same of stage N's own mistake alone
     ceilings.json                          the bandwidth and the arithmetic that this device reaches
     kernel_timeline.json                   when each kernel of one step of stages 5 and 8 ran
     attention_layouts.json                 the attention kernel over the sequence, in both layouts
-    counted.json                           what kernels ask memory for
-    previous_DATE/                         what an earlier replay had left there
+    counted.json                           the memory accesses of kernels
+    previous_DATE/                         the results of an earlier replay
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130
-interrupted (what was done is kept and compared).
+interrupted (the finished runs are kept and compared).
 """
 
 import contextlib
@@ -49,12 +49,13 @@ from typing import NamedTuple
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.stages import OPTIMIZED, newest_replays, observations, own_mistake, short_title
-from exercises.performance_debugging import comparison, report
+from benchmarks.pages.replays import OPTIMIZED, newest_replays, observations, own_mistake, short_title
+from exercises.performance_debugging import report
+from exercises.performance_debugging.summary import compare, console, without_option, wrapped
+from measure.command_line import Parser, program
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS
-from profiling.readers import Unreadable, read_step_stats
-from tiny_llama_v3 import exit_code_of
+from profilers.readers import Unreadable, read_step_stats
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -62,26 +63,20 @@ ROOT = HERE.parents[1]
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
 SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
-# A CPU shows stage 1 at the full width of the model, in plain PyTorch; autograd without its kernels in the interpreter.
+# On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
     "--device cpu --batch-size 1 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
-COUNTED_STAGES = {2, 4}  # each with the one after it
+COUNTED_STAGES = {2, 4}  # each with the next stage
 PROFILED_STEPS = ["--num-steps", "3", "--warmup-steps", "1"]  # as many as the script's own --profile records
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = (
-    "stage*",
-    "baseline*",
-    "ceilings*",
-    "attention_layouts*",
-    "kernel_timeline*",
-    "counted*",
-    "summary.*",
+WRITTEN = (  # by a replay into its output folder
+    "stage*", "baseline*", "ceilings*", "attention_layouts*", "kernel_timeline*", "counted*", "summary.*",
     "report.html",
-)  # by a replay into its output folder
+)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -90,26 +85,26 @@ WRITTEN = (
 
 @dataclass
 class Part:
-    """One process of the replay: what it is asked to write, and where that goes."""
+    """A process of the replay and its results."""
 
     what: str  # "measured", "profiled" or "counted"
     command: list
     pattern: str | None = None  # the file that the process writes into the folder FOLDER of its command
-    target: str | None = None  # where that goes
+    target: str | None = None  # the name of that file in the output folder
     environment: dict = field(default_factory=dict)
-    profile: str | None = None  # where the kernels go that are recorded into FOLDER
+    profile: str | None = None  # the name for the kernels that are recorded into FOLDER
 
 
-FOLDER = "{temporary folder}"  # stands for it in a Part until it exists
+FOLDER = "{temporary folder}"  # a placeholder in a Part until the folder exists
 
 
 @dataclass
 class Run:
-    """The baseline, the ceilings, a stage, a mistake alone or the counts: its parts, and what became of it."""
+    """The baseline, the ceilings, a stage, a mistake alone or the counts: its parts and its outcome."""
 
-    name: str  # its files begin with it
+    name: str  # the prefix of its files
     title: str
-    parts: list  # none of a mistake alone that is a stage, and of a stage that --laptop does not run
+    parts: list  # empty for a mistake alone that is a stage, and for a stage that --laptop does not run
     stage: int | None = None
     mistake: str | None = None  # of BUGS, the only one
     obstacle: str | None = None  # why it cannot run here
@@ -118,7 +113,7 @@ class Run:
 
 
 def on_gpu(config):
-    """Asks for no GPU's properties: that would occupy a GPU which the stages may need to themselves."""
+    """Does not query a GPU, which would occupy it for the stages."""
     return config.device != "cpu" and torch.cuda.is_available()
 
 
@@ -128,14 +123,14 @@ def profiler_of(config):
 
 
 def rocprofv3_command(command):
-    """A short run: it records the measured steps, and slows them down."""
+    """A short run, as recording slows the steps down."""
     tracing = ["--kernel-trace", "--marker-trace", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
     return ["rocprofv3", *tracing, "--", *command, *PROFILED_STEPS]
 
 
 def training_run(name, title, script, arguments, config, stage=None, with_profile=False):
     command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
-    # Stage 7 shows compilation, which a filled cache would hide.
+    # Stage 7 shows compilation, which a cache would hide.
     environment = {"TRITON_CACHE_DIR": f"{FOLDER}/triton"} if stage == 7 else {}
     measured = Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)
     parts, kernels = [measured], f"{name}_profile.csv"
@@ -147,31 +142,32 @@ def training_run(name, title, script, arguments, config, stage=None, with_profil
 
 
 class Measurement(NamedTuple):
-    """A module beside this one, which measures what the pictures of a report need besides."""
+    """A module of this folder that measures data for the pictures of a report."""
 
+    module: str
     title: str
-    stages: set  # for whose sake
+    stages: set  # that need the data
     needs_gpu: bool
 
 
-MEASUREMENTS = {
-    "ceilings": Measurement("what the device can do", set(llama.STAGES), needs_gpu=False),
-    "attention_layouts": Measurement("the attention kernel over the sequence", {2}, needs_gpu=True),
-    "kernel_timeline": Measurement("when the kernels of a step run", {8}, needs_gpu=True),
+MEASUREMENTS = {  # by the name of the file that they write
+    "ceilings": Measurement("measured_ceilings", "what the device can do", set(llama.STAGES), False),
+    "attention_layouts": Measurement("attention_layouts", "the attention kernel over the sequence", {2}, True),
+    "kernel_timeline": Measurement("kernel_timeline", "when the kernels of a step run", {8}, True),
 }
 
 
 def measurement_runs(stages, arguments, config):
-    """The Runs of the MEASUREMENTS that this machine can make for these stages."""
+    """Yields the Runs of the MEASUREMENTS that these stages need and this machine can make."""
     for name, measurement in MEASUREMENTS.items():
         if measurement.stages & set(stages) and (on_gpu(config) or not measurement.needs_gpu):
-            module = ["-m", f"exercises.performance_debugging.{name}"]
+            module = ["-m", f"exercises.performance_debugging.{measurement.module}"]
             command = [sys.executable, *module, *arguments, "--output-dir", FOLDER]
             yield Run(name, measurement.title, [Part("measured", command, f"{name}.json", f"{name}.json")])
 
 
 def isolated_runs(stages, arguments, config, with_profile):
-    """A Run for each mistake that is a stage's own, without those that a stage has beside it."""
+    """Yields a Run for the own mistake of each stage by itself."""
     script = ROOT / "tiny_llama_v3.py"
     for stage in stages:
         mistake = own_mistake(stage)
@@ -188,7 +184,7 @@ def isolated_runs(stages, arguments, config, with_profile):
 
 
 def obstacle_of(config):
-    """Why a stage cannot run on this machine, or None."""
+    """The reason why a stage cannot run on this machine, or None."""
     if on_gpu(config):
         return None
     try:
@@ -219,7 +215,7 @@ def plan(options):
 
 
 def plan_laptop(options):
-    """The Runs of --laptop: a few stages on the CPU, the others without parts, and what kernels ask memory for."""
+    """The Runs of --laptop: some stages on the CPU, the others without parts, and the memory accesses of kernels."""
     no_triton = None if llama.triton else "Triton is not installed"
     runs = []
     for stage in options.stages:
@@ -233,14 +229,14 @@ def plan_laptop(options):
         runs.append(run)
     if COUNTED_STAGES & set(options.stages):
         stages = ",".join(map(str, options.stages))
-        command = [sys.executable, "-m", "exercises.performance_debugging.counted", "--stages", stages]
+        command = [sys.executable, "-m", "exercises.performance_debugging.memory_counts", "--stages", stages]
         parts = [Part("counted", [*command, "--output-dir", FOLDER], "counted.json", "counted.json")]
         runs.append(Run("counted", "what kernels ask memory for", parts, obstacle=no_triton))
     return runs
 
 
 def recorded_replays(stages):
-    """Summaries of replays on a GPU, as they were measured then, each with its file, that have one of these stages."""
+    """Yields the recorded summaries of replays on a GPU with any of these stages, each with its file."""
     for name, summary in newest_replays(RESULTS):
         if any(stage["stage"] in stages and "batch_ms" in stage for stage in summary["stages"]):
             yield {"file": str((RESULTS / name).relative_to(ROOT)), **summary}
@@ -252,13 +248,13 @@ def recorded_replays(stages):
 
 @dataclass
 class Progress:
-    """How far the replay is, and how long the rest will take by what its parts took so far."""
+    """The progress of the replay, which estimates the remaining time from the finished parts."""
 
     parts: list  # "measured" or "profiled", in order
     seconds: list = field(default_factory=list)
 
     def remaining(self):
-        """Seconds, or None before there is anything to judge by."""
+        """The remaining seconds, or None before a part is finished."""
         if not self.seconds:
             return None
         taken = {}
@@ -281,7 +277,7 @@ class Progress:
 
 
 def execute(command, environment, log):
-    """The exit status of a command. Its output goes to the log and, on a terminal, live to the last line."""
+    """Runs a command. Its output goes to the log and, on a terminal, to the last line. Returns the exit status."""
     width = shutil.get_terminal_size().columns - 1
     process = subprocess.Popen(
         command, env=os.environ | environment, text=True, errors="replace",
@@ -308,7 +304,7 @@ def execute(command, environment, log):
 
 
 def write_kernels_of_steps(recording, path):
-    """The kernels of the measured steps in a recording, a folder, as CSV with rocprofv3's columns."""
+    """Writes the kernels of the measured steps of a recording, a folder, as CSV with rocprofv3's columns."""
     table, steps = read_step_stats(recording)
     if not steps or table.empty:
         raise RuntimeError("the profiler recorded no kernels within a range named step: see its messages in the log")
@@ -316,7 +312,7 @@ def write_kernels_of_steps(recording, path):
 
 
 def execute_part(part, log_path, output):
-    """Runs a part and moves what it wrote into output. A RuntimeError or Unreadable says what went wrong."""
+    """Runs a part and moves its results into output. RuntimeError or Unreadable if it fails."""
     with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
         command = [argument.replace(FOLDER, work) for argument in part.command]
         environment = {name: value.replace(FOLDER, work) for name, value in part.environment.items()}
@@ -325,7 +321,7 @@ def execute_part(part, log_path, output):
         status = execute(command, environment, log)
         log.flush()
         written = next(Path(work).rglob(part.pattern), None) if part.pattern else work
-        if part.pattern and written:  # also of a process that failed in its profile
+        if part.pattern and written:  # also if the process failed while profiling
             os.replace(written, output / part.target)
         if status != 0 or written is None:
             tail = "".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-LOG_TAIL:])
@@ -336,11 +332,11 @@ def execute_part(part, log_path, output):
 
 
 def execute_run(run, output, progress):
-    """All parts of a run until one fails, which run.error then says."""
+    """Runs the parts of a run. If one fails, run.error is set and the rest is skipped."""
     for part in run.parts:
         with progress.part(f"{run.title}, {part.what}"):
             if run.error:
-                continue  # a run that does not work cannot be profiled
+                continue  # a failed run cannot be profiled
             try:
                 execute_part(part, output / f"{run.name}_output.log", output)
             except (RuntimeError, OSError, Unreadable) as error:
@@ -350,12 +346,12 @@ def execute_run(run, output, progress):
 
 
 def execute_all(runs, output):
-    """True if it came to its end, False if it was interrupted."""
+    """Executes all runs. Returns False if it was interrupted."""
     able = [run for run in runs if run.parts and not run.obstacle]
     progress = Progress([part.what for run in able for part in run.parts])
     for run in runs:
         if run.obstacle:
-            print(comparison.wrapped(f"{run.title}: left out, {run.obstacle}"))
+            print(wrapped(f"{run.title}: left out, {run.obstacle}"))
     try:
         for run in able:
             execute_run(run, output, progress)
@@ -372,7 +368,7 @@ def execute_all(runs, output):
 
 @contextlib.contextmanager
 def locked(output):
-    """The output folder for this replay alone."""
+    """Makes and locks the output folder."""
     llama.writable_folder("--output", output).mkdir(parents=True, exist_ok=True)
     with open(output / ".lock", "w") as lock:
         try:
@@ -383,7 +379,7 @@ def locked(output):
 
 
 def put_aside(output):
-    """Moves what an earlier replay left into previous_<its date>/, so that no folder mixes two replays."""
+    """Moves the results of an earlier replay into previous_<its date>/."""
     old = [path for pattern in WRITTEN for path in output.glob(pattern)]
     if old:
         date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
@@ -410,7 +406,7 @@ def stage_numbers(text):
 
 
 def refuse_beside_laptop(options):
-    """UsageError for what contradicts --laptop."""
+    """UsageError for options that contradict --laptop."""
     if options.beyond:
         raise llama.UsageError("--laptop shows all stages: leave --beyond out")
     if options.isolate:
@@ -427,9 +423,9 @@ RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "
 
 
 def parse(argv):
-    """The options; script_options are those after --."""
+    """Parses the options; script_options are those after --."""
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = llama.Parser(PROGRAM, __doc__)
+    parser = Parser(PROGRAM, __doc__)
     parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     parser.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
@@ -438,7 +434,7 @@ def parse(argv):
     parser.add_argument("--seq-len", type=int, help="tokens a sequence (default: 128)")
     parser.add_argument("--num-steps", type=int, help="steps of a full run (default: 20)")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
-    parser.add_argument("--no-profile", action="store_true", help="leave the profiled runs out")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(argv[:end])
     options.script_options = argv[end + 1 :]
@@ -470,14 +466,16 @@ def print_commands(runs):
 
 
 def single_command(run):
-    """The measured part of a run as one types it in this folder."""
+    """The command of the measured part of a run, for this folder."""
     _, script, *arguments = run.parts[0].command
     variables = [f"{name}={value}" for name, value in run.parts[0].environment.items() if FOLDER not in value]
     command = ["python", os.path.relpath(script, HERE), *arguments[: arguments.index("--output-dir")]]
     return " ".join([*variables, shlex.join(command)])
 
 
-def run(argv):
+@program(PROGRAM)
+def main(argv):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the time limit of a batch system interrupts too
     options = parse(argv)
     profiler, runs = (None, plan_laptop(options)) if options.laptop else plan(options)
     if options.dry_run:
@@ -488,7 +486,7 @@ def run(argv):
         trained = [run for run in runs if run.parts and run.name not in (*MEASUREMENTS, "counted")]
         header = {
             "benchmark": "stages",
-            "command": shlex.join([f"./{PROGRAM}", *comparison.without_option(argv, "--output")]),
+            "command": shlex.join([f"./{PROGRAM}", *without_option(argv, "--output")]),
             "date": datetime.now().isoformat(timespec="seconds"),
             "commands": [single_command(run) for run in trained],
             "profiler": profiler,
@@ -496,20 +494,14 @@ def run(argv):
             "recorded": list(recorded_replays(options.stages)) if options.laptop else [],
         }
         completed = execute_all(runs, options.output)
-        summary = header | {"interrupted": not completed} | comparison.compare(options.output, runs)
+        summary = header | {"interrupted": not completed} | compare(options.output, runs)
         summary["observations"] = observations(summary) if summary["environment"] else []
         report.write(summary, options.output)
     if summary["environment"]:
-        print(f"\n{comparison.console(summary)}\n\nReport: {options.output / 'report.html'}")
+        print(f"\n{console(summary)}\n\nReport: {options.output / 'report.html'}")
     if not completed:
         return 130
     return int(any(run.error for run in runs))
-
-
-def main(argv=None):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's time limit is an interruption too
-    argv = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(argv), PROGRAM)
 
 
 if __name__ == "__main__":

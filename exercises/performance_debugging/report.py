@@ -1,12 +1,13 @@
-"""What a replay leaves to be read: summary.json, summary.md, stages.png and report.html."""
+"""Writes the results of a replay: summary.json, summary.md, stages.png and report.html."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
 
-from benchmarks import stages
-from exercises.performance_debugging import cards, comparison, pictures
+from benchmarks.pages import replays
+from exercises.performance_debugging import pictures, report_cards
+from exercises.performance_debugging.summary import ALONE, COUNTED, laptop_line, markdown, recorded_line
 from measure import drawing
 from measure.results import write_json
 
@@ -14,7 +15,7 @@ TEMPLATE = "report.html.jinja"
 
 
 class FigureTable(NamedTuple):
-    """A table of benchmarks.stages under its heading."""
+    """A table of benchmarks.pages.replays with its heading."""
 
     heading: str
     text: str | None
@@ -23,51 +24,51 @@ class FigureTable(NamedTuple):
 
 
 def tables(summary):
-    """All figures as FigureTables: this replay's, each mistake alone, what was counted, what was recorded elsewhere."""
-    laptop = comparison.laptop_line(summary) if summary.get("laptop") else None
-    yield FigureTable("This replay", laptop, *stages.comparison_table(summary))
+    """Yields all figures as FigureTables: of this replay, each mistake alone, the counts, and recordings."""
+    laptop = laptop_line(summary) if summary.get("laptop") else None
+    yield FigureTable("This replay", laptop, *replays.comparison_table(summary))
     if summary.get("isolated"):
-        yield FigureTable("Each mistake alone", comparison.ALONE, *stages.isolated_table(summary))
+        yield FigureTable("Each mistake alone", ALONE, *replays.isolated_table(summary))
     if summary.get("counted"):
-        yield FigureTable("Counted", comparison.COUNTED, *stages.counted_table(summary))
+        yield FigureTable("Counted", COUNTED, *replays.counted_table(summary))
     for replay in summary.get("recorded", []):
-        heading = f"Recorded: {stages.sizes(replay)}"
-        yield FigureTable(heading, comparison.recorded_line(replay), *stages.comparison_table(replay))
+        heading = f"Recorded: {replays.sizes(replay)}"
+        yield FigureTable(heading, recorded_line(replay), *replays.comparison_table(replay))
 
 
 def whole(summary):
-    """{name: (Picture, where it was recorded or None)} of the pictures of all stages together."""
-    views = [(stages.View(summary), None)]
-    views += [(stages.View(replay), cards.recorded_on(replay)) for replay in summary.get("recorded", [])]
+    """Yields (name, (Picture, where it was recorded or None)) of the pictures of all stages together."""
+    sources = [(replays.Replay(summary), None)]
+    sources += [(replays.Replay(replay), report_cards.recorded_on(replay)) for replay in summary.get("recorded", [])]
     for name, function in pictures.WHOLE.items():
-        drawn = ((cards.attempt(function, view)[0], source) for view, source in views)
+        drawn = ((report_cards.attempt(function, replay)[0], source) for replay, source in sources)
         found = next((each for each in drawn if each[0]), None)
         if found:
             yield name, found
 
 
 def render(summary):
-    """The text of report.html: one page that needs no other file, no network and no script."""
+    """The text of report.html, a page that needs no other file, no network and no script."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template(TEMPLATE).render(
         summary=summary,
-        setting=stages.setting(summary),
-        cards=cards.cards(summary),
+        setting=replays.setting(summary),
+        cards=report_cards.cards(summary),
         whole=dict(whole(summary)),
         svg=pictures.svg,
         colors=drawing.css(),
         tables=list(tables(summary)),
-        notes=stages.notes(summary),
+        notes=replays.notes(summary),
     )
 
 
 def write_overview(summary, path):
-    """The pictures of all cards in one PNG file; none if there are no pictures."""
-    chosen = [each.picture for card in cards.cards(summary) for each in card.evidence if each.picture]
+    """Writes the pictures of all cards into one PNG file, if there are any."""
+    chosen = [each.picture for card in report_cards.cards(summary) for each in card.evidence if each.picture]
     if chosen:
-        pictures.write_overview(chosen, stages.setting(summary), path)
+        pictures.write_overview(chosen, replays.setting(summary), path)
 
 
 def write(summary, folder):
@@ -75,6 +76,6 @@ def write(summary, folder):
     write_json(folder / "summary.json", summary)
     if summary["environment"] is None:
         return
-    (folder / "summary.md").write_text(comparison.markdown(summary))
+    (folder / "summary.md").write_text(markdown(summary))
     write_overview(summary, folder / "stages.png")
     (folder / "report.html").write_text(render(summary))

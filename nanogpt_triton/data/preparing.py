@@ -5,31 +5,33 @@ import shutil
 import urllib.request
 from pathlib import Path
 
+from measure.command_line import Parser, program
 from nanogpt_triton.dataset import TOKEN, Characters, Writer
-from tiny_llama_v3 import Parser, UsageError, exit_code_of
+from tiny_llama_v3 import UsageError
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 def run(script, description, prepare, argv=None, inputs=True):
     """Runs prepare(options) with the folder of the script as default output. Returns the exit code."""
-    return exit_code_of(lambda: prepare_as_told(script, description, prepare, argv, inputs), "prepare.py")
 
+    @program("prepare.py")
+    def main(argv):
+        parser = Parser("prepare.py", description)
+        if inputs:
+            parser.add_argument(
+                "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
+            )
+        folder = Path(script).resolve().parent
+        parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
+        options = parser.parse_args(argv)
+        try:
+            prepare(options)
+        except OSError as error:
+            raise UsageError(f"{error.filename or options.output}: {error.strerror or error}") from error
+        return 0
 
-def prepare_as_told(script, description, prepare, argv, inputs):
-    parser = Parser("prepare.py", description)
-    if inputs:
-        parser.add_argument(
-            "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
-        )
-    folder = Path(script).resolve().parent
-    parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: where this script lies")
-    options = parser.parse_args(argv)
-    try:
-        prepare(options)
-    except OSError as error:
-        raise UsageError(f"{error.filename or options.output}: {error.strerror or error}") from error
-    return 0
+    return main(argv)
 
 
 def read_text(path):

@@ -18,12 +18,12 @@ from tiny_llama_v3 import (
     as_rows,
     cdiv,
     column_sum_kernel,
+    expect_contiguous,
     get_device,
     jit,
     launch,
     next_power_of_2,
     norm_tile,
-    not_contiguous,
     tl,
     triton,
 )
@@ -169,8 +169,7 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
-    if not (weight.is_contiguous() and (bias is None or bias.is_contiguous())):
-        raise not_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
+    expect_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])

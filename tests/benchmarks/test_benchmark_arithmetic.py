@@ -1,7 +1,6 @@
 """What the benchmarks make of a clock's readings: units, steps of a window, turns, bytes and operations."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +10,7 @@ import tiny_llama_v3 as llama
 from benchmarks import gpt, kernels, layer_norm, steps
 from measure import timing
 from measure.results import Unavailable
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tiny_llama import hardware
 
 CPU = llama.get_device("cpu")
 
@@ -41,8 +38,8 @@ def test_windows_take_turns():
 
 def test_a_row_of_compare_by_hand(monkeypatch):
     config = llama.Config(batch_size=3, seq_len=5)
-    monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 0.5)
-    monkeypatch.setattr(llama, "model_tflops", lambda config: 0.002)
+    monkeypatch.setattr(hardware, "peak_tflops", lambda device, precision: 0.5)
+    monkeypatch.setattr(hardware, "model_tflops", lambda config: 0.002)
     row = steps.Row("torch")
     theirs = SimpleNamespace(results={}, device=CPU, steps=2, row=row)
     summary = steps.summarize(theirs, [(20.0, 21.0), (10.0, 11.0)], config, theirs, [(10.0, 1.0), (30.0, 1.0)])
@@ -55,37 +52,28 @@ def test_a_row_of_compare_by_hand(monkeypatch):
     assert summary["windows_wall_ms"] == [21.0, 11.0]
 
 
-def test_ours_over_theirs():
-    rows = {
-        "triton": {"ms": {"median": 2.0}, "peak_memory_mib": 100.0},
-        "torch": {"ms": {"median": 8.0}, "peak_memory_mib": 400.0},
-    }
-    assert steps.compare_rows("triton", "torch", rows) == {
-        "ours": "triton", "peer": "torch", "time_ratio": 0.25, "in_turns": False, "memory_ratio": 0.25
-    }  # fmt: skip
-
-
 def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
-    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": None} for name, ms in times.items()}
+    times |= {"sdpa flat compile graph": 2.0, "sdpa bf16 compile graph": 1.5}  # yardsticks, and no peers
+    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": 50 * ms} for name, ms in times.items()}
     result = {"rows": rows | {"hf": {"error": "not installed"}}}
     steps.conclude(result)
     assert result["strongest_peer"] == "sdpa"
-    assert [(pair["ours"], pair["peer"]) for pair in result["comparisons"]] == [("triton", "sdpa"), ("triton", "torch")]
+    assert result["comparisons"] == [
+        {"ours": "triton", "peer": peer, "time_ratio": ratio, "in_turns": False, "memory_ratio": ratio}
+        for peer, ratio in (("sdpa", 0.25), ("torch", 0.125))
+    ]
 
 
 def test_a_rate_is_the_work_over_the_time():
     bench = timing.Bench(CPU)
     bench.microseconds = lambda calls: 50.0
-    measured = kernels.measure(bench, [None], 2e9)
-    assert measured["rate"] == pytest.approx(2e9 / 50e-6 / 1e12)
-    own_amount = kernels.measure(bench, ([None], 4e9), 2e9)
-    assert own_amount["rate"] == pytest.approx(2 * measured["rate"])
+    assert kernels.measure(bench, [None], 2e9)["rate"] == pytest.approx(2e9 / 50e-6 / 1e12)
+    assert kernels.measure(bench, ([None], 4e9), 2e9)["rate"] == pytest.approx(4e9 / 50e-6 / 1e12)  # its own amount
 
 
-def test_the_work_of_each_case_by_hand(monkeypatch):
-    if llama.triton is None or not llama.INTERPRETED:
-        pytest.skip("the cases of a CPU need Triton's interpreter")
+@pytest.mark.skipif(llama.triton is None or not llama.INTERPRETED, reason="a CPU's cases need Triton's interpreter")
+def test_the_work_of_each_case_by_hand():
     bench = kernels.KernelBench(CPU)
     n = bench.elements * 4  # bytes of a tensor, in fp32
     work = {case: amount for name in kernels.CASES for case, amount, *_ in kernels.CASES[name](bench)}
@@ -109,10 +97,10 @@ def test_the_work_of_each_case_by_hand(monkeypatch):
 
 
 def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
-    amounts = {}
+    amounts = []
 
     def rate(calls, amount):
-        amounts.setdefault(len(amounts), amount)
+        amounts.append(amount)
         return {"us": 1.0, "rate": 1.0, "error": None}
 
     monkeypatch.setattr(layer_norm, "check", lambda *args: 0.0)
@@ -121,7 +109,7 @@ def test_layer_norm_s_bytes_and_wall_time(monkeypatch, ticking):
     case = layer_norm.measure_case(bench, (8, 16), {"triton": layer_norm.torch_layer_norm})
     size, statistics, weight = 8 * 16 * 4, 2 * 8 * 4, 16 * 4
     forward, backward = 2 * size + statistics + 2 * weight, 3 * size + statistics + weight
-    assert dict(zip(case["passes"], amounts.values(), strict=True)) == {
+    assert dict(zip(case["passes"], amounts, strict=True)) == {
         "forward": forward, "forward + backward": forward + backward, "backward": backward
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -137,7 +125,7 @@ def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
     contender.step = lambda: torch.tensor(float("inf"))
     with pytest.raises(Unavailable, match="the loss is inf"):
         contender.window(5)
-    monkeypatch.setattr(llama, "peak_tflops", lambda device, precision: 2.0)
+    monkeypatch.setattr(hardware, "peak_tflops", lambda device, precision: 2.0)
     model = SimpleNamespace(flops_per_token=lambda: 5e8)
     figures = gpt.figures([1.0, 2.0, 3.0, 4.0, 5.0], 600, model, torch.device("cpu"))
     assert figures["ms"] == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
@@ -145,6 +133,8 @@ def test_a_window_of_nanogpt_and_its_figures(monkeypatch, ticking):
     assert figures["mfu"] == pytest.approx(200_000 * 5e8 / 2e12)
 
 
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.usefixtures("small_gpt")
 def test_the_speed_of_nanogpt_s_rows_is_the_median_of_neighbouring_windows(monkeypatch, tmp_path):
     ms = {"torch": iter([1.0, 6.0, 8.0, 20.0]), "triton": iter([1.0, 3.0, 4.0, 5.0])}  # the first is the warm-up
 
@@ -154,8 +144,6 @@ def test_the_speed_of_nanogpt_s_rows_is_the_median_of_neighbouring_windows(monke
 
     monkeypatch.setattr(gpt, "Contender", Timed)
     flags = ["--tiny", "--rows", "torch", "triton", "--windows", "3", "--steps", "1", "--output-dir", str(tmp_path)]
-    if llama.triton is None:
-        pytest.skip("Triton is not installed")
     assert gpt.main(flags) == 0
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["rows"]

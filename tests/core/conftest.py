@@ -15,7 +15,7 @@ def make_step(device):
     def make(config=TINY, **changes):
         config = dataclasses.replace(config, **changes)
         step = llama.TrainStep(config, llama.get_device(device))
-        step.load(*llama.DATA[config.data](config).next_batch())
+        step.load(*next(step.batches(config.seed)))
         return step
 
     return make

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -14,18 +15,20 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tiny_llama_v3 as llama
+from tiny_llama import hardware, profiler
 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
@@ -35,7 +38,10 @@ TINY = (
     "--hidden-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2 --ffn-dim 48 --vocab-size 37 --batch-size 2 "
     "--seq-len 17 --num-steps 3 --warmup-steps 1 --impl torch --device cpu"
 ).split()
-NOT_POSITIVE = ("--warmup-steps", "--impl", "--device")
+TINIER = (  # a quarter of the time in Triton's interpreter
+    "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 11 --batch-size 1 "
+    "--seq-len 5"
+).split()
 LABELS = {  # of the summary: label, what follows it
     "Final loss": r"[\d.]+ ",
     "Average training speed": r"[\d.]+ samples/sec$",
@@ -53,13 +59,10 @@ LABELS = {  # of the summary: label, what follows it
 
 
 @pytest.fixture(autouse=True)
-def restored_settings(monkeypatch, tmp_path):
-    """Runs start in an empty folder, and what they set in PyTorch is set back."""
+def empty_folder(monkeypatch, tmp_path):
+    """Runs start in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture
@@ -72,11 +75,27 @@ def cli(capsys):
         out, err = capsys.readouterr()
         path = re.search(r"^Results: (.*)$", out, re.M)
         losses = [float(loss) for loss in re.findall(r"^step .*? loss ([\d.]+)", out, re.M)]
-        return SimpleNamespace(
-            code=code, out=out, err=err, losses=losses, result=strict_json(path[1]) if path else None
-        )
+        result = strict_json(path[1]) if path else None
+        return SimpleNamespace(code=code, out=out, err=err, losses=losses, result=result)
 
     return run
+
+
+@pytest.fixture
+def after_call(monkeypatch):
+    """after_call(number, name, act): act(step) follows that call of a method of TrainStep, warm-up included."""
+
+    def arm(number, name, act):
+        calls, method = itertools.count(1), getattr(llama.TrainStep, name)
+
+        def replacement(step):
+            method(step)
+            if next(calls) == number:
+                act(step)
+
+        monkeypatch.setattr(llama.TrainStep, name, replacement)
+
+    return arm
 
 
 def strict_json(path):
@@ -98,7 +117,7 @@ def files(folder):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
-    run = cli("--impl", impl, "--device", device, "--data", "markov", "--seed", 5)
+    run = cli("--impl", impl, "--device", device, "--data", "markov", "--seed", 5, "--num-layers", 1)
     assert run.code == 0 and run.err == ""
     for label, pattern in LABELS.items():
         assert len(re.findall(rf"^{label}: {pattern}", run.out, re.M)) == 1, label
@@ -131,7 +150,7 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     assert summary["entropy"] == pytest.approx(1.75 * math.log(2))
     assert summary["first_loss"] == steps[0]["loss"] and summary["final_loss"] == steps[-1]["loss"]
     assert summary["host_ms"] == pytest.approx(statistics.median(step["host_ms"] for step in steps))
-    tflops = llama.model_tflops(llama.Config(**result["config"])) / (summary["batch_ms"]["p50"] / 1e3)
+    tflops = hardware.model_tflops(llama.Config(**result["config"])) / (summary["batch_ms"]["p50"] / 1e3)
     assert summary["tflops_per_second"] == pytest.approx(tflops)
     parameters = printed(run.out, "Parameters with a gradient")
     assert summary["parameters"] == summary["parameters_with_gradient"] == parameters
@@ -146,18 +165,19 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
         assert printed(run.out, f"Average {phase} time") == pytest.approx(mean, abs=0.00051)
 
 
-def test_random_data_names_its_floor(cli):
-    assert re.search(rf"^Final loss: .*floor {math.log(37):.4f}, ln\(vocab\)", cli().out, re.M)
-
-
 def test_timing_of_whole_steps(cli):
-    run = cli("--timing", "step")
-    assert run.code == 0 and len(run.losses) == 3
+    run, phases = cli("--timing", "step"), cli("--timing", "phases")
+    assert run.code == phases.code == 0 and len(run.losses) == 3
     assert run.out.count("not measured (--timing step)") == 3
     assert [step["phase_ms"] for step in run.result["steps"]] == [{}] * 3
     mean = statistics.fmean(step["batch_ms"] for step in run.result["steps"])
     assert printed(run.out, "Average batch time") == pytest.approx(mean, abs=0.00051)
-    assert run.losses == cli("--timing", "phases").losses
+    assert run.losses == phases.losses
+    last_norm = phases.result["steps"][-1]["grad_norm"]
+    assert [step["grad_norm"] for step in run.result["steps"]] == [None, None, last_norm]
+    for each in (run, phases):
+        assert each.result["summary"]["diverged"] is None and "diverged" not in each.out
+        assert re.search(rf"^Final loss: .*floor {math.log(37):.4f}, ln\(vocab\)", each.out, re.M)
 
 
 def test_profile(cli, tmp_path):
@@ -180,27 +200,9 @@ def test_profile(cli, tmp_path):
         assert row["StdDev"] <= row["MaxNs"] - row["MinNs"] + 1
 
 
-def test_results_of_one_second_do_not_overwrite_each_other(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(llama, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
-    cli("--seed", 1)
-    (first,) = (tmp_path / "triton_profiles").iterdir()
-    content = first.read_text()
-    cli("--seed", 2)
-    assert first.name == "tiny_llama_v3_torch_20300102_030405.json" and first.read_text() == content
-    others = [path for path in (tmp_path / "triton_profiles").iterdir() if path != first]
-    assert [json.loads(path.read_text())["config"]["seed"] for path in others] == [2]
+def test_results_written_at_once_all_arrive(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama.os, "getpid", threading.get_ident)  # each thread is a process
 
-
-@pytest.fixture(params=[True, False], ids=["links", "no links"])
-def hard_links(request, monkeypatch):
-    def refuse(source, target):
-        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on FAT
-
-    if not request.param:
-        monkeypatch.setattr(llama.os, "link", refuse)
-
-
-def test_results_written_at_once_all_arrive(tmp_path, hard_links):
     def save(number):
         return llama.write_new_json(tmp_path, "same_second", {"number": number})
 
@@ -214,7 +216,7 @@ def test_results_written_at_once_all_arrive(tmp_path, hard_links):
 def full_disk(monkeypatch):
     """A context in which no file can grow beyond a size: another error than on a full disk, on the same way."""
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(llama, "environment", lambda device: {})  # git would die and leave a lock on the repository
+    monkeypatch.setattr(hardware, "environment", lambda device: {})  # git would die and leave a lock on the repository
 
     @contextlib.contextmanager
     def limited(size):
@@ -233,7 +235,7 @@ def test_full_disk(cli, tmp_path, full_disk, size):
     with full_disk(size):
         run = cli()
     assert run.code == 2 and run.result is None and "Average batch time" in run.out  # the figures are not lost
-    assert re.fullmatch(r".* error: triton_profiles/tiny_llama_v3_torch_\S+\.json .*File too large.*\n", run.err)
+    assert re.fullmatch(r".* error: triton_profiles cannot be written to \(File too large\): free .*\n", run.err)
     assert files(tmp_path) == ["triton_profiles"]
 
 
@@ -248,41 +250,40 @@ def test_full_disk_at_the_profile(cli, tmp_path, full_disk):
     assert (tmp_path / "profile" / "trace.json").read_text() == "an older one"
 
 
-@pytest.mark.parametrize(
-    "error, code", [(OSError(errno.ENOSPC, "No space left on device"), 2), (KeyboardInterrupt(), 130)]
-)
+@pytest.mark.parametrize("error, code", [(OSError(errno.ENOSPC, "No space left"), 2), (KeyboardInterrupt(), 130)])
 def test_profile_is_not_half_written(cli, tmp_path, monkeypatch, error, code):
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(llama, "write_kernel_table", fail)
+    monkeypatch.setattr(profiler, "write_kernel_table", Mock(side_effect=error))
     run = cli("--profile", "profile")
     assert run.code == code and len(run.result["steps"]) == 3
     assert run.err.count("\n") == (code == 2) and files(tmp_path / "profile") == []
 
 
+A_RUN, STAGES = ["--num-steps", "1000000"], ["--list-stages"]  # which are flushed only at the end
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_full_disk_under_the_output(tmp_path):
+@pytest.mark.parametrize("flags", [pytest.param(A_RUN, marks=pytest.mark.slow), STAGES], ids=["run", "stages"])
+def test_full_disk_under_the_output(tmp_path, flags):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, SCRIPT, *TINY]
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        command = [sys.executable, SCRIPT, *TINY, *flags]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 2 and re.fullmatch(r".* error: .*No space left on device\n", done.stderr)
 
 
-@pytest.mark.parametrize("flags", [["--num-steps", "1000000"], ["--list-stages"]], ids=["run", "stages"])
+@pytest.mark.parametrize("flags", [A_RUN, pytest.param(STAGES, marks=pytest.mark.slow)], ids=["run", "stages"])
 def test_reader_of_the_output_leaves(tmp_path, flags):
-    """As in `| head -1`; the stages are flushed only at the end."""
+    """As in `| head -1`."""
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, SCRIPT, *TINY, *flags]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    if "--num-steps" in flags:
+    if flags == A_RUN:
         os.read(read, 1)
     os.close(read)
     with process:
         try:
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 141 and err == "" and files(tmp_path) == []
@@ -290,14 +291,14 @@ def test_reader_of_the_output_leaves(tmp_path, flags):
 
 def test_without_standard_streams(tmp_path):
     command = f"exec {shlex.join([sys.executable, str(SCRIPT), *TINY])} <&- >&- 2>&-"
-    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=120).returncode == 0
+    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=300).returncode == 0
     assert len(list((tmp_path / "triton_profiles").iterdir())) == 1
 
 
 def test_one_seed_one_result(cli):
     losses = cli().losses
     assert len(set(losses)) == 3 and losses == cli().losses
-    assert losses != cli("--seed", 7).losses
+    assert losses != cli("--seed", 2**32 - 1).losses  # the largest: warm-up takes other data, of no larger seed
     assert not torch.are_deterministic_algorithms_enabled()
     assert losses == cli("--deterministic").losses
     assert torch.are_deterministic_algorithms_enabled()
@@ -308,10 +309,10 @@ def test_warm_up_leaves_no_trace(cli, impl):
     """Neither in the weights nor in the optimizer."""
 
     def run(*flags):
-        steps = cli("--impl", impl, "--learning-rate", 0.01, *flags).result["steps"]
+        steps = cli(*TINIER, "--impl", impl, "--learning-rate", 0.01, "--num-steps", 2, *flags).result["steps"]
         return [(step["loss"], step["grad_norm"]) for step in steps]
 
-    assert run("--warmup-steps", 3) == run("--warmup-steps", 0)
+    assert run("--warmup-steps", 2) == run("--warmup-steps", 0)
 
 
 # --- a run that diverges
@@ -333,7 +334,8 @@ def assert_diverged(run, step, quantity, value):
 @pytest.mark.parametrize("timing, step, quantity", [("phases", 2, "gradient norm"), ("step", 3, "loss")])
 def test_run_that_diverges(cli, impl, timing, step, quantity):
     """The second step's weights are huge: its loss is still finite, its gradients are not."""
-    run = cli("--timing", timing, "--impl", impl, "--learning-rate", "1e30", "--num-steps", 4, "--profile", "profile")
+    flags = [*TINIER, "--impl", impl, "--timing", timing, "--learning-rate", "1e30", "--num-steps", 4]
+    run = cli(*flags, "--profile", "profile")
     assert_diverged(run, step, quantity, "nan")
     assert files(Path("profile")) == []
 
@@ -343,16 +345,8 @@ def test_run_that_diverges(cli, impl, timing, step, quantity):
     "timing, bad, seen",
     [("phases", 2, 2), ("phases", 3, 3), ("step", 2, 3), ("step", 3, 3)],  # a window's norm is read at its end
 )
-def test_run_whose_gradient_is_not_finite(cli, monkeypatch, timing, bad, seen, value):
-    calls, backward = [], llama.TrainStep.backward
-
-    def spoilt(step):
-        backward(step)
-        calls.append(step)
-        if len(calls) == 1 + bad:  # there is one step of warm-up
-            step.model.norm.weight.grad[0] = value
-
-    monkeypatch.setattr(llama.TrainStep, "backward", spoilt)
+def test_run_whose_gradient_is_not_finite(cli, after_call, timing, bad, seen, value):
+    after_call(1 + bad, "backward", lambda step: step.model.norm.weight.grad[0].fill_(value))  # one step of warm-up
     run = cli("--timing", timing)
     if bad == seen:
         assert_diverged(run, bad, "gradient norm", str(value))
@@ -360,121 +354,56 @@ def test_run_whose_gradient_is_not_finite(cli, monkeypatch, timing, bad, seen, v
         assert_diverged(run, seen, "loss", "nan")
 
 
-def test_run_that_does_not_diverge(cli):
-    for run in (cli(), cli("--timing", "step")):
-        assert run.code == 0 and run.result["summary"]["diverged"] is None and "diverged" not in run.out
-    assert [step["grad_norm"] for step in run.result["steps"]] == [None, None, cli().result["steps"][-1]["grad_norm"]]
-
-
-# --- the check
-
-
-def test_check_passes_and_trains(cli):
-    run = cli("--check", "--impl", "sdpa")
-    assert run.code == 0 and len(run.losses) == 3
-    assert run.out.startswith("Check against PyTorch in fp64: passed")
-
-
-def test_failed_check_trains_nothing(cli, tmp_path, monkeypatch):
-    wrong = llama.OPERATIONS["sdpa"]._replace(swiglu=lambda *args: 1.001 * llama.torch_swiglu(*args))
-    monkeypatch.setitem(llama.OPERATIONS, "sdpa", wrong)
-    run = cli("--check", "--impl", "sdpa")
-    assert run.code == 1 and run.losses == [] and run.result is None
-    assert "FAILED" in run.out and "feed_forward" in run.out
-    assert not list(tmp_path.rglob("*.json"))
-    assert cli("--impl", "sdpa").code == 0  # nobody asked
-
-
-# --- without Triton
-
-
-def test_without_triton_torch_takes_over_and_says_why(tmp_path):
-    code = f"""if True:
-        import sys
-        sys.modules["triton"] = None  # importing it raises ImportError
-        sys.path.insert(0, {str(SCRIPT.parent)!r})
-        import tiny_llama_v3 as llama
-        sys.exit(llama.main({[*TINY, "--impl", "triton", "--check"]!r}, "tiny_llama_v3.py"))
-    """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Triton is not installed") == 1 and "Implementation: torch" in done.stdout
-    assert len(re.findall(r"^step ", done.stdout, re.M)) == 3
-    (path,) = (tmp_path / "triton_profiles").iterdir()
-    result = json.loads(path.read_text())
-    assert result["implementation"] == "torch" and result["config"]["impl"] == "triton"
-    assert result["environment"]["triton"] is None
-
-
 # --- requests that cannot be met
 
 
-def assert_refused(run, *fragments):
-    assert run.code == 2 and run.losses == []
+def assert_refused(run, *fragments, left=()):
+    """With one line, and no file but those that were there."""
+    assert run.code == 2 and run.losses == [] and files(Path()) == [*left]
     assert run.err.count("\n") == 1 and run.err.startswith("tiny_llama_v3.py: error: "), run.err
     for fragment in fragments:
         assert fragment in run.err
 
 
-@pytest.mark.parametrize(
-    "flags, fragments",
-    [
-        ("--hidden-dim 30", ["--hidden-dim 30", "--num-heads 4", "try"]),
-        (
-            "--num-heads 6 --hidden-dim 48 --num-kv-heads 4",
-            ["--num-heads 6", "--num-kv-heads 4", "try --num-kv-heads 2"],
-        ),
-        ("--hidden-dim 36", ["--hidden-dim 36", "--num-heads 4", " 9 ", "even", "change"]),
-        ("--hidden-dim 520", ["--hidden-dim 520", "--num-heads 4", " 130 ", "128", "change"]),
-        ("--warmup-steps -1", ["--warmup-steps -1", "0 to 2147483647"]),
-        ("--learning-rate 0", ["--learning-rate 0", "3e-4"]),
-        ("--learning-rate -1", ["--learning-rate -1", "3e-4"]),
-        ("--learning-rate nan", ["--learning-rate nan", "3e-4"]),
-        ("--learning-rate inf", ["--learning-rate inf", "3e-4"]),
-        ("--learning-rate 1e39", ["--learning-rate 1e+39", "3e-4"]),  # infinite and 0 in fp32
-        ("--learning-rate 1e-50", ["--learning-rate 1e-50", "3e-4"]),
-        ("--seed 4294967296", ["--seed 4294967296", "0 to 4294967295"]),
-        ("--num-heads 2147483646 --num-kv-heads 4", ["--hidden-dim 32", "--num-heads 2147483646"]),
-        (
-            "--hidden-dim 2000000000 --num-heads 1000000000 --num-kv-heads 3",
-            ["--num-heads 1000000000", "--num-kv-heads 3", "try --num-kv-heads 1"],
-        ),
-        ("--batch-size x", ["--batch-size", "'x'", "--help"]),
-        ("--batch-size 1.5", ["--batch-size", "'1.5'", "--help"]),
-        ("--learning-rate x", ["--learning-rate", "'x'", "--help"]),
-        ("--batch-size", ["--batch-size", "--help"]),
-        ("--no-such-flag", ["--no-such-flag", "--help"]),
-        ("--batch 4", ["--batch", "--help"]),
-        ("--stage 9", ["--stage", "9", "1, 2"]),
-        ("--impl jax", ["--impl", "jax", "triton"]),
-        ("--device tpu", ["--device", "tpu", "cpu"]),
-        ("--vocab-size 3 --data markov", ["--vocab-size 3", "--data markov", "4 or more"]),
-        ("--data markov --seed -1", ["--seed -1"]),
-        ("--graph", ["--graph", "GPU", "drop"]),
-        ("--stage 8", ["--graph", "GPU", "--stage 8"]),
-    ],
-)
-def test_bad_flags(cli, tmp_path, flags, fragments):
-    assert_refused(cli(*flags.split()), *fragments)
-    assert files(tmp_path) == []
+BAD_FLAGS = {  # each with what the message has
+    "--hidden-dim 30": ["--hidden-dim 30", "--num-heads 4", "try"],
+    "--num-heads 6 --hidden-dim 48 --num-kv-heads 4": ["--num-heads 6", "--num-kv-heads 4", "try --num-kv-heads 2"],
+    "--hidden-dim 36": ["--hidden-dim 36", "--num-heads 4", " 9 ", "even", "change"],
+    "--hidden-dim 520": ["--hidden-dim 520", "--num-heads 4", " 130 ", "128", "change"],
+    "--learning-rate 0": ["--learning-rate 0.0 is", "1.1754943508222875e-38 to 3.4028234663852886e+38"],
+    "--learning-rate -1": ["--learning-rate -1.0 is"],
+    "--learning-rate nan": ["--learning-rate nan is"],
+    "--learning-rate inf": ["--learning-rate inf is"],
+    "--learning-rate 1e39": ["--learning-rate 1e+39 is"],  # infinite and 0 in fp32
+    "--learning-rate 1e-50": ["--learning-rate 1e-50 is"],
+    "--num-heads 2147483646 --num-kv-heads 4": ["--hidden-dim 32", "--num-heads 2147483646"],
+    "--hidden-dim 2000000000 --num-heads 1000000000 --num-kv-heads 3": ["--num-heads 1000000000", "-kv-heads 3", "s 1"],
+    "--batch-size x": ["--batch-size", "'x'", "--help"],
+    "--batch-size 1.5": ["--batch-size", "'1.5'", "--help"],
+    "--learning-rate x": ["--learning-rate", "'x'", "--help"],
+    "--batch-size": ["--batch-size", "--help"],
+    "--no-such-flag": ["--no-such-flag", "--help"],
+    "--batch 4": ["--batch", "--help"],
+    "--stage 9": ["--stage", "9", "1, 2"],
+    "--impl jax": ["--impl", "jax", "triton"],
+    "--device tpu": ["--device", "tpu", "cpu"],
+    "--vocab-size 3 --data markov": ["--vocab-size 3", "--data markov", "4 or more"],
+    "--graph": ["--graph", "GPU", "drop"],
+    "--stage 8": ["--graph", "GPU", "--stage 8"],
+}
 
 
-@pytest.mark.parametrize("value", [0, -3])
-@pytest.mark.parametrize("flag", [flag for flag in TINY if flag.startswith("--") and flag not in NOT_POSITIVE])
-def test_numbers_that_must_be_positive(cli, tmp_path, flag, value):
-    assert_refused(cli(flag, value), f"{flag} {value} ", f"{2 if flag == '--vocab-size' else 1} to 2147483647")
-    assert files(tmp_path) == []
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_bad_flags(cli, flags):
+    assert_refused(cli(*flags.split()), *BAD_FLAGS[flags])
 
 
-@pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
 @pytest.mark.parametrize("flag", [*(flag for flag in TINY if flag.startswith("--")), "--seed"])
-def test_numbers_that_are_too_large(cli, tmp_path, flag, value):
-    if flag in ("--impl", "--device"):
-        return
-    largest = 2**32 - 1 if flag == "--seed" else 2**31 - 1
-    if value > largest:
-        assert_refused(cli(flag, value), f"{flag} {value} ", f"to {largest}")
-    assert files(tmp_path) == []
+def test_numbers_out_of_range(cli, flag):
+    least = {"--impl": None, "--device": None, "--vocab-size": 2, "--warmup-steps": 0, "--seed": 0}.get(flag, 1)
+    most = 2**32 - 1 if flag == "--seed" else 2**31 - 1
+    for value in () if least is None else (least - 1, -3, most + 1, 2**63, 10**30):
+        assert_refused(cli(flag, value), f"{flag} {value} ", f"{least} to {most}")
 
 
 @pytest.mark.parametrize(
@@ -488,34 +417,32 @@ def test_numbers_that_are_too_large(cli, tmp_path, flag, value):
         "--num-layers 2000000000",
     ],
 )
-def test_sizes_whose_product_is_too_large(cli, tmp_path, flags):
+def test_sizes_whose_product_is_too_large(cli, flags):
     before = llama.peak_memory_mib(llama.get_device("cpu"))
-    assert_refused(
-        cli(*flags.split(), "--num-kv-heads", 1), "out of memory", *re.findall(r"--\S+ 2\d+", flags), "lower one"
-    )
-    assert files(tmp_path) == []
+    run = cli(*flags.split(), "--num-kv-heads", 1)
+    assert_refused(run, "out of memory", *re.findall(r"--\S+ 2\d+", flags), "lower one")
     assert llama.peak_memory_mib(llama.get_device("cpu")) < before + 2048  # refused before the memory is full
 
 
-def test_what_is_larger_than_the_host_is_refused(cli, tmp_path, monkeypatch):
+def test_what_is_larger_than_the_host_is_refused(cli, monkeypatch):
     """Whatever the system promises: a promise of memory is no memory."""
-    monkeypatch.setattr(llama, "host_memory_bytes", lambda: 8 * 1000 * 2**20)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 8 * 1000 * 2**20)
     for flags in ("--num-layers 1000000", "--vocab-size 90000000", "--seq-len 700000000"):
         assert_refused(cli(*flags.split()), "out of memory", flags, "lower one")
-    assert files(tmp_path) == []
-    monkeypatch.setattr(llama, "host_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 2**30)
     assert cli().code == 0
 
 
-def test_largest_seed(cli):
-    """Warm-up takes other data than the run, and there is no larger seed."""
-    assert cli("--seed", 2**32 - 1).code == 0
-
-
-def test_cuda_without_a_gpu(cli, tmp_path, monkeypatch):
+def test_cuda_without_a_gpu(cli, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(cli("--device", "cuda"), "--device cuda", torch.__version__, "--device cpu")
-    assert files(tmp_path) == []
+    assert_refused(cli("--device", "auto", "--graph"), "--graph", "GPU", "drop")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_peak_memory_is_in_mib():
+    kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    assert llama.peak_memory_mib(llama.get_device("cpu")) == pytest.approx(kib / 1024, rel=0.5)
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below", "x" * 300, "new/" + "x" * 300])
@@ -523,14 +450,12 @@ def test_cuda_without_a_gpu(cli, tmp_path, monkeypatch):
 def test_folder_that_cannot_be_written_to(cli, tmp_path, flag, name):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "dangling").symlink_to("nowhere")
-    assert_refused(cli(flag, name), f"{flag} {name}", "another folder")
-    assert files(tmp_path) == ["dangling", "file"]
+    assert_refused(cli(flag, name), f"{flag} {name}", "another folder", left=["dangling", "file"])
 
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
-def test_folder_without_a_name(cli, tmp_path, flag):
+def test_folder_without_a_name(cli, flag):
     assert_refused(cli(flag, ""), f"{flag} ''")
-    assert files(tmp_path) == []
 
 
 def test_folder_is_not_created_before_there_is_a_result(tmp_path):
@@ -538,7 +463,7 @@ def test_folder_is_not_created_before_there_is_a_result(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_interpreter_on_a_gpu(cli, monkeypatch):
+def test_interpreter_on_a_gpu(monkeypatch):
     """It would multiply bf16 matrices wrongly there as well, and graphs could not be captured."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
     gpu = llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32)
@@ -557,18 +482,13 @@ def test_interpreter_on_a_gpu(cli, monkeypatch):
     ],
     ids=["GPU", "Python", "CPU"],
 )
-def test_out_of_memory(cli, tmp_path, monkeypatch, where, error):
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(llama.TrainStep, where, fail)
+def test_out_of_memory(cli, monkeypatch, where, error):
+    monkeypatch.setattr(llama.TrainStep, where, Mock(side_effect=error))
     assert_refused(cli(), "out of memory", "--batch-size 2", "--seq-len 17", "--num-layers 2", "lower one")
     run = cli("--batch-size", 1, "--seq-len", 1, "--num-layers", 1, "--vocab-size", 2)
     assert_refused(run, "out of memory with --hidden-dim 32, --ffn-dim 48: lower")  # what can be
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "message",
     [
@@ -577,42 +497,35 @@ def test_out_of_memory(cli, tmp_path, monkeypatch, where, error):
     ],
     ids=["PyTorch", "Triton"],
 )
-def test_no_compiler(cli, tmp_path, monkeypatch, where, message):
-    def fail(*args):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(llama.TrainStep, where, fail)
+def test_no_compiler(cli, monkeypatch, message):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(llama.TrainStep, "backward", Mock(side_effect=RuntimeError(message)))
     assert_refused(cli("--compile"), "--compile", "install", "CXX")
-    assert files(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_compile_without_a_compiler(tmp_path):
     environment = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     command = [sys.executable, SCRIPT, *TINY, "--compile"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and re.fullmatch(r".* error: .*compiler.*install.*\n", done.stderr)
 
 
 def test_other_errors_are_not_hidden(cli, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("a mistake in the program")
-
-    monkeypatch.setattr(llama.TrainStep, "forward", fail)
+    monkeypatch.setattr(llama.TrainStep, "forward", Mock(side_effect=RuntimeError("a mistake in the program")))
     with pytest.raises(RuntimeError, match="a mistake in the program"):
         cli()
 
 
 @settings(deadline=None, max_examples=400)
-@given(
-    hidden_dim=st.integers(-1, 300),
-    num_heads=st.integers(-1, 12),
-    num_kv_heads=st.none() | st.integers(-1, 12),
-)
+@given(hidden_dim=st.integers(-1, 300), num_heads=st.integers(-1, 12), num_kv_heads=st.none() | st.integers(-1, 12))
+@example(hidden_dim=256, num_heads=2, num_kv_heads=None)  # the widest heads
 def test_any_sizes_give_a_sound_config_or_a_usage_error(hidden_dim, num_heads, num_kv_heads):
     try:
         config = llama.Config(hidden_dim=hidden_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     except llama.UsageError as error:
+        uneven = min(hidden_dim, num_heads) < 1 or hidden_dim % (2 * num_heads) or hidden_dim > 128 * num_heads
+        assert uneven or num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads)
         sizes = {"--hidden-dim": hidden_dim, "--num-heads": num_heads, "--num-kv-heads": num_kv_heads}
         named = [flag for flag, value in sizes.items() if f"{flag} {value}" in str(error)]
         assert named, f"names no flag with the value given: {error}"
@@ -638,27 +551,9 @@ def test_every_flag_is_explained(capsys):
 # --- Ctrl-C
 
 
-@pytest.fixture
-def interrupt_in_step(monkeypatch):
-    """Ctrl-C in the forward pass of the given step, warm-up included."""
-
-    def arm(number):
-        calls, forward = [], llama.TrainStep.forward
-
-        def interrupted(step):
-            calls.append(step)
-            if len(calls) == number:
-                raise KeyboardInterrupt
-            forward(step)
-
-        monkeypatch.setattr(llama.TrainStep, "forward", interrupted)
-
-    return arm
-
-
 @pytest.mark.parametrize("timing", ["phases", "step"])
-def test_interrupted_run_reports_the_steps_done(cli, interrupt_in_step, timing):
-    interrupt_in_step(4)  # a warm-up and two steps before
+def test_interrupted_run_reports_the_steps_done(cli, after_call, timing):
+    after_call(4, "forward", Mock(side_effect=KeyboardInterrupt))  # a warm-up and two steps before
     run = cli("--timing", timing, "--num-steps", 5, "--profile", "profile")
     assert run.code == 130 and "Interrupted after 2 of 5 steps" in run.out
     assert len(run.losses) == len(run.result["steps"]) == run.result["summary"]["steps"] == 2
@@ -667,19 +562,19 @@ def test_interrupted_run_reports_the_steps_done(cli, interrupt_in_step, timing):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, interrupt_in_step, number):
-    interrupt_in_step(number)
+def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, after_call, number):
+    after_call(number, "forward", Mock(side_effect=KeyboardInterrupt))
     run = cli()
     assert run.code == 130 and run.err == "" and run.losses == []
     assert "Final loss" not in run.out and not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize("where", ["check_gradients", "print_configuration", "summarize", "write_profile", "dump_json"])
+@pytest.mark.parametrize(
+    "where", ["check_batch", "print_configuration", "summarize", "write_new_json", "write_profile"]
+)
 def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(llama, where, interrupt)
+    interrupt = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(profiler if where == "write_profile" else llama, where, interrupt)
     run = cli("--check", "--impl", "sdpa", "--profile", "profile")
     assert run.code == 130 and run.err == ""
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"] * (where == "write_profile")
@@ -688,7 +583,9 @@ def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize(
-    "signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 3], ids=["SIGINT", "SIGTERM", "three SIGINT"]
+    "signals",
+    [[signal.SIGTERM], *(pytest.param([signal.SIGINT] * count, marks=pytest.mark.slow) for count in (1, 3))],
+    ids=["SIGTERM", "SIGINT", "three SIGINT"],
 )
 def test_signals(tmp_path, signals):
     command = [sys.executable, SCRIPT, *TINY, "--num-steps", "1000000"]
@@ -704,7 +601,7 @@ def test_signals(tmp_path, signals):
             for number in signals:
                 process.send_signal(number)
                 time.sleep(0.02)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in err

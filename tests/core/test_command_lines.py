@@ -7,20 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_FLAGS = {"profiling/host_profile.py"}  # what it is given belongs to the program that it runs
+WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what it is given belongs to the program that it runs
 NEEDED = {  # beside the flag
     "exercises/check.py": ["exercise1"],
-    "exercises/performance_debugging/counted.py": ["--output-dir", "."],
+    "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
     "exercises/scoreboard.py": ["class"],
-    "profiling/compare.py": ["before", "after"],
-    "profiling/counters.py": ["profile"],
-    "profiling/hotspots.py": ["profile"],
-    "profiling/plot.py": ["profile"],
-    "profiling/summary.py": ["session", "--tool", "ncu"],
-    "profiling/workload_kernels.py": ["workload"],
+    "profilers/compare.py": ["before", "after"],
+    "profilers/counters.py": ["profile"],
+    "profilers/hotspots.py": ["profile"],
+    "profilers/plot.py": ["profile"],
+    "profilers/summary.py": ["session", "--tool", "ncu"],
+    "profilers/rocprof_compute_kernels.py": ["workload"],
 }
 
 
@@ -29,8 +27,8 @@ BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "
 
 def scripts():
     """Our Python files that can be run; those of the exercises that are to be filled in have no command line."""
-    folders = [ROOT / name for name in ("benchmarks", "exercises", "nanogpt_triton", "profiling")]
-    files = [path for folder in folders for path in folder.rglob("*.py")] + list(ROOT.glob("*.py"))
+    folders = ("benchmarks", "compiled", "emulated", "exercises", "nanogpt_triton", "profilers")
+    files = [path for name in folders for path in (ROOT / name).rglob("*.py")] + list(ROOT.glob("*.py"))
     runnable = [path for path in files if not path.is_symlink() and 'if __name__ == "__main__":' in path.read_text()]
     names = {str(path.relative_to(ROOT)) for path in runnable}
     return sorted(name for name in names - WITHOUT_FLAGS if not re.search(r"/exercise\d", name))
@@ -38,8 +36,8 @@ def scripts():
 
 RUN_EACH = """
 import contextlib, io, json, runpy, sys
-answers = {}
-for script, arguments in json.load(sys.stdin).items():
+answers = []
+for script, arguments in json.load(sys.stdin):
     sys.argv, output = [script, *arguments], io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -51,48 +49,29 @@ for script, arguments in json.load(sys.stdin).items():
         code = 0
     except SystemExit as exit:
         code = exit.code
-    answers[script] = code, output.getvalue()
+    answers.append((code, output.getvalue()))
 print(json.dumps(answers))
 """
 
 
-def run_each(commands, folder):
-    """{script: (exit code, stderr)} of {script: arguments}, in one process: most of a script's time is PyTorch's."""
-    started_as = {
-        script: str(ROOT / script) if script.startswith(BY_PATH) else script.removesuffix(".py").replace("/", ".")
-        for script in commands
-    }
-    given = json.dumps({started_as[script]: arguments for script, arguments in commands.items()})
+def test_a_wrong_command_line_ends_in_one_line(tmp_path):
+    """An unknown flag, and numbers that are not positive; all in one process: most of the time is PyTorch's."""
+    commands = [(script, "--no-such-flag", []) for script in scripts()]
+    assert len(commands) > 20 and set(NEEDED) < {script for script, *_ in commands}
+    for name in ("hotspots", "compare", "counters"):
+        commands += [(f"profilers/{name}.py", "--top", [value]) for value in ("0", "-3", "many")]
+    given = []
+    for script, flag, values in commands:
+        module = script.removesuffix(".py").replace("/", ".")
+        started_as = str(ROOT / script) if script.startswith(BY_PATH) else module
+        given.append((started_as, [*NEEDED.get(script, []), flag, *values]))
     done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, input=given,
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", RUN_EACH], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(given), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
-    return {script: answers[started] for script, started in started_as.items()}
-
-
-def test_a_wrong_flag_ends_in_one_line(tmp_path):
-    commands = {script: [*NEEDED.get(script, []), "--no-such-flag"] for script in scripts()}
-    assert len(commands) > 20 and set(NEEDED) < set(commands)
-    for script, (code, text) in run_each(commands, tmp_path).items():
-        assert code == 2, (script, text)
-        assert text.count("\n") == 1 and "error: " in text and "no-such-flag" in text, (script, text)
+    for command, (code, text) in zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        _, flag, values = command
+        assert code == 2 and text.count("\n") == 1 and "error: " in text, (command, text)
+        assert all(word in text for word in [flag.lstrip("-"), *values]), (command, text)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_there_is_one_parser_for_the_scripts_without_pytorch_and_one_for_the_others():
-    visible = (path for path in ROOT.rglob("*.py") if not path.is_symlink())
-    files = [path for path in visible if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
-    users = {str(path.relative_to(ROOT)) for path in files if "ArgumentParser" in path.read_text()}
-    assert {name for name in users if not name.startswith("tests/")} == {
-        "tiny_llama_v3.py", "profiling/command_line.py"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("value", ["0", "-3", "many"])
-def test_a_number_of_kernels_is_positive(value, tmp_path):
-    names = [f"profiling/{name}.py" for name in ("hotspots", "compare", "counters")]
-    for script, (code, text) in run_each({n: [*NEEDED[n], "--top", value] for n in names}, tmp_path).items():
-        assert code == 2 and text.count("\n") == 1, (script, text)
-        assert "--top" in text and value in text, (script, text)

@@ -1,41 +1,126 @@
-"""The folders know each other in one direction only, and programs find them without editing sys.path."""
+"""The tree: which part may import which, how long the files are, and what every test has."""
 
 import ast
+import graphlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "tiny_llama_v3"
-MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may know beside itself
+SCRIPT, COMPANIONS = "tiny_llama_v3", "tiny_llama"
+BELOW = {SCRIPT, COMPANIONS, "measure"}
+MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may import beside itself
     SCRIPT: set(),
-    "nanogpt_triton": {SCRIPT},
-    "measure": {SCRIPT},
-    "profiling": {SCRIPT, "measure", "nanogpt_triton"},  # whose kernels the compile report takes in
-    "benchmarks": {SCRIPT, "measure", "nanogpt_triton", "profiling"},
-    "run_triton_profiling": {SCRIPT, "measure", "benchmarks", "profiling"},
-    "exercises": {SCRIPT, "measure", "nanogpt_triton", "profiling", "benchmarks"},
+    COMPANIONS: {SCRIPT},
+    "measure": {SCRIPT, COMPANIONS},
+    "nanogpt_triton": BELOW,
+    "profilers": BELOW,
+    "compiled": BELOW | {"nanogpt_triton"},  # whose kernels are compiled as well
+    "emulated": BELOW | {"compiled"},
+    "benchmarks": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated"},
+    "run_triton_profiling": BELOW | {"benchmarks", "compiled"},
+    "exercises": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated", "benchmarks"},
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
-    "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "exercises/check.py", "profiling/host_profile.py",
+    "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "exercises/check.py", "profilers/host_profile.py",
 }  # fmt: skip
+CODE = {".py", ".sh", ".jinja", ".c", ".patch", ".slurm"}
+MOST_LINES = {
+    "tiny_llama_v3.py": 2700,
+    "tiny_llama/distributed.py": 610,
+    "tiny_llama/profiler.py": 230,
+    "tiny_llama/hardware.py": 150,
+    "tiny_llama/fp8.py": 450,
+    "README.md": 130,
+    "all code": 23800,
+    "all tests": 17400,
+}
+# Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
+SLOW_TESTS = {
+    "tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow",
+    "tests/core/test_cli.py::test_compile_without_a_compiler",
+}
 
 
-def is_ours(path):
-    return not path.is_symlink() and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+def files_in(folder):
+    """Ours, sorted."""
+    for path in sorted(folder.iterdir()):
+        if not path.is_symlink() and not path.name.startswith(".") and path.name not in ("build", "__pycache__"):
+            yield from files_in(path) if path.is_dir() else [path]
 
 
-FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py") if is_ours(p) and "tests" not in p.parts)
+PATHS = {str(path.relative_to(ROOT)): path for path in files_in(ROOT)}
+TREES = {
+    name: ast.parse(path.read_text())
+    for name, path in PATHS.items()
+    if path.suffix == ".py" and not name.startswith("tests/")
+}
+MODULES = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in TREES}
 
 
 def imports_of(tree):
-    """The top-level names that a module imports, wherever it does so."""
+    """The modules that a module imports, wherever it does so: (line, name)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield node.module.split(".")[0]
+            modules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            rest = len(modules) < len(node.names)
+            yield from ((node.lineno, name) for name in [*sorted(modules), *[node.module] * rest])
+
+
+def part_of(name):
+    return name.split("/")[0].removesuffix(".py")
+
+
+def test_everything_public_of_script_and_companions_is_described():
+    undescribed = []
+    for name, tree in TREES.items():
+        nodes = [(tree, "module")]
+        if part_of(name) in (SCRIPT, COMPANIONS):
+            top = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            nodes += [(node, node.name) for node in top]
+            # A Function is described by what applies it.
+            classes = (c for c in top if isinstance(c, ast.ClassDef) and not c.name.endswith("Function"))
+            nodes += [
+                (node, f"{c.name}.{node.name}") for c in classes for node in c.body if hasattr(node, "decorator_list")
+            ]
+        undescribed += [
+            f"{name}: {label}"
+            for node, label in nodes
+            if not ast.get_docstring(node) and not label.split(".")[-1].startswith("_")
+        ]
+    assert undescribed == []
+
+
+def test_imports_point_down():
+    wrong = []
+    for name, tree in TREES.items():
+        allowed = MAY_IMPORT[part_of(name)] | {part_of(name)}
+        for line, imported in imports_of(tree):
+            part = imported.split(".")[0]
+            if part in MAY_IMPORT and part not in allowed:
+                wrong.append(f"{name}:{line} imports {imported}")
+    assert wrong == []
+
+
+def test_imports_go_in_no_circle():
+    graph = {module: {name for _, name in imports_of(TREES[file])} & MODULES.keys() for module, file in MODULES.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules
+
+
+def test_the_script_imports_companions_in_one_place_only():
+    text, names = PATHS[f"{SCRIPT}.py"].read_text(), set()
+    assert text.count("import_module") == 1
+    for node in ast.walk(TREES[f"{SCRIPT}.py"]):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "companion":
+            names.add(ast.literal_eval(node.args[0]))
+    assert names and all(f"{COMPANIONS}/{name}.py" in PATHS for name in names), names
 
 
 def edits_of_sys_path(tree):
@@ -49,20 +134,51 @@ def edits_of_sys_path(tree):
                 yield node.lineno
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_arrows_point_down(file):
-    room = file.split("/")[0].removesuffix(".py")
-    known = set(imports_of(ast.parse((ROOT / file).read_text()))) & MAY_IMPORT.keys()
-    assert known <= MAY_IMPORT[room] | {room}, f"{file} may not know {known - MAY_IMPORT[room]}"
-
-
 def test_sys_path_is_edited_only_where_a_file_is_started_by_its_path():
-    edits = {file: list(edits_of_sys_path(ast.parse((ROOT / file).read_text()))) for file in FILES}
-    allowed = MAY_EDIT_PATH | {file for file in FILES if file.startswith("nanogpt_triton/data/")}
+    edits = {file: list(edits_of_sys_path(tree)) for file, tree in TREES.items()}
+    allowed = MAY_EDIT_PATH | {file for file in TREES if file.startswith("nanogpt_triton/data/")}
     assert {file: lines for file, lines in edits.items() if lines and (file not in allowed or len(lines) > 1)} == {}
 
 
-def test_every_folder_of_modules_says_what_it_is():
-    for folder in {(ROOT / file).parent for file in FILES} - {ROOT}:
-        if (folder / "__init__.py").exists():
-            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
+    users = {name for name in TREES if "ArgumentParser" in PATHS[name].read_text()}
+    assert users == {f"{SCRIPT}.py", "measure/command_line.py"}
+
+
+def test_no_package_has_a_name_of_the_standard_library():
+    """ "profiling" is one from Python 3.15 on."""
+    names = {part_of(name) for name in TREES} | {PATHS[name].stem for name in TREES if "/" not in name}
+    assert names & (sys.stdlib_module_names | {"profiling"}) == set()
+
+
+def test_files_keep_within_their_lines():
+    lines = {name: path.read_bytes().count(b"\n") for name, path in PATHS.items() if path.suffix in CODE | {".md"}}
+    tests = {name for name in lines if name.startswith("tests/")}
+    code = {name for name in lines if PATHS[name].suffix in CODE and not name.startswith("docs/")} - tests
+    lines["all code"] = sum(lines[name] for name in code)
+    lines["all tests"] = sum(lines[name] for name in tests if name.endswith(".py"))
+    assert {name: lines[name] for name, most in MOST_LINES.items() if lines.get(name, 0) > most} == {}
+
+
+COLLECTED = """
+import json, os
+def pytest_collection_finish(session):
+    marked = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in session.items]
+    open(os.environ["COLLECTED"], "w").write(json.dumps(marked))
+"""
+
+
+@pytest.mark.slow
+def test_every_test_has_a_case_that_is_not_slow(tmp_path):
+    """Except in files that say at their top that they are slow."""
+    (tmp_path / "plugin_of_layout.py").write_text(COLLECTED)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLLECTED": str(tmp_path / "collected")}
+    command = [sys.executable, "-m", "pytest", "-p", "plugin_of_layout", "-p", "no:cacheprovider", "-n", "0"]
+    done = subprocess.run([*command, "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    collected = json.loads((tmp_path / "collected").read_text())
+    functions = {node.split("[")[0] for node, _ in collected}
+    fast = {node.split("[")[0] for node, is_slow in collected if not is_slow}
+    slow_files = {name for name in PATHS if name.startswith("tests/") and "\npytestmark = " in PATHS[name].read_text()}
+    slow = {function for function in functions - fast if function.split("::")[0] not in slow_files}
+    assert len(functions) > 500 and slow == SLOW_TESTS

@@ -6,3 +6,12 @@ TINY = llama.Config(
     hidden_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37,
     batch_size=2, seq_len=17, num_steps=3, warmup_steps=0,
 )  # fmt: skip
+
+
+def run_of(config, device, kind=llama.TrainStep):
+    """(step, records) of a whole run on a device, which may be a name, with a TrainStep of this kind."""
+    step, records = kind(config, llama.get_device(device) if isinstance(device, str) else device), []
+    llama.warm_up(step)
+    train = llama.train_in_phases if config.timing == "phases" else llama.train_in_one_window
+    train(step, step.batches(config.seed), records)
+    return step, records

@@ -24,16 +24,13 @@ from typing import NamedTuple
 import pytest
 
 import tiny_llama_v3 as llama
-from benchmarks import publish
+from benchmarks.pages import publish
 from exercises.check import EXERCISES
-from tests.docs import preloaded_python
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 LEFT_OUT = {".venv", "tests", "results", "triton_profiles", "build"}
-PAGES = [page for page in sorted(ROOT.rglob("[!.]*.md")) if not LEFT_OUT & set(page.relative_to(ROOT).parts)]
-PAGES = [page for page in PAGES if not page.relative_to(ROOT).parts[0].startswith(".")]
+IN_ROOT = [path.relative_to(ROOT).parts for path in sorted(ROOT.rglob("[!.]*.md"))]
+PAGES = [ROOT.joinpath(*parts) for parts in IN_ROOT if not (LEFT_OUT & set(parts) or parts[0].startswith("."))]
 EXECUTED = [page for page in PAGES if page.relative_to(ROOT).parts[0] in ("benchmarks", "docs", "exercises", page.name)]
 
 
@@ -61,6 +58,9 @@ def blocks_of(page):
 
 BLOCKS = [block for page in EXECUTED for block in blocks_of(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python")]
+# A replay of stages is many runs, and so is a profile of each kernel by itself: tests/workshop and tests/profilers have
+# a fast test of each.
+SLOW = [block for block in RUNNABLE if re.search(r"run_all_stages\.sh(?!.*--(laptop|dry-run))|run_rocprof", block.code)]
 
 
 def activation_before(block):
@@ -69,8 +69,7 @@ def activation_before(block):
     return "".join(re.findall(r"^\. .*/activate\n", "".join(earlier), flags=re.M)[:1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Blocks
+# --- blocks
 
 MODEL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 32 --vocab-size 32 --warmup-steps 1"
 TINY = f"{MODEL} --batch-size 1 --seq-len 8 --num-steps 2"
@@ -79,9 +78,9 @@ SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
-    "profiling.overhead": f"--scripts get_hotspots.sh -- {TINY}",
+    "profilers.overhead": f"--scripts get_hotspots.sh -- {TINY}",
     "benchmarks.steps": "--rows torch sdpa",
-    "benchmarks.scaling_model": f"--results {ROOT / 'benchmarks' / 'results'}",
+    "benchmarks.pages.scaling_model": f"--results {ROOT / 'benchmarks' / 'results'}",
 }
 SMALL_PYTHON = """#!/usr/bin/env bash
 program=${{1##*/}}
@@ -128,20 +127,19 @@ def write_executables(folder, texts):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(tmp_path_factory, python):
     """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before.
 
     done: the exercises are done; else their files are as a participant finds them.
     """
     folder = tmp_path_factory.mktemp("docs")
-    server = preloaded_python.Server(folder)
     copy, commands = folder / "project", folder / "bin"
     ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     venv.create(copy / ".venv")
-    cases = "\n".join(f'{program}) exec {server.executable} "$@" {options} ;;' for program, options in SMALL.items())
-    small_python = SMALL_PYTHON.format(real=server.executable, model=MODEL, cases=cases)
-    launcher = f'{server.executable} -m torch.distributed.run "$@"'
+    cases = "\n".join(f'{program}) exec {python} "$@" {options} ;;' for program, options in SMALL.items())
+    small_python = SMALL_PYTHON.format(real=python, model=MODEL, cases=cases)
+    launcher = f'{python} -m torch.distributed.run "$@"'
     cases = "\n".join(f"{program}) exec {launcher} {options} ;;" for program, options in SMALL.items())
     programs = dict.fromkeys(("python", "python3"), small_python) | {"torchrun": SMALL_TORCHRUN.format(cases=cases)}
     write_executables(copy / ".venv" / "bin", programs)
@@ -158,21 +156,21 @@ def project(tmp_path_factory):
     @functools.cache  # some pages begin with the same block
     def run(language, code, before="", done=True):
         for exercise in EXERCISES.values():
-            shutil.copy(
-                ROOT / "exercises" / (exercise.solution if done else exercise.file), copy / "exercises" / exercise.file
-            )
+            given = exercise.solution if done else exercise.file
+            shutil.copy(ROOT / "exercises" / given, copy / "exercises" / exercise.file)
         (copy / "block.py").write_text(code)
         code = code if language == "sh" else "python block.py"
         script = SHELL.format(before=before, code=code, folder=shlex.quote(str(copy)))
         command = ["bash", "-euo", "pipefail", "-c", script]
         return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
 
-    server.wait_until_ready()
-    yield run
-    server.stop()
+    return run
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+CASES = [pytest.param(block, marks=[pytest.mark.slow] * (block in SLOW), id=str(block)) for block in RUNNABLE]
+
+
+@pytest.mark.parametrize("block", CASES)
 def test_a_block_runs(block, project):
     done = project(block.language, block.code, activation_before(block))
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -232,13 +230,11 @@ def test_the_output_on_the_front_page_is_what_a_run_prints(project):
 
 
 def test_blocks_are_of_a_kind_that_runs_and_say_what_they_need():
-    assert len(RUNNABLE) > 40
+    assert len(RUNNABLE) > 40 and {block.page for block in RUNNABLE} == {b.page for b in RUNNABLE if b not in SLOW}
     assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", "text", "math", ""}
     for block in BLOCKS:
         if block.language in ("", "text"):  # a tree of files, an output
-            assert not re.search(r"^(\$ |python |\./)", block.code, flags=re.M), (
-                f"{block}: commands belong in a sh block"
-            )
+            assert not re.search(r"^(\$ |python |\./)", block.code, flags=re.M), f"{block} has commands of a sh block"
         for line in re.findall(r"^# needs .*", block.code, flags=re.M):
             assert re.match(r"# needs (a GPU|ROCm): \S+ \S+ \S", line), f"{block}: {line} gives no reason"
         assert "# needs ROCm: " in block.code or not re.search("^roc", block.code, flags=re.M), block
@@ -253,8 +249,7 @@ def test_a_block_for_another_machine_is_well_formed(block):
     assert set(re.findall(r"\bmake ([\w-]+)", block.code)) <= set(targets), block
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Links, flags, tables, numbers
+# --- links, flags, tables, numbers
 
 
 def anchors_of(page):
@@ -266,7 +261,7 @@ def anchors_of(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_relative_link_resolves(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https://", target):
             continue
@@ -321,10 +316,9 @@ def test_stage_tables_match_the_script():
 
 
 def test_exit_codes_are_documented():
+    codes = r"Exit codes: 0 success\W+1 a check failed.* diverged.*\b2 .*\b130\s+interrupted.*\b141 "
     for text in (llama.__doc__, (ROOT / "docs" / "usage.md").read_text()):
-        assert re.search(
-            r"Exit codes: 0 done\W+1 a check failed.* diverged.*\b2 .*\b130\s+interrupted.*\b141 ", text, flags=re.S
-        )
+        assert re.search(codes, text, flags=re.S)
 
 
 def test_measured_tables_are_what_the_results_say(capsys):
@@ -334,7 +328,7 @@ def test_measured_tables_are_what_the_results_say(capsys):
 def test_measured_tables_stand_where_a_reader_looks_for_them():
     marked = {page_name(page): re.findall(r"<!-- begin: (\w+) -->", page.read_text()) for page in PAGES}
     measured = ["steps", "sweeps", "kernels", "stages", "layer_norm", "gpt", "scaling", "overhead", "pictures"]
-    expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published", "told"], "docs/measured.md": measured}
+    expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published", "claims"], "docs/measured.md": measured}
     expected |= {"docs/scaling.md": ["scaling_model"]}
     assert {name: markers for name, markers in marked.items() if markers} == expected
 

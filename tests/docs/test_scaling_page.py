@@ -1,11 +1,12 @@
-"""docs/scaling.md says what the script prints, and job.slurm has the lines that it names."""
+"""docs/scaling.md says what several processes print, and job.slurm has the lines that it names."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
-SCRIPT = re.sub(r'"\n\s+f?"', "", (ROOT / "tiny_llama_v3.py").read_text())  # strings that go over several lines
+SOURCES = (ROOT / name for name in ("tiny_llama_v3.py", "tiny_llama/distributed.py", "tiny_llama/hardware.py"))
+CODE = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in SOURCES)  # strings that go over several lines
 
 
 def table_below(heading):
@@ -19,28 +20,21 @@ def test_the_lines_of_a_run_are_what_it_prints():
     assert len(rows) > 4
     for row in rows:
         label = re.match(r"`(.*?)`", row)[1]
-        assert f'"{label}: ' in SCRIPT, label
+        assert f'"{label}: ' in CODE, label
 
 
-def test_the_messages_of_faults_are_the_script_s():
+def test_the_messages_of_faults_are_the_code_s():
     messages = [text for row in table_below("When something fails") for text in re.findall(r"`([^`]*…[^`]*)`", row)]
     assert len(messages) > 4
     for message in messages:
         for part in message.split("…"):
-            assert part in SCRIPT, message
+            assert part in CODE, message
 
 
 def test_what_the_page_says_of_the_job_is_in_it():
     job = (ROOT / "job.slurm").read_text()
-    for name in (
-        "--gpus-per-node=8",
-        "--gpus-per-task",
-        "--gpu-bind",
-        "NCCL_DEBUG",
-        "aws-ofi-nccl",
-        "interface=",
-        "cores=",
-    ):
+    named = "--gpus-per-node=8 --gpus-per-task --gpu-bind NCCL_DEBUG aws-ofi-nccl interface= cores="
+    for name in named.split():
         assert name in job and name.rstrip("=") in PAGE, name
     # Device 0 of an MI250X node is next to cores 48 to 55, of which the first is the system's.
     lists = re.search(r"^# cores=\((.*)\)", job, flags=re.M)[1].split()

@@ -40,8 +40,7 @@ def test_a_shown_output_is_what_the_code_prints(page, code, shown, monkeypatch):
         assert timed or math.isclose(*(float(n.replace(",", "")) for n in (ours, theirs)), rel_tol=0.01, abs_tol=0.01)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Quiz
+# --- quiz
 
 QUESTION = re.compile(r"^\*\*(\d+)\.\*\* (.*?)^<details>.*?\n\n\*\*(.+?)\*\*(.*?)^</details>", flags=re.M | re.S)
 QUIZ = QUESTION.findall((ROOT / "docs" / "quiz.md").read_text())
@@ -50,7 +49,7 @@ SPLITS = list(itertools.combinations(range(6), 3))
 COMPUTED = {
     1: math.log(32_000),
     3: 100 * 512_000 / llama.count_weights(llama.TinyLlamaTriton(llama.Config()).parameters()),
-    5: llama.MarkovTokens(llama.Config(vocab_size=20)).entropy,
+    5: llama.entropy(llama.Config(vocab_size=20, data="markov")),
     6: memory_lines(64, 2, 1),
     7: memory_lines(64, 2, 64),
     9: bytes_moved(8, 64, 4)[1] / bytes_moved(8, 64, 4)[0],
@@ -88,8 +87,7 @@ def test_the_slow_view_of_the_quiz_is_the_one_that_it_names():
     assert [letter for letter, stride in strides.items() if stride != 1] == [QUIZ[7][2]]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Glossary and card
+# --- glossary and card
 
 
 def test_the_glossary_is_in_order():

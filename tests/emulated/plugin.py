@@ -11,8 +11,8 @@ import tiny_llama_v3 as llama
 
 llama.INTERPRETED = True  # before others import it: kernels take tensors of the CPU, though nothing interprets them
 
-from profiling.emulator.driver import emulating  # noqa: E402
-from profiling.emulator.machine import Machine  # noqa: E402
+from emulated.driver import emulating  # noqa: E402
+from emulated.machine import Machine  # noqa: E402
 
 ARCH, SEED = os.environ["EMULATE"], os.environ["EMULATE_SEED"]
 

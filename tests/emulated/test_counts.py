@@ -1,79 +1,39 @@
-"""Kernels whose accesses can be counted by hand, counted while they are executed."""
+"""Classes of instructions, and accesses to LDS."""
 
 import pytest
-import torch
 
-import tiny_llama_v3 as llama
-from tests.core.tiny import TINY
-from tests.emulated.only import EMULATED, only_emulated
-
-if EMULATED:
-    from profiling.emulator.counting import CountingMachine, count_step
-    from profiling.emulator.counts import LINE_BYTES
-    from profiling.emulator.driver import emulating
-
-pytestmark = only_emulated
+from emulated import counts
 
 
-@pytest.fixture
-def count():
-    """A function that returns the Counts of the one kernel that a function launches."""
-
-    def count(function, watched=None):
-        with emulating(CountingMachine(EMULATED, watched)) as machine:
-            function()
-        (counts,) = machine.counts.values()
-        return counts
-
-    return count
-
-
-def test_a_pass_over_contiguous_rows(count):
-    gate_up = torch.randn(8, 4096)
-    counts = count(lambda: llama.swiglu_activation(gate_up))
-    assert counts.launches == 1
-    assert counts.bytes == {"load": gate_up.nbytes, "store": gate_up.nbytes // 2}
-    line = LINE_BYTES[EMULATED]
-    assert counts.lines == counts.fewest_lines == {kind: n // line for kind, n in counts.bytes.items()}
-    assert counts.instructions["matrix"] == 0
-    assert counts.instructions["global memory"] == sum(counts.accesses.values())
+@pytest.mark.parametrize(
+    ("name", "offsets", "access"),
+    [
+        ("DS_READ_B128", (0x10, 0x01), ("read", 16, (0x110,))),
+        ("DS_WRITE_B16_D16_HI", (2, 0), ("write", 2, (2,))),
+        ("DS_READ2_B64", (1, 3), ("read", 8, (8, 24))),
+        ("DS_WRITE2ST64_B32", (0, 2), ("write", 4, (0, 512))),
+        ("DS_READ_U16", (0, 0), ("read", 2, (0,))),
+        ("DS_READ_B64_TR_B16", (0, 0), ("read", 8, (0,))),
+        ("DS_BPERMUTE_B32", (0, 0), None),
+        ("DS_SWIZZLE_B32", (0, 0), None),
+    ],
+)
+def test_accesses_to_lds(name, offsets, access):
+    assert counts.local_access(name, *offsets) == access
 
 
-def test_masked_lanes_ask_for_nothing(count):
-    gate_up = torch.randn(3, 2 * 100)
-    counts = count(lambda: llama.swiglu_activation(gate_up))
-    assert counts.bytes == {"load": gate_up.nbytes, "store": gate_up.nbytes // 2}
-
-
-def attention_of(layout):
-    q = torch.randn(1, 64, 2, 64)
-    k, v = (layout(torch.randn(1, 64, 2, 64)) for _ in range(2))
-    return lambda: llama.flash_attention_forward(q, k, v)
-
-
-def strided(x):
-    """x (batch, seq, heads, head_dim), whose head_dim is strided by a line."""
-    memory = torch.zeros(*x.shape, 32)
-    memory[..., 0] = x
-    return memory[..., 0]
-
-
-def test_a_strided_head_touches_a_line_for_each_element(count):
-    good, bad = count(attention_of(lambda x: x)), count(attention_of(strided))
-    assert good.bytes == bad.bytes
-    assert good.instructions["matrix"] == bad.instructions["matrix"] > 0
-    elements_of_k_and_v = 2 * 2 * 64 * 64
-    q_lines = good.bytes["load"] // 3 // LINE_BYTES[EMULATED]
-    assert good.lines["load"] == 3 * q_lines  # one tile of q, k and v
-    assert bad.lines["load"] == q_lines + elements_of_k_and_v
-
-
-def test_what_is_not_watched_is_only_executed(count):
-    counts = count(attention_of(lambda x: x), watched=())
-    assert counts.launches == 1 and counts.instructions["matrix"] > 0 and not counts.bytes
-
-
-def test_a_step():
-    counts = count_step(EMULATED, TINY)
-    assert {"rmsnorm_kernel", "flash_attention_kernel", "adamw_kernel"} <= set(counts)
-    assert all(c.launches and c.instructions["scalar"] for c in counts.values())
+@pytest.mark.parametrize(
+    ("name", "class_"),
+    [
+        ("V_MFMA_F32_32X32X8_BF16", "matrix"),
+        ("V_ADD_F32_E32", "vector"),
+        ("GLOBAL_LOAD_DWORDX4", "global memory"),
+        ("BUFFER_STORE_SHORT", "global memory"),
+        ("BUFFER_LOAD_USHORT", "global memory"),
+        ("DS_BPERMUTE_B32", "LDS"),
+        ("S_LOAD_DWORDX2", "scalar"),
+        ("S_BARRIER", "scalar"),
+    ],
+)
+def test_classes(name, class_):
+    assert counts.class_of(name) == class_

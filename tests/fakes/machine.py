@@ -5,8 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -26,11 +29,31 @@ ALONE = {  # what run_triton_profiling.py measures
 }
 
 
-class Machine:
-    """A computer with chosen tools; run() starts a script in an empty folder of it."""
+def first_fast(first, *others):
+    """Cases of a test, such as releases of ROCm; all but the first are slow. A tuple has several parameters."""
+    others = (case if isinstance(case, tuple) else (case,) for case in others)
+    return first, *(pytest.param(*case, marks=pytest.mark.slow) for case in others)
 
-    def __init__(self, folder):
-        self.folder = folder
+
+PYTHON = """#!/bin/sh
+# The programs that a GPU would run, of a file or after -m, have a fake; all others run as they are.
+for word in "$1" "$2"; do
+    case ${{word##*/}} in
+    tiny_llama_v3.py | run_triton_profiling.py | profilers.host_profile) exec {fake} "$@" ;;
+    esac
+done
+exec {python} "$@"
+"""
+
+
+class Machine:
+    """A computer with chosen tools; run() starts a script in an empty folder of it.
+
+    python: what runs the fakes and the reports. A fork server's starts at once, but gets no signals.
+    """
+
+    def __init__(self, folder, python=sys.executable):
+        self.folder, self.python = folder, python
         self.work = folder / "work"
         self.work.mkdir()
         self.bin = folder / "bin"
@@ -38,7 +61,10 @@ class Machine:
         self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
         self.env |= {"ROCM_PATH": str(folder / "rocm"), "KFD_DEVICE": str(folder / "kfd")}
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
-        self.env |= {"PYTHON": str(self.install(self.bin / "python", "program.py")), "PYTHONPATH": str(folder / "site")}
+        program = self.install(self.bin / "program", "program.py")
+        self.env |= {"PYTHON": str(self.bin / "python"), "PYTHONPATH": str(folder / "site")}
+        (self.bin / "python").write_text(PYTHON.format(fake=program, python=self.python))
+        (self.bin / "python").chmod(0o755)
         self.with_torch()
 
     def with_torch(self, hip=None, cuda=None):
@@ -51,7 +77,7 @@ class Machine:
 
     def install(self, path, fake, **variables):
         settings = {"PYTHONDONTWRITEBYTECODE": "1"} | variables
-        words = [*(f"{name}={value}" for name, value in settings.items()), sys.executable, str(FAKES / fake)]
+        words = [*(f"{name}={value}" for name, value in settings.items()), self.python, str(FAKES / fake)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
         path.chmod(0o755)
@@ -103,6 +129,20 @@ class Machine:
         return SimpleNamespace(
             code=done.returncode, out=done.stdout, err=done.stderr, commands=commands_of(done.stdout)
         )
+
+    def interrupt(self, script, number, **env):
+        """(exit code, output, errors) of a script that is sent a signal when its program trains."""
+        process = subprocess.Popen(
+            [ROOT / script, "--output", "out"], cwd=self.work, env=self.env | {"PROGRAM_SLEEP": "60"} | env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        log = self.work / "out" / "log.txt"
+        deadline = time.monotonic() + 30
+        while not (log.exists() and "tiny llama:" in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+        return process.returncode, out, err
 
     def results(self):
         """The folders of results, relative: good, failed or unfinished."""

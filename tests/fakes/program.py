@@ -1,4 +1,4 @@
-"""In the interpreter's place: tiny_llama_v3.py and what it leaves, at once; other programs run as they are."""
+"""In the place of tiny_llama_v3.py, run_triton_profiling.py and the host profile: what they leave, at once."""
 
 import json
 import os
@@ -11,8 +11,6 @@ import records
 
 words = sys.argv[2:] if sys.argv[1] == "-m" else sys.argv[1:]
 name, arguments = Path(words[0]).name, words[1:]
-if name not in ("tiny_llama_v3.py", "profiling.host_profile", "run_triton_profiling.py"):
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 print("tiny llama:", *arguments, flush=True)
 
@@ -24,7 +22,7 @@ def interrupted(*_):
 
 signal.signal(signal.SIGINT, interrupted)
 time.sleep(float(os.environ.get("PROGRAM_SLEEP", 0)))
-if name == "profiling.host_profile":
+if name == "profilers.host_profile":
     Path(arguments[0]).write_bytes(b"pstats")
     sys.exit(int(os.environ.get("HOST_PROFILE_STATUS", 0)))
 if "--json" in arguments:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from measure import accuracy
-from measure.results import Unavailable
 
 EXACT = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.ones(4).double()}
 TOLERANCE = 1e-3
@@ -53,9 +52,3 @@ def test_promoted_tensors_are_more_precise_and_require_gradients_as_before():
     promoted = accuracy.promoted(tensors)
     assert [t.dtype for t in promoted] == [torch.float64, torch.float32, torch.float32, torch.int64]
     assert [t.requires_grad for t in promoted] == [False, True, False, False]
-
-
-def test_a_loss_that_is_no_number_has_no_time():
-    accuracy.require_finite(1.0)
-    with pytest.raises(Unavailable, match="the loss is nan"):
-        accuracy.require_finite(math.nan)

@@ -19,8 +19,6 @@ from exercises import check, sweep_swiglu
 from exercises.checks import ON_GPU, common
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
-
-
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 NAMES = list(check.EXERCISES)
 TOTAL = len(check.all_tasks())
@@ -76,8 +74,7 @@ def test_stub_and_solution_differ_in_the_blanks_only(name):
     assert stub.count("FILL ME IN") >= 3 and "FILL ME IN" not in solution
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Comparing
+# --- comparing
 
 
 @pytest.mark.parametrize("dtype", common.UNWRITTEN)
@@ -111,8 +108,7 @@ def test_a_mistake_is_named_only_where_it_explains_the_result():
         common.expect_number("y", 3, 2, "hint", [(2, "no mistake"), (3, "this one")])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Code that ends otherwise than with a result
+# --- code that ends otherwise than with a result
 
 
 @pytest.mark.parametrize("code, told", [
@@ -185,9 +181,8 @@ def test_a_compiler_s_error_is_told_with_its_line(tmp_path):
     source = code[code.index("def kernel") :]
     node = ast.parse(source).body[0].body[1].value
     error = CompilationError(source, node, "NameError('undefined is not defined')")
-    assert (
-        check.describe(error, path) == "CompilationError in line 7 of kernels.py: NameError('undefined is not defined')"
-    )
+    told = "CompilationError in line 7 of kernels.py: NameError('undefined is not defined')"
+    assert check.describe(error, path) == told
 
 
 @pytest.mark.skipif(ON_GPU, reason="--debug needs the interpreter")
@@ -206,16 +201,13 @@ def test_debug_on_a_gpu_asks_for_the_interpreter(monkeypatch, capsys):
 
 def test_an_interrupted_check_leaves_no_process_and_no_traceback(tmp_path):
     copy = tmp_path / "exercises"
-    for name in ("check.py", "progress_file.py", "__init__.py", "checks"):
-        copy.mkdir(exist_ok=True)
-        (shutil.copytree if (FOLDER / name).is_dir() else shutil.copy)(FOLDER / name, copy / name)
-    for name in ("tiny_llama_v3.py", "measure"):
+    shutil.copytree(FOLDER, copy, symlinks=True, ignore=shutil.ignore_patterns("progress.json*", "results"))
+    for name in ("tiny_llama_v3.py", "tiny_llama", "measure"):
         (tmp_path / name).symlink_to(FOLDER.parent / name)
     (copy / "exercise1_triton_basics.py").write_text(numbers("print(os.getpid(), flush=True); time.sleep(60)"))
     command = [sys.executable, copy / "check.py", "exercise1", "--task", "memory_lines"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     child = int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=30)
@@ -274,8 +266,7 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     assert done.returncode == 0 and "6 of 6" in done.stdout, done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Choosing tasks, and what is remembered
+# --- choosing tasks, and what is remembered
 
 
 @pytest.mark.parametrize("arguments, told", [
@@ -286,7 +277,7 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     (["exercise1", "--solution", "--progress", "x"], "--progress is not for --solution"),
     (["exercise1", "--limit", "0"], "--limit 0 is no time"),
     (["exercise1", "--progress", "."], "--progress . is a folder"),
-    (["exercise1", "--progress", "/proc/none/x"], "--progress /proc/none cannot be written to"),
+    (["exercise1", "--progress", "/dev/null/x"], "--progress /dev/null cannot be written to"),
 ])  # fmt: skip
 def test_a_request_that_cannot_be_met_ends_in_one_line(arguments, told, capsys):
     assert check.main(arguments) == 2
@@ -302,10 +293,8 @@ def test_one_task_by_the_beginning_of_its_name(mine, capsys):
 
 def test_progress_is_remembered(mine, tmp_path, capsys):
     file = tmp_path / "progress.json"
-    wrong, right = (
-        numbers("return 7"),
-        numbers("return len({i * args[2] * args[1] // (line or 128) for i in range(args[0])})"),
-    )
+    wrong = numbers("return 7")
+    right = numbers("return len({i * args[2] * args[1] // (line or 128) for i in range(args[0])})")
 
     def state():
         return json.loads(file.read_text())["exercises"]["exercise1"]["memory_lines"]
@@ -329,9 +318,8 @@ def test_progress_is_remembered(mine, tmp_path, capsys):
     assert check.main([]) == 0
     overview = said(capsys)
     assert "Of Ada, in" in overview and re.search("exercise1 +memory_lines +done, 3 attempts", overview)
-    assert (
-        re.search("exercise3 +fold +done, 1 attempt\n", overview) and "bytes_moved                not begun" in overview
-    )
+    assert re.search("exercise3 +fold +done, 1 attempt\n", overview)
+    assert "bytes_moved                not begun" in overview
     exercise, task = check.all_tasks()[0]
     assert overview.splitlines()[-1] == f"2 of {TOTAL} done; next: {task} ({exercise})"
     before = file.read_text()
@@ -365,8 +353,7 @@ def test_git_does_not_see_the_progress():
     assert done.stdout.split() == files or "not a git repository" in done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The sweep
+# --- the sweep
 
 
 def test_the_sweep_checks_every_block_size(capsys):

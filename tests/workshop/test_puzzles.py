@@ -226,18 +226,17 @@ kernel[(3,)](torch.arange(10.0), 10, BLOCK_SIZE=4)
 """
 
 
-def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path):
+def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path, python):
     (tmp_path / "debugged.py").write_text(DEBUGGED)
     typed = "p x\np x * 2\nn\nc\n"
-    done = subprocess.run([sys.executable, tmp_path / "debugged.py"], input=typed, capture_output=True, text=True)
+    done = subprocess.run([python, tmp_path / "debugged.py"], input=typed, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[4. 5. 6. 7.]\n(1, 0, 0) ")
     assert "x:  [4. 5. 6. 7.]\n[4 5 6 7]\n" in done.stdout
     assert "array([4., 5., 6., 7.]" in done.stdout and "array([ 8., 10., 12., 14.]" in done.stdout
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Pictures
+# --- pictures
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)

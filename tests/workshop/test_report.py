@@ -1,6 +1,7 @@
 """report.html: cards and pictures carry the summary's own numbers, and read on any screen and on paper."""
 
 import ast
+import contextlib
 import functools
 import html
 import itertools
@@ -10,22 +11,31 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 
 import tiny_llama_v3 as llama
-from benchmarks import stages
-from benchmarks.stages import View
-from exercises.performance_debugging import attention_layouts, cards, kernel_timeline, pictures, replay, report, source
+from benchmarks.pages import replays
+from benchmarks.pages.replays import Replay
+from exercises.performance_debugging import (
+    attention_layouts,
+    bug_excerpts,
+    kernel_timeline,
+    pictures,
+    replay,
+    report,
+    report_cards,
+)
 from measure import drawing
 from measure.tables import number
 from measure.timing import ratio_of_medians
 from measure.work import kernel_work
-from profiling.kernel_names import operation_of, readable_name
-from tests.workshop.test_workshop import cpu_summary, gpu_summary, taking
+from profilers.kernel_names import operation_of, readable_name
+from tests.workshop.test_workshop import cpu_summary, gpu_summary, laptop_summary, taking
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = Path(llama.__file__).read_text().splitlines()
@@ -78,12 +88,8 @@ def whole_page():
     return report.render(whole_summary())
 
 
-def svg_of(picture):
-    return ElementTree.fromstring(f'<page xmlns="{SVG[1:-1]}">{pictures.svg(picture, "one")}</page>')[0]
-
-
-def texts_of(svg):
-    return [element.text for element in svg.iter(f"{SVG}text")]
+def parsed(svg):
+    return ElementTree.fromstring(f'<page xmlns="{SVG[1:-1]}">{svg}</page>')[0]
 
 
 # --- the picture of each stage
@@ -104,14 +110,13 @@ SHOWN = {  # words and numbers that the picture itself must carry, from CHANGES
 
 @pytest.mark.parametrize("stage", SHOWN)
 def test_the_picture_of_a_stage_carries_the_summary_s_numbers(stage):
-    svg = svg_of(pictures.STAGES[stage](View(whole_summary())))
-    drawn = texts_of(svg)
-    assert [text for text in SHOWN[stage] if text not in drawn] == []
+    svg = parsed(pictures.svg(pictures.STAGES[stage](Replay(whole_summary())), "one"))
+    assert set(SHOWN[stage]) <= {element.text for element in svg.iter(f"{SVG}text")}
 
 
 def test_a_picture_s_bars_are_as_long_as_its_numbers():
     figure = drawing.new_figure(200)
-    pictures.first_loss(View(whole_summary())).draw(figure)
+    pictures.first_loss(Replay(whole_summary())).draw(figure)
     drawn = [bar.get_width() for bar in figure.axes[0].patches]
     assert drawn == [470.0, 512, 7.0, pytest.approx(6.9078, abs=1e-4)]
     drawing.plt.close(figure)
@@ -120,7 +125,7 @@ def test_a_picture_s_bars_are_as_long_as_its_numbers():
 def test_the_attention_picture_shows_the_medians_and_the_spread():
     summary = whole_summary()
     figure = drawing.new_figure(250)
-    pictures.attention_lengths(View(summary)).draw(figure)
+    pictures.attention_lengths(Replay(summary)).draw(figure)
     for container in figure.axes[0].containers:
         line, _, (whiskers,) = container.lines
         layout = {"badly strided": "strided", "contiguous": "contiguous"}[container.get_label()]
@@ -147,15 +152,17 @@ def test_gradients_are_counted_by_module():
 
 
 def test_the_script_names_the_parameters_without_a_gradient():
-    tiny = llama.Config(hidden_dim=16, num_layers=1, num_heads=2, ffn_dim=16, vocab_size=16, batch_size=1, seq_len=4)
-    model = llama.TinyLlamaTriton(tiny, llama.OPERATIONS["torch"])
-    model(*(llama.torch.zeros(1, 4, dtype=llama.torch.int64),) * 2).backward()
+    tiny = llama.Config(hidden_dim=16, num_layers=1, num_heads=2, ffn_dim=16, vocab_size=16, impl="torch")
+    step = llama.TrainStep(tiny, llama.select_device("cpu"))
+    step.forward()
+    step.backward()
+    model = step.model
     assert llama.without_gradient(model) == []
     model.norm.weight.grad.zero_()
     model.layers[0].attention.o_proj.weight.grad = None
     assert llama.without_gradient(model) == ["layers.0.attention.o_proj.weight", "norm.weight"]
-    received, total = llama.gradient_share(model, llama.without_gradient(model))
-    assert total - received == 16 + 16 * 16
+    summary = llama.summarize(step, [llama.StepRecord(3.0, 1.0, 1.0, {}, None)])
+    assert summary["parameters"] - summary["parameters_with_gradient"] == 16 + 16 * 16
 
 
 @pytest.mark.parametrize(
@@ -170,7 +177,7 @@ def test_the_script_names_the_parameters_without_a_gradient():
 def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
     summary = whole_summary()
     summary["stages"][stage - 1] |= lacking
-    (card,) = [card for card in cards.cards(summary) if card.number == stage]
+    (card,) = [card for card in report_cards.cards(summary) if card.number == stage]
     assert card.evidence[0].picture is None and told in card.evidence[0].no_picture
 
 
@@ -202,7 +209,7 @@ def test_the_roofline_has_its_ceilings_and_keeps_its_text_clear_of_them(peak):
     summary = gpu_summary()
     summary["ceilings"] = summary["ceilings"] | {"peak_tflops": peak}
     with drawing.style():
-        picture = pictures.roofline(View(summary))
+        picture = pictures.roofline(Replay(summary))
         figure = drawing.new_figure(picture.height)
         picture.draw(figure)
         figure.draw_without_rendering()
@@ -217,11 +224,11 @@ def test_the_roofline_has_its_ceilings_and_keeps_its_text_clear_of_them(peak):
 
 
 def test_losses_that_are_the_same_share_a_line_that_names_them():
-    description = pictures.losses(View(whole_summary())).description
+    description = pictures.losses(Replay(whole_summary())).description
     assert description.startswith("stage 1, 2, 3, 4, 5, 6, 7, 8: 7.00 at first")
     summary = whole_summary()
     summary["stages"][0]["losses"] = [470.0, 40.0]
-    assert "stage 2, 3, 4, 5, 6, 7, 8: " in pictures.losses(View(summary)).description
+    assert "stage 2, 3, 4, 5, 6, 7, 8: " in pictures.losses(Replay(summary)).description
 
 
 # --- drawing
@@ -253,19 +260,18 @@ def test_fillings_differ_without_their_colour():
 
 
 def test_svg_takes_colours_and_font_from_the_page_and_names_nothing_twice():
-    view = View(whole_summary())
+    measured = Replay(whole_summary())
     functions = {name: f for name, f in {**pictures.STAGES, **pictures.WHOLE}.items() if name != "alone"}
-    drawn = [pictures.svg(function(view), f"p{name}") for name, function in functions.items()]
+    drawn = [pictures.svg(function(measured), f"p{name}") for name, function in functions.items()]
     page = "".join(drawn)
     assert not re.search(r"#[0-9a-f]{6}|font-family|<style|DOCTYPE|<metadata", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)) and all(
-        (a or b) in ids for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)
-    )
+    used = {a or b for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)}
+    assert used and used <= set(ids)
     assert set(re.findall(r"var\((--\w+)\)", page)) <= set(re.findall(r"(--\w+):", drawing.css()))
     for svg in drawn:
-        root = ElementTree.fromstring(f'<page xmlns="{SVG[1:-1]}">{svg}</page>')[0]
+        root = parsed(svg)
         assert root.get("role") == "img" and float(root.get("width")) <= 340
         title, description = (root.find(f"{SVG}{tag}") for tag in ("title", "desc"))
         assert root.get("aria-labelledby").split() == [title.get("id"), description.get("id")]
@@ -287,7 +293,7 @@ def test_a_colour_that_has_no_dark_one_is_refused():
 
 @pytest.mark.parametrize("flag", llama.BUGS)
 def test_an_excerpt_is_the_script_s_own_lines(flag):
-    excerpts = list(source.excerpts(flag))
+    excerpts = list(bug_excerpts.excerpts(flag))
     marks = [n for n, line in enumerate(SCRIPT, 1) if f"BUG {flag}" in line]
     assert len(excerpts) == len(marks) > 0
     for excerpt, mark in zip(excerpts, marks, strict=True):
@@ -300,15 +306,14 @@ def test_an_excerpt_is_the_script_s_own_lines(flag):
 
 
 def test_an_excerpt_of_a_mark_in_a_docstring_is_the_function():
-    kernel, choice = source.excerpts("triton_matmul_swiglu")
+    kernel, choice = bug_excerpts.excerpts("triton_matmul_swiglu")
     assert kernel.where == "swiglu_kernel" and kernel.lines[0] == "@jit" and "tl.store" in kernel.lines[-1]
-    assert (
-        choice.where == "swiglu_forward" and choice.lines[-1].strip() == "hidden = swiglu_activation(gate_up, hidden)"
-    )
+    assert choice.where == "swiglu_forward"
+    assert choice.lines[-1].strip() == "hidden = swiglu_activation(gate_up, hidden)"
 
 
 def test_a_card_s_flag_is_the_one_that_its_stage_is_the_last_to_have():
-    for stage, lesson in cards.LESSONS.items():
+    for stage, lesson in report_cards.LESSONS.items():
         last = [name for name, bug in llama.BUGS.items() if max(bug.stages) == stage]
         assert [lesson.flag] == (last or [None])
     page = html.unescape(re.sub(r"<[^>]+>", "", whole_page()))
@@ -321,7 +326,7 @@ def test_a_card_s_flag_is_the_one_that_its_stage_is_the_last_to_have():
 
 
 def verdict(before, after, between=1.0):
-    return cards.time_change("step", before, after, between=between).verdict
+    return report_cards.time_change("step", before, after, between=between).verdict
 
 
 def test_a_difference_of_times_is_one_only_beyond_their_spread():
@@ -338,91 +343,62 @@ def test_processes_that_did_the_same_work_widen_the_spread():
     assert verdict(slow, fast) == "1.1 times as fast"
     assert verdict(slow, fast, between=1.2) == "no difference beyond the spread"
     summary = whole_summary()
-    assert re.fullmatch(r"4\.\d times as fast", cards.changes_of(View(summary), 4).changes[-1].verdict)
+    assert re.fullmatch(r"4\.\d times as fast", report_cards.changes_of(Replay(summary), 4).changes[-1].verdict)
     summary["stages"][2]["step_ms"] = steps_around(99.0, 0.01)  # stage 3 does the work of stage 4
-    assert cards.changes_of(View(summary), 4).changes[-1].verdict == "no difference beyond the spread"
-
-
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_on_a_cpu_no_difference_of_times_is_claimed(monkeypatch, implementation):
-    monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
-    view = View(cpu_summary(implementation, CHANGES))
-    for stage in (1, 2, 3, 4, 5, 6, 7):
-        assert not any(change.verdict for change in cards.changes_of(view, stage).changes)
+    assert report_cards.changes_of(Replay(summary), 4).changes[-1].verdict == "no difference beyond the spread"
 
 
 def test_each_mistake_alone_stands_beside_stage_5():
     summary = whole_summary()
-    alone, told = cards.alone_of(View(summary), 2)
-    assert alone is None and "--isolate" in told
-    stage5 = summary["stages"][4]
-    summary["isolated"] = [
-        stage5 | {"stage": 2, "mistake": "noncontiguous_kv", "run": "stage2_alone", "step_ms": steps_around(8.0)}
-    ]
-    alone, told = cards.alone_of(View(summary), 2)
-    assert alone.runs == ("--noncontiguous-kv alone", "stage 5") and told is None
+    alone, reason = report_cards.alone_of(Replay(summary), 2)
+    assert alone is None and "--isolate" in reason
+    isolated = {"stage": 2, "mistake": "noncontiguous_kv", "run": "stage2_alone", "step_ms": steps_around(8.0)}
+    summary["isolated"] = [summary["stages"][4] | isolated]
+    alone, reason = report_cards.alone_of(Replay(summary), 2)
+    assert alone.runs == ("--noncontiguous-kv alone", "stage 5") and reason is None
     assert re.fullmatch(r"1\.\d times as fast", alone.changes[-1].verdict)
     assert "--noncontiguous-kv alone" in report.render(summary)
-    assert cards.alone_of(View(summary), 4) == (None, None)  # stage 4 is its mistake alone
-    with_stage_5 = pictures.mistakes_alone(View(summary)).description
+    assert report_cards.alone_of(Replay(summary), 4) == (None, None)  # stage 4 is its mistake alone
+    with_stage_5 = pictures.mistakes_alone(Replay(summary)).description
     assert with_stage_5.startswith("stage 5, none: 5.00 ms") and "--noncontiguous-kv: 5.00 ms" in with_stage_5
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_the_report_of_a_cpu_draws_nothing_that_a_cpu_cannot_show(monkeypatch, implementation):
+def test_the_report_of_a_cpu_claims_and_draws_nothing_that_a_cpu_cannot_show(monkeypatch, implementation):
     monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
     summary = cpu_summary(implementation, CHANGES)
-    drawn = {card.number for card in cards.cards(summary) if card.evidence[0].picture}
+    for stage in (1, 2, 3, 4, 5, 6, 7):
+        assert not any(change.verdict for change in report_cards.changes_of(Replay(summary), stage).changes)
+    drawn = {card.number for card in report_cards.cards(summary) if card.evidence[0].picture}
     assert drawn == ({1} if implementation == "torch" else {1, 6})
-    for card in cards.cards(summary):
+    for card in report_cards.cards(summary):
         assert card.mark == "shows" or not (card.changes or card.symptom)
         assert card.evidence[0].picture or card.evidence[0].no_picture
     page = html.unescape(report.render(summary))
     assert not re.search(r"times as (fast|slow)", page)
 
 
-def laptop_summary():
-    """As --laptop gives it: stages 5 and 6 measured, stages 2 and 4 counted, the rest from a recorded replay."""
-    summary = cpu_summary("triton", {6: CHANGES[6]})
-    summary["laptop"], summary["baseline"] = True, None
-    for stage in summary["stages"]:
-        if stage["stage"] not in (5, 6):
-            for name in [name for name in stage if name not in ("stage", "title", "obstacle", "error")]:
-                stage.pop(name)
-            stage["planned"] = False
-    attention = {"kernel": "flash_attention_kernel", "programs": 64, "waves": 100, "same_result": True}
-    attention |= {"bytes": 5e5, "distinct_bytes": 2.5e5, "fewest_lines": {"128": 1200}}
-    swiglu = {"kernel": "swiglu_kernel", "programs": 256, "waves": 99, "same_result": True, "distinct_bytes": 1e5}
-    swiglu |= {"lines": {"128": 40}, "fewest_lines": {"128": 40}}
-    cases = [attention | {"stage": 2, "lines": {"128": 98765}}, attention | {"stage": 3, "lines": {"128": 4321}}]
-    cases += [swiglu | {"stage": 4, "bytes": 1.2e6}, swiglu | {"stage": 5, "bytes": 1e5}]
-    summary["counted"] = {"wave": 64, "cases": cases}
-    recorded = whole_summary() | {"file": "benchmarks/results/stages_some.json", "date": "2025-12-24T10:00:00"}
-    summary["recorded"] = [recorded, recorded | {"precision": "bf16"}]
-    return summary
-
-
 def test_a_laptop_s_cards_say_what_was_recorded_and_where(monkeypatch):
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    summary = laptop_summary()
-    made = {card.number: card for card in cards.cards(summary)}
+    recorded = whole_summary() | {"file": "benchmarks/results/stages_some.json", "date": "2025-12-24T10:00:00"}
+    summary = laptop_summary({6: CHANGES[6]}, measured=(5, 6))
+    summary["recorded"] = [recorded, recorded | {"precision": "bf16"}]
+    made = {card.number: card for card in report_cards.cards(summary)}
     for stage in (1, 2, 3, 4, 5, 7, 8):
         assert len(made[stage].evidence) >= 2  # of both recordings, of which the first is drawn
-        told_by = made[stage].told_by
-        assert re.match(r"Recorded on NVIDIA H200, 2025-12-24 \(8 x 128 tokens, fp32\)$", told_by), stage
-        (recorded,) = [each for each in made[stage].evidence if each.picture and each.source == told_by]
-        assert recorded.picture.description == pictures.STAGES[stage](View(summary["recorded"][0])).description
-    assert made[6].told_by is None and made[6].evidence[0].source is None
+        source = made[stage].symptom_source
+        assert re.match(r"Recorded on NVIDIA H200, 2025-12-24 \(8 x 128 tokens, fp32\)$", source), stage
+        (drawn,) = [each for each in made[stage].evidence if each.picture and each.source == source]
+        assert drawn.picture.description == pictures.STAGES[stage](Replay(recorded)).description
+    assert made[6].symptom_source is None and made[6].evidence[0].source is None
     counted = [each for each in made[2].evidence if each.source == "Counted in Triton's interpreter"]
-    assert counted[0].picture.description.startswith("badly strided, stage 2: 98,765 lines; contiguous, stage 3: 4,321")
-    assert "swiglu_kernel, stage 4: 12 times" in made[4].evidence[0].picture.description
+    assert counted[0].picture.description.startswith("badly strided, stage 2: 4,800 lines; contiguous, stage 3: 200")
+    assert "swiglu_kernel, stage 4: 22 times" in made[4].evidence[0].picture.description
     page = html.unescape(report.render(summary))
     for card in re.findall(r"<article.*?</article>", page, re.S):
         captions = re.findall(r"<figcaption>(.*?)</figcaption>", card)
-        unmarked = [
-            caption for caption in captions if not re.search("<strong>(Recorded on NVIDIA|Counted in)", caption)
-        ]
-        assert captions and len(unmarked) == ('id="stage6"' in card)
+        marked = [text for text in captions if re.search("<strong>(Recorded on NVIDIA|Counted in)", text)]
+        assert captions and len(captions) - len(marked) == ('id="stage6"' in card)
     assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
 
 
@@ -504,8 +480,9 @@ def test_a_layout_keeps_the_values_and_moves_the_neighbours_apart():
     assert [x.stride(-1) for x in tensors["strided"]] == [1, 3 * 2, 3 * 2]
 
 
-def test_the_layouts_need_a_gpu(capsys):
-    assert attention_layouts.main(["--device", "cpu"]) == 2
+@pytest.mark.parametrize("program", [attention_layouts, kernel_timeline])
+def test_what_is_measured_for_a_picture_needs_a_gpu(capsys, program):
+    assert program.main(["--device", "cpu"]) == 2
     assert "needs a GPU" in capsys.readouterr().err
 
 
@@ -529,45 +506,19 @@ def test_the_replay_measures_what_its_stages_pictures_need(monkeypatch, options,
     assert planned() == expected[:1]
 
 
-class FakeProfile:
-    """torch.profiler.profile of a step that ran on a device: three kernels, one of them not the device's."""
-
-    steps = 0
-
-    def __init__(self, **options):
-        assert options["activities"] == [llama.torch.profiler.ProfilerActivity.CUDA]  # the host's would slow the host
-
-    def __enter__(self):
-        FakeProfile.steps += 1
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def events(self):
-        span = namedtuple("Span", "start end")
-        event = namedtuple("Event", "device_type time_range")
-        kinds = llama.torch.autograd.DeviceType
-        late = 10.0 * self.steps
-        return [
-            event(kinds.CUDA, span(1010.0 + late, 1014.0 + late)),
-            event(kinds.CPU, span(1000.0, 1100.0)),
-            event(kinds.CUDA, span(1000.0 + late, 1002.5 + late)),
-        ]
-
-
 def test_a_timeline_holds_the_kernels_of_one_step(monkeypatch):
-    monkeypatch.setattr(llama.torch.profiler, "profile", FakeProfile)
+    gpu, cpu = llama.torch.autograd.DeviceType.CUDA, llama.torch.autograd.DeviceType.CPU
+    spans = [(gpu, 1010.0, 1014.0), (cpu, 900.0, 1100.0), (gpu, 1000.0, 1002.5)]
+    events = [SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=a, end=b)) for kind, a, b in spans]
+    profile = Mock(side_effect=lambda **options: contextlib.nullcontext(SimpleNamespace(events=lambda: events)))
+    monkeypatch.setattr(llama.torch.profiler, "profile", profile)
     tiny = llama.Config(hidden_dim=16, num_layers=1, num_heads=2, ffn_dim=16, vocab_size=16, batch_size=1, seq_len=4,
                         warmup_steps=1, device="cpu")  # fmt: skip
     recorded = kernel_timeline.record(tiny, llama.get_device("cpu"))
-    assert FakeProfile.steps == kernel_timeline.STEPS
+    assert profile.call_count == kernel_timeline.STEPS
+    activities = [llama.torch.profiler.ProfilerActivity.CUDA]  # the host's would slow the host
+    assert all(call.kwargs["activities"] == activities for call in profile.call_args_list)
     assert recorded == {"step_us": 14.0, "start_us": [0.0, 10.0], "length_us": [2.5, 4.0]}
-
-
-def test_a_timeline_needs_a_gpu(capsys):
-    assert kernel_timeline.main(["--device", "cpu"]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
 
 
 # --- the page
@@ -590,7 +541,6 @@ def test_the_page_s_structure_can_be_heard():
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(deeper - level <= 1 for level, deeper in itertools.pairwise(levels))
     assert all('scope="' in head for head in re.findall(r"<th\b[^>]*>", page))
-    assert all(re.search(r"<title id=.*?<desc id=", svg, re.S) for svg in re.findall(r"<svg.*?</svg>", page, re.S))
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert all(link in ids for link in re.findall(r'href="#(stage\d)"', page))
@@ -616,7 +566,7 @@ def test_the_report_of_an_interrupted_replay_says_so():
     summary = gpu_summary() | {"interrupted": True, "ceilings": None}
     left_out = {"stage": 2, "title": "slow performance", "obstacle": None, "error": None}
     summary["stages"] = [*summary["stages"][:1], left_out]
-    summary["observations"] = stages.observations(summary)
+    summary["observations"] = replays.observations(summary)
     page = report.render(summary)
     assert "was interrupted" in page and "The replay was interrupted before it was done" in page
     assert 'id="roofline-title"' not in page and "No picture: stage 2 was not measured" in page

@@ -101,8 +101,7 @@ def test_what_a_page_lacks_is_named(changed, tmp_path, capsys, page, old, new):
     assert page in refused(tmp_path, capsys)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# make slides, in a folder of its own, with a python that does nothing
+# --- make slides, in a folder of its own, with a python that does nothing
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import publish, stages
-from exercises.performance_debugging import comparison, replay
+from benchmarks.pages import publish, replays
+from exercises.performance_debugging import replay
+from exercises.performance_debugging.summary import console, kernel_figures, markdown, run_figures, shared_config
 from measure import heartbeat
-from profiling.readers import read_kernel_stats
+from profilers.readers import read_kernel_stats
 from tests.fakes import records
+from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
 FAKES = ROOT / "tests" / "fakes"
-
-
 ON_GPU = torch.cuda.is_available()
 TINY = "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 16 --warmup-steps 1"
 SIZES = ["--batch-size", "1", "--seq-len", "4", "--num-steps", "2"]
@@ -47,17 +47,20 @@ def dry_run(capsys, *argv):
     return {title: block.splitlines() for title, block in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+def config_of(command):
+    """The Config of a command, which may begin with variables of its environment."""
+    _, script, *arguments = (word for word in shlex.split(command) if not re.match("[A-Z_]+=", word))
+    return llama.parse_config(arguments, script)
+
+
 def test_dry_run_prints_commands_that_parse_and_writes_nothing(capsys, tmp_path):
-    planned = dry_run(
-        capsys, "--beyond", "--batch-size", "3", "--output", str(tmp_path / "results"), "--", "--seed", "7"
-    )
+    planned = dry_run(capsys, *f"--beyond --batch-size 3 --output {tmp_path / 'results'} -- --seed 7".split())
     assert not (tmp_path / "results").exists()
     titles = [title for title in planned if title.startswith("stage")]
     assert [int(re.match(r"stage (\d)", title)[1]) for title in titles] == list(llama.STAGES)
     for number, title in enumerate(titles, 1):
         for command in planned[title]:
-            words = [word for word in shlex.split(command) if not word.startswith("TRITON_CACHE_DIR=")]
-            config = llama.parse_config(words[2:], words[1])
+            config = config_of(command)
             assert (config.stage, config.batch_size, config.seed, config.seq_len) == (number, 3, 7, 128)
         with_own_cache = ["TRITON_CACHE_DIR" in command for command in planned[title]]
         assert with_own_cache == [number == 7] * bool(planned[title])
@@ -76,25 +79,19 @@ def test_each_mistake_is_isolated_that_a_stage_has_beside_others(capsys):
     alone = {title: commands for title, commands in planned.items() if title.endswith(" alone")}
     assert list(alone) == [f"--{name} alone" for name in ("no-init", "noncontiguous-kv", "unsynced-timing")]
     for title, (command,) in alone.items():
-        words = shlex.split(command)
-        assert llama.parse_config(words[2:], words[1]).bugs == [title.split()[0][2:].replace("-", "_")]
+        assert config_of(command).bugs == (title.split()[0][2:].replace("-", "_"),)
     assert "stage 5, optimized" in dry_run(capsys, "--isolate", "--stages", "2")  # which it is compared with
 
 
 def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     planned = dry_run(capsys, "--laptop")
-    assert [title.split(",")[0] for title in planned] == [
-        "stage 1",
-        "stage 5",
-        "stage 6",
-        "what kernels ask memory for",
-    ]
+    titles = [title.split(",")[0] for title in planned]
+    assert titles == ["stage 1", "stage 5", "stage 6", "what kernels ask memory for"]
     for title, (command,) in planned.items():
         assert "TRITON_INTERPRET=1" in command or title.startswith("what")
         if title.startswith("stage"):
-            words = [word for word in shlex.split(command) if not word.startswith("TRITON_INTERPRET=")]
-            config = llama.parse_config(words[2:], words[1])
+            config = config_of(command)
             assert config.device == "cpu" and config.profile is None
             assert (config.impl, config.hidden_dim) == (("torch", 512) if config.stage == 1 else ("triton", 64))
     assert list(dry_run(capsys, "--laptop", "--stages", "3,8")) == []
@@ -188,10 +185,11 @@ def test_a_process_that_fails_in_its_profile_keeps_what_it_measured(capsys, tmp_
     run.parts[0].profile = "stage1_profile.csv"
     assert replay.execute_all([run], tmp_path) and "no profile" in run.error
     assert (tmp_path / "stage1_0.json").exists() and not (tmp_path / "stage1_profile.csv").exists()
+    capsys.readouterr()
     run = script_run("stage2", WRITES)
     run.parts[0].profile = "stage2_profile.csv"
     assert replay.execute_all([run], tmp_path) and "holds no kernel statistics" in run.error
-    assert (tmp_path / "stage2_0.json").exists()
+    assert (tmp_path / "stage2_0.json").exists() and capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_interruption_keeps_what_is_done(tmp_path):
@@ -210,9 +208,9 @@ def test_the_environment_of_a_part_lies_in_its_temporary_folder(tmp_path):
 
 
 def test_what_runs_long_says_so(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat, "INTERVAL_SECONDS", 0.1)
     quick = script_run("stage1", WRITES)
-    long = script_run("stage2", f"import time; print('x' * 200, flush=True); time.sleep(2)\n{WRITES}")
+    long = script_run("stage2", f"import time; print('x' * 200, flush=True); time.sleep(1)\n{WRITES}")
     assert replay.execute_all([quick, long], tmp_path)
     beats = [line for line in capsys.readouterr().out.splitlines() if " min: " in line]
     assert 2 <= len(beats) and "    0 min: xxxx" in beats[-1] and max(map(len, beats)) == 100
@@ -282,23 +280,16 @@ def test_a_profile_without_steps_is_refused(rocprofv3, monkeypatch):
         rocprofv3("7.0")
 
 
-def test_a_profile_that_recorded_nothing_fails_the_run_in_words(capsys, tmp_path):
-    run = script_run("stage1", "pass")
-    run.parts[0].pattern, run.parts[0].profile = None, "stage1_profile.csv"
-    assert replay.execute_all([run], tmp_path) and "holds no kernel statistics" in run.error
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 # --- a whole replay
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory):
+def replayed(tmp_path_factory, python):
     """The folder of a replay of stages 5 and 6, with kernels where they are interpreted too, and its console."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "stage4.json").write_text("{}")
     command = [FOLDER / "run_all_stages.sh", "--stages", "5,6", *SIZES, "--output", folder, "--", *TINY.split()]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"PYTHON": python}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -346,21 +337,17 @@ def test_figures_are_those_of_the_runs(replayed):
 KERNELS = {"flash_attention_kernel": 5.0, "swiglu_activation_kernel": 4.0, "nvjet_gemm": 30.0}
 
 
-def step_of(*ms):
-    p20, p50, p80 = np.percentile(ms, [20, 50, 80]).tolist()
-    return {"mean": sum(ms) / len(ms), "p20": p20, "p50": p50, "p80": p80}
-
-
 def taking(*ms):
     """The figures of steps that took so long, of twenty that all took as long if it is one time."""
     ms = [*ms] * 20 if len(ms) == 1 else [*ms]
-    return {"batch_ms": step_of(*ms), "step_ms": ms,
-            "samples_per_second": 8e3 * len(ms) / sum(ms)}  # fmt: skip
+    batch_ms = dict(zip(("p20", "p50", "p80"), np.percentile(ms, [20, 50, 80]).tolist(), strict=True))
+    batch_ms["mean"] = sum(ms) / len(ms)
+    return {"batch_ms": batch_ms, "step_ms": ms, "samples_per_second": 1e3 * 8 / batch_ms["mean"]}
 
 
 def stage_figures(number, **changes):
     figures = {
-        "stage": number, "title": stages.short_title(number), "obstacle": None, "error": None,
+        "stage": number, "title": replays.short_title(number), "obstacle": None, "error": None,
         "implementation": "triton", "first_loss": 7.0, "final_loss": 6.9, "losses": [7.0, 6.9],
         **taking(5.0), "tokens_per_second": 2e5, "mean_over_median": 1.0,
         "phase_ms": {"forward": 1.5, "backward": 3.0, "optimizer": 0.5}, "phases_share": 1.0, "host_ms": 2.0,
@@ -376,8 +363,8 @@ def gpu_summary(changes=None):
     summary = {
         "benchmark": "stages", "command": "./run_all_stages.sh --beyond", "commands": ["python v3_stage5.py"],
         "date": "2026-11-21T10:00:00", "profiler": "torch.profiler", "interrupted": False, "entropy": math.log(1000),
-        "environment": llama.environment(llama.Device("cuda", "NVIDIA H200", "sm_90", 132, 32)),
-        "config": comparison.shared_config(llama.dataclasses.asdict(llama.Config(seq_len=128))),
+        "environment": hardware.environment(llama.Device("cuda", "NVIDIA H200", "sm_90", 132, 32)),
+        "config": shared_config(llama.dataclasses.asdict(llama.Config(seq_len=128))),
         "precision": "fp32",
         "ceilings": {"bytes_per_second": 4e12, "flop_per_second": 5e13, "peak_tflops": 66.9},
         "baseline": {k: v for k, v in stage_figures(5, **taking(10.0), implementation="torch").items()
@@ -385,7 +372,7 @@ def gpu_summary(changes=None):
         "stages": [stage_figures(number, **changes.get(number, {})) for number in llama.STAGES],
         "laptop": False, "isolated": [], "counted": None, "recorded": [],
     }  # fmt: skip
-    return summary | {"observations": stages.observations(summary)}
+    return summary | {"observations": replays.observations(summary)}
 
 
 def observed(number, changes):
@@ -431,7 +418,7 @@ def test_an_observation_names_the_figure_that_is_missing():
     summary = gpu_summary()
     failed = {"stage": 4, "title": "slow kernels", "obstacle": None, "error": "measured run: killed\nthe log's end"}
     summary["stages"] = [stage_figures(8), failed]
-    assert [(seen["shown"], seen["text"]) for seen in stages.observations(summary)] == [
+    assert [(seen["shown"], seen["text"]) for seen in replays.observations(summary)] == [
         (None, "stage 5 was not measured."), (None, "It failed: measured run: killed."),
     ]  # fmt: skip
 
@@ -462,25 +449,21 @@ CPU_REASONS = {
 def test_on_a_cpu_every_observation_says_why_it_cannot_show(monkeypatch, implementation):
     monkeypatch.setattr(llama, "INTERPRETED", implementation == "triton")
     interpreted = {6: NOISE[6] | {"gradient_share": 0.016}} if implementation == "triton" else {}
-    seen = {seen["stage"]: seen for seen in stages.observations(cpu_summary(implementation, NOISE | interpreted))}
+    summary = cpu_summary(implementation, NOISE | interpreted | {1: {"first_loss": 470.0}})
+    seen = {seen["stage"]: seen for seen in replays.observations(summary)}
+    assert seen[1]["shown"]  # a loss shows anywhere
     assert not any(seen[number]["shown"] for number in (2, 3, 4, 7, 8))
     assert seen[6]["shown"] is bool(interpreted)
     for number, reason in CPU_REASONS[implementation].items():
         assert reason in seen[number]["text"]
 
 
-def test_a_cpu_s_broken_loss_shows(monkeypatch):
-    monkeypatch.setattr(llama, "INTERPRETED", False)
-    first, *_ = stages.observations(cpu_summary("torch", {1: {"first_loss": 470.0}}))
-    assert first["shown"]
-
-
 def test_times_of_stages_that_ran_the_same_operations_are_called_noise(monkeypatch):
     monkeypatch.setattr(llama, "INTERPRETED", False)
-    assert "the same operations" in stages.notes(cpu_summary("torch"))[-1]
-    assert "interpreter" in stages.notes(cpu_summary("triton"))[-1]
-    assert stages.notes(gpu_summary()) == stages.NOTES
-    assert stages.notes(cpu_summary("torch"))[-1] in comparison.markdown(cpu_summary("torch"))
+    assert "the same operations" in replays.notes(cpu_summary("torch"))[-1]
+    assert "interpreter" in replays.notes(cpu_summary("triton"))[-1]
+    assert replays.notes(gpu_summary()) == replays.NOTES
+    assert replays.notes(cpu_summary("torch"))[-1] in markdown(cpu_summary("torch"))
 
 
 def test_a_launch_bound_stage_says_so():
@@ -492,7 +475,7 @@ def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
     def said(attention_us, **config):
         summary = gpu_summary({2: {"attention_us": attention_us}})
         summary["config"] |= config
-        return stages.observations(summary)[1]
+        return replays.observations(summary)[1]
 
     small = said(8.0, seq_len=2048)
     assert small["shown"] and "2048 tokens a sequence in fp32" in small["text"]
@@ -506,7 +489,7 @@ def test_a_small_sign_of_the_layout_comes_with_the_way_to_a_larger_one():
 
 
 def cells(summary, figure):
-    labels, rows = stages.comparison_table(summary)
+    labels, rows = replays.comparison_table(summary)
     return dict(zip(labels, dict(rows)[figure], strict=True))
 
 
@@ -516,15 +499,14 @@ def test_identical_code_is_never_called_faster(monkeypatch):
     summary = cpu_summary("torch", {4: taking(27.25), 7: {"mean_over_median": 1.0}})
     said = [*cells(summary, "speed / previous").values(), *cells(summary, "speed / baseline").values()]
     assert set(said) == {"", "same"}
-    assert "5.45" not in comparison.console(summary) + comparison.markdown(summary)
-    assert "the same work as the baseline" in dict(enumerate(stages.observations(summary)))[4]["text"]
+    assert "5.45" not in console(summary) + markdown(summary)
+    assert "the same work as the baseline" in dict(enumerate(replays.observations(summary)))[4]["text"]
 
 
 def test_medians_within_the_spread_of_their_steps_are_the_same():
-    naive = taking(*[5.0, 5.5, 7.0, 7.5, 7.6, 7.7, 9.0, 9.5])
-    restless = dict.fromkeys((1, 2, 3, 4), naive | {"kernels": NAIVE_FIRST}) | {
-        5: taking(*[4.5, 4.8, 5.0, 5.0, 5.1, 6.0])
-    }
+    naive = taking(5.0, 5.5, 7.0, 7.5, 7.6, 7.7, 9.0, 9.5)
+    restless = dict.fromkeys((1, 2, 3, 4), naive | {"kernels": NAIVE_FIRST})
+    restless[5] = taking(4.5, 4.8, 5.0, 5.0, 5.1, 6.0)
     summary = gpu_summary(restless)
     assert naive["batch_ms"]["p50"] > 1.4 * 5.0
     assert cells(summary, "speed / previous")["5 optimized"] == "same"
@@ -558,8 +540,8 @@ def test_runs_of_two_sizes_are_not_compared(monkeypatch):
     """Where there is no Triton, a laptop's stages all run in plain PyTorch, the first of them at full width."""
     monkeypatch.setattr(llama, "INTERPRETED", False)
     summary = cpu_summary("torch", {1: {"config": {"hidden_dim": 512, "vocab_size": 1000}} | taking(900.0)})
-    assert stages.compare_speed(summary, summary["stages"][1], summary["stages"][0]) is None
-    assert stages.spread_of_processes(summary) == 2  # that of the baseline, and not of stage 1
+    assert replays.compare_speed(summary, summary["stages"][1], summary["stages"][0]) is None
+    assert replays.spread_of_processes(summary) == 2  # that of the baseline, and not of stage 1
 
 
 def with_isolated(summary):
@@ -578,7 +560,7 @@ def with_isolated(summary):
 
 
 def test_each_mistake_alone_is_compared_with_the_optimized():
-    labels, rows = stages.isolated_table(with_isolated(gpu_summary(dict.fromkeys((1, 2, 3, 4), taking(20.0)))))
+    labels, rows = replays.isolated_table(with_isolated(gpu_summary(dict.fromkeys((1, 2, 3, 4), taking(20.0)))))
     assert labels == ["5 optimized", "--no-init", "--noncontiguous-kv", "--triton-matmul-swiglu"]
     assert dict(rows)["speed / stage 5"] == ["", "same", "same", "0.250"]
     assert dict(rows)["added by the mistake, ms"] == ["", "", "", "15.0"]
@@ -590,14 +572,16 @@ def test_each_mistake_alone_is_compared_with_the_optimized():
 CASE = {"programs": 64, "waves": 100, "lines": {"64": 200, "128": 200}, "fewest_lines": {"64": 200, "128": 200}}
 
 
-def laptop_summary():
+FULL_WIDTH = {1: {"first_loss": 470.0, "config": {"hidden_dim": 512, "vocab_size": 1000}}}
+
+
+def laptop_summary(changes=FULL_WIDTH, measured=(1, 5, 6)):
     """Measured in the interpreter, counted, and recorded on an H200."""
-    summary = cpu_summary("triton", {1: {"first_loss": 470.0, "config": {"hidden_dim": 512, "vocab_size": 1000}}})
-    nothing = ("implementation", "batch_ms", "step_ms", "kernels")
-    for stage in summary["stages"]:
-        if stage["stage"] not in (1, 5, 6):
-            [stage.pop(name, None) for name in nothing]
-            stage |= {"planned": False, "obstacle": None}
+    summary = cpu_summary("triton", changes)
+    for index, stage in enumerate(summary["stages"]):
+        if stage["stage"] not in measured:
+            not_run = {"planned": False, "obstacle": None, "error": None}
+            summary["stages"][index] = {"stage": stage["stage"], "title": stage["title"]} | not_run
     loads = ((2, "flash_attention_kernel", 4e6, 2e6, 4800), (3, "flash_attention_kernel", 4e6, 2e6, 200),
              (4, "swiglu_kernel", 2.2e6, 1e5, 200), (5, "swiglu_activation_kernel", 1e4, 1e4, 200))  # fmt: skip
     cases = [
@@ -606,21 +590,19 @@ def laptop_summary():
         for n, kernel, asked, distinct, lines in loads
     ]  # fmt: skip
     replay_there = gpu_summary({2: {"attention_us": 25.0}}) | {"file": "benchmarks/results/stages_nvidia-h200_x.json"}
-    return summary | {
-        "laptop": True, "baseline": None, "ceilings": None, "counted": {"wave": 64, "cases": cases},
-        "recorded": [replay_there],
-    }  # fmt: skip
+    there = {"ceilings": None, "recorded": [replay_there]}
+    return summary | there | {"laptop": True, "baseline": None, "counted": {"wave": 64, "cases": cases}}
 
 
 def test_a_laptop_s_report_says_of_each_observation_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    seen = [(line["stage"], line["source"].split(" on ")[0]) for line in stages.observations(laptop_summary())]
+    seen = [(line["stage"], line["source"].split(" on ")[0]) for line in replays.observations(laptop_summary())]
     assert seen == [
         (1, "measured"), (1, "recorded"), (2, "counted"), (2, "recorded"), (3, "recorded"), (4, "counted"),
         (4, "recorded"), (5, "measured"), (5, "recorded"), (6, "measured"), (6, "recorded"), (7, "recorded"),
         (8, "recorded"),
     ]  # fmt: skip
-    lines = [*stages.observation_lines(laptop_summary())]
+    lines = [*replays.observation_lines(laptop_summary())]
     assert lines[0][1] == "shows" and lines[1][1].endswith("recorded on NVIDIA H200")
     assert "4,800 cache lines of 128 bytes instead of 200, 24 times as many" in lines[2][2]
     assert "each byte 22 times" in lines[5][2]
@@ -629,12 +611,11 @@ def test_a_laptop_s_report_says_of_each_observation_where_it_comes_from(monkeypa
 
 def test_what_was_recorded_is_marked_and_meets_no_measured_figure(monkeypatch):
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    text, table = comparison.markdown(laptop_summary()), comparison.console(laptop_summary())
+    text, table = markdown(laptop_summary()), console(laptop_summary())
     for shown in (text, " ".join(table.split())):
         assert "stages_nvidia-h200_x.json: not measured here." in shown
-        assert re.search(
-            r"Recorded on NVIDIA H200, PyTorch \S+, (Triton \S+, )?2026-11-21, in benchmarks/results/", shown
-        )
+        versions = r"PyTorch \S+, (Triton \S+, )?2026-11-21"
+        assert re.search(f"Recorded on NVIDIA H200, {versions}, in benchmarks/results/", shown)
     measured = text.split("## ")[0]
     assert "speed" not in measured.replace("speed /", "").split("- ")[0] and "| 470 |" in measured
     assert "1 broken loss, hidden 512" in measured
@@ -642,14 +623,14 @@ def test_what_was_recorded_is_marked_and_meets_no_measured_figure(monkeypatch):
 
 @pytest.mark.parametrize("of", [gpu_summary, laptop_summary, lambda: with_isolated(gpu_summary())])
 def test_a_terminal_of_100_columns_shows_it_all(of):
-    assert max(map(len, comparison.console(of()).splitlines())) <= 100
+    assert max(map(len, console(of()).splitlines())) <= 100
 
 
 @pytest.mark.skipif(llama.triton is None, reason="no Triton here")
-def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(monkeypatch):
+def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(python):
     """With its tile docs/emulated_counts.md has the same bytes and lines, of compiled code and twice the heads."""
     tile = "llama.ATTENTION_TILES['interpreter', 'any', 128] = ((64, 32, 4, 1),) * 4"
-    counted = run_counted(2, patches=f"{tile}\ncounted.HEADS = 4")
+    counted = run_counted(python, 2, patches=f"{tile}\nmemory_counts.HEADS = 4")
     emulated = json.loads((ROOT / "benchmarks" / "results" / "emulated_counts.json").read_text())["counts"]
     for case in counted:
         for arch, line_bytes in (("gfx90a", "64"), ("gfx942", "128")):
@@ -659,29 +640,29 @@ def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(monkeypatch)
     assert all(case["same_result"] for case in counted)
 
 
-def run_counted(stage, patches):
+def run_counted(python, stage, patches):
     """The cases of a stage, counted in a process of its own: the interpreter must be chosen before Triton is there."""
     script = (
-        "import json\nfrom exercises.performance_debugging import counted\nllama = counted.llama\n"
-        f"{patches}\ncases = counted.count({{{stage}}})\nprint(json.dumps(cases))"
+        "import json\nfrom exercises.performance_debugging import memory_counts\nllama = memory_counts.llama\n"
+        f"{patches}\ncases = memory_counts.count({{{stage}}})\nprint(json.dumps(cases))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(llama.triton is None, reason="no Triton here")
-def test_the_naive_kernel_loads_three_rows_for_each_element():
-    naive, hybrid = run_counted(4, patches="counted.ROWS, counted.FFN = 3, 5")
+def test_the_naive_kernel_loads_three_rows_for_each_element(python):
+    naive, hybrid = run_counted(python, 4, patches="memory_counts.ROWS, memory_counts.FFN = 3, 5")
     assert naive["programs"] == 15 and naive["bytes"] == 15 * 3 * 512 * 4
     assert naive["distinct_bytes"] == (3 + 2 * 5) * 512 * 4
     assert hybrid["bytes"] == hybrid["distinct_bytes"] == 3 * 2 * 5 * 4
 
 
-def test_a_laptop_replays_in_one_report(tmp_path):
+def test_a_laptop_replays_in_one_report(tmp_path, python):
     command = [FOLDER / "run_all_stages.sh", "--laptop", "--stages", "1,5,6,8", "--output", tmp_path, "--"]
     command += [*TINY.split(), "--num-steps", "4", "--seq-len", "4"]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"PYTHON": python}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 100
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -699,8 +680,8 @@ def test_a_laptop_replays_in_one_report(tmp_path):
 
 
 def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
-    labels, rows = stages.comparison_table(gpu_summary())
-    assert labels == ["baseline", *(f"{number} {stages.short_title(number)}" for number in llama.STAGES)]
+    labels, rows = replays.comparison_table(gpu_summary())
+    assert labels == ["baseline", *(f"{number} {replays.short_title(number)}" for number in llama.STAGES)]
     figures = dict(rows)
     assert figures["speed, samples/s"][:2] == ["800", "1,600"]
     assert figures["speed / baseline"][:2] == ["", "2.00"]
@@ -730,15 +711,8 @@ def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_p
 
 def test_figures_of_a_run_by_hand(tmp_path):
     # Each step is the sum of its phases; but the median forward of 2 and backward of 3 are no step's, and 5 of 6 ms.
-    steps = [
-        {
-            "loss": 7.0,
-            "batch_ms": forward + backward,
-            "host_ms": 1.0,
-            "phase_ms": dict(forward=forward, backward=backward),
-        }
-        for forward, backward in ((2.0, 8.0), (1.0, 3.0), (4.0, 2.0))
-    ]
+    phases = (dict(forward=forward, backward=backward) for forward, backward in ((2.0, 8.0), (1.0, 3.0), (4.0, 2.0)))
+    steps = [dict(loss=7.0, batch_ms=sum(phase_ms.values()), host_ms=1.0, phase_ms=phase_ms) for phase_ms in phases]
     run = {
         "implementation": "triton",
         "summary": {
@@ -749,15 +723,15 @@ def test_figures_of_a_run_by_hand(tmp_path):
         },
         "steps": steps,
     }  # fmt: skip
-    figures = comparison.run_figures(run)
+    figures = run_figures(run)
     assert figures["phase_ms"] == {"forward": 4.0, "backward": 2.0}  # of the median step
     assert figures["phases_share"] == sum(figures["phase_ms"].values()) / figures["batch_ms"]["p50"] == 1.0
     assert figures["phase_steps_ms"] == {"forward": [2.0, 1.0, 4.0], "backward": [8.0, 3.0, 2.0]}
-    even = comparison.run_figures(run | {"steps": [*steps, steps[0]]})["phase_ms"]  # the median is between two steps
+    even = run_figures(run | {"steps": [*steps, steps[0]]})["phase_ms"]  # the median is between two steps
     assert even == {"forward": 3.0, "backward": 5.0}
     assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
     table = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev\nk,4,8000,2000,100,2000,2000,0\n"
     (tmp_path / "stage5_profile.csv").write_text(table)
-    (kernel,) = comparison.kernel_figures(tmp_path / "stage5_profile.csv")
+    (kernel,) = kernel_figures(tmp_path / "stage5_profile.csv")
     assert kernel == {"name": "k", "calls": 4, "average_us": 2.0, "share": 1.0}
-    assert [stages.predecessor(stage) for stage in (2, 5, 6, 8)] == [1, 4, 5, 5]
+    assert [replays.predecessor(stage) for stage in (2, 5, 6, 8)] == [1, 4, 5, 5]

@@ -1,0 +1,1 @@
+"""Writes results into the pages, as tables, sentences and pictures."""

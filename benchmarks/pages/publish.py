@@ -1,0 +1,353 @@
+"""Write the newest results into the pages.
+
+    python -m benchmarks.pages.publish            replace the text between markers, and draw the pictures
+    python -m benchmarks.pages.publish --check    print what would change, and exit with 1 if anything would
+
+The markers are <!-- begin: NAME --> and <!-- end: NAME -->, with the names of SECTIONS; a page may have any of them.
+For steps and sweeps each size is taken from the newest result that has it, and for the stages each precision and length
+of sequence. A result of the stages is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
+
+Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
+"""
+
+import difflib
+import functools
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import tiny_llama_v3 as llama
+from benchmarks.pages import front_page, published_claims, replays, scaling_tables, traces
+from measure.command_line import Parser, program
+from measure.results import RESULTS, ROOT, newest_first, read_result
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+from measure.work import SIZES, SWEEPS
+
+MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
+SECTION = re.compile(r"<!-- begin: (\w+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
+
+
+def ratio_line(pair):
+    relation = f"`{pair['ours']}` takes {pair['time_ratio']:.2f} of the time of `{pair['peer']}`"
+    if pair["memory_ratio"]:
+        relation += f" and {pair['memory_ratio']:.2f} of its peak memory"
+    return f"{relation}."
+
+
+def steps_table(size_name, size, name, result):
+    config = size["config"]
+    rows = []
+    for row_name, row in size["rows"].items():
+        bold = "**" if row_name in ("triton graph", size["strongest_peer"]) else ""
+        label = f"{bold}{row_name}{bold}"
+        if row["error"]:
+            rows.append([label, cell(row["error"]), "", "", "", ""])
+            continue
+        memory, mfu = row["peak_memory_mib"], row["mfu"]
+        rows.append(
+            [
+                label,
+                number(row["ms"]["median"]),
+                f"{number(row['ms']['p20'])} – {number(row['ms']['p80'])}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{100 * mfu:.1f} %" if mfu else "",
+                f"{memory:,.0f}" if memory else "",
+            ]
+        )
+    title = (
+        f"**{size_name}**: {config['batch_size']} x {config['seq_len']} tokens, hidden {config['hidden_dim']}, "
+        f"{config['num_layers']} layers, {config['num_heads']} heads, {size['precision']}"
+    )
+    table = markdown_table(["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB"], rows)
+    ratios = " ".join(ratio_line(pair) for pair in size["comparisons"])
+    return "\n\n".join(part for part in (title, table, ratios, provenance(name, result)) if part)
+
+
+def was_timed(size):
+    """Whether a size was measured completely, and at least one row could run."""
+    return "comparisons" in size and not all(row["error"] for row in size["rows"].values())
+
+
+def steps_section(folder):
+    newest = front_page.newest_sizes(folder, was_timed, SIZES)
+    if len(newest) > 1:
+        newest.pop("tiny", None)  # a trial
+    tables = (steps_table(size, result["sizes"][size], name, result) for size, (name, result) in newest.items())
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def sweep_table(sweep, newest):
+    """A table with a line for each size: the time of each row, and ours compared with the strongest peer."""
+    sizes = {size: result["sizes"][size] for size, (_, result) in newest.items()}
+    columns, lines = list(next(iter(sizes.values()))["rows"]), []
+    for size_name, size in sizes.items():
+        pair = size["comparisons"][0] if size["comparisons"] else {}
+        rows = [size["rows"].get(column, {"error": "not measured"}) for column in columns]
+        lines.append(
+            [
+                f"{size_name} x {size['config']['batch_size']}" if sweep == "length" else size_name,
+                *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in rows),
+                number(pair.get("time_ratio"), 2),
+                number(pair.get("memory_ratio"), 2),
+            ]
+        )
+    table = markdown_table([f"ms a step, {sweep} grows", *columns, "time, ours / strongest peer", "memory"], lines)
+    return "\n\n".join([table, *(provenance(*item) for item in dict(newest.values()).items())])
+
+
+def sweeps_section(folder):
+    newest = {sweep: front_page.newest_sizes(folder, was_timed, sizes) for sweep, sizes in SWEEPS.items()}
+    return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes) or NOT_MEASURED
+
+
+def kernels_section(folder):
+    results = newest_first(folder, "kernels")
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    rows = []
+    for case in result["cases"]:
+        if case.get("error"):
+            rows.append([case["case"], cell(case["error"]), "", "", ""])
+            continue
+        contenders = {name: row for name, row in case["contenders"].items() if not row["error"]}
+        ours = contenders.pop("triton", None)
+        peer = min(contenders, key=lambda name: contenders[name]["us"], default=None)
+        theirs = contenders.get(peer)
+        rows.append(
+            [
+                case["case"],
+                f"{number(ours['us'])} us, {number(ours['rate'])} {case['unit']}" if ours else "",
+                f"{number(theirs['us'])} us, {number(theirs['rate'])} {case['unit']}" if theirs else "",
+                peer or "",
+                f"{theirs['us'] / ours['us']:.2f}" if ours and theirs else "",
+            ]
+        )
+    table = markdown_table([result["dtype"], "ours", "fastest peer", "which", "its time / ours"], rows)
+    return f"{table}\n\n{provenance(name, result)}"
+
+
+def stages_section(folder):
+    parts = []
+    for name, result in replays.newest_replays(folder):
+        lines = [f"- {title} ({mark}): {text}" for title, mark, text in replays.observation_lines(result)]
+        parts += [
+            f"**{replays.sizes(result)}**, {result['config']['num_steps']} steps",
+            replays.comparison_markdown(result),
+            "\n".join(lines),
+            provenance(name, result),
+        ]
+        picture = Path(name).with_suffix(".png")
+        if (folder / picture).exists():
+            parts.append(f"![The picture of each stage](benchmarks/results/{picture})")
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in replays.NOTES)]) if parts else NOT_MEASURED
+
+
+def ratio_to(ours, theirs):
+    return f"{theirs['us'] / ours['us']:.2f}" if theirs and not theirs["error"] else ""
+
+
+def layer_norm_section(folder):
+    results = newest_first(folder, "layer_norm")
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    copy_rate = result["copy_rate"]
+    rows = []
+    for case in result["cases"]:
+        label = f"{case['dtype']}, {case['case']}"
+        if case["error"] or any(measured["triton"]["error"] for measured in case["passes"].values()):
+            rows.append([label, case["error"] or "failed", *[""] * 6])
+            continue
+        row = [f"{case['dtype']}, {' x '.join(f'{n:,}' for n in case['shape'])}"]
+        for pass_name in ("forward", "backward", "forward + backward"):
+            measured = case["passes"][pass_name]
+            ours = measured["triton"]
+            if pass_name != "forward + backward":
+                share = f", {100 * ours['rate'] / copy_rate:.0f} %" if copy_rate else ""
+                row.append(f"{number(ours['us'])} us{share}")
+            else:
+                row.append(f"{number(ours['us'])} us")
+            if pass_name != "backward":
+                row += [ratio_to(ours, measured.get(peer)) for peer in ("torch", "compile")]
+        rows.append(row)
+    header = ["", "forward", "x torch", "x compile", "backward", "forward + backward", "x torch", "x compile"]
+    ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing.\n\n" if copy_rate else ""
+    return f"{markdown_table(header, rows)}\n\n{ceiling}{provenance(name, result)}"
+
+
+def gpt_section(folder):
+    results = [item for item in newest_first(folder, "gpt") if item[1]["size"] != "tiny"]
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    rows = []
+    for row_name, row in result["rows"].items():
+        if row["error"] or "ms" not in row:
+            rows.append([row_name, cell(row["error"] or "not measured"), *[""] * 5])
+            continue
+        ms, speedup = row["ms"], row.get("speedup")
+        rows.append(
+            [
+                row_name,
+                number(ms["median"]),
+                f"{number(ms['p20'])} – {number(ms['p80'])}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{100 * row['mfu']:.1f} %" if row["mfu"] else "",
+                f"{row['peak_memory_mib']:,.0f}" if row["peak_memory_mib"] else "",
+                f"{speedup['median']:.3f} x `{speedup['peer']}`" if speedup else "",
+            ]
+        )
+    header = ["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB", "speed"]
+    return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
+
+
+PICTURES = {
+    "kernels_stage4.png": "The top kernels of stage 4",
+    "kernels_stage5.png": "The top kernels of stage 5",
+    "timeline_stage5.png": "One step of stage 5",
+    "roofline.png": "The roofline of each Triton kernel alone",
+}
+
+
+def pictures_section(folder):
+    present = {name: title for name, title in PICTURES.items() if (folder / name).exists()}
+    return "\n\n".join(f"![{title}](benchmarks/results/{name})" for name, title in present.items()) or NOT_MEASURED
+
+
+def overhead_section(folder):
+    path = folder / "overhead.json"
+    if not path.exists():
+        return NOT_MEASURED
+    result = read_result(path)
+    rows = [["no profiler", "", number(result["plain"]["ms"]), "1"]]
+    for script, row in result["scripts"].items():
+        rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
+    environment = result["environment"]
+    table = markdown_table(["", "tool", "ms a step", "times a step without"], rows, [False, False, True, True])
+    return f"{table}\n\n{environment['device']}, PyTorch {environment['torch']}, {result['date'][:10]}."
+
+
+SECTIONS = {  # {marker: function of the folder of results that returns Markdown, with links from the top folder}
+    "steps": steps_section,
+    "sweeps": sweeps_section,
+    "kernels": kernels_section,
+    "stages": stages_section,
+    "layer_norm": layer_norm_section,
+    "gpt": gpt_section,
+    "scaling": scaling_tables.scaling_section,
+    "scaling_model": scaling_tables.scaling_model_section,
+    "overhead": overhead_section,
+    "pictures": pictures_section,
+    "front": front_page.front_section,
+    "published": front_page.published_section,
+    "claims": published_claims.claims_section,
+}
+PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/scaling.md")]
+DRAWN = {  # {picture: function of the folder of results and the path that draws it}
+    ROOT / "docs" / "front_page.png": front_page.draw,
+    ROOT / "docs" / "scaling_measured.png": scaling_tables.draw_measured,
+    ROOT / "docs" / "scaling_model.png": scaling_tables.draw_model,
+    **{ROOT / "docs" / f"{name}.png": functools.partial(traces.draw, name=name) for name in traces.PICTURES},
+}
+
+
+def rewrite(page, contents):
+    """(text, text with new content between the markers) of a page; contents: {marker: function that returns it}."""
+    text = page.read_text(encoding="utf-8")
+    markers = MARKER.findall(text)
+    if not markers:
+        raise llama.UsageError(
+            f"{page} has no markers: put <!-- begin: NAME --> and <!-- end: NAME --> where a table goes"
+        )
+    if markers != [(side, name) for _, name in markers[::2] for side in ("begin", "end")]:
+        raise llama.UsageError(f"{page} has a marker out of order: each begin must be followed by the end of its name")
+    unknown = {name for _, name in markers} - contents.keys()
+    if unknown:
+        raise llama.UsageError(f"{page} has markers of {min(unknown)}: choose from {', '.join(contents)}")
+    depth = len(page.resolve().relative_to(ROOT).parts) - 1 if page.resolve().is_relative_to(ROOT) else 0
+
+    def replaced(match):
+        name, old = match[1], match[2].strip()
+        new = contents[name]().replace("](benchmarks/", f"]({'../' * depth}benchmarks/")
+        if new == NOT_MEASURED and old not in ("", NOT_MEASURED):
+            raise llama.UsageError(
+                f"{page} has a table of {name}, and there is no result of it: bring its result back, or empty the table"
+            )
+        return f"<!-- begin: {name} -->\n\n{new}\n\n<!-- end: {name} -->"
+
+    return text, SECTION.sub(replaced, text)
+
+
+def write_all(texts):
+    """Writes {path: text}, either all files or none."""
+    written = {}
+    try:
+        for path, text in texts.items():
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.resolve().parent, prefix=".", suffix=".tmp", delete=False, encoding="utf-8"
+            ) as file:
+                written[path.resolve()] = file.name
+                file.write(text)
+            shutil.copymode(path, file.name)
+        for path, name in written.items():
+            os.replace(name, path)
+    finally:
+        for name in written.values():
+            Path(name).unlink(missing_ok=True)
+
+
+def update(pages, contents, check):
+    """Rewrites the pages that are out of date, or with check prints the difference. Returns whether there were any."""
+    texts = {}
+    for page in pages:
+        try:
+            text, wanted = rewrite(page, contents)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise llama.UsageError(f"{page} cannot be read ({reason}): name another page") from error
+        if wanted != text:
+            texts[page] = wanted
+            if check:
+                names = (str(page), "what the results say")
+                sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
+    if texts and not check:
+        try:
+            write_all(texts)
+        except OSError as error:
+            raise llama.UsageError(f"{error.filename} cannot be written ({error.strerror}): no page was") from error
+    return bool(texts)
+
+
+def section_of(folder, name):
+    """The Markdown of a section from the results in a folder."""
+    try:
+        return SECTIONS[name](folder)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise llama.UsageError(
+            f"--results {folder}: a result of {name} is damaged ({error!r}): measure again"
+        ) from error
+
+
+@program("publish.py")
+def main(argv):
+    parser = Parser("publish.py", __doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
+    parser.add_argument("--pages", type=Path, nargs="+", metavar="FILE", help="what to rewrite (default: all pages)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: benchmarks/results)")
+    options = parser.parse_args(argv)
+    if not any(options.results.glob("*.json")):
+        raise llama.UsageError(f"--results {options.results} holds no results: give a folder that the benchmarks wrote")
+    contents = {name: functools.partial(section_of, options.results, name) for name in SECTIONS}
+    out_of_date = update(options.pages or PAGES, contents, options.check)
+    if not (options.check or options.pages):
+        for picture, draw in DRAWN.items():
+            draw(options.results, picture)
+    return int(options.check and out_of_date)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Count the bytes and cache lines that two kernels load, with and without a mistake, in Triton's interpreter.
+
+    python -m exercises.performance_debugging.memory_counts --output-dir DIR      writes DIR/counted.json
+
+The program observes each load of the running kernel: its addresses, and how many cache lines they lie in, for each 64
+neighbours of a tile, as a wave of an AMD GPU loads them together. No time is measured, and the machine does not matter.
+"""
+
+import collections
+import contextlib
+import math
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import tiny_llama_v3 as llama  # noqa: E402
+from emulated.memory_system import LANES  # noqa: E402
+from measure.command_line import Parser, program  # noqa: E402
+from measure.device import require_triton  # noqa: E402
+from measure.results import write_json  # noqa: E402
+
+LINE_BYTES = (64, 128)  # of the vector cache of MI200; of MI300 and NVIDIA
+NOTHING = -1  # the address of a masked lane
+
+
+def distinct_in_rows(values):
+    """The number of different values in each row, except NOTHING."""
+    ordered = np.sort(values, axis=1)
+    is_new = np.diff(ordered, axis=1, prepend=NOTHING) != 0
+    return (is_new & (ordered != NOTHING)).sum(axis=1)
+
+
+class Loads:
+    """The loads of all launches of one kernel."""
+
+    def __init__(self):
+        self.programs, self.itemsize, self.waves = 0, None, []
+
+    def add(self, addresses, itemsize):
+        """Adds the addresses of a tile of any shape; a wave has neighbours in the last dimension."""
+        lanes = np.full(-(-addresses.size // LANES) * LANES, NOTHING)
+        lanes[: addresses.size] = addresses.ravel()
+        self.waves.append(lanes.reshape(-1, LANES))
+        self.itemsize = itemsize  # these kernels load only fp32
+
+    def figures(self):
+        """The figures for summary.json; distinct_bytes counts each byte once."""
+        waves = np.concatenate(self.waves)
+        waves = waves[(waves != NOTHING).any(axis=1)]
+        asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * self.itemsize
+        lines = {size: np.where(waves == NOTHING, NOTHING, waves // size) for size in LINE_BYTES}
+        return {
+            "programs": self.programs,
+            "waves": len(waves),
+            "bytes": asked.size * self.itemsize,
+            "distinct_bytes": np.unique(asked).size * self.itemsize,
+            "lines": {size: int(distinct_in_rows(lines[size]).sum()) for size in LINE_BYTES},
+            "fewest_lines": {size: int((-(-distinct // size)).sum()) for size in LINE_BYTES},
+        }
+
+
+class AddressSpace:
+    """Places the tensors of a launch as a GPU's allocator does: each begins at a cache line."""
+
+    APART = 2**40  # bytes, more than the size of any tensor
+
+    def __init__(self, tensors):
+        self.storages = [t.untyped_storage() for t in tensors if t is not None]
+
+    def place(self, addresses):
+        """Moves addresses in one of the tensors to its place here."""
+        for index, storage in enumerate(self.storages):
+            begin = storage.data_ptr()
+            if begin <= addresses[0] < begin + storage.nbytes():
+                return addresses - begin + index * self.APART
+        raise AssertionError("a load of none of the launch's tensors")
+
+
+@contextlib.contextmanager
+def observed_loads():
+    """Yields {kernel: Loads} of the launches in this context."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads, running = collections.defaultdict(Loads), []
+    launch, load = llama.launch, InterpreterBuilder.create_masked_load
+
+    def observed_launch(kernel, grid, tensors, *args, **kwargs):
+        kernel_loads = loads[kernel.fn.__name__]
+        kernel_loads.programs += math.prod(grid)
+        running.append((kernel_loads, AddressSpace(tensors)))
+        launch(kernel, grid, tensors, *args, **kwargs)
+        running.pop()
+
+    def observed_load(builder, pointers, mask, *args, **kwargs):
+        value = load(builder, pointers, mask, *args, **kwargs)
+        addresses, taking_part = pointers.data.astype(np.int64), np.broadcast_to(mask.data, pointers.data.shape)
+        if taking_part.any():
+            kernel_loads, space = running[-1]
+            placed = np.full(addresses.shape, NOTHING)
+            placed[taking_part] = space.place(addresses[taking_part])
+            kernel_loads.add(placed, value.data.itemsize)
+        return value
+
+    with (
+        mock.patch.object(llama, "launch", observed_launch),
+        mock.patch.object(InterpreterBuilder, "create_masked_load", observed_load),
+    ):
+        yield loads
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cases. The attention kernel has the sizes of docs/emulated_counts.md: the stride of the bad layout is batch * kv_heads
+# elements, and these two are those of the workshop. The naive SwiGLU has an eighth of the programs of that page.
+
+BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 8, 4, 64
+ROWS, HIDDEN, FFN = 8, 512, 32
+
+
+def attention(layout):
+    """A forward pass with K and V, (batch, seq, heads, head_dim), in the layout of a function."""
+    qkv = torch.randn(BATCH, SEQ_LEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q, k, v = llama.split_heads(qkv, HEADS, KV_HEADS)
+    return llama.flash_attention_forward(q, layout(k), layout(v))[0]
+
+
+def naive_swiglu():
+    """The product and the activation by our kernel."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    return llama.swiglu_naive_matmul(x, torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5)[1]
+
+
+def hybrid_swiglu():
+    """The activation by our kernel; the product of the library is not observed."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    return llama.swiglu_activation(x @ (torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5).T)
+
+
+# {stage with a mistake: (the function for this stage, that for the next stage)}
+PAIRS = {
+    2: (lambda: attention(llama.badly_strided), lambda: attention(lambda x: x)),
+    4: (naive_swiglu, hybrid_swiglu),
+}
+
+
+def count(stages):
+    """The cases of counted.json for the PAIRS of these stages."""
+    cases = []
+    for first in sorted(stages & set(PAIRS)):
+        outputs = []
+        for stage, execute in enumerate(PAIRS[first], first):
+            with observed_loads() as loads:
+                outputs.append(execute())
+            ((kernel, seen),) = loads.items()
+            cases.append({"stage": stage, "kernel": kernel, **seen.figures()})
+            print(f"stage {stage}, {kernel}: {cases[-1]['bytes']:,} bytes in {cases[-1]['waves']:,} loads", flush=True)
+        for case in cases[-2:]:
+            case["same_result"] = torch.allclose(*outputs, atol=1e-5)
+    return cases
+
+
+@program("memory_counts.py")
+def main(argv):
+    parser = Parser("memory_counts.py", __doc__)
+    parser.add_argument("--stages", default="2,4", metavar="2,4", help="the stages whose kernels are counted")
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args(argv)
+    require_triton()
+    cases = count({int(number) for number in options.stages.split(",")})
+    write_json(options.output_dir / "counted.json", {"wave": LANES, "cases": cases})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

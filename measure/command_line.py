@@ -1,0 +1,91 @@
+"""The command line of all programs except tiny_llama_v3.py, which runs without the rest of the project.
+
+This module imports only the standard library, in the syntax of Python 3.7: the readers of profiles run on login nodes
+that have pandas but no PyTorch, and the doctor reports a Python that is too old.
+"""
+
+import argparse
+import errno
+import functools
+import os
+import sys
+
+
+class Failure(Exception):
+    """Ends a program with one line, the message: what is wrong, with which values, and what to do about it."""
+
+    exit_code = 2
+
+
+class NothingRecorded(Failure):
+    """A profile can be read but does not hold what was asked for."""
+
+    exit_code = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that shows the description as it is and raises Failure for a wrong command line."""
+
+    def __init__(self, prog, description):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=layout, allow_abbrev=False)
+
+    def error(self, message):
+        raise Failure(f"{message} (--help lists the options)")
+
+
+def positive(text):
+    """The type of an option that takes a whole number from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive: give 1 or more")
+    return int(text)
+
+
+positive.__name__ = "int"  # as argparse calls the type in its messages
+
+
+def time_limit(text):
+    """The type of an option that takes a number of seconds, 0 or more."""
+    if not float(text) >= 0:  # NaN included
+        raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
+    return float(text)
+
+
+def exit_code_of(run, program):
+    """Returns what run() returns. What ends it early is reported in one line or none, without a traceback.
+
+    An exception with an exit_code and an OSError print their message; the exit code is that attribute, or 2. Ctrl-C
+    ends with 130, and a closed pipe, as of `| head`, with 141.
+    """
+    try:
+        try:
+            return run()
+        finally:
+            print(end="", flush=True)  # so that a closed pipe is found here, not when the interpreter exits
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if not (isinstance(error, OSError) or hasattr(error, "exit_code")):
+            raise
+        if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", 2)
+
+
+def program(name):
+    """Decorates main(argv) of a program, which then takes argv from the command line by default.
+
+    It returns its exit code, as exit_code_of() does.
+    """
+
+    def decorate(run):
+        @functools.wraps(run)
+        def main(argv=None):
+            return exit_code_of(lambda: run(sys.argv[1:] if argv is None else argv), name)
+
+        return main
+
+    return decorate

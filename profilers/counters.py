@@ -1,0 +1,104 @@
+"""Print the hardware counters of each kernel, and the figures that follow from them.
+
+    python -m profilers.counters counters/counter_20261121_120000
+
+The program reads the counter files of rocprofv3 (CSV or rocpd databases, of several passes) and the raw CSV of ncu.
+Values are means over the runs of a kernel in the measured steps if every pass names them, otherwise in the whole run.
+Rates use the times of the run without counters, as counting slows kernels down.
+
+Exit codes: 0 done, 1 nothing was counted, 2 the profile cannot be read.
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from measure.command_line import NothingRecorded, Parser, positive, program
+from profilers.kernel_names import operation_of, short_name
+from profilers.readers import read_step_counters, read_step_stats
+
+KIB = 1024  # the unit of FETCH_SIZE and WRITE_SIZE
+MOST_COLUMNS = 20  # more are not printed; ncu counts hundreds
+
+
+def first_of(counters, *names):
+    """The first of these columns that was counted, or a column of NaN."""
+    return next((counters[name] for name in names if name in counters), pd.Series(float("nan"), counters.index))
+
+
+def derive(counters, stats=None):
+    """Derives comparable figures from the counters of either vendor: a DataFrame with a row for each kernel.
+
+    stats: a table of readers.COLUMNS with the times; those of ncu are counters. The columns of a run are ns, bytes (to
+    and from the device's memory), GB/s, occupancy (waves or warps in flight, % of the maximum), waves a CU, L2 hits
+    (%), compute and memory (% of their peaks), matrix (% of the time that the matrix units are busy) and flop (of the
+    matrix units). A figure that was not counted is NaN.
+    """
+    times = stats.set_index("Name")["AverageNs"].reindex(counters.index) if stats is not None else None
+    ns = first_of(counters, "gpu__time_duration.sum") if times is None or times.isna().all() else times
+    read = first_of(counters, "dram__bytes_read.sum").fillna(KIB * first_of(counters, "FETCH_SIZE", "FetchSize"))
+    written = first_of(counters, "dram__bytes_write.sum").fillna(KIB * first_of(counters, "WRITE_SIZE", "WriteSize"))
+    hits, misses = first_of(counters, "TCC_HIT_sum"), first_of(counters, "TCC_MISS_sum")
+    return pd.DataFrame(
+        {
+            "ns": ns,
+            "bytes": read + written,
+            "GB/s": (read + written) / ns,
+            "occupancy": first_of(counters, "sm__warps_active.avg.pct_of_peak_sustained_active", "OccupancyPercent"),
+            "waves a CU": first_of(counters, "MeanOccupancyPerCU"),
+            "L2 hits": first_of(counters, "lts__t_sector_hit_rate.pct", "L2CacheHit").fillna(
+                100 * hits / (hits + misses)
+            ),
+            "compute": first_of(counters, "sm__throughput.avg.pct_of_peak_sustained_elapsed", "VALUBusy"),
+            "memory": first_of(counters, "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed"),
+            "matrix": first_of(counters, "MfmaUtil"),
+            "flop": first_of(counters, "MfmaFlops"),
+        }
+    )
+
+
+def parse(argv):
+    parser = Parser("counters", __doc__)
+    parser.add_argument("profile", type=Path, help="folder or file")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
+    return parser.parse_args(argv)
+
+
+def print_derived(derived, order, scope):
+    shown = derived.loc[order].dropna(axis="columns", how="all")
+    shown.insert(0, "us", shown.pop("ns") / 1e3)
+    if "bytes" in shown:
+        shown["MB"] = shown.pop("bytes") / 1e6
+    shown["operation"] = [operation_of(name) for name in order]
+    shown["kernel"] = [short_name(name, 44) for name in order]
+    print(f"\nA run of each of {len(derived)} kernels, by hardware counters, {scope}; occupancy to memory in %:\n")
+    print(shown.to_string(index=False, float_format=lambda value: f"{value:,.1f}", na_rep="-"))
+
+
+@program("counters")
+def main(argv):
+    options = parse(argv)
+    counters, is_of_steps = read_step_counters(options.profile)
+    if counters.empty:
+        raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
+    scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
+    stats = None
+    if "gpu__time_duration.sum" not in counters:
+        stats, steps = read_step_stats(options.profile)
+        if is_of_steps and not steps:
+            scope += ", times of the whole run"
+    derived = derive(counters, stats)
+    order = derived["ns"].sort_values(ascending=False).index[: options.top]
+    print_derived(derived, order, scope)
+    if len(counters.columns) > MOST_COLUMNS:
+        print(f"\n{len(counters.columns)} counters in all: they are in {options.profile}.")
+    else:
+        print("\nAll that was counted, means of a run:\n")
+        raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
+        print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Profile the host side of a Python program: the time of each function, and its callers.
+
+    python -m profilers.host_profile FILE.pstats program.py [ARGUMENTS...]
+
+The functions that take the most time themselves are printed, and all of them are written for python -m pstats. The
+exit code is that of the program.
+"""
+
+import argparse
+import cProfile
+import pstats
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from measure.command_line import Parser, program
+
+TOP = 20
+
+
+def parse(argv):
+    parser = Parser("host_profile", __doc__)
+    parser.add_argument("output", metavar="FILE.pstats", help="the file with all functions")
+    parser.add_argument("program", metavar="program.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    return parser.parse_args(argv)
+
+
+@program("host_profile")
+def main(argv):
+    options = parse(argv)
+    sys.argv = [options.program, *options.arguments]
+    sys.path[0] = str(Path(options.program).resolve().parent)  # for the modules beside the program
+    profile = cProfile.Profile()
+    try:
+        profile.runcall(runpy.run_path, options.program, run_name="__main__")
+    except Exception:  # is the program's, and not an error of this one
+        traceback.print_exc()
+        return 1
+    finally:  # a program may end by SystemExit
+        print(f"\nThe {TOP} functions that took the host the longest, without those they called (tottime):")
+        pstats.Stats(profile).sort_stats("tottime").print_stats(TOP)
+        profile.dump_stats(options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Print the kernels that take the time of a training step.
+
+    python -m profilers.hotspots hotspots/hotspot_20261121_120000
+
+The program reads the folder of any profiling script, or a single file of rocprofv3 or torch.profiler. If the trace
+names the steps (by ranges called "step"), only they count, without compilation, warm-up and what runs between two
+steps. For a folder of several processes the table shows the means over the steps of all.
+
+Exit codes: 0 done, 1 no kernels were recorded, 2 the profile cannot be read.
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from measure.command_line import NothingRecorded, Parser, positive, program
+from profilers.kernel_names import operation_of, short_name
+from profilers.readers import read_processes
+
+
+def hotspots(table, steps):
+    """Converts a table of readers.COLUMNS to share (%), ms and calls a step, us each, operation and kernel (shortened).
+
+    With 0 steps, an unknown number, ms and calls are those of the whole run.
+    """
+    per = max(steps, 1)
+    return pd.DataFrame(
+        {
+            "share": table["Percentage"],
+            "ms": table["TotalDurationNs"] / 1e6 / per,
+            "calls": table["Calls"] / per,
+            "us each": table["AverageNs"] / 1e3,
+            "operation": table["Name"].map(operation_of),
+            "kernel": table["Name"].map(short_name),
+        }
+    )
+
+
+def by_operation(spots):
+    """Sums up share (%), ms and calls of each operation, the largest first."""
+    sums = spots.groupby("operation")[["share", "ms", "calls"]].sum()
+    return sums.sort_values("ms", ascending=False).reset_index()[["share", "ms", "calls", "operation"]]
+
+
+def show(table):
+    """The lines of a table, with numbers aligned to the right and words to the left."""
+    formats = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
+    columns = []
+    for name in table:
+        is_word = not pd.api.types.is_numeric_dtype(table[name])
+        form = "{}" if is_word else formats.get(name, "{:.3f}")
+        cells = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
+        width = max(map(len, [name, *cells]))
+        columns.append([cell.ljust(width) if is_word else cell.rjust(width) for cell in (name, *cells)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def parse(argv):
+    parser = Parser("hotspots", __doc__)
+    parser.add_argument("profile", type=Path, help="folder or file")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="PATH",
+        help="also write all of them, with rocprofv3's columns; into a folder as kernels_of_the_steps.csv, or as "
+        "kernels.csv if the steps are not known",
+    )
+    return parser.parse_args(argv)
+
+
+def scope_of(steps, processes):
+    """Describes what a table of so many steps covers."""
+    of_processes = f" of {processes} processes" if processes > 1 else ""
+    if steps:
+        return f"Kernels of {steps} steps{of_processes}, ms and calls a step"
+    return f"Kernels of the whole run{of_processes}, warm-up included"
+
+
+@program("hotspots")
+def main(argv):
+    options = parse(argv)
+    table, steps, processes = read_processes(options.profile)
+    if table.empty:
+        raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
+    if options.csv:
+        is_folder = options.csv.is_dir()
+        name = "kernels_of_the_steps.csv" if steps else "kernels.csv"
+        table.to_csv(options.csv / name if is_folder else options.csv, index=False)
+    spots = hotspots(table, steps)
+    sums = f"{spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels"
+    print(f"\n{scope_of(steps, processes)}: {sums}\n")
+    print(show(spots.head(options.top)))
+    if len(spots) > options.top:
+        rest = spots[options.top :]
+        print(f"and {len(rest)} more kernels: {rest['share'].sum():.1f} %, {rest['ms'].sum():.3f} ms")
+    print(f"\nBy operation:\n\n{show(by_operation(spots))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Finds the operation of the model that a kernel computes, its colour in pictures, and its plain name."""
+
+import functools
+import re
+
+# The first pattern that matches a kernel's name decides. Triton kernels have the names of their functions; a matrix
+# product is recognized by its library, and its name does not show the layer.
+OPERATIONS = {
+    # rocprofv3 --kernel-rename: the range around the launch
+    r"^layers\.\d+ forward$": "layer",
+    r"^layers\.\d+ backward$": "layer backward",
+    r"^optimizer$": "optimizer",
+    # tiny_llama_v3.py and nanogpt_triton
+    r"^rmsnorm_kernel": "RMSNorm",
+    r"^(rmsnorm_backward|column_sum)_kernel": "RMSNorm backward",
+    r"^layer_?norm\w*backward|^_?layer_?norm_bwd": "LayerNorm backward",
+    r"^_?layer_?norm": "LayerNorm",
+    r"^flash_attention_backward": "attention backward",
+    r"^flash_attention_kernel": "attention",
+    r"^rope_kernel": "rotary embedding",
+    r"^swiglu_kernel": "SwiGLU matrix product, naive",
+    r"^swiglu_activation_backward_kernel": "SwiGLU backward",
+    r"^swiglu_activation_kernel": "SwiGLU",
+    r"^(cross_entropy|scale)_kernel": "cross-entropy",
+    r"^embedding_backward_kernel": "embedding backward",
+    r"^adamw_kernel": "optimizer",
+    # NCCL and RCCL; some kernels serve any collective
+    r"^nccl.*ReduceScatter": "reduce-scatter",
+    r"^nccl.*AllGather": "all-gather",
+    r"^nccl": "collective",
+    # PyTorch's fused attention: flash, cuDNN, memory-efficient, AOTriton
+    r"(flash|fmha|sdpa|attention|attn|_efficient_).*(bwd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
+    r"flash_fwd|fmha|sdpa|scaled_dot_product|flash_attention|attn_fwd": "attention",
+    # libraries' matrix products: rocBLAS and hipBLASLt (Tensile), cuBLAS, CUTLASS
+    r"^Cijk_|rocblas|hipblas|cublas|cutlass|nvjet|gemm|gemv|splitK|xmma|wgmma|aten::(mm|bmm|addmm|matmul|linear)$": (
+        "matrix product"
+    ),
+    # code that torch.compile generates
+    r"^triton_(poi|per|red|tem|for)_": "fused by torch.compile",
+    # PyTorch's own kernels, and on a CPU its operators
+    r"(multi_tensor|foreach|[Ff]used).*([Aa]dam|addc)|aten::_(fused_adam|foreach_)": "optimizer",
+    r"lpnorm|LpNorm|linalg_vector_norm|NormTwo": "gradient norm",
+    r"nll_loss|log_softmax|LogSoftMax|cross_entropy": "cross-entropy",
+    r"[Ss]oft_?[Mm]ax": "softmax",
+    r"embedding_(dense_)?backward|embedding.*[Gg]rad|compute_grad_weight": "embedding backward",
+    r"embedding|index_?select|indexSelect|gather": "embedding",
+    r"(layer|rms)_?norm.*([Bb]ackward|[Gg]rad|[Bb]wd)|GammaBeta": "norm backward",
+    r"(layer|rms)_?norm|RowwiseMoments": "norm",
+    r"Mem(cpy|set)|copy|Fill|fill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
+    r"distribution|philox|random": "random numbers",
+    r"reduce|aten::(sum|mean|max|norm)": "reduction",
+    r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",
+}
+COLLECTIVES = ("reduce-scatter", "all-gather", "collective")
+OTHER = "other"
+OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in OPERATIONS.items()]
+
+# Each family has a hue, the same in every picture; the backward pass has the lighter colour of a pair.
+COLORS = {
+    "layer": "#3f7f93", "layer backward": "#a3c6d0",
+    "matrix product": "#1f77b4", "fused by torch.compile": "#843c39",
+    "attention": "#2ca02c", "attention backward": "#98df8a", "rotary embedding": "#00594f", "softmax": "#8ca252",
+    "SwiGLU": "#ff7f0e", "SwiGLU backward": "#ffbb78", "SwiGLU matrix product, naive": "#a63603",
+    "RMSNorm": "#9467bd", "RMSNorm backward": "#c5b0d5",
+    "LayerNorm": "#d62728", "LayerNorm backward": "#ff9896",
+    "norm": "#8c564b", "norm backward": "#c49c94",
+    "embedding": "#17becf", "embedding backward": "#9edae5", "cross-entropy": "#e377c2",
+    "optimizer": "#bcbd22", "gradient norm": "#e7e29a",
+    "reduce-scatter": "#b5179e", "all-gather": "#f72585", "collective": "#ffb3d9",
+    "elementwise": "#393b79", "reduction": "#9c9ede", "random numbers": "#5f9ea0",
+    "copy or fill": "#7f7f7f", OTHER: "#d9d9d9",
+}  # fmt: skip
+
+
+@functools.cache
+def operation_of(kernel_name):
+    """The operation of the model that a kernel computes, or "other"."""
+    return next((operation for pattern, operation in OPERATION_PATTERNS if pattern.search(kernel_name)), OTHER)
+
+
+def short_name(kernel_name, width=60):
+    """A kernel's name without the decoration of C++ and cuBLAS, shortened in its middle to the width."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bat::", "", kernel_name)
+    name = re.sub(r"\((?!anonymous)[^()]*\)( \[clone[^]]*\])?$", "", name)
+    name = re.sub(r"^cutlass::Kernel2<(\w+)>$", r"\1", name)
+    name = re.sub(r"(b?f\d+)(_?\1)+(?=_)", r"\1", name)  # cuBLAS names the type of each operand
+    name = re.sub(r"(tilesize\w+?)_stage\d\w+_execute((_split_k)?)_kernel__5x_cublas$", r"\1\2", name)
+    if len(name) <= width:
+        return name
+    head = (width - 1) * 2 // 3
+    return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"
+
+
+# The first pattern that matches a library's kernel determines its readable name; {0} and so on are its groups.
+LIBRARY_KERNELS = {
+    r"splitKreduce": "cuBLAS, sum of a split product",
+    r"^nvjet_\w*?_(\d+)x(\d+).*_splitK": "cuBLAS product, tile {0} x {1}, split",
+    r"^nvjet_\w*?_(\d+)x(\d+)": "cuBLAS product, tile {0} x {1}",
+    r"xmma_gemm_(b?f\d+).*_tilesize(\d+)x(\d+).*_split_k": "cuBLAS {0} product, tile {1} x {2}, split",
+    r"xmma_gemm_(b?f\d+).*_tilesize(\d+)x(\d+)": "cuBLAS {0} product, tile {1} x {2}",
+    r"^(?:volta|turing|ampere|hopper)_(?:\w+_)?\w*gemm_(?:\w+?_)??(\d+)x(\d+)": "cuBLAS product, tile {0} x {1}",
+    r"cutlass_\w*?gemm_(?:\w+?_)??(\d+)x(\d+)": "CUTLASS product, tile {0} x {1}",
+    r"gemv|gevv": "cuBLAS, matrix times vector",
+    r"^Cijk_.*_MT(\d+)x(\d+)": "Tensile product, tile {0} x {1}",
+}
+LIBRARY_PATTERNS = [(re.compile(pattern), title) for pattern, title in LIBRARY_KERNELS.items()]
+FUNCTOR = re.compile(r"(?:CUDAFunctor_(\w+)|([A-Z]\w+?)Functor\b|(\w+?)_kernel_cuda|([A-Z]\w+?)Ops\b)")
+
+
+def readable_name(kernel_name, width=44):
+    """A kernel's name in tables for readers: library and tile for a library's kernel, otherwise short_name."""
+    for pattern, title in LIBRARY_PATTERNS:
+        if match := pattern.search(kernel_name):
+            return title.format(*match.groups())
+    if "at::native::" in kernel_name:
+        found = ["".join(groups) for groups in FUNCTOR.findall(kernel_name)]
+        own = re.search(r"at::native::(?:\(anonymous namespace\)::)?(\w+?)(_kernel)?\b", kernel_name)
+        return f"PyTorch, {(found or [own[1]])[-1].replace('_', ' ').lower()}"
+    return short_name(kernel_name, width)

@@ -1,0 +1,55 @@
+"""Reads the trace of torch.profiler, which tiny_llama_v3.py --profile writes: Chrome's JSON, times in us."""
+
+import functools
+import gzip
+import json
+
+from profilers.readers.files import intervals, reported
+
+TRACES = ("trace.json", "trace.json.gz")
+PATTERNS = {"dispatches": TRACES, "markers": TRACES, "calls": TRACES}
+RECORDS_WARM_UP = False  # the script profiles only measured steps
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CATEGORIES = {"markers": ("user_annotation",), "calls": ("cuda_runtime", "cuda_driver")}
+
+
+def recognizes(path, content):
+    return path.suffix not in (".csv", ".db")
+
+
+def beside(path, content):
+    return path
+
+
+def dispatches(path):
+    """Kernels and copies of the device; on a CPU, which has none, the outermost operators."""
+    on_device = [event for event in events_of(path) if event.get("cat") in ON_DEVICE]
+    operators = [event for event in events_of(path) if event["name"].startswith("aten::")]
+    yield in_ns(on_device or outermost(operators))
+
+
+def ranges(path, content):
+    yield in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
+
+
+@functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
+def events_of(path):
+    """The complete events, with a beginning and a duration."""
+    with reported(path), gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        events = json.load(file).get("traceEvents", [])
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def in_ns(events):
+    return intervals([(e["name"], round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in events])
+
+
+def outermost(events):
+    """The events that are not inside another event of their thread."""
+    found, ends = [], {}
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= ends.get(event["tid"], 0):
+            ends[event["tid"]] = event["ts"] + event["dur"]
+            found.append(event)
+    return found

@@ -1,0 +1,64 @@
+"""List the kernels of a step that rocprof-compute has counted, sorted by their time.
+
+    python -m profilers.rocprof_compute_kernels workloads/NAME/GPU [--top N]
+
+Each line has the number for rocprof-compute analyze -k, a tab, and a heading for the kernel. The program reads a file
+that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes. Exit codes: 0 done, 1 the kernels are missing,
+2 the request cannot be met.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+from measure.command_line import NothingRecorded, Parser, program
+from profilers.kernel_names import operation_of, short_name
+
+TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
+
+
+def read_kernels(folder):
+    """[(number, name, dispatches, time)], the longest first. The number is that of the row; the time has any unit."""
+    path = Path(folder, TABLE)
+    if not path.exists():
+        raise NothingRecorded(f"{path} does not exist: rocprof-compute analyze -p {folder} --list-stats writes it")
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        time = next((column for column in reader.fieldnames or () if column.startswith("Sum(")), None)
+        if time is None or not {"Kernel_Name", "Count"} <= set(reader.fieldnames):
+            raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {reader.fieldnames}")
+        return [(number, r["Kernel_Name"], int(r["Count"]), float(r[time])) for number, r in enumerate(reader)]
+
+
+def kernels_of_the_step(kernels):
+    """Leaves out the kernels that initialize the weights: no step draws random numbers."""
+    return [kernel for kernel in kernels if operation_of(kernel[1]) != "random numbers"]
+
+
+def headings(kernels):
+    total = sum(time for *_, time in kernels)
+    for number, name, count, time in kernels:
+        times = "dispatch" if count == 1 else "dispatches"
+        yield number, f"{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
+
+
+def parse(argv):
+    parser = Parser("rocprof_compute_kernels", __doc__)
+    parser.add_argument("folder", metavar="workloads/NAME/GPU")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many kernels (default: 5)")
+    return parser.parse_args(argv)
+
+
+@program("rocprof_compute_kernels")
+def main(argv):
+    options = parse(argv)
+    kernels = kernels_of_the_step(read_kernels(options.folder))
+    if not kernels:
+        raise NothingRecorded(f"{Path(options.folder, TABLE)} names no kernel of a step")
+    for number, heading in list(headings(kernels))[: options.top]:
+        print(number, heading, sep="\t")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The page of the counts is its JSON's, and says what the workshop teaches."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from emulated import report
+from emulated.memory_system import LINE_BYTES
+from measure.results import read_result
+
+
+@pytest.mark.skipif(find_spec("test.mockgpu") is not None, reason="the emulator is on the path")
+def test_without_the_emulator_the_remedy_is_named(capsys):
+    assert report.main(["--", "--seq-len", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "count with python -m emulated --count" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--architectures", "sm_90"], ["--", "--seq-len", "x"], ["--", "--no-such-flag"]]
+)
+def test_bad_usage_is_one_line(arguments, capsys):
+    assert report.main(arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def result():
+    return read_result(report.RESULT)
+
+
+def test_the_page_is_of_the_recorded_counts(result):
+    assert report.PAGE.read_text() == report.page(result)
+
+
+def test_what_the_workshop_teaches(result):
+    """Stage 2 asks for the bytes of stage 3, in many more lines; stage 4 multiplies without matrix instructions."""
+    assert list(result["counts"]) == list(LINE_BYTES)
+    for arch in result["counts"]:
+        bad, good = (
+            report.counts_of(result, arch, stage)["flash_attention_kernel"] for stage in ("stage 2", "stage 3")
+        )
+        assert bad.bytes == good.bytes and bad.lines["load"] > 10 * good.lines["load"]
+        naive = report.counts_of(result, arch, "stage 4")["swiglu_kernel"]
+        activation = report.counts_of(result, arch, "stage 5")["swiglu_activation_kernel"]
+        assert naive.instructions["matrix"] == 0 and naive.bytes["load"] > 50 * activation.bytes["load"]

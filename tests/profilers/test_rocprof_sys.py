@@ -1,0 +1,92 @@
+"""get_rocprof_sys.sh against a fake of rocprof-sys-sample of ROCm 6.3 to 7.1."""
+
+import signal
+
+import pytest
+
+from tests.fakes.machine import first_fast
+
+RELEASES = first_fast("7.1", "6.3", "6.4", "7.0")
+
+
+def run_script(machine, *arguments, **env):
+    return machine.run("get_rocprof_sys.sh", "--output", "out", *arguments, **env)
+
+
+def sample_of(run):
+    (words,) = [words for words in run.commands if "rocprof-sys-sample" in words]
+    return words
+
+
+def files(machine, pattern):
+    return [path for path in machine.work.rglob(pattern) if path.stat().st_size]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_samples_traces_and_watches_clocks_and_power(machine, release):
+    run = run_script(machine.with_rocm(release))
+    assert run.code == 0 and run.err == ""
+    for pattern in ("perfetto-trace-*.proto", "sampling_percent*.txt", "sampling_gpu_power*.txt", "wall_clock*.txt"):
+        assert len(files(machine, pattern)) == 1
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_dry_run_prints_what_a_run_executes(machine, release):
+    machine.with_rocm(release)
+    arguments = ["--stage", "4", "--", "--seq-len", "64", "--", "-f", "1000"]
+    dry = run_script(machine, "--dry-run", *arguments)
+    assert dry.code == 0 and not list(machine.work.iterdir())
+    assert dry.commands == run_script(machine, *arguments).commands and len(dry.commands) == 2
+
+
+@pytest.mark.parametrize("release", [*RELEASES, None])
+def test_python_functions_are_named_by_a_second_run(machine, release):
+    if release:
+        machine.with_rocm(release)
+    run = run_script(machine)
+    assert run.code == 0 and len(files(machine, "host_profile.pstats")) == 1
+    assert run.commands[-1][:1] == ["env"] and "profilers.host_profile" in run.commands[-1]
+    assert f"-m pstats {machine.work}/out/host_profile.pstats" in run.out
+
+
+@pytest.mark.parametrize("release", [*RELEASES, None])
+def test_a_second_run_that_fails_costs_no_trace(machine, release):
+    if release:
+        machine.with_rocm(release)
+    run = run_script(machine, HOST_PROFILE_STATUS="3")
+    assert run.code == 1 and machine.results() == ["out"]
+    assert "Missing: the time of each Python function" in run.out and "ended with status 3); try again: env" in run.err
+    assert files(machine, "perfetto-trace-*.proto" if release else "trace.json") and "-m pstats" not in run.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["-I", "rocm", "amd-smi"], ["-E", "rcclp"], ["-c", "one.cfg", "two.cfg"], ["-f", "1000"], ["--realtime"], ["-H"]],
+)
+def test_options_of_the_tool_end_before_the_program(machine, options):
+    run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", *options)
+    assert run.code == 0 and files(machine, "perfetto-trace-*.proto")
+    words = sample_of(run)
+    cut = words.index("--")
+    assert words[cut - len(options) : cut] == options and "--use-amp" in words[cut:]
+
+
+def test_a_refused_option_is_told(machine):
+    run = run_script(machine.with_rocm("7.1"), "--", "--", "--frobnicate")
+    assert run.code == 1 and "Unrecognized command line option '--frobnicate'" in run.out
+
+
+@pytest.mark.parametrize("setting, told", [({}, True), ({"ROCPROFSYS_ENABLE_SIGNAL_HANDLER": "ON"}, False)])
+def test_control_c_reaches_the_program(interruptible_machine, setting, told):
+    """Unless the tool is asked to handle signals itself: then it writes its trace in a crash, below memory maps."""
+    machine = interruptible_machine.with_rocm("7.0")
+    code, out, _ = machine.interrupt("get_rocprof_sys.sh", signal.SIGINT, **setting)
+    assert code == 130 and machine.results() == ["out.failed"]
+    assert ("Interrupted after 2 of 10 steps" in out) == told and ("### ERROR ###" in out) != told
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_guide_is_right_for_each_release(machine, type_commands, release):
+    machine.with_rocm(release)
+    assert len(type_commands("The host")) == 2
+    assert len(files(machine, "perfetto-trace-*.proto")) == 2

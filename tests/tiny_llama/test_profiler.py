@@ -1,0 +1,230 @@
+"""Profiles: the ranges that name the step, its phases and its layers, the kernels of a step, and the GPU's memory."""
+
+import functools
+import json
+import pickle
+import re
+from decimal import Decimal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+import tiny_llama_v3 as llama
+from tiny_llama import profiler
+
+ONE_STEP = (
+    "(step (forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward)) "
+    "(optimizer))"
+)
+TWO_STEPS = " ".join([ONE_STEP] * 2)
+OUTERMOST = "(step (forward) (backward) (optimizer))"
+
+
+@pytest.fixture
+def markers(monkeypatch):
+    """What reaches NVTX, as nested parentheses."""
+    calls = []
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"({name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(")"))
+    monkeypatch.setattr(torch.cuda.nvtx, "mark", calls.append)
+    for name in ("LD_PRELOAD", "ROCP_TOOL_LIBRARIES", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda: " ".join(calls).replace(" )", ")")
+
+
+def nested(events):
+    """Ranges of a Chrome trace in the notation of ONE_STEP; fails if two overlap without one holding the other."""
+    text, ends = "", []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+            text += ")"
+        end = event["ts"] + event["dur"]
+        assert not ends or end <= ends[-1], f"{event['name']} leaves the range around it"
+        text += f" ({event['name']}"
+        ends.append(end)
+    return (text + ")" * len(ends)).strip()
+
+
+def read_trace(folder):
+    text = (folder / "trace.json").read_text()
+    return json.loads(text, parse_float=Decimal)["traceEvents"]  # of a float's 53 bits a time of weeks, in ns, takes 52
+
+
+ROUNDING = Decimal("0.001")  # us: a trace is written in ns
+
+
+def overlapping(events):
+    """Pairs of complete slices of one thread that overlap although neither holds the other: viewers drop them."""
+    pairs, around = [], {}
+    for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda event: (event["ts"], -event["dur"])):
+        end, ends = event["ts"] + event["dur"], around.setdefault((event["pid"], event["tid"]), [])
+        while ends and ends[-1][0] <= event["ts"] + ROUNDING:
+            ends.pop()
+        if ends and end > ends[-1][0] + ROUNDING:
+            pairs.append((ends[-1][1], event["name"]))
+        ends.append((end, event["name"]))
+    return pairs
+
+
+def test_overlapping_slices_are_found():
+    def slices(*rows):
+        return [dict(ph="X", pid=1, tid=tid, name=name, ts=ts, dur=end - ts) for name, tid, ts, end in rows]
+
+    nested = slices(("a", 1, 0, 10), ("b", 1, 0, 4), ("c", 1, 4, 10 + ROUNDING), ("d", 2, 5, 15), ("e", 1, 10, 11))
+    assert overlapping(nested) == []
+    assert overlapping([*nested, *slices(("f", 2, 14, 15 + 2 * ROUNDING))]) == [("d", "f")]
+    assert overlapping(slices(("a", 1, 0, 9), ("b", 1, 1, 2), ("c", 1, 3, 10))) == [("a", "c")]
+
+
+@pytest.mark.parametrize("impl", ["torch", "sdpa"])
+def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
+    run("--impl", impl, "--profile", "profile")
+    trace = read_trace(tmp_path / "profile")
+    wanted = ("step", "forward", "backward", "optimizer", "layers.")
+    ranges = [e for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith(wanted)]
+    assert nested(ranges) == " ".join([ONE_STEP] * 3)
+    assert overlapping(trace) == []
+    # The layers of the backward pass have a row of their own: each begins in one of autograd's nodes and ends in
+    # another, which no slice of that thread may do.
+    ((pid, tid),) = {(e["pid"], e["tid"]) for e in trace if re.fullmatch(r"layers\.\d+ backward", e["name"])}
+    row = [e for e in trace if (e["pid"], e["tid"]) == (pid, tid)]
+    assert [e["args"]["name"] for e in row if e["name"] == "thread_name"] == ["layers, backward"]
+    assert {e["name"][-8:] for e in row if e.get("ph") == "X"} == {"backward"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [[], ["--graph"], ["--impl", "torch"]])
+def test_slices_of_the_gpu_nest_too(run, tmp_path, flags):
+    """Kernels, launches, and the copies of the ranges that the profiler draws above the kernels."""
+    run("--impl", "triton", "--device", "cuda", *flags, "--profile", "profile")
+    trace = read_trace(tmp_path / "profile")
+    assert {"kernel", "gpu_user_annotation"} <= {event.get("cat") for event in trace}
+    assert overlapping(trace) == []
+
+
+@pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NV_NSIGHT_INJECTION_PORT_BASE", "LD_PRELOAD"])
+@pytest.mark.parametrize("timing, expected", [("phases", TWO_STEPS), ("step", f"(steps {TWO_STEPS})")])
+def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing, expected):
+    quiet = run("--timing", timing).losses
+    assert markers() == ""
+    monkeypatch.setenv(variable, "/opt/rocm/lib/librocprofiler-sdk-tool.so")
+    assert run("--timing", timing).losses == quiet
+    assert markers() == expected
+
+
+def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers, monkeypatch):
+    """A range "step" is over before its kernels have run; the diagnostics after the last one are no part of it."""
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    monkeypatch.setattr(profiler, "show_layers", lambda model: None)
+
+    def noted(name, original, *arguments):
+        torch.cuda.nvtx.mark(name)
+        return original(*arguments)
+
+    for owner, name in ((llama.TrainStep, "synchronize"), (llama, "gradient_norm")):
+        replacement = functools.partial(noted, name, getattr(owner, name))
+        monkeypatch.setattr(owner, name, lambda *arguments, replacement=replacement: replacement(*arguments))
+    run("--timing", "step")
+    before, window, after = re.split(r" ?(\(steps .*\)) ?", markers())
+    assert before.endswith("synchronize") and after.split().count("gradient_norm") == 1
+    assert window == f"(steps {OUTERMOST} {OUTERMOST} synchronize)"
+
+
+def test_another_preloaded_library_is_no_profiler(run, markers, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so")
+    run()
+    assert markers() == ""
+
+
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("flags, groups", [([], 1), ([], 2), (["--severed-autograd"], None)])
+def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, groups):
+    """Of the layers of a group, and of the layers by themselves. Without autograd's history, none has a backward."""
+    flags = ["--impl", "triton", "--device", "auto", "--num-steps", "1", "--warmup-steps", "0", *flags]
+    monkeypatch.setattr(llama, "GROUP_BYTES", 0 if groups == 2 else llama.GROUP_BYTES)
+    quiet = run(*flags).losses
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    assert run(*flags).losses == quiet
+    assert markers() == (ONE_STEP if groups else ONE_STEP.replace(" (layers.1 backward) (layers.0 backward)", ""))
+
+
+def test_ranges_are_put_on_once(run, markers, monkeypatch, tmp_path):
+    """A profile after a run under another profiler finds them there already."""
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    run("--num-steps", "1", "--profile", "profile")
+    assert markers() == " ".join([ONE_STEP] * (1 + profiler.PROFILED_STEPS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "timing, expected",
+    [("phases", f"{OUTERMOST} {OUTERMOST}"), ("step", "(steps (step (graph)) (step (graph)))")],
+)
+def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timing, expected):
+    flags = ["--impl", "triton", "--device", "cuda", "--graph", "--timing", timing]
+    quiet = run(*flags).losses
+    assert markers() == ""
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
+    assert run(*flags).losses == quiet
+    assert markers() == expected
+
+
+def test_exposed_communication_is_what_no_work_covers():
+    assert profiler.covered([]) == 0
+    assert profiler.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+
+
+@pytest.mark.parametrize("processes, batch_ms, exposed_ms", [(1, 9, "no such key"), (2, 9, 0.5), (2, 3, None)])
+def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, exposed_ms):
+    """Messages that no work hides are told only if the profiled step, of 4 ms, was not slowed down."""
+
+    def event(name, start=0, end=0, type=DeviceType.CUDA, is_user_annotation=False):
+        times = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=type, is_user_annotation=is_user_annotation, time_range=times)
+
+    def step(at):
+        for name in ("cudaLaunchKernel", "cuLaunchKernelEx", "hipModuleLaunchKernel", "cudaMemcpyAsync", "aten::mm"):
+            yield event(name, type=DeviceType.CPU)
+        yield from (event("step", at, at + 4000, is_user_annotation=True), event("Memset (Device)", at, at + 4000))
+        for name, start, end in (("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, 4000)):
+            yield event(name, at + start, at + end)
+
+    asked = []
+    monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
+
+    def profiled(step_, steps, apart):
+        asked.append((steps, apart))
+        return SimpleNamespace(events=lambda: [e for number in range(steps) for e in step(10_000 * number)])
+
+    monkeypatch.setattr(profiler, "profiled", profiled)
+    gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
+    counts = profiler.count_kernels(SimpleNamespace(device=gpu, processes=processes), batch_ms)
+    assert counts.pop("exposed_communication_ms", "no such key") == exposed_ms
+    assert counts == {"kernels": 3, "launches": 3} and asked == [(processes, False)]
+
+
+def test_memory_is_recorded_in_steps_of_its_own(monkeypatch, tmp_path):
+    calls = []
+    step = SimpleNamespace(run=lambda: calls.append("step"))
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **kwargs: calls.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
+    profiler.record_memory(step, tmp_path / "memory_snapshot.pickle", 2)
+    assert calls == ["all", "step", "step", str(tmp_path / "memory_snapshot.pickle"), None]
+
+
+@pytest.mark.gpu
+def test_a_profile_of_a_gpu_has_a_memory_snapshot(run, tmp_path):
+    out, folder = run("--device", "cuda", "--profile", "profile").out, tmp_path / "profile"
+    assert "profile/memory_snapshot.pickle (open in https://pytorch.org/memory_viz)" in out
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["kernel_stats.csv", "memory_snapshot.pickle", "trace.json"]
+    snapshot = pickle.loads((folder / "memory_snapshot.pickle").read_bytes())
+    assert snapshot["segments"] and any(event["action"] == "alloc" for event in sum(snapshot["device_traces"], []))

@@ -1,0 +1,601 @@
+"""Several processes, one a device, started by torchrun: data parallel, each with its own batch.
+
+With our kernels, each process keeps a share of the optimizer's state and updates its share of the weights (ZeRO stage
+1: Rajbhandari et al., arXiv:1910.02054). Plain PyTorch runs under DistributedDataParallel or, with --shard full, FSDP2.
+All messages go through torch.distributed: weights and gradients over NCCL (RCCL on ROCm), or over gloo on a CPU; what
+the hosts agree on, outside of what is timed, over gloo.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import tiny_llama_v3 as llama
+from tiny_llama import hardware
+from tiny_llama_v3 import UsageError
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
+STOP_SECONDS = 5  # how long a process that shall stop waits for the others to do the same
+VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
+BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
+LOST_PEER = "Connection (closed|reset|refused)|Timed out waiting|Broken pipe|NCCL"  # in errors of gloo and NCCL
+# Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
+reduce_scatter = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The processes
+
+
+class World:
+    """This process's rank among those that train together, and how it communicates with the others."""
+
+    def __init__(self, rank=0, size=1, local_rank=0, store=None):
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.store = store  # torchrun's key-value store
+        self.backend = None  # of weights and gradients: "nccl" or "gloo"
+        self.control = None  # the process group of the hosts
+        self.timeout = 0  # seconds
+        self.stop_requested = None  # when, by Ctrl-C or SIGTERM
+        self.votes = collections.deque()
+        self.waited_ms = 0.0  # of the host, for weights and gradients on a CPU
+
+    def select_device(self, requested):
+        """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
+        if requested != "cpu" and torch.cuda.is_available():
+            if self.local_rank >= torch.cuda.device_count():
+                raise UsageError(
+                    f"there are {torch.cuda.device_count()} GPUs here, and this is process {self.local_rank + 1} of "
+                    "this node: lower --nproc_per_node of torchrun, or give --device cpu"
+                )
+            torch.cuda.set_device(self.local_rank)
+        return llama.select_device(requested)
+
+    def join(self, device, timeout, backend=None):
+        """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
+        if self.size == 1:
+            return
+        self.backend, self.timeout = backend or ("nccl" if device.type == "cuda" else "gloo"), timeout
+        seconds, options = timeout, {}
+        if self.backend == "nccl":
+            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
+            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options["device_id"] = torch.device("cuda", self.local_rank)
+            seconds += 10  # its watchdog, whose message says less, comes after wait_for()
+        try:
+            dist.init_process_group(
+                self.backend, store=self.store, rank=self.rank, world_size=self.size,
+                timeout=timedelta(seconds=seconds), **options,
+            )  # fmt: skip
+            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        except (RuntimeError, ValueError) as error:
+            reason = f"over {self.backend}: {str(error).splitlines()[0]}"
+            raise UsageError(f"the {self.size} processes do not find each other {reason}") from error
+
+    def require_same(self, config):
+        """Raise UsageError if a process was given another configuration, a dataclass."""
+        first, *others = map(dataclasses.asdict, self.gather(config))
+        for rank, flags in enumerate(others, 1):
+            differing = [name for name in flags if flags[name] != first[name]]
+            if differing:
+                values = ", ".join(f"{llama.flag_of(name)} {flags[name]} and not {first[name]}" for name in differing)
+                raise UsageError(f"rank {rank} was given {values} as rank 0: start all with the same flags")
+
+    def leave(self):
+        """End what join() began, after all processes have done the same work."""
+        if self.size > 1:
+            self.gather(None)  # torchrun ends all processes when one ends: rank 0 must have written its files
+            gc.collect()  # a communicator must outlive the graphs that have captured it
+            dist.destroy_process_group()
+
+    def gather(self, value):
+        """[the value of each process], on all of them."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def mean(self, values):
+        """The mean over the processes of a list of numbers, added in the order of their ranks."""
+        return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
+
+    def wait(self, work):
+        """Wait for a collective: on a GPU the stream waits, on a CPU the host."""
+        start = time.perf_counter()
+        work.wait()
+        self.waited_ms += (time.perf_counter() - start) * 1e3
+
+    def wait_for(self, event):
+        """Wait for an event of the GPU; UsageError if it does not come. NCCL does not time out what is captured."""
+        start = time.monotonic()
+        while not event.query():
+            limit = self.timeout if self.stop_requested is None else min(self.timeout, STOP_SECONDS)
+            if time.monotonic() - max(start, self.stop_requested or 0) > limit:
+                raise UsageError(f"the GPU has waited {limit} s for another process: it has ended or does not answer")
+            time.sleep(1e-5)
+
+    def handle_signals(self):
+        """From now on, Ctrl-C and SIGTERM only ask for all processes to stop, because they come in different steps."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.request_stop)
+
+    def request_stop(self, number, frame):
+        """The signal handler. A second signal ends the process, unless torchrun has repeated the first one."""
+        if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
+            exit_now(130)
+        self.stop_requested = self.stop_requested or time.monotonic()
+
+    def any(self, flag, under_way=0):
+        """Whether the flag of any process is set. All call it as often; the answer is that of so many calls before."""
+        if self.size == 1:
+            return flag
+        vote = torch.tensor(float(flag))
+        self.votes.append((vote, dist.all_reduce(vote, group=self.control, async_op=True)))
+        if len(self.votes) <= under_way:
+            return False
+        vote, work = self.votes.popleft()
+        work.wait()
+        return vote.item() > 0
+
+
+def launched():
+    """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
+    remedy = "start the processes with torchrun, or unset it for a single one"
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    numbers = {name: os.environ.get(name, default) for name, default in numbers.items()}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise UsageError(f"{name}={text} in the environment is no number: {remedy}")
+    rank, local_rank, size = map(int, numbers.values())
+    if rank >= size:
+        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {remedy}")
+    if size == 1:
+        return World()
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {remedy}")
+    try:
+        store, rank, size = next(dist.rendezvous("env://", rank, size))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the {size} processes do not find each other ({reason}): {remedy}") from error
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+    return World(rank, size, local_rank, store)
+
+
+def exit_now(exit_code):
+    """End this process at once: to tear down, or to free a graph that is running, would wait for the others."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(exit_code)
+
+
+def run_together(job, program):
+    """job(World of torchrun's processes), which returns an exit code.
+
+    In one of several processes an error ends the process at once: with one line if it has an exit_code, as UsageError
+    has. The first process to fail prints it, and not those that fail as a consequence.
+    """
+    world = launched()
+    if world.size == 1:
+        return job(world)
+    try:
+        exit_code = job(world)
+        world.leave()
+        return exit_code
+    except KeyboardInterrupt:
+        exit_now(130)
+    except OSError:
+        raise
+    except Exception as error:
+        lost = isinstance(error, getattr(dist, "DistError", ())) or re.search(LOST_PEER, str(error))
+        if lost and not hasattr(error, "exit_code"):
+            reason = str(error).splitlines()[0]
+            error = UsageError(f"another process has ended, or does not answer ({reason})")
+        if not hasattr(error, "exit_code"):
+            traceback.print_exc()
+            exit_now(1)
+        try:
+            is_first = world.store.add("complaints", 1) == 1
+        except RuntimeError:  # the store has ended
+            is_first = True
+        if is_first:
+            print(f"{program}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        exit_now(error.exit_code)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# AdamW, sharded
+
+
+class Bucket:
+    """Consecutive parameters whose gradients and weights travel in one message.
+
+    Its parts of the optimizer's flat buffers: all_weights and all_grads (elements,); and of this process own_weights,
+    own_grads, remainder, exp_avg and exp_avg_sq (elements / processes,).
+    """
+
+    def __init__(self, parameters, layers):
+        self.parameters = parameters
+        self.layers = layers
+        self.is_reduced = False  # or being reduced: since zero_grad()
+        self.reduction = self.gathering = None  # under way
+
+
+def make_buckets(model):
+    """[Bucket] of all parameters in their order. The embedding, which is also the head, goes with the first layer.
+
+    No computation is left to hide the first layer's messages behind, so they are short. Each further bucket may be as
+    large as all before it together, up to BUCKET_ELEMENTS; a larger layer has one of its own.
+    """
+    first, *layers = model.layers
+    buckets, limit = [Bucket([*model.embed_tokens.parameters(), *first.parameters()], [first])], 0
+    for layer in layers:
+        parameters = list(layer.parameters())
+        if not limit or llama.count_weights(buckets[-1].parameters + parameters) > min(limit, BUCKET_ELEMENTS):
+            limit += llama.count_weights(buckets[-1].parameters)
+            buckets.append(Bucket([], []))
+        buckets[-1].parameters += parameters
+        buckets[-1].layers.append(layer)
+    buckets[-1].parameters += model.norm.parameters()
+    return buckets
+
+
+class ShardedAdamW(llama.FlatAdamW):
+    """FlatAdamW of several processes. Each has the moments of its own slices of the buckets, and updates their weights.
+
+    Gradients are added up and scattered while the backward pass runs, weights gathered while the next forward pass
+    does, both in the model's precision.
+    """
+
+    def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
+        self.world, self.gradient_scale = world, 1 / world.size
+        self.buckets = make_buckets(model)
+        self.ahead = None  # the number of buckets that begin_forward() gathers; None: all
+        super().__init__(model, lr, low_precision, **hyperparameters)
+
+    def _place(self):
+        self.starts, position = [], 0
+        for bucket in self.buckets:
+            start = position
+            for p in bucket.parameters:
+                self.starts.append(position)
+                position += llama.cdiv(p.numel(), self.ALIGNMENT) * self.ALIGNMENT
+            length = llama.cdiv(position - start, self.ALIGNMENT * self.world.size) * self.ALIGNMENT  # of a process
+            position = start + length * self.world.size
+            bucket.all = slice(start, position)
+            bucket.own = slice(start + self.world.rank * length, start + (self.world.rank + 1) * length)
+            bucket.kept = slice(start // self.world.size, start // self.world.size + length)
+        return position, position // self.world.size
+
+    def reset(self, weights):
+        """As FlatAdamW.reset."""
+        for bucket in self.buckets:
+            bucket.all_weights, bucket.all_grads = self.param[bucket.all], self.grad[bucket.all]
+            bucket.own_weights, bucket.own_grads = self.param[bucket.own], self.grad[bucket.own]
+            bucket.remainder = None if self.remainder is None else self.remainder[bucket.kept]
+            bucket.exp_avg, bucket.exp_avg_sq = self.exp_avg[bucket.kept], self.exp_avg_sq[bucket.kept]
+        super().reset(weights)
+
+    def _keep_remainder(self, remainder):
+        for bucket in self.buckets:
+            bucket.remainder.copy_(remainder[bucket.own])
+
+    def weights(self):
+        """As FlatAdamW.weights; all processes must call it."""
+        self.gather_weights(self.buckets)
+        for bucket in self.buckets:
+            self.wait_for_weights(bucket)
+        if self.remainder is None:
+            return list(self._views(self.param))
+        remainder = torch.empty_like(self.param)  # int16, called bf16 because messages have no int16
+        for bucket in self.buckets:
+            all_gather(remainder[bucket.all], bucket.remainder.view(remainder.dtype))
+        return list(self._views(llama.join_fp32(self.param, remainder.view(torch.int16))))
+
+    def zero_grad(self):
+        """As FlatAdamW.zero_grad."""
+        super().zero_grad()
+        for bucket in self.buckets:
+            bucket.is_reduced = False
+
+    def gather_weights(self, buckets):
+        """Begin to gather the weights of these buckets that other processes have updated."""
+        for bucket in buckets:
+            bucket.gathering = all_gather(bucket.all_weights, bucket.own_weights, async_op=True)
+
+    def wait_for_weights(self, bucket):
+        """Wait until those of a bucket are there."""
+        if bucket.gathering:
+            self.world.wait(bucket.gathering)
+            bucket.gathering = None
+
+    def reduce_gradients(self, bucket):
+        """Begin to add up the gradients of a bucket, which all must have been computed."""
+        self.collect_gradients(bucket.parameters)
+        if bucket.is_reduced:
+            raise RuntimeError("a second backward pass would add to reduced gradients: call zero_grad() before it")
+        bucket.is_reduced = True
+        bucket.reduction = reduce_scatter(bucket.own_grads, bucket.all_grads, async_op=True)
+
+    @torch.no_grad()
+    def finish_reduction(self):
+        """At the end of the backward pass: reduce what was not reduced during it, and wait for all of it."""
+        for bucket in reversed(self.buckets):
+            if not bucket.is_reduced:
+                self.reduce_gradients(bucket)
+        for bucket in reversed(self.buckets):
+            if bucket.reduction:
+                self.world.wait(bucket.reduction)
+                bucket.reduction = None
+
+    @torch.no_grad()
+    def gather_gradients(self):
+        """After step(): the mean gradients of all processes into .grad, to look at."""
+        for bucket in self.buckets:
+            bucket.own_grads.mul_(self.gradient_scale)
+            all_gather(bucket.all_grads, bucket.own_grads)
+        for p in self.parameters:
+            p.grad = None if p.grad is None else p.main_grad
+
+    def begin_forward(self):
+        """Begin to gather the weights of all buckets, or with overlap() of the first ones, and wait for the first."""
+        self.gather_weights(self.buckets[: self.ahead])
+        self.wait_for_weights(self.buckets[0])
+
+    def overlap(self, modules):
+        """From now on buckets travel beside the computation, by hooks on the first module of each, in their order.
+
+        A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
+        first layer late, and the kernels that need all multiprocessors would have to wait.
+        """
+        self.ahead = 2
+        for index, module in enumerate(modules[1:], 1):
+            module.register_forward_pre_hook(functools.partial(self._before_module, index))
+
+    def _before_module(self, index, module, inputs):
+        bucket, following = self.buckets[index], index + self.ahead - 1
+        self.wait_for_weights(bucket)
+        self.gather_weights(self.buckets[following : following + 1])
+        if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
+            inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
+
+    @torch.no_grad()
+    def step(self):
+        """Update the weights of this process's slices."""
+        self.finish_reduction()
+        self.beta_powers.mul_(self.betas)
+        for bucket in self.buckets:
+            self.update(bucket.own_weights, bucket.remainder, bucket.own_grads, bucket.exp_avg, bucket.exp_avg_sq)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training step
+
+
+def own_rows(config, world):
+    """Yield this process's rows of the batches of all: N processes with batches of b see what one does with N * b."""
+    rows = slice(world.rank * config.batch_size, (world.rank + 1) * config.batch_size)
+    for batch in llama.DATA[config.data](dataclasses.replace(config, batch_size=world.size * config.batch_size)):
+        yield [tensor[rows] for tensor in batch]
+
+
+def parallelize(model, config, device, world):
+    """Return what to call in place of a model of PyTorch's operators, for the mean gradients of all processes.
+
+    It is DistributedDataParallel or, with --shard full, the model itself after FSDP2's fully_shard.
+    """
+    if config.shard != "full":
+        # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=[world.local_rank] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True, static_graph=not config.compile,
+        )  # fmt: skip
+    from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if config.use_amp else {}
+    policy = MixedPrecisionPolicy(**low, cast_forward_inputs=False)
+    shard = functools.partial(fully_shard, mesh=init_device_mesh(device.type, (world.size,)), mp_policy=policy)
+    for layer in model.layers:
+        shard(layer)
+    return shard(model)
+
+
+class Step(llama.TrainStep):
+    """The training step of one of several processes, with the mean of the gradients of all."""
+
+    world = World()  # set by main()
+    capture_mode = "thread_local"  # NCCL's watchdog may query an event meanwhile, in its own thread
+
+    rank, processes = property(lambda step: step.world.rank), property(lambda step: step.world.size)
+
+    @classmethod
+    def select_device(cls, config):
+        """As TrainStep.select_device, and connect to the other processes."""
+        world = cls.world
+        device = world.select_device(config.device)
+        world.join(device, config.comm_timeout)
+        world.require_same(config)
+        llama.validate_on_device(config, device)
+        is_triton = llama.select_operations(config, device)[0] == "triton"
+        if config.shard == "full" and is_triton:
+            raise UsageError("--shard full is for --impl torch and sdpa: --impl triton shards the optimizer's state")
+        if config.shard == "optimizer" and not is_triton:
+            raise UsageError("--shard optimizer is for --impl triton: leave it out, or give --shard full")
+        if config.graph and not is_triton:
+            raise UsageError("--graph with several processes is for --impl triton: drop --graph")
+        return device
+
+    @classmethod
+    def check(cls, config, device):
+        """As TrainStep.check: each process by itself, and then the mean gradients that all train with."""
+        world, reference = cls.world, "fp32" if config.use_amp else "fp64"
+        batch = next(own_rows(config, world))
+        verdict, exact, plain_errors = llama.check_batch(config, device, batch)
+        verdicts = world.gather(verdict)
+        failed = [rank for rank, verdict in enumerate(verdicts) if verdict.failed]
+        for rank in failed or [0]:
+            llama.print_verdict(verdicts[rank], f"{reference}, rank {rank}")
+        if failed:
+            return False
+        for tensor in exact.values():
+            dist.all_reduce(tensor.div_(world.size))
+        results = llama.loss_and_gradients(config, device, batch, step_class=cls)
+        (results["loss"],) = world.mean([results["loss"].item()])
+        tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
+        verdict = llama.judge(llama.relative_errors(results, exact), plain_errors, tolerance)
+        llama.print_verdict(verdict, f"{reference}, the mean of {world.size} processes")
+        return not verdict.failed
+
+    def make_optimizer(self):
+        """As TrainStep.make_optimizer. A LayerGroup has layers of one bucket only."""
+        config, world = self.config, self.world
+        self.is_sharded, world.waited_ms = self.implementation == "triton", 0.0
+        if not self.is_sharded:
+            self.run_model = parallelize(self.model, config, self.device, world)
+            return llama.TorchAdamW(self.model, config.learning_rate)
+        optimizer = ShardedAdamW(self.model, config.learning_rate, config.use_amp, world=world)
+        modules = [bucket.layers[0] for bucket in optimizer.buckets]
+        if self.model.operations.group:
+            self.make_groups([bucket.layers for bucket in optimizer.buckets])
+            groups = {group.weights[0][0]: group for group in self.model.groups}
+            modules = [groups[layer.attention_norm.weight] for layer in modules]
+        if not config.compile:  # the compiler does not call hooks: no message is hidden then
+            optimizer.overlap(modules)
+        return optimizer
+
+    def batches(self, seed):
+        """As TrainStep.batches, the rows of this process."""
+        return own_rows(dataclasses.replace(self.config, seed=seed), self.world)
+
+    def forward(self):
+        """As TrainStep.forward."""
+        if self.is_sharded:
+            self.optimizer.begin_forward()
+        super().forward()
+
+    def backward(self):
+        """As TrainStep.backward; the gradients are added up over the processes."""
+        super().backward()
+        if self.is_sharded:
+            self.optimizer.finish_reduction()
+
+    def restart(self):
+        """As TrainStep.restart."""
+        self.world.waited_ms = 0.0
+        if self.config.shard != "full":
+            super().restart()
+            return
+        from torch.distributed.tensor import distribute_tensor  # as in parallelize()
+
+        pairs = zip(self.initial_weights, self.model.parameters(), strict=True)
+        weights = [distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs]
+        self.optimizer.reset(weights)
+
+    def capture(self, one_graph=False):
+        """As TrainStep.capture, where messages can be captured; else the step stays eager, and a note says so."""
+        sent, received, obstacle = torch.zeros(1, device="cuda"), torch.zeros(self.processes, device="cuda"), None
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=self.capture_mode):
+                all_gather(received, sent, async_op=True).wait()
+        except RuntimeError as error:
+            obstacle = str(error).splitlines()[0]
+        obstacle = next(filter(None, self.world.gather(obstacle)), None)
+        if obstacle is None:
+            super().capture(one_graph)
+            return
+        print(f"Note: --graph is left out: messages cannot be captured here ({obstacle})")
+        self.config = dataclasses.replace(self.config, graph=False)
+
+    def synchronize(self, marks=()):
+        """As TrainStep.synchronize; UsageError if another process does not answer."""
+        if self.device.type == "cuda":
+            end = torch.cuda.Event()
+            end.record()
+            for event in (*marks, end) if marks and isinstance(marks[0], torch.cuda.Event) else (end,):
+                self.world.wait_for(event)
+
+    def collect_gradients(self):
+        """As TrainStep.collect_gradients; all processes must call it, once a step."""
+        if self.is_sharded:
+            self.optimizer.gather_gradients()
+
+    def mean(self, values):
+        """As TrainStep.mean."""
+        return self.world.mean(values)
+
+    def must_stop(self):
+        """As TrainStep.must_stop: at once, or with --timing step some steps later, so that no step waits for it."""
+        self.world.handle_signals()
+        under_way = 0 if self.config.timing == "phases" else VOTES_UNDER_WAY
+        return self.world.any(self.world.stop_requested is not None, under_way)
+
+    def report_processes(self, summary):
+        """As TrainStep.report_processes."""
+        world = self.summarize_processes(summary)
+        print(f"Processes: {world['size']} over {world['backend']}; the figures above are those of rank 0")
+        each = world["tokens_per_second"] / world["size"]
+        print(f"Throughput of all: {world['tokens_per_second']:,.0f} tokens/sec, {each:,.0f} a process")
+        if world["slowest"]:
+            print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
+            print(
+                "Slowest process: rank {rank}, {behind_ms:.3f} ms a step behind the fastest".format(**world["slowest"])
+            )
+        else:
+            print("Communication that was not hidden: not measured")
+        print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
+        return world
+
+    def summarize_processes(self, summary):
+        """What the processes did together, a dict for the JSON file, from the summary of each."""
+        exposed_ms, world, batch_ms = None, self.world, summary["batch_ms"]
+        if isinstance(summary["kernels"], dict):
+            exposed_ms = summary["kernels"].pop("exposed_communication_ms")
+        elif self.is_sharded and world.backend == "gloo":
+            exposed_ms = world.waited_ms / summary["steps"]
+        processes = world.gather(
+            dict(
+                rank=world.rank, host=platform.node(), batch_ms=batch_ms, exposed_communication_ms=exposed_ms,
+                own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
+                tokens_per_second=summary["tokens_per_second"], peak_memory_mib=summary["peak_memory_mib"],
+            )
+        )  # fmt: skip
+        slowest = exposed_ms = None
+        if None not in (process["own_ms"] for process in processes):
+            slowest, fastest = (choose(processes, key=lambda process: process["own_ms"]) for choose in (max, min))
+            slowest = {"rank": slowest["rank"], "behind_ms": slowest["own_ms"] - fastest["own_ms"]}
+            exposed_ms = max(process["exposed_communication_ms"] for process in processes)
+        return dict(
+            size=world.size, backend=world.backend, exposed_communication_ms=exposed_ms, slowest=slowest,
+            tokens_per_second=world.size * min(process["tokens_per_second"] for process in processes),
+            peak_memory_mib=max(process["peak_memory_mib"] or 0 for process in processes), processes=processes,
+        )  # fmt: skip
+
+
+def main(argv, program):
+    """The script's main() in one of several processes."""
+
+    def job(world):
+        Step.world = world
+        return hardware.remedied(llama.parse_config(argv, program), llama.train_and_report, Step)
+
+    return run_together(job, Path(program).name)

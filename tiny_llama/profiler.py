@@ -1,0 +1,229 @@
+"""Profiles of a few training steps: traces, kernel tables, memory snapshots, ranges for profilers, kernels a step."""
+
+import contextlib
+import csv
+import errno
+import functools
+import json
+import math
+import os
+import re
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+import tiny_llama_v3 as llama
+
+PROFILED_STEPS = 3
+SLOWED_DOWN = 1.25  # a profiled step that takes so many times as long is not the step that was measured
+
+
+@contextlib.contextmanager
+def named_range(name):
+    """A range in the traces of torch.profiler and of an attached profiler (NVTX, or roctx on ROCm)."""
+    on_gpu = torch.cuda.is_initialized()
+    with torch.profiler.record_function(name):
+        if on_gpu:
+            torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            if on_gpu:
+                torch.cuda.nvtx.range_pop()
+
+
+def show_ranges(step):
+    """From now on, name the step, its phases and (unless compiled or captured) its layers to profilers.
+
+    With --timing step, kernels of a "step" may run after it; the range "steps" lasts until the last one has ended.
+    """
+    if "named_range" in vars(step):
+        return  # done already
+    step.named_range = named_range
+    captured_as_one = "run" in vars(step)
+    phases = {"forward": "forward", "backward": "backward", "optimizer": "optimizer_step"}
+    for name, method in ({"graph": "run"} if captured_as_one else phases).items():
+        setattr(step, method, named_range(name)(getattr(step, method)))
+    if not step.config.compile:
+        show_layers(step.model)
+        for group in step.model.groups or ():
+            show_group(group)
+
+
+def show_layers(model):
+    """Name each layer, forward and backward. Its backward lies between the gradients of its output and of its input."""
+    current = contextlib.ExitStack()
+
+    def enter(name):
+        current.close()
+        current.enter_context(named_range(name))
+
+    def before(index, layer, inputs):
+        enter(f"layers.{index} forward")
+        if index == 0 and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda grad: current.close())
+
+    def after(index, layer, inputs, outputs):
+        current.close()
+        if outputs[1].requires_grad:
+            outputs[1].register_hook(lambda grad: enter(f"layers.{index} backward"))
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(functools.partial(before, index))
+        layer.register_forward_hook(functools.partial(after, index))
+
+
+def show_group(group):
+    """Name each layer of a LayerGroup, whose layers' own hooks are not called."""
+
+    def ranged(method, direction):
+        def call(index, *arguments):
+            with named_range(f"layers.{group.first + index} {direction}"):
+                return method(index, *arguments)
+
+        return call
+
+    group.forward_layer = ranged(group.forward_layer, "forward")
+    group.backward_layer = ranged(group.backward_layer, "backward")
+
+
+def attached_profiler():
+    """The environment variable by which another profiler has entered this process, or None."""
+    names = (
+        "ROCP_TOOL_LIBRARIES", "ROCPROFILER_REGISTER", "HSA_TOOLS_LIB",
+        "NV_NSIGHT_INJECTION_PORT_BASE",  # ncu
+        "NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH",
+    )  # fmt: skip
+    if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
+        return "LD_PRELOAD"
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+def profiled(step, steps, apart=True):
+    """torch.profiler's events of so many more steps; apart: each waits for the one before."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(steps):
+            with step.named_range("step"):
+                step.run()
+                if apart:
+                    step.synchronize()
+        step.synchronize()
+    return profiler
+
+
+def count_kernels(step, batch_ms):
+    """{"kernels": ..., "launches": ...} of one more step, or the reason why they were not counted, as a text.
+
+    With several processes also "exposed_communication_ms", during which the GPU ran nothing but messages; None if the
+    profiled step took much longer than batch_ms, a step's time: then it mostly waited for the slowed-down hosts.
+    """
+    if step.device.type == "cpu":
+        return "there is no GPU"
+    if attached_profiler():
+        return f"another profiler is attached ({attached_profiler()})"
+    steps = 1 if step.processes == 1 else 2  # the first of two also waits for the other processes' profilers
+    events = profiled(step, steps, apart=False).events()
+    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    kernels = [event for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
+    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+    is_launch = re.compile(r"(cuda|cu|hip)\w*(Launch)\w*(Kernel|ExC|Graph)?")
+    launches = sum(bool(is_launch.match(name)) for name in calls)
+    counts = {"kernels": len(kernels) // steps, "launches": launches // steps}
+    if steps > 1:
+        spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
+        spans = spans[len(spans) // steps :]
+        work = [(start, end) for start, end, name in spans if not name.startswith("nccl")]  # RCCL's name as well
+        step_ms = (max(end for _, end, _ in spans) - spans[0][0]) / 1e3
+        exposed_ms = (covered(span[:2] for span in spans) - covered(work)) / 1e3
+        counts["exposed_communication_ms"] = exposed_ms if step_ms <= SLOWED_DOWN * batch_ms else None
+    return counts
+
+
+def covered(spans):
+    """How long something ran, of (start, end) in the order of their starts."""
+    total, until = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def write_kernel_table(file, durations):
+    """{kernel: ns of each call} as CSV with the columns of rocprofv3's kernel_stats.csv."""
+    total = sum(map(sum, durations.values()))
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
+    for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
+        mean, share = round(statistics.mean(ns), 6), round(100 * sum(ns) / total, 6)
+        spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
+        writer.writerow([name, len(ns), round(sum(ns)), mean, share, round(min(ns)), round(max(ns)), spread])
+
+
+def separate_layers(path):
+    """Move the layers' backward ranges of a trace to a row of their own. OSError if PyTorch has left no whole trace.
+
+    Each begins in one of autograd's nodes and ends in another, and viewers drop slices of a row that do not nest.
+    """
+    try:
+        trace = json.loads(path.read_text(), strict=False)
+    except (FileNotFoundError, ValueError) as error:  # PyTorch raises nothing
+        raise OSError(errno.EIO, "PyTorch could not write it") from error
+    events = trace["traceEvents"]
+    row = 1 + max(event["tid"] for event in events if isinstance(event.get("tid"), int))
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    layers = [event for event in ranges if re.fullmatch(r"layers\.\d+ backward", event["name"])]
+    for event in layers:
+        event["tid"] = row
+    title = dict(ph="M", name="thread_name", tid=row, args={"name": "layers, backward"})
+    events += [title | {"pid": event["pid"]} for event in layers[:1]]
+    path.write_text(json.dumps(trace))
+
+
+def record_memory(step, path, steps):
+    """Write what the GPU's allocator does in a few more steps, which recording slows, for PyTorch's viewer."""
+    torch.cuda.memory._record_memory_history(stacks="python")
+    for _ in range(steps):
+        step.run()
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_profile(step, folder):
+    """Write trace.json for Perfetto, kernel_stats.csv with rocprofv3's columns and, on a GPU, memory_snapshot.pickle.
+
+    Several processes have a folder each in it. UsageError if a file cannot be written; then none is.
+    """
+    folder = folder / f"rank_{step.rank}" if step.processes > 1 else folder
+    on_gpu, steps = step.device.type == "cuda", PROFILED_STEPS
+    show_ranges(step)
+    profiler, durations = profiled(step, steps), {}
+    for event in profiler.events():
+        if on_gpu and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            durations.setdefault(event.name, []).append(event.device_time_total * 1e3)
+        elif not on_gpu and event.name.startswith("aten::") and event.self_cpu_time_total > 0:
+            durations.setdefault(event.name, []).append(event.self_cpu_time_total * 1e3)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as scratch:
+            names = "trace.json", "kernel_stats.csv", "memory_snapshot.pickle"
+            trace, table, memory = (Path(scratch, name) for name in names)
+            profiler.export_chrome_trace(str(trace))
+            separate_layers(trace)
+            with open(table, "w", newline="") as file:
+                write_kernel_table(file, durations)
+            if on_gpu:
+                record_memory(step, memory, steps)
+            for file in Path(scratch).iterdir():
+                os.replace(file, folder / file.name)
+    except OSError as error:
+        reason = f"({error.strerror}): free space or give another path"
+        raise llama.UsageError(f"{folder / 'trace.json'} cannot be written {reason}") from error
+    trace, table = folder / "trace.json", folder / "kernel_stats.csv"
+    print(f"Profile of {steps} more steps: {trace} (open in https://ui.perfetto.dev) and {table}")
+    if on_gpu:
+        print(f"Memory of {steps} more: {folder / memory.name} (open in https://pytorch.org/memory_viz)")
