@@ -439,11 +439,11 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     """kernel[grid](*tensors, *scalars, **constants), in a fraction of the time on the host.
     The arguments are in the order of the kernel's parameters. scalars may be tuples, and a constant a named tuple of
     constants. At every call Triton inspects every argument, which takes 20 to 60 us for kernels that run for 5 us. Here
-    it is known what a compiled kernel depends on: the scalars and constants, and the types and alignments of the
-    tensors. So a second launch calls the compiled kernel, as one calls what kernel.warmup() returns.
+    it is known what a compiled kernel depends on: the scalars and constants, the types and alignments of the tensors,
+    and on AMD GPUs whether offsets in their storage fit in 31 bits. So a second launch calls the compiled kernel.
     """
     pointers = [t.data_ptr() for t in tensors]  # given numbers, the driver looks nothing up
-    large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else []  # 64-bit offsets
+    large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else []
     kinds = (*[t.dtype for t in tensors], *[p & 15 for p in pointers], *large, tensors[0].get_device())
     key = id(kernel), kinds, scalars, *constants.values(), num_warps, num_stages, *options.values()
     compiled = COMPILED.get(key)

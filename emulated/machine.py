@@ -30,7 +30,6 @@ from emulated.memory_system import LANES
 
 ISA = "cdna"  # as in tinygrad, which distinguishes MI200, MI300 and MI350 only by their instructions
 REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
-MOST_WAVES = 16  # of a workgroup
 TURNS = (1, 7, 40, 300)  # numbers of instructions that a wave executes before another wave is chosen
 MOST_INSTRUCTIONS = 50_000_000  # of a wave; one that executes more is taken not to end
 EXEC, PROGRAM_COUNTER = 126, 256  # as tinygrad numbers the special registers

@@ -98,7 +98,6 @@ COUNTS = {
         "three products": ("2 * rows * inner * 2 * cols", "2 * rows * inner * 3 * cols", "the third product"),
     },
 }
-MASKED = "mask=mask)"
 SILU = "tl.store(out_ptr + offsets, gate * tl.sigmoid(gate) * up, mask=mask)"
 OFFSETS = '''silu(x) = x * sigmoid(x)."""
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)'''
