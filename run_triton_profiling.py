@@ -16,6 +16,7 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met or the file
 141 the pipe of the output was closed.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -155,7 +156,7 @@ def cross_entropy_cases(bench, config):
 
     def ours():
         losses = llama.cross_entropy_(overwritten, targets, 1.0 / len(targets))
-        return losses.mean(), overwritten
+        return losses[0].mean(), overwritten
 
     def function(logits):
         loss = F.cross_entropy(logits, targets)
@@ -361,6 +362,14 @@ def main(argv):
             raise llama.UsageError(f"--json {options.json} is a folder: name a file")
         replaced = os.path.lexists(options.json)
         llama.writable_folder("--json", os.path.dirname(os.path.abspath(options.json)) if replaced else options.json)
+    # The other sizes of a model are no options here: an error of memory must not name them.
+    named = dataclasses.replace(config, num_layers=1, ffn_dim=1)
+    return hardware.remedied(named, lambda _: measure(argv, options, sizes, config, device))
+
+
+def measure(argv, options, sizes, config, device):
+    """Measures, prints and writes what the options ask for. Returns the exit code."""
+    hardware.require_host_memory(config, device)
     torch.manual_seed(0)
     bench = Bench(device)
     if not bench.on_gpu:

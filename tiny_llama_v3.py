@@ -11,7 +11,7 @@
 
 A run prints one line a step and a summary, and writes both to a JSON file whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add what
-only some runs need: several processes, profiles, and the peaks and sensors of known GPUs.
+only some runs need: several processes, profiles, the peaks and sensors of known GPUs, and notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -33,6 +33,7 @@ import platform
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,13 @@ except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
 
+__version__ = "3.0.0"
+__all__ = (
+    "Config FlatAdamW TinyLlamaTriton TrainStep TransformerBlock TritonAttention TritonRMSNorm TritonSwiGLU UsageError "
+    "main triton_attention triton_cross_entropy triton_embedding triton_linear triton_rmsnorm triton_swiglu"
+).split()
+
+
 class UsageError(Exception):
     """The request cannot be met. The message names the flag, the values and the remedy."""
 
@@ -62,9 +70,7 @@ class UsageError(Exception):
 
 
 def companion(name, needed_for=None):
-    """Import tiny_llama/<name>.py, if it lies beside this script.
-    Else returns None, or raises UsageError about what it is needed for.
-    """
+    """Import tiny_llama/<name>.py. If it is missing, return None or raise UsageError about what it is needed for."""
     # It imports this script by its name. A program is called __main__, and would be loaded a second time.
     sys.modules.setdefault("tiny_llama_v3", sys.modules[__name__])
     try:
@@ -79,7 +85,6 @@ def companion(name, needed_for=None):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The mistakes that flags bring back. The code of each is a few lines marked BUG; none is active by default.
-
 
 # A mistake of the published workshop, or one that is easily made: its stages, what it does, and how it shows.
 Bug = collections.namedtuple("Bug", "stages effect sign")
@@ -184,9 +189,6 @@ class Config:
             set_field(name, value)
         if self.no_warmup:  # BUG no_warmup: nothing runs before the clock starts
             set_field("warmup_steps", 0)
-        self._validate()
-
-    def _validate(self):
         for field in dataclasses.fields(self):
             value, least, most = getattr(self, field.name), field.metadata["least"], field.metadata["most"]
             if least is not None and not least <= value <= most:
@@ -245,10 +247,7 @@ def parse_config(argv, program):
     group.add_argument("--list-stages", action="store_true", help="print the stages and their signs, and exit")
     args = vars(parser.parse_args(argv))
     if args.pop("list_stages"):
-        for stage, title in STAGES.items():
-            print(f"stage {stage}: {title}")
-            for field, bug in ((field, BUGS.get(field)) for field in stage_flags(stage)):
-                print(f"    {flag_of(field)}" + (f"\n        {bug.effect}\n        sign: {bug.sign}" if bug else ""))
+        companion("notes", "--list-stages").list_stages()
         parser.exit()
     link = re.match(r"v3_stage(\d+)_", name)
     if link:
@@ -327,10 +326,12 @@ def tf32_available(device):
 
 
 def dot_precision(device):
-    """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls.
-    Read from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1.
-    """
-    return "tf32" if tf32_available(device) and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls."""
+    try:  # to read it from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1
+        allowed = torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # PyTorch does not tell if it was set by the name that it has for this from 2.9 on
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed and tf32_available(device) else "ieee"
 
 
 def cdiv(a, b):
@@ -395,15 +396,13 @@ GROUP_BYTES = 2**27  # of gradients in a LayerGroup: small has one (0.90 of the 
 
 @functools.cache
 def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
-    """The NormTile of rows of n_cols, of fewer elements than NORM_..._ELEMENTS where SMs would be idle.
-    The backward pass has at most two programs a multiprocessor, each of which walks over several tiles.
-    """
+    """The NormTile of rows of n_cols, of fewer elements than NORM_..._ELEMENTS where SMs would be idle."""
     device, cols = get_device(device_type), block_size or next_power_of_2(n_cols)
     fill = next_power_of_2(cdiv(n_rows, device.num_sms))
     rows = max(1, min((NORM_BACKWARD_ELEMENTS if backward else NORM_FORWARD_ELEMENTS) // cols, fill))
     if backward:  # on NVIDIA as many threads as on an AMD GPU: with half of them registers spill
         warps = min(max(4, cols // 2048) * (2 if device.family == "nvidia" else 1), 16)
-        return NormTile(rows, cols, warps, min(cdiv(n_rows, rows), 2 * device.num_sms))
+        return NormTile(rows, cols, warps, min(cdiv(n_rows, rows), 2 * device.num_sms))  # which walk over several tiles
     warps = min(max(4, cols // 1024), 16) // (2 if device.family == "amd" else 1)
     return NormTile(rows, cols, warps, cdiv(n_rows, rows))
 
@@ -424,23 +423,15 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
 
-@functools.cache
-def cross_entropy_tile(n_cols, device_type):
-    """(columns, warps) of the cross-entropy kernel for rows of n_cols."""
-    cols = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
-    warps = max(4, cols // (32 * CROSS_ENTROPY_PER_THREAD))
-    return cols, warps // 2 if get_device(device_type).family == "amd" else warps
-
-
+ONE_THREAD = threading.Lock()  # at a time: Triton's interpreter has one state for all
 COMPILED, COMPILED_LIMIT = {}, 4096  # what launch() has compiled; emptied at the limit, as Triton still has it
 
 
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
-    """kernel[grid](*tensors, *scalars, **constants), in a fraction of the time on the host.
-    The arguments are in the order of the kernel's parameters. scalars may be tuples, and a constant a named tuple of
-    constants. At every call Triton inspects every argument, which takes 20 to 60 us for kernels that run for 5 us. Here
-    it is known what a compiled kernel depends on: the scalars and constants, the types and alignments of the tensors,
-    and on AMD GPUs whether offsets in their storage fit in 31 bits. So a second launch calls the compiled kernel.
+    """kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
+    scalars may be tuples, and a constant a named tuple of constants. At every call Triton inspects every argument, for
+    20 to 60 us, and kernels run for 5 us. Here it is known what a compiled kernel depends on: scalars and constants,
+    the tensors' types and alignments, and on AMD GPUs whether offsets in them fit in 31 bits. So it is called directly.
     """
     pointers = [t.data_ptr() for t in tensors]  # given numbers, the driver looks nothing up
     large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else []
@@ -457,8 +448,12 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 
 
 def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
-    """As launch(), but Triton inspects the arguments. Returns the compiled kernel, or None if it is interpreted."""
-    return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
+    """As launch(), by Triton, which inspects the arguments. Returns the compiled kernel, None if it is interpreted."""
+    obstacle = triton_obstacle(get_device(tensors[0].device.type))
+    if obstacle:
+        raise RuntimeError(f"the Triton kernels cannot run on {tensors[0].device}: {obstacle}")
+    with ONE_THREAD:
+        return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
 
 
 def as_constants(constants):
@@ -485,6 +480,10 @@ def expect(name, tensor, shape=None):
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
     if tensor.dtype not in KERNEL_DTYPES:
         raise TypeError(f"{name} is {tensor.dtype}, and the kernels compute in fp32: give fp32, bf16 or fp16")
+    kind = "cuda" if tensor.is_cuda else "cpu"
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if autocast != tensor.dtype:
+        raise TypeError(f"{name} is {tensor.dtype} and torch.autocast to {autocast} is on: leave it for our kernels")
 
 
 def expect_contiguous(**tensors):
@@ -501,48 +500,55 @@ def as_rows(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def begin_backward(ctx, overwrites=False):
-    """Refuse a second derivative and, if the backward pass overwrites its inputs, a second run."""
+def begin_backward(ctx, grad=None, overwrites=False):
+    """What forward saved. Refuses a second derivative and, if the backward pass overwrites its inputs, a second run."""
+    if grad is not None:
+        expect("the gradient", grad)
     if torch.is_grad_enabled():
         raise RuntimeError(f"{ctx.name()} has no second derivative: call backward() without create_graph=True")
-    if overwrites:
-        if getattr(ctx, "is_spent", False):
-            raise RuntimeError(f"{ctx.name()} overwrites what forward saved: it can run only once")
-        ctx.is_spent = True
+    if overwrites and getattr(ctx, "is_spent", False):
+        raise RuntimeError(f"{ctx.name()} overwrites what forward saved: it can run only once")
+    ctx.is_spent = True
+    return ctx.saved_tensors  # to be read once, because torch.utils.checkpoint computes them again at each reading
 
 
-def parameter_gradients(compute, parameters, buffer, *inputs):
-    """Compute the gradients of parameters of one shape. Returns what backward() returns for them, a list.
-    compute(place, accumulate, *inputs) writes them to place or, with accumulate, adds to what is there; of several
-    parameters, place and inputs have one more dimension in front. The place is buffer, their main_grad in the
-    optimizer's flat buffer, which becomes their .grad: after zero_grad() the first backward pass overwrites it, further
-    ones add to it. Without a buffer (None), or if .grad is another tensor, autograd gets a new tensor to add to it.
+def destination(node):
+    """Where the backward pass under way wants the gradient of a weight, whose node is in ctx.next_functions.
+    None: nowhere, as of a frozen weight. The weight: in its main_grad, which becomes its .grad. "autograd": autograd
+    gets a tensor, to call hooks, to add it to a .grad that is another one, or to return it from autograd.grad().
     """
-    first, count = parameters[0], len(parameters)
-    accumulate = first.grad is not None
-    if buffer is None or any(p.grad is not (p.main_grad if accumulate else None) for p in parameters):
-        place = first.new_empty(first.shape if count == 1 else (count, *first.shape))
+    try:
+        is_wanted = node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() asks for it
+        return "autograd"
+    weight = getattr(node, "variable", None)  # a leaf, even where torch.utils.checkpoint has saved a copy of it
+    main_grad = getattr(weight, "main_grad", None)
+    if not is_wanted or weight is not None and not weight.requires_grad:  # frozen since the forward pass
+        return None
+    if main_grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "autograd"
+    return weight if weight.grad is None or weight.grad is main_grad else "autograd"
+
+
+def parameter_gradient(ctx, index, weight, compute, *inputs):
+    """What backward() returns for a weight, number index of forward()'s tensors. compute(place, accumulate, *inputs)
+    writes its gradient to place or, with accumulate, adds it: after zero_grad() the first pass writes, others add.
+    """
+    target = destination(ctx.next_functions[index][0])
+    if target == "autograd":
+        place = weight.new_empty(weight.shape)
         compute(place, False, *inputs)
-        return [place] if count == 1 else list(place)
-    compute(buffer, accumulate, *inputs)
-    for p in parameters:
-        p.grad = p.main_grad
-    return [None] * count
-
-
-def parameter_gradient(compute, parameter, *inputs):
-    """As parameter_gradients(), of one parameter."""
-    return parameter_gradients(compute, [parameter], getattr(parameter, "main_grad", None), *inputs)[0]
+        return place
+    if target is not None:
+        compute(target.main_grad, target.grad is not None, *inputs)
+        target.grad = target.main_grad
+    return None
 
 
 def weight_gradient(place, accumulate, out_grad, x):
-    """place (..., N, K) (+)= out_grad (..., rows, N)^T @ x (..., rows, K), for parameter_gradients()."""
-    if place.dim() == 3:
-        torch.baddbmm(place, out_grad.mT, x, beta=int(accumulate), out=place)
-    elif accumulate:
-        place.addmm_(out_grad.t(), x)
-    else:
-        torch.mm(out_grad.t(), x, out=place)
+    """place (..., N, K) (+)= out_grad (..., rows, N)^T @ x (..., rows, K), for parameter_gradient()."""
+    product = torch.baddbmm if place.dim() == 3 else torch.addmm
+    product(place, out_grad.mT, x, beta=int(accumulate), out=place)
 
 
 # --- linear: the library's matmul. The Function writes the weight's gradient to where the optimizer reads it.
@@ -558,15 +564,15 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
-        begin_backward(ctx)
-        x, weight = ctx.saved_tensors
+        x, weight = begin_backward(ctx, y_grad)
         y_grad = y_grad.reshape(-1, weight.shape[0])
         x_grad = (y_grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, parameter_gradient(weight_gradient, weight, y_grad, x.reshape(-1, weight.shape[1]))
+        return x_grad, parameter_gradient(ctx, 1, weight, weight_gradient, y_grad, x.reshape(-1, weight.shape[1]))
 
 
 def triton_linear(x, weight):
-    """x (..., K) @ weight (N, K)^T -> (..., N), in their type; errors are PyTorch's."""
+    """x (..., K) @ weight (N, K)^T -> (..., N), in their type; of other shapes PyTorch reports an error."""
+    expect("x", x)
     return LinearFunction.apply(x, weight)
 
 
@@ -687,9 +693,8 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None, y=None):
 
 
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd, x_grad=None, partial=None):
-    """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows; rstd is forward's.
-    Returns x_grad (rows, cols), which includes residual_grad, and partial (programs, cols) in fp32, whose column sums
-    are the weight's gradient.
+    """y_grad, residual_grad (or None), x = forward's residual, (rows, cols) with contiguous rows, forward's rstd ->
+    x_grad, residual_grad included, and partial (programs, cols) in fp32, whose column sums are the weight's gradient.
     """
     n_rows, n_cols = x.shape
     rows, cols, warps, programs = norm_tile(n_rows, n_cols, True, x.device.type)
@@ -704,7 +709,7 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd, x_grad=None, partia
 
 
 def column_sums(place, accumulate, partial):
-    """place (..., cols) (+)= the column sums of partial (..., rows, cols), for parameter_gradients()."""
+    """place (..., cols) (+)= the column sums of partial (..., rows, cols), for parameter_gradient()."""
     (n_rows, n_cols), (rows, cols, warps) = partial.shape[-2:], COLUMN_SUM_TILE
     grid, scalars = (cdiv(n_cols, cols), place.numel() // n_cols), (place.stride(0), n_rows, n_cols)
     constants = dict(ACCUMULATE=accumulate, BLOCK_ROWS=rows, BLOCK_COLS=cols)
@@ -724,14 +729,13 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad, residual_grad):
-        begin_backward(ctx)
         if y_grad is None:  # only the residual was used
             return residual_grad, residual_grad if ctx.has_branch else None, None, None
-        residual, weight, rstd = ctx.saved_tensors
+        residual, weight, rstd = begin_backward(ctx, y_grad)
         residual_rows = None if residual_grad is None else as_rows(residual_grad)
         x_grad, partial = rmsnorm_backward(as_rows(y_grad), residual_rows, residual, weight, rstd)
         x_grad = x_grad.view_as(y_grad)
-        weight_grad = parameter_gradient(column_sums, weight, partial)
+        weight_grad = parameter_gradient(ctx, -1, weight, column_sums, partial)
         # residual = x + branch, so both have the same gradient. eps has none.
         return x_grad, x_grad if ctx.has_branch else None, weight_grad, None
 
@@ -748,8 +752,7 @@ def triton_rmsnorm(x, branch, weight, eps):
 def torch_rmsnorm(x, branch, weight, eps):
     """As triton_rmsnorm, in PyTorch's operators."""
     residual = x if branch is None else x + branch
-    y = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps) * weight
-    return y, residual
+    return residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps) * weight, residual
 
 
 def sdpa_rmsnorm(x, branch, weight, eps):
@@ -1233,12 +1236,11 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
-        begin_backward(ctx)
-        x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = ctx.saved_tensors
+        x, qkv_weight, o_weight, cos, sin, q, k, v, o, lse = begin_backward(ctx, y_grad)
         y_grad_rows = as_rows(y_grad)
         x_grad, qkv_grad = attention_backward(y_grad_rows, qkv_weight, o_weight, cos, sin, q, k, v, o, lse)
-        qkv_weight_grad = parameter_gradient(weight_gradient, qkv_weight, qkv_grad, x)
-        o_weight_grad = parameter_gradient(weight_gradient, o_weight, y_grad_rows, o.view(len(x), -1))
+        qkv_weight_grad = parameter_gradient(ctx, 1, qkv_weight, weight_gradient, qkv_grad, x)
+        o_weight_grad = parameter_gradient(ctx, 2, o_weight, weight_gradient, y_grad_rows, o.view(len(x), -1))
         # Tables, sizes and bugs have no gradient.
         return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
 
@@ -1292,8 +1294,7 @@ def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
     return F.linear(o.transpose(1, 2).flatten(2), o_weight)
 
 
-# --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202). The library multiplies the matrices, a
-# kernel does the rest.
+# --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202), between the library's matmuls
 
 
 @jit
@@ -1408,12 +1409,11 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_grad):
-        begin_backward(ctx, overwrites=True)
-        x, gate_up_weight, down_weight, gate_up, hidden = ctx.saved_tensors
+        x, gate_up_weight, down_weight, gate_up, hidden = begin_backward(ctx, y_grad, overwrites=True)
         y_grad_rows = as_rows(y_grad)
         x_grad = swiglu_backward(y_grad_rows, gate_up_weight, down_weight, gate_up)
-        gate_up_weight_grad = parameter_gradient(weight_gradient, gate_up_weight, gate_up, x)
-        down_weight_grad = parameter_gradient(weight_gradient, down_weight, y_grad_rows, hidden)
+        gate_up_weight_grad = parameter_gradient(ctx, 1, gate_up_weight, weight_gradient, gate_up, x)
+        down_weight_grad = parameter_gradient(ctx, 2, down_weight, weight_gradient, y_grad_rows, hidden)
         return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
 
 
@@ -1436,19 +1436,22 @@ def torch_swiglu(x, gate_up_weight, down_weight):
 
 @jit
 def cross_entropy_kernel(
-    logits_ptr, targets_ptr, loss_ptr, stride_row, gradient_scale, N_COLS: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
+    logits_ptr, targets_ptr, loss_ptr, stride_row, gradient_scale, ignore_index,
+    N_COLS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """loss = logsumexp(logits) - logits[target]; logits = (softmax(logits) - onehot(target)) * gradient_scale.
-    logits (rows, N_COLS), targets (rows,) of integers, loss (rows,) in fp32.  Grid: (rows,).
+    logits (rows, N_COLS), targets (rows,) of integers, loss (2, rows) in fp32: the losses, and 1 where a row counts. A
+    row whose target is ignore_index does not: its loss and gradient are 0.  Grid: (rows,).
     A row that fits in BLOCK_SIZE is read once and stays in registers. A longer one is read again, from its end, which
-    is still in the cache. A target outside 0..N_COLS-1 gives a NaN loss and a NaN gradient.
+    is still in the cache. Any other target outside 0..N_COLS-1 gives a NaN loss and a NaN gradient.
     """
     LANES: tl.constexpr = 8  # neighbors that share a running maximum: one rescaling for 8 exponentials
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * stride_row
     scale = tl.cast(gradient_scale, tl.float32)
     target = tl.load(targets_ptr + tl.program_id(0))
     in_range = (target >= 0) & (target < N_COLS)
-    scale = tl.where(in_range, scale, float("nan"))
+    counts = target != ignore_index
+    scale = tl.where(counts, tl.where(in_range, scale, float("nan")), 0.0)
     target_logit = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
     if BLOCK_SIZE >= N_COLS:
         cols = tl.arange(0, BLOCK_SIZE)
@@ -1484,15 +1487,19 @@ def cross_entropy_kernel(
             gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
             gradient = gradient.to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
-    tl.store(loss_ptr + tl.program_id(0), maximum - target_logit + tl.log2(total) / LOG2_E)
+    loss = tl.where(counts, maximum - target_logit + tl.log2(total) / LOG2_E, 0.0)
+    tl.store(loss_ptr + tl.program_id(0), loss)
+    tl.store(loss_ptr + tl.num_programs(0) + tl.program_id(0), counts.to(tl.float32))
 
 
 @jit
-def scale_kernel(x_ptr, factor_ptr, x_strides, n_cols, BLOCK_SIZE: tl.constexpr):
-    """x *= factor, without reading x if the factor is 1, as it usually is; the host need not know the factor.
-    x (rows, n_cols), contiguous rows, factor () in fp32.  Grid: (rows * blocks of columns,).
+def scale_kernel(x_ptr, factor_ptr, counted_ptr, x_strides, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):
+    """x *= factor * n_rows / counted, without reading x if that is 1, as it usually is; the host need not know it.
+    x (n_rows, n_cols), contiguous rows, factor and counted () in fp32.  Grid: (n_rows * blocks of columns,).
     """
-    factor = tl.load(factor_ptr)
+    factor, counted = tl.load(factor_ptr), tl.load(counted_ptr)
+    if counted != n_rows:
+        factor *= n_rows / tl.maximum(counted, 1.0)  # if none counts, x is 0
     if factor != 1.0:
         blocks = tl.cdiv(n_cols, BLOCK_SIZE)
         cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -1501,13 +1508,15 @@ def scale_kernel(x_ptr, factor_ptr, x_strides, n_cols, BLOCK_SIZE: tl.constexpr)
         tl.store(ptrs, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def cross_entropy_(logits, targets, gradient_scale):
-    """logits (rows, n), rows contiguous, targets (rows,) -> losses (rows,) in fp32. Logits become their gradient."""
+def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
+    """logits (rows, n), which become their gradient, targets (rows,) -> losses, and 1 where a row counts, (2, rows)"""
     expect_contiguous(targets=targets)
     n_rows, n_cols = logits.shape
-    losses = logits.new_empty(n_rows, dtype=torch.float32)
-    block_size, warps = cross_entropy_tile(n_cols, logits.device.type)
-    constants, scalars = dict(N_COLS=n_cols, BLOCK_SIZE=block_size), (logits.stride(0), gradient_scale)
+    losses = logits.new_empty(2, n_rows, dtype=torch.float32)
+    block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
+    warps = max(4, block_size // (32 * CROSS_ENTROPY_PER_THREAD))
+    warps //= 2 if get_device(logits.device.type).family == "amd" else 1
+    constants, scalars = dict(N_COLS=n_cols, BLOCK_SIZE=block_size), (logits.stride(0), gradient_scale, ignore_index)
     launch(cross_entropy_kernel, (n_rows,), (logits, targets, losses), scalars, constants, num_warps=warps)
     return losses
 
@@ -1516,43 +1525,45 @@ class CrossEntropyFunction(torch.autograd.Function):
     """See triton_cross_entropy."""
 
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx, logits, targets, ignore_index):
         rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # rows of an expanded tensor overlap: one's gradient would overwrite another
             rows = rows.contiguous()
-        losses = cross_entropy_(rows, targets.reshape(-1).contiguous(), 1.0 / max(1, rows.shape[0]))
+        losses = cross_entropy_(rows, targets.reshape(-1).contiguous(), 1.0 / max(1, len(rows)), ignore_index)
         if not rows.is_inference():
             torch.autograd.graph.increment_version(rows)  # lets autograd detect another use of the overwritten logits
-        ctx.save_for_backward(rows.detach())
+        total, counted = losses.sum(1)
+        ctx.save_for_backward(rows.detach(), counted)
         ctx.shape = logits.shape
-        return losses.mean()
+        return total / counted
 
     @staticmethod
     def backward(ctx, loss_grad):
-        begin_backward(ctx, overwrites=True)
-        (logits_grad,) = ctx.saved_tensors
+        logits_grad, counted = begin_backward(ctx, overwrites=True)
+        expect("the gradient", logits_grad)
         n_rows, n_cols = logits_grad.shape
         block_size = min(next_power_of_2(n_cols), SCALE_BLOCK)
-        grid, scalars = (n_rows * cdiv(n_cols, block_size),), (logits_grad.stride(), n_cols)
-        launch(scale_kernel, grid, (logits_grad, loss_grad), scalars, dict(BLOCK_SIZE=block_size))
-        return logits_grad.view(ctx.shape), None  # targets are integers
+        grid, scalars = (n_rows * cdiv(n_cols, block_size),), (logits_grad.stride(), n_rows, n_cols)
+        launch(scale_kernel, grid, (logits_grad, loss_grad, counted), scalars, dict(BLOCK_SIZE=block_size))
+        return logits_grad.view(ctx.shape), None, None  # targets are integers
 
 
-def triton_cross_entropy(logits, targets):
-    """Mean cross-entropy, in fp32, of logits (..., n) and integer targets (...); NaN for a target outside 0..n-1.
-    The logits are overwritten with their gradient, so they may not be a leaf that requires one (ValueError).
+def triton_cross_entropy(logits, targets, ignore_index=-100):
+    """Mean cross-entropy, in fp32, of logits (..., n) and integer targets (...) over the targets that are not ignored.
+    NaN if none is left, as in PyTorch, and for any other target outside 0..n-1, where PyTorch reports an error. The
+    logits are overwritten with their gradient, so they may not be a leaf that requires one (ValueError).
     """
     expect("logits", logits, (*targets.shape, logits.shape[-1]))
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise TypeError(f"targets are {targets.dtype}: give the numbers of tokens as integers")
     if logits.is_leaf and logits.requires_grad:
         raise ValueError("logits is a leaf that requires a gradient, and would be overwritten: give logits.clone()")
-    return CrossEntropyFunction.apply(logits, targets)
+    return CrossEntropyFunction.apply(logits, targets, ignore_index)
 
 
-def torch_cross_entropy(logits, targets):
+def torch_cross_entropy(logits, targets, ignore_index=-100):
     """As triton_cross_entropy, in PyTorch's operators; the logits are kept."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
 
 
 # --- embedding: the library's lookup. The kernel adds the gradient to that of the tied head, without atomics.
@@ -1582,7 +1593,7 @@ def embedding_backward_kernel(
 
 
 def embedding_gradient(place, accumulate, tokens, out_grad):
-    """place (vocabulary, cols) (+)= the sums of out_grad (..., cols) over equal tokens, for parameter_gradients()."""
+    """place (vocabulary, cols) (+)= the sums of out_grad (..., cols) over equal tokens, for parameter_gradient()."""
     if not accumulate:
         place.zero_()
     n_vocab, n_cols = place.shape
@@ -1601,10 +1612,9 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, out_grad):
-        begin_backward(ctx)
-        tokens, weight = ctx.saved_tensors
+        tokens, weight = begin_backward(ctx, out_grad)
         # Adds to the gradient of the tied head if that is there already.
-        return None, parameter_gradient(embedding_gradient, weight, tokens, out_grad.contiguous())
+        return None, parameter_gradient(ctx, 1, weight, embedding_gradient, tokens, out_grad.contiguous())
 
 
 def triton_embedding(tokens, weight):
@@ -1644,7 +1654,10 @@ def adamw_kernel(
     exp_avg += (grad - exp_avg) * (1.0 - BETA1)
     exp_avg_sq = exp_avg_sq * BETA2 + grad * grad * (1.0 - BETA2)
     denominator = tl.sqrt(exp_avg_sq) / tl.sqrt(bias_correction2) + EPS
-    weights = weights * (1.0 - lr * WEIGHT_DECAY) - lr / bias_correction1 * exp_avg / denominator
+    step = lr / bias_correction1 * exp_avg / denominator
+    if WEIGHT_DECAY != 0.0:  # as a product with 1 - lr * WEIGHT_DECAY it would lose most digits of a small lr
+        step += lr * WEIGHT_DECAY * weights
+    weights -= step
     tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
     if SPLIT:
@@ -1675,32 +1688,40 @@ def join_fp32(rounded, remainder):
 
 class FlatAdamW:
     """AdamW whose parameters, gradients and moments are one flat buffer each.
-
     The parameters of the model become views of param, in bf16 if low_precision (then the fp32 weights are split between
     param and remainder), and so do their gradients of grad, p.main_grad: our kernels write there, and step() copies
-    there what autograd has left in .grad. Learning rate and step count are on the device, so step() can be captured.
+    there what autograd has left in .grad. A parameter without a gradient stays as it is. Learning rate and step counts
+    are on the device, so step() can be captured.
     """
 
     ALIGNMENT = 64  # elements; matmuls need their operands on 16-byte boundaries
     gradient_scale = 1.0  # by which step() multiplies the gradients
 
     def __init__(self, model, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-        self.parameters = list(model.parameters())
+        self.names, self.parameters = zip(*model.named_parameters(), strict=True)
+        self.owners = [model.get_submodule(name.rpartition(".")[0])._parameters for name in self.names]
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
         self.constants |= dict(GRADIENT_SCALE=self.gradient_scale, SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
         n_weights, n_state = self._place()
         device = self.parameters[0].device
-        zeros = functools.partial(torch.zeros, device=device)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
         self.param = zeros(n_weights, dtype=torch.bfloat16 if low_precision else torch.float32)
         self.grad, self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.param), zeros(n_state), zeros(n_state)
         self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
         self.lr = torch.tensor(lr, dtype=torch.float32, device=device)
         self.betas = torch.tensor(betas, dtype=torch.float64, device=device)
-        self.beta_powers = torch.ones_like(self.betas)
+        self.beta_powers = torch.ones(len(self.parameters), 2, dtype=torch.float64, device=device)
+        self.cuts = set()  # the numbers of parameters that have seen more or fewer steps than the one before
         initial = [p.detach().float() for p in self.parameters]
+        self.__setstate__({})
+        self.reset(initial)
+
+    def __setstate__(self, state):
+        """Make the parameters views of the buffers; in a copy, by copy or pickle, they no longer are."""
+        vars(self).update(state)
         for p, param_view, buffer in zip(self.parameters, self._views(self.param), self._views(self.grad), strict=True):
             p.data, p.main_grad = param_view, buffer
-        self.reset(initial)
+        self.versions = [p._version for p in self.parameters]
 
     def _place(self):
         """Set starts, where the parameters begin in the flat buffers. Returns the elements of weights and of state."""
@@ -1722,16 +1743,16 @@ class FlatAdamW:
         else:
             param, remainder = split_fp32(flat)
             self.param.copy_(param)
-            self._keep_remainder(remainder)
-        for state in (self.grad, self.exp_avg, self.exp_avg_sq):
+            for own, kept in self.slices(0, len(flat)):
+                self.remainder[kept].copy_(remainder[own])
+        for state in (self.exp_avg, self.exp_avg_sq):
             state.zero_()
         self.beta_powers.fill_(1.0)
-
-    def _keep_remainder(self, remainder):
-        self.remainder.copy_(remainder)
+        self.cuts.clear()
 
     def weights(self):
         """The fp32 weights, a list of tensors in the order of model.parameters()."""
+        self.follow_model()
         return list(self._views(self.param if self.remainder is None else join_fp32(self.param, self.remainder)))
 
     def zero_grad(self):
@@ -1748,28 +1769,56 @@ class FlatAdamW:
                 p.main_grad.copy_(p.grad)
 
     @torch.no_grad()
-    def step(self):
-        """Update the weights."""
-        self.collect_gradients(self.parameters)
-        self.beta_powers.mul_(self.betas)
-        self.update(self.param, self.remainder, self.grad, self.exp_avg, self.exp_avg_sq)
+    def follow_model(self):
+        """Take over what others have written into the weights; RuntimeError if the model has other weights by now."""
+        begin, size = self.param.data_ptr(), self.param.element_size()
+        for index, (p, start) in enumerate(zip(self.parameters, self.starts, strict=True)):
+            name = self.names[index]
+            if self.owners[index][name.rpartition(".")[2]] is not p or p.data_ptr() != begin + start * size:
+                change = "was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
+                raise RuntimeError(f"{name} {change}, so FlatAdamW would not update it: make a new optimizer")
+            if p._version != self.versions[index]:
+                self.versions[index] = p._version
+                for _, kept in self.slices(start, start + p.numel()) if self.remainder is not None else ():
+                    self.remainder[kept].zero_()
 
-    def update(self, param, remainder, grad, exp_avg, exp_avg_sq):
-        """Launch adamw_kernel on these parts of the flat buffers."""
-        weights = param if remainder is None else param.view(torch.int16)
-        remainder = weights if remainder is None else remainder  # which the kernel then does not read
-        tensors = (weights, remainder, grad, exp_avg, exp_avg_sq, self.lr, self.beta_powers)
+    def slices(self, start, end):
+        """Yield what update() takes, of the elements from start to end: slices of param and grad, and of the others."""
+        yield slice(start, end), slice(start, end)
+
+    @torch.no_grad()
+    def step(self):
+        """Update the weights that have a gradient. Those that are updated together have seen the same steps."""
+        self.follow_model()
+        self.collect_gradients(self.parameters)
+        ends, has_gradient = [*self.starts, len(self.param)], [p.grad is not None for p in self.parameters]
+        self.cuts.update(i for i in range(1, len(has_gradient)) if has_gradient[i] != has_gradient[i - 1])
+        for first, last in itertools.pairwise([0, *sorted(self.cuts), len(has_gradient)]):
+            if has_gradient[first]:
+                beta_powers = self.beta_powers[first:last].mul_(self.betas)[0]
+                for own, kept in self.slices(ends[first], ends[last]):
+                    self.update(beta_powers, own, kept)
+
+    def update(self, beta_powers, own, kept):
+        """Launch adamw_kernel on these slices of the flat buffers."""
+        weights = self.param[own] if self.remainder is None else self.param[own].view(torch.int16)
+        remainder = weights if self.remainder is None else self.remainder[kept]  # read only with SPLIT
+        tensors = (weights, remainder, self.grad[own], self.exp_avg[kept], self.exp_avg_sq[kept], self.lr, beta_powers)
         launch(adamw_kernel, (cdiv(weights.numel(), ADAMW_BLOCK),), tensors, (weights.numel(),), self.constants)
 
 
 class TorchAdamW(torch.optim.AdamW):
     """torch's fused AdamW with the same hyperparameters, for --impl torch and sdpa."""
 
+    parameters = property(lambda optimizer: optimizer.param_groups[0]["params"])
+
     def __init__(self, model, lr):
-        self.parameters = list(model.parameters())
-        on_gpu = self.parameters[0].is_cuda
-        lr = torch.tensor(lr, device="cuda") if on_gpu else lr
-        super().__init__(self.parameters, lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
+        on_gpu = next(model.parameters()).is_cuda
+        lr = torch.tensor(lr, dtype=torch.float32, device="cuda") if on_gpu else lr
+        super().__init__(model.parameters(), lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
+
+    def follow_model(self):
+        """Nothing, where FlatAdamW.follow_model does."""
 
     @torch.no_grad()
     def reset(self, weights):
@@ -1784,50 +1833,52 @@ class TorchAdamW(torch.optim.AdamW):
 
 
 def stacked_view(tensors):
-    """Tensors of one shape, evenly spaced in one storage, as one view (n, *shape); a single one as it is."""
+    """Views of one tensor, of one shape and evenly spaced, as one view (n, *shape); None if they are anything else."""
     first, starts = tensors[0], [t.storage_offset() for t in tensors]
     step = max(1, starts[-1] - starts[0]) // max(1, len(starts) - 1)
-    if starts != [starts[0] + index * step for index in range(len(starts))]:
-        raise ValueError(f"tensors of shape {tuple(first.shape)} are not evenly spaced: they start at {starts}")
-    return first if len(tensors) == 1 else first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    evenly_spaced = starts == [starts[0] + index * step for index in range(len(starts))]
+    if not evenly_spaced or first._base is None or any(t._base is not first._base for t in tensors):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
 class LayerGroup(nn.Module):
     """Consecutive TransformerBlocks of a model whose optimizer is FlatAdamW, computed as one autograd.Function.
-
     Autograd spends 30 to 40 us on the host for each Function and direction, more than most kernels of a small model
     run. And the weight gradients of a small model are too small to fill a device: a group computes those of one kind of
-    weight as one batched product. The forward() and the hooks of the layers are not called.
+    weight as one batched product. Layers of which a module has a hook or was replaced are called one by one.
     """
 
     def __init__(self, first, layers, bugs=()):
         super().__init__()
-        self.first = first  # the number of the first layer in the model
-        self.weights = [tuple(layer.parameters()) for layer in layers]  # norm1, qkv, o, norm2, gate_up, down of each
-        self.main_grads = [stacked_view([p.main_grad for p in kind]) for kind in zip(*self.weights, strict=True)]
-        self.eps, attention = layers[0].attention_norm.eps, layers[0].attention
-        self.heads = attention.num_heads, attention.num_kv_heads
-        self.bugs = bugs
+        self.first, self.layers, self.bugs = first, list(layers), bugs  # first: the number of layers[0] in the model
 
     def forward(self, residual, branch, cos, sin):
         """As TransformerBlock.forward, of all layers in turn."""
-        return GroupFunction.apply(self, residual, branch, cos, sin, *itertools.chain(*self.weights))
+        if all(layer.is_plain() for layer in self.layers):
+            weights = itertools.chain(*(layer.weights() for layer in self.layers))
+            return GroupFunction.apply(self, residual, branch, cos, sin, *weights)
+        for layer in self.layers:
+            residual, branch = layer(residual, branch, cos, sin)
+        return residual, branch
 
-    def forward_layer(self, index, residual, branch, seq_len, tables, inputs):
+    def forward_layer(self, index, residual, branch, seq_len, tables, weights, inputs):
         """residual, branch (rows, hidden) -> the same pair, one layer on, and 8 tensors to save. Fills the inputs."""
-        norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = self.weights[index]
+        norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = weights
         x1, o, x2, hidden, gate_up = inputs
-        residual1, _, rstd1 = rmsnorm_forward(residual, branch, norm1, self.eps, y=x1)
-        y, q, k, v, _, lse = attention_forward(x1, seq_len, qkv_weight, o_weight, *tables, *self.heads, self.bugs, o)
-        residual2, _, rstd2 = rmsnorm_forward(residual1, y, norm2, self.eps, y=x2)
+        layer = self.layers[index]
+        heads = layer.attention.num_heads, layer.attention.num_kv_heads
+        residual1, _, rstd1 = rmsnorm_forward(residual, branch, norm1, layer.attention_norm.eps, y=x1)
+        y, q, k, v, _, lse = attention_forward(x1, seq_len, qkv_weight, o_weight, *tables, *heads, self.bugs, o)
+        residual2, _, rstd2 = rmsnorm_forward(residual1, y, norm2, layer.ffn_norm.eps, y=x2)
         y, _, _ = swiglu_forward(x2, gate_up_weight, down_weight, self.bugs, gate_up, hidden)
         return residual2, y, residual1, rstd1, q, k, v, lse, residual2, rstd2
 
-    def backward_layer(self, index, residual_grad, next_y_grad, saved, tables, inputs, grads):
+    def backward_layer(self, index, residual_grad, next_y_grad, saved, tables, weights, inputs, grads):
         """residual_grad (rows, hidden) and y_grad, the first of grads -> the gradient of both inputs, in next_y_grad.
         Fills the other grads, and overwrites gate_up with its gradient.
         """
-        norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = self.weights[index]
+        norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = weights
         residual1, rstd1, q, k, v, lse, residual2, rstd2 = saved
         _, o, _, _, gate_up = inputs
         y_grad, branch_grad, qkv_grad, partial1, partial2 = grads
@@ -1837,7 +1888,7 @@ class LayerGroup(nn.Module):
         x_grad, _ = attention_backward(branch_grad, qkv_weight, o_weight, *tables, q, k, v, o, lse, qkv_grad)
         return rmsnorm_backward(x_grad, branch_grad, residual1, norm1, rstd1, next_y_grad, partial1)[0]
 
-    def weight_gradients(self, inputs, grads):
+    def weight_gradients(self, ctx, weights, inputs, grads):
         """What backward() returns for the weights, given inputs and grads of all layers: (layers, rows, width) each."""
         x1, o, x2, hidden, gate_up_grad = inputs
         y_grad, branch_grad, qkv_grad, partial1, partial2 = grads
@@ -1845,12 +1896,19 @@ class LayerGroup(nn.Module):
             (column_sums, partial1), (weight_gradient, qkv_grad, x1), (weight_gradient, branch_grad, o),
             (column_sums, partial2), (weight_gradient, gate_up_grad, x2), (weight_gradient, y_grad, hidden),
         ]  # fmt: skip
-        gradients = []
-        parameters = zip(*self.weights, strict=True)
-        for (compute, *stacks), of_kind, buffer in zip(kinds, parameters, self.main_grads, strict=True):
-            stacks = [stack[0] for stack in stacks] if len(of_kind) == 1 else stacks
-            gradients.append(parameter_gradients(compute, of_kind, buffer, *stacks))
-        return itertools.chain(*zip(*gradients, strict=True))
+        gradients, nodes = [None] * len(weights), [node for node, _ in ctx.next_functions[-len(weights) :]]
+        for kind, (compute, *stacks) in enumerate(kinds):
+            targets = [destination(node) for node in nodes[kind::6]]
+            is_batch = len(targets) > 1 and None not in targets and "autograd" not in targets
+            place = stacked_view([p.main_grad for p in targets]) if is_batch else None
+            if place is not None and len({p.grad is None for p in targets}) == 1:
+                compute(place, targets[0].grad is not None, *stacks)
+                for p in targets:
+                    p.grad = p.main_grad
+            else:
+                for i, own in zip(range(kind, len(weights), 6), zip(*stacks, strict=True), strict=True):
+                    gradients[i] = parameter_gradient(ctx, i - len(weights), weights[i], compute, *own)
+        return gradients
 
 
 class GroupFunction(torch.autograd.Function):
@@ -1862,32 +1920,33 @@ class GroupFunction(torch.autograd.Function):
         residual, y = as_rows(residual), as_rows(branch) if ctx.has_branch else None
         (rows, hidden), (_, _, o_weight, _, gate_up_weight, down_weight) = residual.shape, weights[:6]
         widths = hidden, o_weight.shape[1], hidden, down_weight.shape[1], gate_up_weight.shape[0]
-        inputs, saved = [residual.new_empty(len(group.weights), rows, width) for width in widths], []
-        for index, layer_inputs in enumerate(zip(*inputs, strict=True)):
-            residual, y, *layer = group.forward_layer(index, residual, y, shape[1], (cos, sin), layer_inputs)
+        inputs, saved = [residual.new_empty(len(weights) // 6, rows, width) for width in widths], []
+        for index, own in enumerate(zip(*inputs, strict=True)):
+            of_layer = weights[6 * index : 6 * index + 6]
+            residual, y, *layer = group.forward_layer(index, residual, y, shape[1], (cos, sin), of_layer, own)
             saved += layer
-        ctx.save_for_backward(cos, sin, *inputs, *saved, *weights)
+        ctx.save_for_backward(cos, sin, *weights, *inputs, *saved)
         return residual.view(shape), y.view(shape)
 
     @staticmethod
     def backward(ctx, residual_grad, y_grad):
-        begin_backward(ctx, overwrites=True)
-        # Read once, because torch.utils.checkpoint computes them again at each reading.
-        (cos, sin, *saved), group, grad = ctx.saved_tensors, ctx.group, as_rows(residual_grad)
-        inputs, saved, count, (rows, hidden) = saved[:5], saved[5:], len(group.weights), grad.shape
+        cos, sin, *saved = begin_backward(ctx, y_grad, overwrites=True)
+        group, grad = ctx.group, as_rows(residual_grad)
+        count, (rows, hidden) = len(group.layers), grad.shape
+        weights, inputs, saved = saved[: 6 * count], saved[6 * count : 6 * count + 5], saved[6 * count + 5 :]
         *_, programs = norm_tile(rows, hidden, True, grad.device.type)
-        grads = [grad.new_empty(count, rows, width) for width in (hidden, hidden, len(group.weights[0][1]))]
+        grads = [grad.new_empty(count, rows, width) for width in (hidden, hidden, len(weights[1]))]
         grads += [grad.new_empty(count, programs, hidden, dtype=torch.float32) for _ in range(2)]
         if count == 1:
             grads[0] = as_rows(y_grad)[None]
         else:
             grads[0][-1].copy_(as_rows(y_grad))
         layers = zip([None, *grads[0]], zip(*inputs, strict=True), zip(*grads, strict=True), strict=False)
-        for index, (next_y_grad, layer_inputs, layer_grads) in reversed(list(enumerate(layers))):
-            layer_saved = saved[8 * index : 8 * index + 8]
-            grad = group.backward_layer(index, grad, next_y_grad, layer_saved, (cos, sin), layer_inputs, layer_grads)
-        grad = grad.view(y_grad.shape)
-        return None, grad, grad if ctx.has_branch else None, None, None, *group.weight_gradients(inputs, grads)
+        for index, (next_y_grad, own_inputs, own_grads) in reversed(list(enumerate(layers))):
+            own = saved[8 * index : 8 * index + 8], (cos, sin), weights[6 * index : 6 * index + 6]
+            grad = group.backward_layer(index, grad, next_y_grad, *own, own_inputs, own_grads)
+        grad, weight_grads = grad.view(y_grad.shape), group.weight_gradients(ctx, weights, inputs, grads)
+        return None, grad, grad if ctx.has_branch else None, None, None, *weight_grads
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1993,12 +2052,27 @@ class TransformerBlock(nn.Module):
         y, residual = self.ffn_norm.add_norm(residual, self.attention(y, cos, sin))
         return residual, self.feed_forward(y)
 
+    def weights(self):
+        """What LayerGroup computes with, in the order of parameters()."""
+        attention, feed_forward = self.attention, self.feed_forward
+        first = self.attention_norm.weight, attention.qkv_proj.weight, attention.o_proj.weight
+        return *first, self.ffn_norm.weight, feed_forward.gate_up_proj.weight, feed_forward.down_proj.weight
+
+    def is_plain(self):
+        """Whether forward() does what is written here: no module that it calls has a hook, or another forward()."""
+        parts = self, self.attention_norm, self.attention, self.ffn_norm, self.feed_forward
+        kinds = TransformerBlock, TritonRMSNorm, TritonAttention, TritonRMSNorm, TritonSwiGLU
+        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
+        return tuple(map(type, parts)) == kinds and not any(vars(part).get(hook) for part in parts for hook in hooks)
+
 
 class TinyLlamaTriton(nn.Module):
     """LLaMA with a head tied to the embedding. operations is the implementation, one of OPERATIONS."""
 
     def __init__(self, config, operations=None):
         super().__init__()
+        if not isinstance(config, Config):
+            raise TypeError(f"config is {config!r}: give a Config, as Config(hidden_dim=512)")
         self.operations = operations or default_operations()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
@@ -2012,11 +2086,7 @@ class TinyLlamaTriton(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """
-        embed_tokens, qkv_proj, gate_up_proj    N(0, 0.02)
-        o_proj, down_proj                       N(0, 0.02 / sqrt(2 * layers)): each adds to the residual stream
-        norms                                   1
-        """
+        """Matrices N(0, 0.02), but N(0, 0.02 / sqrt(2 * layers)) where they add to the residual stream; norms 1."""
         residual_std = 0.02 / math.sqrt(2 * len(self.layers))
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -2025,6 +2095,10 @@ class TinyLlamaTriton(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
+        if tokens.shape[1] > len(self.cos):
+            raise ValueError(f"there are {tokens.shape[1]} positions, and Config.seq_len is {len(self.cos)}: raise it")
+        if self.groups and [layer for group in self.groups for layer in group.layers] != list(self.layers):
+            raise RuntimeError("the layers are not those in model.groups: set model.groups = None")
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
         for layer in self.groups or self.layers:
@@ -2079,7 +2153,6 @@ def entropy(config):
 
 class TrainStep:
     """A training step of one model on fixed buffers: forward(), backward(), optimizer_step(), or run() for all three.
-
     Its subclass tiny_llama.distributed.Step overrides what is different with several processes.
     """
 
@@ -2175,11 +2248,29 @@ class TrainStep:
         """Let the phases, or with one_graph run(), replay captured graphs from now on; a step must have run."""
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
+        self.captured = self.captures()
         for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.capture_mode):
                 getattr(self, name)()
-            setattr(self, name, graph.replay)
+            setattr(self, name, functools.partial(self.replay, graph) if name in ("run", "forward") else graph.replay)
+
+    def captures(self):
+        """What graphs capture and a caller may change: where weights are, which are frozen, how matrices multiply."""
+        self.optimizer.follow_model()
+        return dot_precision(self.device), [(p.data_ptr(), p.requires_grad) for p in self.optimizer.parameters]
+
+    def replay(self, graph):
+        """Replay the graph with which a step begins; RuntimeError if another one would be captured by now."""
+        if self.captures() != self.captured:
+            change = "weights were frozen, thawed or moved, or the precision of matmuls was set"
+            raise RuntimeError(f"since the step was captured, {change}: make a new TrainStep")
+        graph.replay()
+
+    def __getstate__(self):
+        """A copy has no graphs, and no loss, whose history cannot be copied."""
+        left_out = "forward", "backward", "optimizer_step", "run", "captured"
+        return {name: value for name, value in vars(self).items() if name not in left_out} | {"loss": None}
 
     def synchronize(self, marks=()):
         """Wait for the GPU, if there is one; marks are those of a StepClock, which come one by one until then."""
@@ -2241,9 +2332,7 @@ def judge(errors, plain_errors, tolerance):
 
 
 def relative_errors(results, exact, order=2):
-    """{name: norm(result - exact) / norm(exact)} of {name: tensor}; inf for a result that is None.
-    order is that of the norm: 2 for all elements together, inf for the one with the largest error.
-    """
+    """{name: norm(result - exact) / norm(exact)} of {name: tensor}, by norms of this order; inf if a result is None."""
     norm = functools.partial(torch.linalg.vector_norm, ord=order)
     return {
         name: math.inf if results[name] is None else float(norm(results[name] - reference) / norm(reference))
@@ -2293,7 +2382,7 @@ def print_verdict(verdict, reference):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Measuring
+# Training, and what is measured of it
 
 
 class StepClock:
@@ -2334,8 +2423,9 @@ def gradient_norm(model):
 
 
 def without_gradient(model):
-    """The names of the parameters that have no gradient, or one of nothing but zeros."""
-    return [name for name, p in model.named_parameters() if p.grad is None or not bool(whole(p.grad).any())]
+    """The names of the parameters that are not frozen and have no gradient, or one of nothing but zeros."""
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, p in parameters if p.grad is None or not bool(whole(p.grad).any())]
 
 
 def peak_memory_mib(device):
@@ -2347,10 +2437,6 @@ def peak_memory_mib(device):
     except ImportError:
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
 
 
 def warm_up(step):
@@ -2377,9 +2463,7 @@ def warm_up(step):
 
 
 def train_in_phases(step, data, records):
-    """Train for num_steps steps, or until the run diverges, and append a StepRecord for each.
-    The device is synchronized once a step. KeyboardInterrupt ends the run between two steps.
-    """
+    """Train for num_steps steps, or until the run diverges, and add a record of each. Synchronizes once a step."""
     for _ in range(step.config.num_steps):
         if step.must_stop():
             raise KeyboardInterrupt
@@ -2404,9 +2488,7 @@ def train_in_phases(step, data, records):
         batch_ms = wall_ms if step.config.unsynced_timing else sum(phase_ms.values())
         step.collect_gradients()
         (loss,) = step.mean([step.loss.item()])
-        records.append(StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model)))
-        print_progress(step.config, records)
-        if divergence(records[-1:]):
+        if not add_record(step, records, StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model))):
             return
 
 
@@ -2436,27 +2518,28 @@ def train_in_one_window(step, data, records):
     for loss, host, batch_ms in zip(step.mean([x.item() for x in losses]), host_ms, clock.intervals(), strict=False):
         # Whether gradients are finite shows in the next loss, except for those of the last step.
         norm = gradient_norm(step.model) if len(records) + 1 == config.num_steps else None
-        records.append(StepRecord(loss, batch_ms, host, {}, norm))
-        print_progress(config, records)
-        if divergence(records[-1:]):
+        if not add_record(step, records, StepRecord(loss, batch_ms, host, {}, norm)):
             break
     if interruption:
         raise interruption
 
 
-def print_progress(config, records):
-    """Print the line of the last step."""
-    loss, ms, _, _, grad_norm = records[-1]
+def add_record(step, records, record):
+    """Append the StepRecord, print its line, and return whether the run goes on: it has not diverged."""
+    records.append(record)
+    config, (loss, ms, _, _, grad_norm) = step.config, record
     norm = "" if grad_norm is None else f" | norm {grad_norm:.3f}"
     rate = f"{ms:.2f} ms | {config.tokens_per_step / ms * 1e3:,.0f} tok/s"
     print(f"step {len(records):4d}/{config.num_steps} | loss {loss:.4f}{norm} | {rate}", flush=True)
+    return divergence([record]) is None
 
 
 def summarize(step, records):
     """The measured figures of this process, a dict for print_summary() and the JSON file."""
     config, batch, hardware = step.config, [record.batch_ms for record in records], companion("hardware")
     mean_batch, (p20, p50, p80) = float(np.mean(batch)), np.percentile(batch, [20, 50, 80]).tolist()
-    missing = without_gradient(step.model)
+    missing, named = without_gradient(step.model), dict(step.model.named_parameters())
+    total, frozen = count_weights(named.values()), count_weights(p for p in named.values() if not p.requires_grad)
     tflops, peak = hardware.tflops_and_peak(config, step.device) if hardware else (None, None)
     return dict(
         steps=len(records), diverged=divergence(records), final_loss=records[-1].loss, first_loss=records[0].loss,
@@ -2465,8 +2548,8 @@ def summarize(step, records):
         batch_ms={"mean": mean_batch, "p20": p20, "p50": p50, "p80": p80},
         phase_ms={name: float(np.mean([r.phase_ms[name] for r in records])) for name in records[0].phase_ms},
         host_ms=float(np.median([record.host_ms for record in records])),
-        peak_memory_mib=peak_memory_mib(step.device), parameters=count_weights(step.model.parameters()),
-        parameters_with_gradient=count_weights(p for n, p in step.model.named_parameters() if n not in missing),
+        peak_memory_mib=peak_memory_mib(step.device), parameters=total, parameters_frozen=frozen,
+        parameters_with_gradient=total - frozen - count_weights(named[name] for name in missing),
         parameters_without_gradient=missing, tflops_per_second=tflops and tflops / (p50 / 1e3),
         mfu=peak and tflops / (p50 / 1e3) / peak,
     )  # fmt: skip
@@ -2498,8 +2581,9 @@ def print_summary(step, summary):
         kernels = summary["kernels"]
         counted = "{kernels} in {launches} launches".format(**kernels) if isinstance(kernels, dict) else None
         print(f"Kernels a step: {counted or f'not counted, {kernels}'}")
-    received, total = summary["parameters_with_gradient"], summary["parameters"]
-    print(f"Parameters with a gradient: {received:,} of {total:,} ({100 * received / total:.1f} %)")
+    received, total, frozen = (summary[f"parameters{kind}"] for kind in ("_with_gradient", "", "_frozen"))
+    apart = f", {frozen:,} frozen" if frozen else ""
+    print(f"Parameters with a gradient: {received:,} of {total:,} ({100 * received / total:.1f} %){apart}")
     if summary["tflops_per_second"]:
         precision, mfu = precision_name(step.config, step.device), summary["mfu"]
         peak = f", {100 * mfu:.1f} % of the {precision} peak" if mfu else ""
@@ -2533,7 +2617,8 @@ def print_configuration(step):
     )
     for name, operation in (operation_names(step.model) | {"optimizer": optimizer}).items():
         print(f"    {name:13} {operation}")
-    for line in inert_flags(step):
+    notes = companion("notes")
+    for line in notes.inert_flags(step) if notes else ():
         print(f"Note: {line}")
     print("Mistakes brought back: " + ", ".join(map(flag_of, config.bugs)) + "\n" if config.bugs else "", flush=True)
 
@@ -2541,25 +2626,6 @@ def print_configuration(step):
 def operation_names(model):
     """{operation: the name of the function that the model calls}"""
     return {name: getattr(call, "func", call).__name__ for name, call in model.operations._asdict().items() if call}
-
-
-def inert_flags(step):
-    """A line for each flag that has no effect in this run."""
-    config, is_triton, on_cpu = step.config, step.implementation == "triton", step.device.type == "cpu"
-    lacks_tf32 = config.matmul_precision == "high" and dot_precision(step.device) != "tf32"
-    no_tf32 = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if tf32_available(step.device) else "there is no TF32"
-    for_kernels = f"has no effect: it concerns the Triton kernels, not {step.implementation}"
-    table = [
-        ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
-        ("noncontiguous_kv", not is_triton, for_kernels),
-        ("triton_matmul_swiglu", not is_triton, for_kernels),
-        ("severed_autograd", not is_triton, for_kernels),
-        ("unsynced_timing", on_cpu, "has no effect on a CPU, where nothing runs asynchronously"),
-        ("unsynced_timing", config.timing == "step", "changes little with --timing step, which does not time phases"),
-        ("matmul_precision", lacks_tf32, f"high has no effect on {step.device.arch}: {no_tf32}"),
-        ("compile", is_triton, "finds nothing to fuse: the operations are Triton kernels already"),
-    ]
-    return [f"{flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]
 
 
 def validate_on_device(config, device):
@@ -2666,6 +2732,8 @@ def train_and_report(config, step_class=TrainStep):
 def main(argv=None, program=None):
     """Run a command line and return the exit code. What ends the run early takes one line, and no traceback."""
     argv, program = sys.argv[1:] if argv is None else argv, program or sys.argv[0]
+    with contextlib.suppress(AttributeError, OSError):  # where tests have put another file in its place
+        sys.stdout.reconfigure(errors="backslashreplace")  # prints a name that the locale cannot
     try:
         try:
             if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun has started several processes

@@ -156,9 +156,9 @@ def embedding_backward(tokens, out_grad, weight_grad):
 
 
 def adamw(param, remainder, grad, exp_avg, exp_avg_sq):
-    # The first moment: 3, the second: 4. Its root, corrected, plus eps: 3. The weight's decay, the step's product and
-    # quotient, their difference: 4. Splitting the weight into halves is done in integers.
-    return Work(2 * moved(param, remainder, exp_avg, exp_avg_sq) + moved(grad), 14 * param.numel())
+    # The first moment: 3, the second: 4. Its root, corrected, plus eps: 3. The step's product and quotient, the
+    # weight's decay, their sum, what is left: 5. Splitting the weight into halves is done in integers.
+    return Work(2 * moved(param, remainder, exp_avg, exp_avg_sq) + moved(grad), 15 * param.numel())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def kernel_work(config):
     lse = tensor(config.batch_size, config.num_heads, config.seq_len, dtype=torch.float32)
     tables = [tensor(config.seq_len, config.head_dim // 2, dtype=torch.float32)] * 2
     gate_up, activated = tensor(tokens, 2 * ffn), tensor(tokens, ffn)
-    token_numbers = tensor(tokens, dtype=torch.int64)
+    token_numbers, losses_and_counts = tensor(tokens, dtype=torch.int64), tensor(2, tokens, dtype=torch.float32)
     kv_width = config.num_kv_heads * config.head_dim
     layer = hidden * (2 * hidden + 2 * kv_width + 3 * ffn) + 2 * hidden
     param = tensor(config.num_layers * layer + (vocab + 1) * hidden)
@@ -206,7 +206,7 @@ def kernel_work(config):
         "swiglu_activation_kernel": swiglu_activation(gate_up, activated),
         "swiglu_activation_backward_kernel": swiglu_activation_backward(activated, gate_up),
         "swiglu_kernel": swiglu_matmul(x, tensor(2 * ffn, hidden), gate_up, activated),
-        "cross_entropy_kernel": cross_entropy(tensor(tokens, vocab), token_numbers, row_statistic),
+        "cross_entropy_kernel": cross_entropy(tensor(tokens, vocab), token_numbers, losses_and_counts),
         "embedding_backward_kernel": embedding_backward(token_numbers, x, tensor(vocab, hidden)),
         "adamw_kernel": adamw(param, remainder, param, moment, moment),
     }

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -31,6 +32,7 @@ from tiny_llama import hardware
 from tiny_llama_v3 import UsageError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
+REMEDY = "start the processes with torchrun, or unset it for a single one"
 STOP_SECONDS = 5  # how long a process that shall stop waits for the others to do the same
 VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
@@ -47,9 +49,9 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 class World:
     """This process's rank among those that train together, and how it communicates with the others."""
 
-    def __init__(self, rank=0, size=1, local_rank=0, store=None):
+    def __init__(self, rank=0, size=1, local_rank=0):
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.store = store  # torchrun's key-value store
+        self.store = None  # the key-value store of torchrun, or else of rank 0
         self.backend = None  # of weights and gradients: "nccl" or "gloo"
         self.control = None  # the process group of the hosts
         self.timeout = 0  # seconds
@@ -68,6 +70,21 @@ class World:
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
 
+    def find_store(self, timeout):
+        """Connect to the store within a number of seconds, which its owner needs for the other processes to come."""
+        place, end = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), time.monotonic() + timeout
+        while self.rank:  # PyTorch's own attempts log stack traces, and no signal handler runs meanwhile
+            try:
+                socket.create_connection(place, timeout).close()
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+        socket.getaddrinfo(*place)
+        if self.store is None:
+            self.store, *_ = next(dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=timeout)))
+
     def join(self, device, timeout, backend=None):
         """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
         if self.size == 1:
@@ -80,22 +97,24 @@ class World:
             options["device_id"] = torch.device("cuda", self.local_rank)
             seconds += 10  # its watchdog, whose message says less, comes after wait_for()
         try:
+            self.find_store(timeout)
             dist.init_process_group(
                 self.backend, store=self.store, rank=self.rank, world_size=self.size,
                 timeout=timedelta(seconds=seconds), **options,
             )  # fmt: skip
             self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        except (RuntimeError, ValueError) as error:
-            reason = f"over {self.backend}: {str(error).splitlines()[0]}"
-            raise UsageError(f"the {self.size} processes do not find each other {reason}") from error
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            place = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format_map(os.environ)
+            reason = f"rank {self.rank} at {place}, over {self.backend}: {str(error).splitlines()[0]}"
+            raise UsageError(f"the {self.size} processes do not find each other ({reason}): {REMEDY}") from error
 
-    def require_same(self, config):
+    def require_same(self, config, flag_of=llama.flag_of):
         """Raise UsageError if a process was given another configuration, a dataclass."""
         first, *others = map(dataclasses.asdict, self.gather(config))
         for rank, flags in enumerate(others, 1):
             differing = [name for name in flags if flags[name] != first[name]]
             if differing:
-                values = ", ".join(f"{llama.flag_of(name)} {flags[name]} and not {first[name]}" for name in differing)
+                values = ", ".join(f"{flag_of(name)} {flags[name]} and not {first[name]}" for name in differing)
                 raise UsageError(f"rank {rank} was given {values} as rank 0: start all with the same flags")
 
     def leave(self):
@@ -157,28 +176,23 @@ class World:
 
 def launched():
     """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
-    remedy = "start the processes with torchrun, or unset it for a single one"
     numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     numbers = {name: os.environ.get(name, default) for name, default in numbers.items()}
     for name, text in numbers.items():
-        if not text.isdecimal():
-            raise UsageError(f"{name}={text} in the environment is no number: {remedy}")
+        if not re.fullmatch(r"\d{1,9}", text):  # PyTorch's have 32 bits
+            problem = "too large" if text.isdecimal() else "no number"
+            raise UsageError(f"{name}={text:.20} in the environment is {problem}: {REMEDY}")
     rank, local_rank, size = map(int, numbers.values())
     if rank >= size:
-        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {remedy}")
+        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {REMEDY}")
     if size == 1:
         return World()
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
-        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {remedy}")
-    try:
-        store, rank, size = next(dist.rendezvous("env://", rank, size))
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"the {size} processes do not find each other ({reason}): {remedy}") from error
+        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {REMEDY}")
     if rank:
-        sys.stdout = open(os.devnull, "w")
-    return World(rank, size, local_rank, store)
+        sys.stdout = open(os.devnull, "w", errors="replace")
+    return World(rank, size, local_rank)
 
 
 def exit_now(exit_code):
@@ -203,20 +217,25 @@ def run_together(job, program):
         return exit_code
     except KeyboardInterrupt:
         exit_now(130)
-    except OSError:
-        raise
+    except BrokenPipeError:
+        exit_now(141)
     except Exception as error:
         lost = isinstance(error, getattr(dist, "DistError", ())) or re.search(LOST_PEER, str(error))
-        if lost and not hasattr(error, "exit_code"):
+        if isinstance(error, OSError):
+            error = UsageError(str(error))
+        elif lost and not hasattr(error, "exit_code"):
             reason = str(error).splitlines()[0]
             error = UsageError(f"another process has ended, or does not answer ({reason})")
         if not hasattr(error, "exit_code"):
             traceback.print_exc()
             exit_now(1)
         try:
+            world.find_store(1 if world.timeout else STOP_SECONDS)
             is_first = world.store.add("complaints", 1) == 1
-        except RuntimeError:  # the store has ended
+        except Exception:  # there is no store, or it has ended or does not answer
             is_first = True
+        if world.store is None:
+            raise error
         if is_first:
             print(f"{program}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
         exit_now(error.exit_code)
@@ -292,15 +311,22 @@ class ShardedAdamW(llama.FlatAdamW):
             bucket.all_weights, bucket.all_grads = self.param[bucket.all], self.grad[bucket.all]
             bucket.own_weights, bucket.own_grads = self.param[bucket.own], self.grad[bucket.own]
             bucket.remainder = None if self.remainder is None else self.remainder[bucket.kept]
-            bucket.exp_avg, bucket.exp_avg_sq = self.exp_avg[bucket.kept], self.exp_avg_sq[bucket.kept]
         super().reset(weights)
 
-    def _keep_remainder(self, remainder):
+    def __getstate__(self):
+        raise TypeError("the optimizer of one of several processes cannot be copied: copy weights(), on all of them")
+
+    def slices(self, start, end):
+        """As FlatAdamW.slices, of this process."""
         for bucket in self.buckets:
-            bucket.remainder.copy_(remainder[bucket.own])
+            first, last = max(start, bucket.own.start), min(end, bucket.own.stop)
+            shift = bucket.kept.start - bucket.own.start
+            if first < last:
+                yield slice(first, last), slice(first + shift, last + shift)
 
     def weights(self):
         """As FlatAdamW.weights; all processes must call it."""
+        self.follow_model()
         self.gather_weights(self.buckets)
         for bucket in self.buckets:
             self.wait_for_weights(bucket)
@@ -357,9 +383,10 @@ class ShardedAdamW(llama.FlatAdamW):
             p.grad = None if p.grad is None else p.main_grad
 
     def begin_forward(self):
-        """Begin to gather the weights of all buckets, or with overlap() of the first ones, and wait for the first."""
+        """Gather the weights of all buckets, or with overlap() begin with the first ones, and wait for the first."""
         self.gather_weights(self.buckets[: self.ahead])
-        self.wait_for_weights(self.buckets[0])
+        for bucket in self.buckets if self.ahead is None else self.buckets[:1]:
+            self.wait_for_weights(bucket)
 
     def overlap(self, modules):
         """From now on buckets travel beside the computation, by hooks on the first module of each, in their order.
@@ -378,13 +405,15 @@ class ShardedAdamW(llama.FlatAdamW):
         if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
-    @torch.no_grad()
+    def collect_gradients(self, parameters):
+        """As FlatAdamW.collect_gradients, unless they are on their way to other processes."""
+        if not all(bucket.is_reduced for bucket in self.buckets):
+            super().collect_gradients(parameters)
+
     def step(self):
-        """Update the weights of this process's slices."""
+        """As FlatAdamW.step, of this process's slices."""
         self.finish_reduction()
-        self.beta_powers.mul_(self.betas)
-        for bucket in self.buckets:
-            self.update(bucket.own_weights, bucket.remainder, bucket.own_grads, bucket.exp_avg, bucket.exp_avg_sq)
+        super().step()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -477,8 +506,8 @@ class Step(llama.TrainStep):
         modules = [bucket.layers[0] for bucket in optimizer.buckets]
         if self.model.operations.group:
             self.make_groups([bucket.layers for bucket in optimizer.buckets])
-            groups = {group.weights[0][0]: group for group in self.model.groups}
-            modules = [groups[layer.attention_norm.weight] for layer in modules]
+            groups = {group.layers[0]: group for group in self.model.groups}
+            modules = [groups[layer] for layer in modules]
         if not config.compile:  # the compiler does not call hooks: no message is hidden then
             optimizer.overlap(modules)
         return optimizer

@@ -49,9 +49,10 @@ def show_ranges(step):
     for name, method in ({"graph": "run"} if captured_as_one else phases).items():
         setattr(step, method, named_range(name)(getattr(step, method)))
     if not step.config.compile:
-        show_layers(step.model)
         for group in step.model.groups or ():
             show_group(group)
+        if not step.model.groups:  # a hook in a layer would have its group call it by itself
+            show_layers(step.model)
 
 
 def show_layers(model):

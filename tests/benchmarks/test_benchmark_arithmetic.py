@@ -89,7 +89,7 @@ def test_the_work_of_each_case_by_hand():
         "add + rmsnorm backward, N = 64": 4 * n + weight + row_statistic,  # both gradients, the sum, x_grad
         "swiglu forward, F = 64": 3 * n,
         "swiglu backward, F = 64": 5 * n,
-        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4 + 8 * (8 + 4),  # targets of 8 bytes, losses of 4
+        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
         "AdamW, 0 M parameters": 28 * weights,
         "attention forward (1, 32, 2/1, 16)": 2 * product,
         "attention forward + backward (1, 32, 2/1, 16)": 7 * product,

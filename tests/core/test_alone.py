@@ -96,13 +96,10 @@ def test_it_trains_to_the_same_bits(alone, folder, tmp_path, monkeypatch, capsys
     assert result["summary"]["gpu"] == dict.fromkeys(("idle", "busy"), {"power_w": None})
 
 
-@pytest.mark.parametrize(
-    "name, needs",
-    [
-        ("two processes of torchrun", "WORLD_SIZE=2 needs tiny_llama/distributed.py"),
-        ("profile", "--profile needs tiny_llama/profiler.py"),
-    ],
-)
+@pytest.mark.parametrize("name, needs", [
+    ("two processes of torchrun", "WORLD_SIZE=2 needs tiny_llama/distributed.py"),
+    ("profile", "--profile needs tiny_llama/profiler.py"),
+])  # fmt: skip
 def test_what_needs_a_companion_is_refused(alone, name, needs):
     code, out, err, files = alone[name]
     error = f"tiny_llama_v3.py: error: {needs}: copy tiny_llama/ beside the script\n"

@@ -135,9 +135,8 @@ def test_severed_autograd_stops_learning(device, monkeypatch):
         monkeypatch.setattr(llama, "FlatAdamW", lambda model, lr, low_precision: llama.TorchAdamW(model, lr))
 
     def final_loss(**changes):
-        config = dataclasses.replace(
-            TINY, data="markov", vocab_size=12, batch_size=8, seq_len=32, num_steps=120, learning_rate=1e-2, **changes
-        )
+        chain = dict(data="markov", vocab_size=12, batch_size=8, seq_len=32, num_steps=120, learning_rate=1e-2)
+        config = dataclasses.replace(TINY, **chain, **changes)
         return sum(record.loss for record in run_of(config, device)[1][-10:]) / 10
 
     entropy = 1.75 * math.log(2)
@@ -234,13 +233,10 @@ def test_a_link_runs_its_stage(stage):
     assert llama.parse_config([], f"/v3_stage{stage}_dir/tiny_llama_v3.py").stage is None
 
 
-@pytest.mark.parametrize(
-    "link, flags, words",
-    [
-        ("v3_stage3_fake_timing.py", ["--stage", "2"], ["--stage 2", "v3_stage3_fake_timing.py", "drop"]),
-        ("v3_stage9_new.py", [], ["--stage 9"]),
-    ],
-)
+@pytest.mark.parametrize("link, flags, words", [
+    ("v3_stage3_fake_timing.py", ["--stage", "2"], ["--stage 2", "v3_stage3_fake_timing.py", "drop"]),
+    ("v3_stage9_new.py", [], ["--stage 9"]),
+])  # fmt: skip
 def test_a_link_that_contradicts_or_of_an_unknown_stage_is_refused(capsys, monkeypatch, link, flags, words):
     monkeypatch.setattr(llama, "train_and_report", lambda config: pytest.fail("this should have been refused"))
     assert llama.main(flags, link) == 2

@@ -43,19 +43,12 @@ TINIER = (  # a quarter of the time in Triton's interpreter
     "--seq-len 5"
 ).split()
 LABELS = {  # of the summary: label, what follows it
-    "Final loss": r"[\d.]+ ",
-    "Average training speed": r"[\d.]+ samples/sec$",
-    "Throughput": r"[\d,]+ tokens/sec$",
-    "Average batch time": r"[\d.]+ ms \(p20 [\d.]+, p50 [\d.]+, p80 [\d.]+\)$",
-    "Average forward time": r"[\d.]+ ms$",
-    "Average backward time": r"[\d.]+ ms$",
-    "Average optimizer time": r"[\d.]+ ms$",
-    "Peak memory usage": r"[\d.]+ MiB",
-    "Parameters with a gradient": r"[\d,]+ of [\d,]+ \([\d.]+ %\)$",
-    "Model arithmetic": r"[\d.]+ TFLOP/s",
-    "Compilation and warm-up": r"[\d.]+ s",
-    "Results": r".+\.json$",
-}
+    "Final loss": r"[\d.]+ ", "Average training speed": r"[\d.]+ samples/sec$", "Throughput": r"[\d,]+ tokens/sec$",
+    "Average batch time": r"[\d.]+ ms \(p20 [\d.]+, p50 [\d.]+, p80 [\d.]+\)$", "Average forward time": r"[\d.]+ ms$",
+    "Average backward time": r"[\d.]+ ms$", "Average optimizer time": r"[\d.]+ ms$", "Peak memory usage": r"[\d.]+ MiB",
+    "Parameters with a gradient": r"[\d,]+ of [\d,]+ \([\d.]+ %\)$", "Model arithmetic": r"[\d.]+ TFLOP/s",
+    "Compilation and warm-up": r"[\d.]+ s", "Results": r".+\.json$",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -341,10 +334,9 @@ def test_run_that_diverges(cli, impl, timing, step, quantity):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "timing, bad, seen",
-    [("phases", 2, 2), ("phases", 3, 3), ("step", 2, 3), ("step", 3, 3)],  # a window's norm is read at its end
-)
+@pytest.mark.parametrize("timing, bad, seen", [
+    ("phases", 2, 2), ("phases", 3, 3), ("step", 2, 3), ("step", 3, 3),  # a window's norm is read at its end
+])  # fmt: skip
 def test_run_whose_gradient_is_not_finite(cli, after_call, timing, bad, seen, value):
     after_call(1 + bad, "backward", lambda step: step.model.norm.weight.grad[0].fill_(value))  # one step of warm-up
     run = cli("--timing", timing)
@@ -371,26 +363,20 @@ BAD_FLAGS = {  # each with what the message has
     "--hidden-dim 36": ["--hidden-dim 36", "--num-heads 4", " 9 ", "even", "change"],
     "--hidden-dim 520": ["--hidden-dim 520", "--num-heads 4", " 130 ", "128", "change"],
     "--learning-rate 0": ["--learning-rate 0.0 is", "1.1754943508222875e-38 to 3.4028234663852886e+38"],
-    "--learning-rate -1": ["--learning-rate -1.0 is"],
-    "--learning-rate nan": ["--learning-rate nan is"],
+    "--learning-rate -1": ["--learning-rate -1.0 is"], "--learning-rate nan": ["--learning-rate nan is"],
     "--learning-rate inf": ["--learning-rate inf is"],
     "--learning-rate 1e39": ["--learning-rate 1e+39 is"],  # infinite and 0 in fp32
     "--learning-rate 1e-50": ["--learning-rate 1e-50 is"],
     "--num-heads 2147483646 --num-kv-heads 4": ["--hidden-dim 32", "--num-heads 2147483646"],
     "--hidden-dim 2000000000 --num-heads 1000000000 --num-kv-heads 3": ["--num-heads 1000000000", "-kv-heads 3", "s 1"],
-    "--batch-size x": ["--batch-size", "'x'", "--help"],
-    "--batch-size 1.5": ["--batch-size", "'1.5'", "--help"],
-    "--learning-rate x": ["--learning-rate", "'x'", "--help"],
-    "--batch-size": ["--batch-size", "--help"],
-    "--no-such-flag": ["--no-such-flag", "--help"],
-    "--batch 4": ["--batch", "--help"],
-    "--stage 9": ["--stage", "9", "1, 2"],
-    "--impl jax": ["--impl", "jax", "triton"],
+    "--batch-size x": ["--batch-size", "'x'", "--help"], "--batch-size 1.5": ["--batch-size", "'1.5'", "--help"],
+    "--learning-rate x": ["--learning-rate", "'x'", "--help"], "--batch-size": ["--batch-size", "--help"],
+    "--no-such-flag": ["--no-such-flag", "--help"], "--batch 4": ["--batch", "--help"],
+    "--stage 9": ["--stage", "9", "1, 2"], "--impl jax": ["--impl", "jax", "triton"],
     "--device tpu": ["--device", "tpu", "cpu"],
     "--vocab-size 3 --data markov": ["--vocab-size 3", "--data markov", "4 or more"],
-    "--graph": ["--graph", "GPU", "drop"],
-    "--stage 8": ["--graph", "GPU", "--stage 8"],
-}
+    "--graph": ["--graph", "GPU", "drop"], "--stage 8": ["--graph", "GPU", "--stage 8"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", BAD_FLAGS)
@@ -406,17 +392,11 @@ def test_numbers_out_of_range(cli, flag):
         assert_refused(cli(flag, value), f"{flag} {value} ", f"{least} to {most}")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--batch-size 2147483647 --seq-len 2147483647",
-        "--seq-len 2147483647",
-        "--vocab-size 2000000000",
-        "--vocab-size 2000000000 --hidden-dim 2000000000 --num-heads 100000000",
-        "--hidden-dim 2000000000 --num-heads 100000000 --ffn-dim 2000000000",
-        "--num-layers 2000000000",
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    "--batch-size 2147483647 --seq-len 2147483647", "--seq-len 2147483647", "--vocab-size 2000000000",
+    "--vocab-size 2000000000 --hidden-dim 2000000000 --num-heads 100000000",
+    "--hidden-dim 2000000000 --num-heads 100000000 --ffn-dim 2000000000", "--num-layers 2000000000",
+])  # fmt: skip
 def test_sizes_whose_product_is_too_large(cli, flags):
     before = llama.peak_memory_mib(llama.get_device("cpu"))
     run = cli(*flags.split(), "--num-kv-heads", 1)
@@ -445,17 +425,13 @@ def test_peak_memory_is_in_mib():
     assert llama.peak_memory_mib(llama.get_device("cpu")) == pytest.approx(kib / 1024, rel=0.5)
 
 
-@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below", "x" * 300, "new/" + "x" * 300])
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below", "x" * 300, "n/" + "x" * 300, ""])
 @pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
 def test_folder_that_cannot_be_written_to(cli, tmp_path, flag, name):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "dangling").symlink_to("nowhere")
-    assert_refused(cli(flag, name), f"{flag} {name}", "another folder", left=["dangling", "file"])
-
-
-@pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
-def test_folder_without_a_name(cli, flag):
-    assert_refused(cli(flag, ""), f"{flag} ''")
+    shown = f"{flag} {name} cannot be written to" if name else f"{flag} '' names no folder"
+    assert_refused(cli(flag, name), shown, "another folder" if name else "give one", left=["dangling", "file"])
 
 
 def test_folder_is_not_created_before_there_is_a_result(tmp_path):
@@ -473,15 +449,10 @@ def test_interpreter_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["__init__", "forward", "backward"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB"),
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes."),
-    ],
-    ids=["GPU", "Python", "CPU"],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB"), MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes."),
+], ids=["GPU", "Python", "CPU"])  # fmt: skip
 def test_out_of_memory(cli, monkeypatch, where, error):
     monkeypatch.setattr(llama.TrainStep, where, Mock(side_effect=error))
     assert_refused(cli(), "out of memory", "--batch-size 2", "--seq-len 17", "--num-layers 2", "lower one")
@@ -489,14 +460,10 @@ def test_out_of_memory(cli, monkeypatch, where, error):
     assert_refused(run, "out of memory with --hidden-dim 32, --ffn-dim 48: lower")  # what can be
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')\n\nSet ...",
-        "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.",
-    ],
-    ids=["PyTorch", "Triton"],
-)
+@pytest.mark.parametrize("message", [
+    "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')\n\nSet ...",
+    "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.",
+], ids=["PyTorch", "Triton"])  # fmt: skip
 def test_no_compiler(cli, monkeypatch, message):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(llama.TrainStep, "backward", Mock(side_effect=RuntimeError(message)))
@@ -569,9 +536,7 @@ def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, aft
     assert "Final loss" not in run.out and not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "where", ["check_batch", "print_configuration", "summarize", "write_new_json", "write_profile"]
-)
+@pytest.mark.parametrize("where", "check_batch print_configuration summarize write_new_json write_profile".split())
 def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
     interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(profiler if where == "write_profile" else llama, where, interrupt)
@@ -582,17 +547,14 @@ def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-@pytest.mark.parametrize(
-    "signals",
-    [[signal.SIGTERM], *(pytest.param([signal.SIGINT] * count, marks=pytest.mark.slow) for count in (1, 3))],
-    ids=["SIGTERM", "SIGINT", "three SIGINT"],
-)
+@pytest.mark.parametrize("signals", [
+    [signal.SIGTERM], *(pytest.param([signal.SIGINT] * count, marks=pytest.mark.slow) for count in (1, 3)),
+], ids=["SIGTERM", "SIGINT", "three SIGINT"])  # fmt: skip
 def test_signals(tmp_path, signals):
     command = [sys.executable, SCRIPT, *TINY, "--num-steps", "1000000"]
     default_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also in a background job
-    process = subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_sigint
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes, preexec_fn=default_sigint)
     with process:
         try:
             for line in process.stdout:

@@ -10,18 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what it is given belongs to the program that it runs
 NEEDED = {  # beside the flag
-    "exercises/check.py": ["exercise1"],
-    "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
-    "exercises/scoreboard.py": ["class"],
-    "profilers/compare.py": ["before", "after"],
-    "profilers/counters.py": ["profile"],
-    "profilers/hotspots.py": ["profile"],
-    "profilers/plot.py": ["profile"],
-    "profilers/summary.py": ["session", "--tool", "ncu"],
-    "profilers/rocprof_compute_kernels.py": ["workload"],
-}
-
-
+    "exercises/check.py": ["exercise1"], "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
+    "exercises/scoreboard.py": ["class"], "profilers/compare.py": ["before", "after"],
+    "profilers/counters.py": ["profile"], "profilers/hotspots.py": ["profile"], "profilers/plot.py": ["profile"],
+    "profilers/summary.py": ["session", "--tool", "ncu"], "profilers/rocprof_compute_kernels.py": ["workload"],
+}  # fmt: skip
 BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "tiny_llama_v3.py")  # others: python -m
 
 

@@ -66,15 +66,9 @@ def publish(index, name, version, **wheel):
 
 def rocm_wheels():
     """ROCm's torch, and its triton, which another distribution owns."""
-    return [
-        dict(name="pytorch-triton-rocm", version="3.3.1", module="triton", source=VERSION.format(version="3.3.1")),
-        dict(
-            name="torch",
-            version="2.7.1+rocm6.4",
-            source=TORCH_SOURCE.format(version="2.7.1+rocm6.4", hip="6.4"),
-            requires=["pytorch-triton-rocm==3.3.1"],
-        ),
-    ]
+    triton = dict(name="pytorch-triton-rocm", version="3.3.1", module="triton", source=VERSION.format(version="3.3.1"))
+    torch = dict(name="torch", version="2.7.1+rocm6.4", requires=["pytorch-triton-rocm==3.3.1"])
+    return [triton, torch | {"source": TORCH_SOURCE.format(version="2.7.1+rocm6.4", hip="6.4")}]
 
 
 class Project:

@@ -196,6 +196,10 @@ def test_batches_are_reproducible(kind):
     assert not torch.equal(tokens, batches(2)[0][0])
 
 
+def test_the_largest_seed_has_a_warm_up(make_step):
+    llama.warm_up(make_step(num_layers=1, seed=2**32 - 1, warmup_steps=1))
+
+
 def test_random_tokens_are_uniform_and_independent():
     config = dataclasses.replace(TINY, vocab_size=5, batch_size=50, seq_len=2000)
     batch = torch.stack(next(llama.random_tokens(config)))
@@ -240,22 +244,13 @@ def test_check_passes(device, capsys, changes):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "kernel, output",
-    [
-        ("rmsnorm_kernel", "y_ptr"),
-        ("rmsnorm_backward_kernel", "x_grad_ptr"),
-        ("column_sum_kernel", "sum_ptr"),
-        ("rope_kernel", "x_ptr"),
-        ("flash_attention_kernel", "o_ptr"),
-        ("flash_attention_backward_kernel", "v_grad_ptr"),
-        ("swiglu_activation_kernel", "hidden_ptr"),
-        ("swiglu_activation_backward_kernel", "gate_up_ptr"),
-        ("cross_entropy_kernel", "loss_ptr"),
-        ("cross_entropy_kernel", "logits_ptr"),
-        ("embedding_backward_kernel", "weight_grad_ptr"),
-    ],
-)
+@pytest.mark.parametrize("kernel, output", [
+    ("rmsnorm_kernel", "y_ptr"), ("rmsnorm_backward_kernel", "x_grad_ptr"), ("column_sum_kernel", "sum_ptr"),
+    ("rope_kernel", "x_ptr"), ("flash_attention_kernel", "o_ptr"), ("flash_attention_backward_kernel", "v_grad_ptr"),
+    ("swiglu_activation_kernel", "hidden_ptr"), ("swiglu_activation_backward_kernel", "gate_up_ptr"),
+    ("cross_entropy_kernel", "loss_ptr"), ("cross_entropy_kernel", "logits_ptr"),
+    ("embedding_backward_kernel", "weight_grad_ptr"),
+])  # fmt: skip
 def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, capsys, kernel, output):
     target = getattr(llama, kernel)
     position = list(inspect.signature(target.fn).parameters).index(output)
@@ -329,16 +324,12 @@ def test_graphs_read_the_learning_rate_from_the_device(make_step, use_amp):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "head_dim, group, seq_len",
-    [
-        (40, 1, 1), (80, 2, 17), (96, 4, 129), (64, 8, 300), (16, 8, 129), (128, 2, 300), (40, 8, 300), (96, 1, 17)
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("head_dim, group, seq_len", [
+    (40, 1, 1), (80, 2, 17), (96, 4, 129), (64, 8, 300), (16, 8, 129), (128, 2, 300), (40, 8, 300), (96, 1, 17),
+])  # fmt: skip
 def test_bf16_check_passes(head_dim, group, seq_len):
-    config = dataclasses.replace(
-        TINY, hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200, seq_len=seq_len, use_amp=True
-    )
+    sizes = dict(hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200, seq_len=seq_len)
+    config = dataclasses.replace(TINY, **sizes, use_amp=True)
     assert llama.TrainStep.check(config, llama.get_device("cuda"))
 
 
@@ -454,10 +445,9 @@ def test_warm_up_ends_before_the_clock_starts(gpu, capsys, graph, timing):
 
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("which", ["loss", "weight"])
-@pytest.mark.parametrize(
-    "precision, changes, rounding",
-    [("fp32", {}, 1e-5), ("tf32", dict(matmul_precision="high"), 2e-3), ("bf16", dict(use_amp=True), 1e-2)],
-)
+@pytest.mark.parametrize("precision, changes, rounding", [
+    ("fp32", {}, 1e-5), ("tf32", dict(matmul_precision="high"), 2e-3), ("bf16", dict(use_amp=True), 1e-2),
+])  # fmt: skip
 def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
     monkeypatch, capsys, gpu, precision, changes, rounding, which, over
 ):

@@ -91,9 +91,8 @@ def test_rmsnorm(data, dtype, with_branch):
     def with_norm(norm):
         return lambda x, weight, branch=None: norm(x, branch, weight, 1e-5)[outputs]
 
-    assert_as_accurate_as_torch(
-        with_norm(llama.triton_rmsnorm), with_norm(llama.torch_rmsnorm), inputs, upstream, dtype
-    )
+    ours, reference = map(with_norm, (llama.triton_rmsnorm, llama.torch_rmsnorm))
+    assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype)
 
 
 @fast
@@ -160,10 +159,8 @@ def test_flash_attention(data, dtype):
 def test_swiglu(data, dtype, naive_matmul):
     *rows, hidden = draw_shape(data)
     ffn = data.draw(st.integers(1, 40))
-    weights = [
-        data.draw(laid_out([2 * ffn, hidden], dtype, hidden**-0.5)),
-        data.draw(laid_out([hidden, ffn], dtype, ffn**-0.5)),
-    ]
+    shapes = [2 * ffn, hidden], [hidden, ffn]
+    weights = [data.draw(laid_out(shape, dtype, shape[1] ** -0.5)) for shape in shapes]
     if naive_matmul:
         weights[0] = weights[0].contiguous()
     inputs = [data.draw(laid_out([*rows, hidden], dtype)), *weights]
@@ -217,21 +214,24 @@ def test_cross_entropy(data, dtype, integers):
     shape = shape if len(shape) > 1 else [1, *shape]
     logits = data.draw(st.one_of(laid_out(shape, dtype, 4.0), expanded(shape, dtype)))
     numbers = torch.arange(200, device=DEVICE) * 7919 % shape[-1]
-    targets = numbers[: torch.Size(shape[:-1]).numel()].view(shape[:-1])
+    targets = numbers[: torch.Size(shape[:-1]).numel()]
+    ignored = data.draw(st.sampled_from([index for index in (-100, -1, 0, 1) if index != targets[-1]]))
+    targets[:-1:3] = ignored
+    targets = targets.view(shape[:-1])
     layout = data.draw(st.sampled_from(["contiguous", "strided", "expanded"]))
     if layout == "strided":
         targets = torch.stack([targets, torch.full_like(targets, 10**6)], dim=-1)[..., 0]
     if layout == "expanded":
-        targets = targets.flatten()[0].expand(shape[:-1])
+        targets = targets.flatten()[-1].expand(shape[:-1])
     upstream = [torch.tensor(data.draw(st.sampled_from([1.0, -2.5, 0.0])), device=DEVICE)]
 
     def reference(x):  # the loss in fp32 or better, as autocast has it
-        return llama.torch_cross_entropy(x if x.dtype == torch.float64 else x.float(), targets)
+        return llama.torch_cross_entropy(x if x.dtype == torch.float64 else x.float(), targets, ignored)
 
     def ours(x):  # with a copy, in the same layout unless elements of it lie in one place
         place = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=DEVICE)
         copy = x.clone() if 0 in x.stride() else test_kernels.CopyInto.apply(x, place)
-        return llama.triton_cross_entropy(copy, targets.to(integers))
+        return llama.triton_cross_entropy(copy, targets.to(integers), ignored)
 
     assert_as_accurate_as_torch(ours, reference, [logits], upstream, dtype)
 
@@ -242,7 +242,7 @@ def test_embedding(data, dtype, integers):
     vocab, dim = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 70))
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     tokens = data.draw(expanded(shape, torch.float32)).nan_to_num().mul(1e3).long().remainder(vocab)
-    tokens = tokens.to(integers).flip(0)
+    tokens = torch.stack([tokens.to(integers).flip(0)] * 2, dim=-1)[..., 0]  # with a gap after each
     weight, upstream = data.draw(laid_out([vocab, dim], dtype)), data.draw(expanded([*shape, dim], dtype))
     ours, reference = (functools.partial(embedding, tokens) for embedding in (llama.triton_embedding, F.embedding))
     assert_as_accurate_as_torch(ours, reference, [weight], [upstream], dtype)
@@ -266,17 +266,23 @@ def test_split(patterns):
 @given(st.data(), st.booleans())
 def test_adamw(data, low_precision):
     """As torch.optim.AdamW in float64, whatever the shapes, the learning rates and the scale of the gradients."""
-    shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=3))
+    shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=5))
     values = [data.draw(laid_out(shape, torch.float32)).contiguous() for shape in shapes]
     ours, theirs = (torch.nn.ParameterList(v.to(dtype) for v in values) for dtype in (torch.float32, torch.float64))
     optimizer = llama.FlatAdamW(ours, lr=1e-2, low_precision=low_precision)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.01)
+    for p in ours.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.reset(values)  # forgets the step
     for lr in data.draw(st.lists(st.sampled_from([1e-2, 5e-2]), min_size=1, max_size=5)):
         optimizer.lr.fill_(lr)
         reference.param_groups[0]["lr"] = lr
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            p.grad = data.draw(laid_out(p.shape, p.dtype, data.draw(st.sampled_from([1e-6, 1.0, 1e4]))))
-            q.grad = p.grad.double()
+            p.grad = q.grad = None
+            if data.draw(st.integers(0, 3)):  # now and then it has none, and stays as it is
+                p.grad = data.draw(laid_out(p.shape, p.dtype, data.draw(st.sampled_from([1e-6, 1.0, 1e4]))))
+                q.grad = p.grad.double()
         optimizer.step()
         reference.step()
     for p, weight, q in zip(ours.parameters(), optimizer.weights(), theirs.parameters(), strict=True):

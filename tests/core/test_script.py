@@ -64,14 +64,10 @@ def test_a_second_launch_calls_what_was_compiled(kernel):
     assert kernel.direct == [((2, 3, 1), (y.data_ptr(), y.data_ptr(), (4, 1), 5, 8, (1, 2)))]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(x=torch.zeros(4, dtype=torch.bfloat16)), dict(x=torch.zeros(5)[1:]), dict(stride=8), dict(block=16),
-        dict(pair=Pair(1, 3)), dict(warps=4), dict(num_stages=3), dict(matrix_instr_nonkdim=16),
-    ],
-    ids=["type", "alignment", "stride", "constant", "tuple of constants", "warps", "stages", "option"],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    dict(x=torch.zeros(4, dtype=torch.bfloat16)), dict(x=torch.zeros(5)[1:]), dict(stride=8), dict(block=16),
+    dict(pair=Pair(1, 3)), dict(warps=4), dict(num_stages=3), dict(matrix_instr_nonkdim=16),
+], ids=["type", "alignment", "stride", "constant", "tuple of constants", "warps", "stages", "option"])  # fmt: skip
 def test_a_launch_that_differs_is_compiled_anew(kernel, change):
     launch(kernel, torch.zeros(4))
     launch(kernel, **{"x": torch.zeros(4)} | change)

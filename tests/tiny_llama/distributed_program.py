@@ -23,39 +23,46 @@ CONFIG = llama.Config(
     num_steps=20, warmup_steps=1, learning_rate=4e-3, data="markov", comm_timeout=60,
 )  # fmt: skip
 RUNS = {  # of CONFIG
-    "sharded": {},
-    "one window": dict(timing="step"),
-    "ddp": dict(impl="sdpa"),
-    "full": dict(impl="sdpa", shard="full"),
-    "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
-}
+    "sharded": {}, "one window": dict(timing="step"), "frozen": {}, "ddp": dict(impl="sdpa"),
+    "full": dict(impl="sdpa", shard="full"), "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
+}  # fmt: skip
 GPU_CONFIG = dataclasses.replace(
     CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
 )
 GPU_RUNS = {
-    "sharded": {},
-    "again": {},
-    "three graphs": dict(graph=True, warmup_steps=2),
-    "one graph": dict(graph=True, warmup_steps=2, timing="step"),
-    "ddp": dict(impl="sdpa"),
+    "sharded": {}, "again": {}, "three graphs": dict(graph=True, warmup_steps=2),
+    "one graph": dict(graph=True, warmup_steps=2, timing="step"), "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
-}
+}  # fmt: skip
 
 
-def train(config, world=None):
+def partly_frozen(kind):
+    class PartlyFrozen(kind):
+        """A TrainStep with parts of its model frozen, others in each step."""
+
+        loads = 0
+
+        def load(self, tokens, targets):
+            super().load(tokens, targets)
+            self.loads += 1
+            self.model.requires_grad_(True).layers[self.loads % 4].requires_grad_(False)
+            self.model.embed_tokens.requires_grad_(self.loads % 3 > 0)
+
+    return PartlyFrozen
+
+
+def train(config, world=None, frozen=False):
     """What is to be compared of a whole run."""
     distributed.Step.world = world or distributed.Step.world
-    device = (world or llama).select_device(config.device)
-    step, records = run_of(config, device, distributed.Step if world else llama.TrainStep)
+    device, kind = (world or llama).select_device(config.device), distributed.Step if world else llama.TrainStep
+    step, records = run_of(config, device, partly_frozen(kind) if frozen else kind)
     weights = step.optimizer.weights() if step.implementation == "triton" else step.model.parameters()
     state = getattr(step.optimizer, "exp_avg", None)
     return {
-        "losses": [record.loss for record in records],
-        "norms": [record.grad_norm for record in records],
+        "losses": [record.loss for record in records], "norms": [record.grad_norm for record in records],
         "weights": [llama.whole(weight.detach()).cpu().clone() for weight in weights],
-        "state": None if state is None else state.numel(),
-        "sizes": [p.numel() for p in step.model.parameters()],
-    }
+        "state": None if state is None else state.numel(), "sizes": [p.numel() for p in step.model.parameters()],
+    }  # fmt: skip
 
 
 def join(config):
@@ -71,7 +78,7 @@ def trainings(folder):
     kernels = llama.OPERATIONS["triton"]
     for name, changes in RUNS.items():
         llama.OPERATIONS["triton"] = kernels if name == "kernels" else llama.OPERATIONS["torch"]
-        results = train(dataclasses.replace(CONFIG, **changes), world)
+        results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
         torch.save(results, Path(folder, f"{name} {world.rank}.pt"))
     Path(folder, f"restored {world.rank}").write_text(str(restores_weights(world)))
     world.leave()
@@ -83,6 +90,9 @@ def restores_weights(world):
     given = [torch.randn_like(p) for p in model.parameters()]
     optimizer = distributed.ShardedAdamW(model, 1e-3, low_precision=True, world=world)
     optimizer.reset(given)
+    given[0] = given[0].bfloat16().float()
+    with torch.no_grad():  # what is written into a weight has no remainder
+        next(model.parameters()).copy_(given[0])
     return all(map(torch.equal, optimizer.weights(), given))
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def train_alone(monkeypatch, name, runs=RUNS, config=CONFIG):
     if config.device == "auto" and name != "kernels":
         monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
     config = dataclasses.replace(config, **runs[name])
-    return distributed_program.train(dataclasses.replace(config, batch_size=2 * config.batch_size))
+    config = dataclasses.replace(config, batch_size=2 * config.batch_size)
+    return distributed_program.train(config, frozen=name == "frozen")
 
 
 def assert_same_training(both, alone, rel):
@@ -172,15 +174,10 @@ def test_check_names_the_ranks_that_fail(start, tmp_path, two_devices):
         "nothing": True, "an operation on rank 1": False, "nothing, sharded": True, "the reduction": False,
     }  # fmt: skip
     lines = [line for line in (tmp_path / "out 0").read_text().splitlines() if line.startswith("Check")]
-    assert [line.split(" (")[0] for line in lines] == [
-        "Check against PyTorch in fp64, rank 0: passed",
-        "Check against PyTorch in fp64, the mean of 2 processes: passed",
-        "Check against PyTorch in fp64, rank 1: FAILED in 9 of 9",
-        "Check against PyTorch in fp64, rank 0: passed",
-        "Check against PyTorch in fp64, the mean of 2 processes: passed",
-        "Check against PyTorch in fp64, rank 0: passed",
-        "Check against PyTorch in fp64, the mean of 2 processes: FAILED in 8 of 9",
-    ]
+    assert [line.removeprefix("Check against PyTorch in fp64, ").split(" (")[0] for line in lines] == [
+        "rank 0: passed", "the mean of 2 processes: passed", "rank 1: FAILED in 9 of 9", "rank 0: passed",
+        "the mean of 2 processes: passed", "rank 0: passed", "the mean of 2 processes: FAILED in 8 of 9",
+    ]  # fmt: skip
 
 
 # --- a whole run
@@ -280,19 +277,14 @@ def test_a_process_that_is_stopped_ends_all_in_comm_timeout(endless):
     assert all(map(ended, pids)) and not results.exists()
 
 
-@pytest.mark.parametrize("timing", ["phases", pytest.param("step", marks=pytest.mark.slow)])
-def test_ctrl_c_on_torchrun_stops_all_at_the_same_step(endless, timing):
-    interrupt(endless, timing, python=sys.executable)
-
-
-@pytest.mark.parametrize("timing", [pytest.param("phases", marks=pytest.mark.slow), "step"])
-def test_ctrl_c_on_one_process_stops_all_at_the_same_step(endless, timing):
-    interrupt(endless, timing)
-
-
-def interrupt(endless, timing, **options):
+@pytest.mark.parametrize("timing, on_torchrun", [
+    ("phases", True), ("step", False),
+    pytest.param("step", True, marks=pytest.mark.slow), pytest.param("phases", False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless, timing, on_torchrun):
+    options = {"python": sys.executable} if on_torchrun else {}
     program, pids, results = endless("--timing", timing, *(["--num-steps", "20000"] * (timing == "step")), **options)
-    os.kill(program.pid if options else pids[1], signal.SIGINT)
+    os.kill(program.pid if on_torchrun else pids[1], signal.SIGINT)
     _, out = finish(program)
     assert "\nInterrupted after " in out and "Final loss: " in out and error_lines(out) == [], out
     (path,) = results.iterdir()
@@ -301,14 +293,11 @@ def interrupt(endless, timing, **options):
     assert all(map(ended, pids))
 
 
-@pytest.mark.parametrize(
-    "function, arguments, message",
-    [
-        ("script", ["--num-steps", "none"], "argument --num-steps: invalid int value: 'none'"),
-        ("script_of_another_mind", ENDLESS, "rank 1 was given --seq-len 9 and not 8, --seed 1 and not 42 as rank 0"),
-        ("script_out_of_memory", ENDLESS, "error: rank 1: out of memory with --batch-size 8"),
-    ],
-)
+@pytest.mark.parametrize("function, arguments, message", [
+    ("script", ["--num-steps", "none"], "argument --num-steps: invalid int value: 'none'"),
+    ("script_of_another_mind", ENDLESS, "rank 1 was given --seq-len 9 and not 8, --seed 1 and not 42 as rank 0"),
+    ("script_out_of_memory", ENDLESS, "error: rank 1: out of memory with --batch-size 8"),
+])  # fmt: skip
 def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments, message):
     exit_code, out = finish(start(function, tmp_path, *arguments, "--output-dir", tmp_path / "results"))
     (line,) = error_lines(out)
@@ -376,6 +365,45 @@ def test_buckets_double_until_they_are_large(monkeypatch):
     assert layers_of_buckets(4) == [1, 1, 1, 1]
 
 
+def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch):
+    """As with --compile."""
+    monkeypatch.setattr(distributed, "all_gather", lambda *args, **kwargs: Mock())
+    for overlaps, under_way in ((False, []), (True, [1])):
+        optimizer = make_optimizers(2, dataclasses.replace(TINY, num_layers=8))[0]
+        if overlaps:
+            optimizer.overlap([bucket.layers[0] for bucket in optimizer.buckets])
+        optimizer.begin_forward()
+        assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
+        optimizer.weights()
+        assert not any(bucket.gathering for bucket in optimizer.buckets)
+
+
+def test_waiting_counts_from_the_first_measured_step(monkeypatch):
+    step = Step.__new__(Step)
+    monkeypatch.setattr(step, "world", World(), raising=False)
+    step.world.waited_ms, step.config, step.initial_weights, step.optimizer = 5.0, CONFIG, [], Mock()
+    step.restart()
+    assert step.world.waited_ms == 0
+
+
+def test_only_rank_0_prints_on_the_nodes_of_a_job(monkeypatch):
+    node = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+    for name, value in node.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    assert (distributed.launched().rank, sys.stdout.name) == (1, os.devnull)
+
+
+def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, capsys):
+    world, job = World(1, 2), Mock(side_effect=llama.UsageError("the disk is full"))
+    world.store, world.find_store = Mock(add=Mock(side_effect=RuntimeError)), Mock()
+    monkeypatch.setattr(distributed, "launched", lambda: world)
+    monkeypatch.setattr(distributed, "exit_now", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        distributed.run_together(job, "program")
+    assert capsys.readouterr().err == "program: error: rank 1: the disk is full\n"
+
+
 def test_a_second_backward_pass_is_refused(monkeypatch):
     monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
     optimizer = make_optimizers(2)[0]
@@ -386,14 +414,11 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
     optimizer.reduce_gradients(optimizer.buckets[0])
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (dict(impl="triton", shard="full"), "--shard full is for --impl torch and sdpa"),
-        (dict(impl="sdpa", shard="optimizer"), "--shard optimizer is for --impl triton"),
-        (dict(impl="sdpa", graph=True), "--graph with several processes is for --impl triton"),
-    ],
-)
+@pytest.mark.parametrize("flags, words", [
+    (dict(impl="triton", shard="full"), "--shard full is for --impl torch and sdpa"),
+    (dict(impl="sdpa", shard="optimizer"), "--shard optimizer is for --impl triton"),
+    (dict(impl="sdpa", graph=True), "--graph with several processes is for --impl triton"),
+])  # fmt: skip
 def test_what_several_processes_cannot_do(monkeypatch, flags, words):
     world, gpu = World(0, 2), llama.Device("cuda", "a GPU", "sm_90", 132, 32)
     for name, answer in dict(select_device=gpu, join=None, require_same=None).items():
@@ -412,17 +437,14 @@ def test_more_processes_than_gpus(monkeypatch):
         World(2, 3, local_rank=2).select_device("auto")
 
 
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: "),
-        (dict(WORLD_SIZE="x", RANK="0"), "WORLD_SIZE=x in the environment is no number: "),
-        (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= in the environment is no number: "),
-        (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is no number: "),
-        (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 in the environment is not below WORLD_SIZE=2: "),
-        (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "do not find each"),
-    ],
-)
+@pytest.mark.parametrize("environment, words", [
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: "),
+    (dict(WORLD_SIZE="x", RANK="0"), "WORLD_SIZE=x in the environment is no number: "),
+    (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= in the environment is no number: "),
+    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is no number: "),
+    (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 in the environment is not below WORLD_SIZE=2: "),
+    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "do not find each"),
+])  # fmt: skip
 def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, words):
     for name in distributed.TORCHRUN:
         monkeypatch.delenv(name, raising=False)

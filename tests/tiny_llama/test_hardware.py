@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny_llama_v3 as llama
 from nanogpt_triton.model import GPT, GPTConfig
 from tests.core.tiny import TINY
-from tiny_llama import hardware, profiler
+from tiny_llama import hardware, notes, profiler
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GPU = llama.Device("cuda", "Some GPU", "sm_90", 132, 32)
@@ -35,18 +35,13 @@ PEAKS = [  # bf16, tf32 and fp32, the number of units, and the names that torch 
     ([980.6, 490.3, 122.6], 228, "AMD Instinct MI300A"),
     ([191.5, None, 47.9], 110, "AMD Instinct MI250X", "AMD Instinct MI250X / MI250"),
     ([181.0, None, 45.3], 104, "AMD Instinct MI250X / MI250", "AMD Instinct MI250X/MI250", "AMD Instinct MI250"),
-    ([181.0, None, 45.3], 104, "AMD Instinct MI210"),
-    ([2500.0, 1250.0, 80.0], 152, "NVIDIA GB200"),
-    ([2250.0, 1100.0, 75.0], 148, "NVIDIA B200"),
-    ([989.4, 494.7, 66.9], 132, "NVIDIA H200", "NVIDIA H100 80GB HBM3"),
-    ([835.5, 417.5, 60.0], 132, "NVIDIA H200 NVL", "NVIDIA H100 NVL"),
-    ([756.0, 378.0, 51.2], 114, "NVIDIA H100 PCIe"),
+    ([181.0, None, 45.3], 104, "AMD Instinct MI210"), ([2500.0, 1250.0, 80.0], 152, "NVIDIA GB200"),
+    ([2250.0, 1100.0, 75.0], 148, "NVIDIA B200"), ([989.4, 494.7, 66.9], 132, "NVIDIA H200", "NVIDIA H100 80GB HBM3"),
+    ([835.5, 417.5, 60.0], 132, "NVIDIA H200 NVL", "NVIDIA H100 NVL"), ([756.0, 378.0, 51.2], 114, "NVIDIA H100 PCIe"),
     ([312.0, 156.0, 19.5], 108, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
-    ([312.0, 156.0, 19.5], 108, "A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
-    ([362.05, 183.0, 91.6], 142, "NVIDIA L40S"),
-    ([70.0, 35.0, 31.5], 80, "NVIDIA A10G"),
-    ([165.2, 82.6, 82.6], 128, "NVIDIA GeForce RTX 4090"),
-]
+    ([312.0, 156.0, 19.5], 108, "A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), ([362.05, 183.0, 91.6], 142, "NVIDIA L40S"),
+    ([70.0, 35.0, 31.5], 80, "NVIDIA A10G"), ([165.2, 82.6, 82.6], 128, "NVIDIA GeForce RTX 4090"),
+]  # fmt: skip
 LOOK_ALIKES = [  # the MI300X with 38 units is a partition
     ("NVIDIA GH200 480GB", 132), ("NVIDIA H20", 78), ("NVIDIA H800", 132), ("NVIDIA H100 64GB HBM2", 132),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16), ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 132),
@@ -69,18 +64,12 @@ def library(monkeypatch):
     return lambda in_force: monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: in_force)
 
 
-@pytest.mark.parametrize(
-    "arch, in_force, expected",
-    [
-        ("gfx942", True, "tf32"),
-        ("gfx942", False, "fp32"),  # ROCm without HIPBLASLT_ALLOW_TF32
-        ("sm_80", True, "tf32"),
-        ("sm_80", False, "fp32"),
-        ("sm_75", True, "fp32"),
-        ("gfx90a", True, "fp32"),
-        ("cpu", True, "fp32"),
-    ],
-)
+@pytest.mark.parametrize("arch, in_force, expected", [
+    ("gfx942", True, "tf32"),
+    ("gfx942", False, "fp32"),  # ROCm without HIPBLASLT_ALLOW_TF32
+    ("sm_80", True, "tf32"), ("sm_80", False, "fp32"), ("sm_75", True, "fp32"), ("gfx90a", True, "fp32"),
+    ("cpu", True, "fp32"),
+])  # fmt: skip
 def test_the_precision_is_the_one_in_force(library, arch, in_force, expected):
     torch.set_float32_matmul_precision("high")
     library(in_force)
@@ -90,10 +79,10 @@ def test_the_precision_is_the_one_in_force(library, arch, in_force, expected):
     assert llama.dot_precision(some) == {"tf32": "tf32", "fp32": "ieee"}[expected]
     assert llama.precision_name(llama.Config(use_amp=True), some) == "bf16"
     step = SimpleNamespace(config=config, device=some, implementation="triton", processes=1)
-    notes = llama.inert_flags(step)
-    assert [("--matmul-precision high has no effect" in note) for note in notes] == [True] * (expected == "fp32")
+    lines = notes.inert_flags(step)
+    assert [("--matmul-precision high has no effect" in note) for note in lines] == [True] * (expected == "fp32")
     if arch.startswith("gfx"):
-        assert ("HIPBLASLT_ALLOW_TF32=1" in "".join(notes)) == (arch == "gfx942" and not in_force)
+        assert ("HIPBLASLT_ALLOW_TF32=1" in "".join(lines)) == (arch == "gfx942" and not in_force)
 
 
 def test_the_library_is_asked_after_it_was_told(library):
@@ -179,16 +168,11 @@ def test_without_amdsmi_nothing_is_known_and_nothing_is_said(amd, monkeypatch, c
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "command, told",
-    [
-        ('[ "$1" = --id=GPU-0a-0b ] && echo "95.29, 345, 38, 7"', [95.29, 345, 38, 7]),
-        ('echo "[N/A], 345, 38, [N/A]"', [None, 345, 38, None]),
-        ("echo No devices were found; exit 6", [None] * 4),
-        ("echo Failed to initialize NVML >&2; exit 9", [None] * 4),
-        ("kill -9 $$", [None] * 4),
-    ],
-)
+@pytest.mark.parametrize("command, told", [
+    ('[ "$1" = --id=GPU-0a-0b ] && echo "95.29, 345, 38, 7"', [95.29, 345, 38, 7]),
+    ('echo "[N/A], 345, 38, [N/A]"', [None, 345, 38, None]), ("echo No devices were found; exit 6", [None] * 4),
+    ("echo Failed to initialize NVML >&2; exit 9", [None] * 4), ("kill -9 $$", [None] * 4),
+])  # fmt: skip
 def test_what_nvidia_smi_tells(nvidia, capfd, command, told):
     nvidia(command)
     assert hardware.gpu_state(GPU) == dict(zip(UNKNOWN, told, strict=True))

@@ -14,10 +14,8 @@ from torch.autograd import DeviceType
 import tiny_llama_v3 as llama
 from tiny_llama import profiler
 
-ONE_STEP = (
-    "(step (forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward)) "
-    "(optimizer))"
-)
+LAYERS = "(forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward))"
+ONE_STEP = f"(step {LAYERS} (optimizer))"
 TWO_STEPS = " ".join([ONE_STEP] * 2)
 OUTERMOST = "(step (forward) (backward) (optimizer))"
 
@@ -164,8 +162,7 @@ def test_ranges_are_put_on_once(run, markers, monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "timing, expected",
-    [("phases", f"{OUTERMOST} {OUTERMOST}"), ("step", "(steps (step (graph)) (step (graph)))")],
+    "timing, expected", [("phases", f"{OUTERMOST} {OUTERMOST}"), ("step", "(steps (step (graph)) (step (graph)))")]
 )
 def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timing, expected):
     flags = ["--impl", "triton", "--device", "cuda", "--graph", "--timing", timing]
@@ -179,6 +176,7 @@ def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timin
 def test_exposed_communication_is_what_no_work_covers():
     assert profiler.covered([]) == 0
     assert profiler.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+    assert profiler.covered([(0, 4), (1, 2), (3, 5)]) == 5  # one within another
 
 
 @pytest.mark.parametrize("processes, batch_ms, exposed_ms", [(1, 9, "no such key"), (2, 9, 0.5), (2, 3, None)])

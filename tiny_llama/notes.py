@@ -1,0 +1,33 @@
+"""What a run says about its flags: those that have no effect in it, and --list-stages."""
+
+import tiny_llama_v3 as llama
+
+
+def list_stages():
+    """Print the stages of the workshop, the flags that each sets, and how their effect shows."""
+    for stage, title in llama.STAGES.items():
+        print(f"stage {stage}: {title}")
+        for field in llama.stage_flags(stage):
+            print(f"    {llama.flag_of(field)}")
+            if field in llama.BUGS:
+                print("        {effect}\n        sign: {sign}".format(**llama.BUGS[field]._asdict()))
+
+
+def inert_flags(step):
+    """A line for each flag that has no effect in this run."""
+    config, is_triton, on_cpu = step.config, step.implementation == "triton", step.device.type == "cpu"
+    lacks_tf32 = config.matmul_precision == "high" and llama.dot_precision(step.device) != "tf32"
+    may_have_tf32 = llama.tf32_available(step.device)
+    no_tf32 = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if may_have_tf32 else "there is no TF32"
+    for_kernels = f"has no effect: it concerns the Triton kernels, not {step.implementation}"
+    table = [
+        ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
+        ("noncontiguous_kv", not is_triton, for_kernels),
+        ("triton_matmul_swiglu", not is_triton, for_kernels),
+        ("severed_autograd", not is_triton, for_kernels),
+        ("unsynced_timing", on_cpu, "has no effect on a CPU, where nothing runs asynchronously"),
+        ("unsynced_timing", config.timing == "step", "changes little with --timing step, which does not time phases"),
+        ("matmul_precision", lacks_tf32, f"high has no effect on {step.device.arch}: {no_tf32}"),
+        ("compile", is_triton, "finds nothing to fuse: the operations are Triton kernels already"),
+    ]
+    return [f"{llama.flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]
