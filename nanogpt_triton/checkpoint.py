@@ -96,6 +96,8 @@ def load(path):
         state["model_args"] = model_args(state["model_args"])
         if "meta" in state:
             check_description(state["meta"])
+            if not fits(state["meta"], state["model_args"]["vocab_size"]):
+                raise ValueError("its meta has another vocab_size than its model_args")
         # nanoGPT's: what torch.compile wrapped has a prefix, and an old version kept the causal mask as a buffer.
         state["model"] = {
             name.removeprefix("_orig_mod."): tensor
@@ -122,7 +124,7 @@ def check_types(state, types):
     for name, kind in types.items():
         if name not in state:
             raise ValueError(f"it has no {name}")
-        if not isinstance(state[name], kind):
+        if not isinstance(state[name], kind) or kind is int and isinstance(state[name], bool):
             raise ValueError(f"its {name} is a {type(state[name]).__name__}, not a {kind.__name__}")
         if kind is int and state[name] < 0:
             raise ValueError(f"its {name} is {state[name]}")

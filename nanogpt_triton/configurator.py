@@ -17,12 +17,15 @@ from tiny_llama_v3 import UsageError
 
 NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what ast.literal_eval may raise
 LARGEST = 2**31 - 1
+LONGEST = 1000
 
 
 def setting(default, help, at_least=None, at_most=None, choices=None):
-    """A dataclass field with what --help says about it and which values it takes."""
-    if type(default) is int and at_most is None:
-        at_most = LARGEST
+    """A dataclass field with what --help says about it and which values it takes; of a text, how many characters."""
+    if type(default) is str and at_least is None:
+        at_least = int(default != "")
+    if at_most is None:
+        at_most = {int: LARGEST, str: LONGEST}.get(type(default))
     metadata = {"help": help, "at_least": at_least, "at_most": at_most, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -34,11 +37,12 @@ def configure(settings_class, argv, description):
         raise SystemExit(0)
     fields = {field.name: field for field in dataclasses.fields(settings_class)}
     given = {}
-    for argument in argv:
-        if argument.startswith("-"):
-            given |= read_argument(argument, fields)
-        else:
-            given |= read_file(argument, fields)
+    try:
+        for argument in argv:
+            given |= (read_argument if argument.startswith("-") else read_file)(argument, fields)
+    except UsageError as error:
+        text = str(error)
+        raise UsageError(text if len(text) < LONGEST else f"{text[:300]} ... {text[-300:]}") from error
     return settings_class(**given), given
 
 
@@ -109,6 +113,10 @@ def checked(value, field, place):
         nearest = difflib.get_close_matches(value, choices, n=1)
         guess = f" ({nearest[0]}?)" if nearest else ""
         raise UsageError(f"{place}: {value!r} is none of {', '.join(choices)}{guess}")
+    if field.type is str and not at_least <= len(value) <= at_most:
+        raise UsageError(f"{place}: there are {len(value)} characters: give {at_least} to {at_most}")
+    if field.type is str:
+        return value
     if at_least is not None and value < at_least:
         raise UsageError(f"{place}: {value} is below {at_least}, the least possible")
     if at_most is not None and value > at_most:

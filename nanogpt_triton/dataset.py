@@ -4,6 +4,7 @@ nanoGPT's own files are read as they are: characters with a meta.pkl, which cann
 either.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -200,17 +201,20 @@ class Batches:
 class Writer:
     """Writes a dataset's files; they appear at the end, together, and not at all if something fails before."""
 
+    NAMES = *(f"{split}.bin" for split in SPLITS), "meta.json"
+
     def __init__(self, folder):
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.files = {split: open(folder / f".{split}.bin.tmp", "wb") for split in SPLITS}  # noqa: SIM115
+        self.folder, self.files = folder, {}
         self.tokens = dict.fromkeys(SPLITS, 0)
 
     def __enter__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
     def add(self, split, tokens):
-        np.asarray(tokens, TOKEN).tofile(self.files[split])
+        if split not in self.files:
+            self.files[split] = open(self.folder / f".{split}.bin.tmp", "wb")  # noqa: SIM115
+        self.files[split].write(np.asarray(tokens, TOKEN).tobytes())
         self.tokens[split] += len(tokens)
 
     def finish(self, tokenizer, **about):
@@ -222,14 +226,16 @@ class Writer:
         if tokenizer.name == Characters.name:
             meta["characters"] = tokenizer.characters
         (self.folder / ".meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        for split, file in self.files.items():
-            file.close()
-            os.replace(file.name, self.folder / f"{split}.bin")
-        os.replace(self.folder / ".meta.json.tmp", self.folder / "meta.json")
+        for file in self.files.values():
+            file.close()  # which may fail on a full disk
+        for name in self.NAMES:
+            os.replace(self.folder / f".{name}.tmp", self.folder / name)
         for split, number in self.tokens.items():
             print(f"{self.folder / split}.bin: {number:,} tokens of {tokenizer.vocab_size}")
 
     def __exit__(self, *exception):
         for file in self.files.values():
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.close()
+        for name in self.NAMES:
+            (self.folder / f".{name}.tmp").unlink(missing_ok=True)

@@ -205,6 +205,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             logits, _ = forward(tokens[:, -self.config.block_size :])
             logits = logits[:, -1].float() / temperature
+            if not logits.isfinite().all():
+                raise UsageError("the model's logits are not finite: give another checkpoint, or --dtype=float32")
             if top_k:
                 kept, _ = logits.topk(min(top_k, logits.shape[-1]))
                 logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
-from nanogpt_triton.configurator import configure, setting  # noqa: E402
+from nanogpt_triton.configurator import LARGEST, configure, setting  # noqa: E402
 from nanogpt_triton.dataset import DATA, BytePairs, dataset_folder, fits, make_tokenizer, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from nanogpt_triton.train import (  # noqa: E402
@@ -39,7 +39,7 @@ class Settings:
     data_dir: str = setting(
         "", "where the folder of its dataset lies, for a checkpoint that does not keep its characters"
     )
-    start: str = setting("\n", "the text to go on from, or FILE:name for that of a file")
+    start: str = setting("\n", "the text to go on from, or FILE:name for that of a file", at_most=LARGEST)
     num_samples: int = setting(10, "texts", at_least=1)
     max_new_tokens: int = setting(500, "tokens of each", at_least=1)
     temperature: float = setting(0.8, "below 1 more predictable, above 1 more random", at_least=1e-3)
@@ -92,7 +92,8 @@ def prompt(start):
     try:
         return Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"start={start} cannot be read ({error}): give a text file") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"start={start:.200} cannot be read ({reason}): give a text file") from error
 
 
 def sample(settings):

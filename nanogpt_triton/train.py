@@ -26,7 +26,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
@@ -37,7 +37,6 @@ from tiny_llama.distributed import run_together  # noqa: E402
 from tiny_llama.hardware import peak_tflops  # noqa: E402
 from tiny_llama_v3 import UsageError, dot_precision, get_device  # noqa: E402
 
-JOIN_SECONDS = 1800  # how long processes wait for each other: one may compile for minutes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -87,6 +86,9 @@ class Settings:
     backend: str = setting("auto", "of torch.distributed; auto: nccl on GPUs", choices=("auto", "nccl", "gloo"))
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
+    comm_timeout: int = setting(
+        600, "seconds that processes wait for each other, which one may need to write a checkpoint", at_least=1
+    )
     compile: bool = setting(True, "torch.compile the model")
     deterministic: bool = setting(False, "the same bits in every run on a GPU too, at some cost")
     seed: int = setting(1337, "of weights, batches and dropout", at_least=0, at_most=2**32 - 1)
@@ -114,7 +116,8 @@ def join(world, settings):
         raise UsageError("backend=nccl needs GPUs, and the device is a CPU: use backend=gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    world.join(device, JOIN_SECONDS, backend)
+    world.join(device, settings.comm_timeout, backend)
+    world.require_same(settings, flag_of=str)
     return device
 
 
@@ -359,6 +362,13 @@ class Trainer:
         self.model.train()
         return None if None in losses.values() else losses
 
+    def synchronize(self):
+        """Waits for the GPU; UsageError if another process keeps it waiting. NCCL itself would end with a core dump."""
+        if self.world.size > 1 and self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self.world.wait_for(event)
+
     def mean_loss(self, batches, stopped):
         total = torch.zeros((), device=self.device)
         count, world = self.settings.eval_iters, self.world
@@ -442,6 +452,7 @@ class Log:
         """The last loss, the mean over the processes; raises Diverged if one of them all was no number."""
         if not self.losses:
             return None
+        self.trainer.synchronize()
         losses = self.trainer.world.mean(torch.stack(self.losses).tolist())
         for offset, loss in enumerate(losses):
             if not math.isfinite(loss):

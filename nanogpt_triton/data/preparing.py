@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import urllib.request
 from pathlib import Path
 
@@ -15,6 +16,8 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 def run(script, description, prepare, argv=None, inputs=True):
     """Runs prepare(options) with the folder of the script as default output. Returns the exit code."""
 
+    is_program = argv is None
+
     @program("prepare.py")
     def main(argv):
         parser = Parser("prepare.py", description)
@@ -25,6 +28,8 @@ def run(script, description, prepare, argv=None, inputs=True):
         folder = Path(script).resolve().parent
         parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
         options = parser.parse_args(argv)
+        if is_program:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are removed
         try:
             prepare(options)
         except OSError as error:
@@ -55,9 +60,10 @@ def download(url, path, timeout=30):
             raise OSError(f"{partial.stat().st_size} of {expected} bytes arrived")
         os.replace(partial, path)
     except OSError as error:  # URLError and time-outs are
-        partial.unlink(missing_ok=True)
         reason = getattr(error, "reason", None) or error
         raise UsageError(f"cannot download {url} ({reason}): fetch it elsewhere and give --input FILE") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def shakespeare(options):

@@ -1,12 +1,14 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ SETTINGS = TINY | dict(
     warmup_iters=2, lr_decay_iters=12, learning_rate=1e-2, log_interval=1, compile=False, device="cpu",
 )  # fmt: skip
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+START = dict(WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="{port}")
 STATE = {"model": {}, "model_args": vars(CONFIG), "iter_num": 1}  # the least that a checkpoint holds
 LIKE_NANOGPT = dict.fromkeys(("meta", "scaler", "position", "rng"))  # what its checkpoints do not have
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
@@ -333,7 +336,8 @@ def test_learning_rate_rises_and_falls():
 
 def update(model, batches, grad_clip=0.0, scaled=False, stopped=lambda: False):
     """(the result of optimizer_step, what was subtracted from each weight) of gradient descent at a rate of 1."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    groups = model.make_optimizer(0.0, 1.0, (0.9, 0.95)).param_groups
+    optimizer = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=1.0)
     scaler = torch.amp.GradScaler(model.lm_head.weight.device.type, enabled=scaled)
     before = [p.detach().clone() for p in model.parameters()]
     given = model, optimizer, scaler, batches, len(batches), contextlib.nullcontext, grad_clip, stopped
@@ -518,6 +522,8 @@ def test_a_run_ends_in_its_evaluation(data_dir, tmp_path, capsys, monkeypatch, a
     assert run(data_dir, tmp_path / "cut", **settings | {"max_iters": 9, "eval_interval": 8}, init_from="resume") == 0
     assert not (tmp_path / "cut" / checkpoint.INTERRUPTED).exists()
     assert evaluations(capsys.readouterr().out)[0] == losses[2]
+    alone = (tmp_path / "cut" / checkpoint.NAME).rename(tmp_path / "cut" / checkpoint.INTERRUPTED)
+    assert checkpoint.find(tmp_path / "cut", newest=False) == alone
 
 
 def test_an_interrupted_evaluation_s_best_is_kept(data_dir, tmp_path, monkeypatch):
@@ -651,20 +657,29 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(data_dir, tmp_path, mon
         (dict(WORLD_SIZE=""), "WORLD_SIZE= in the environment is no number"),
         (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1"),
         (dict(WORLD_SIZE="0"), "RANK=0 in the environment is not below WORLD_SIZE=0"),
+        (dict(WORLD_SIZE="-2"), "WORLD_SIZE=-2 in the environment is no number"),
+        (dict(WORLD_SIZE="10000000000"), "WORLD_SIZE=10000000000 in the environment is too large"),
         (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
         (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         (
             dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="x"),
             "train.py: error: the 2 processes do not find each other",
         ),
+        (START | dict(RANK="0"), "rank 0 at MASTER_ADDR=localhost MASTER_PORT={port}, over gloo: Timed out"),
+        (START | dict(RANK="1"), "rank 1 at MASTER_ADDR=localhost MASTER_PORT={port}, over gloo: [Errno "),
+        (START | dict(RANK="0", MASTER_ADDR="nowhere.invalid"), "rank 0 at MASTER_ADDR=nowhere.invalid MASTER_PORT="),
+        (START | dict(RANK="1", MASTER_PORT="65536"), "rank 1 at MASTER_ADDR=localhost MASTER_PORT=65536, over gloo"),
     ],
 )
-def test_a_half_set_environment_of_torchrun(data_dir, tmp_path, capsys, monkeypatch, variables, words):
+def test_a_half_set_environment_of_torchrun(data_dir, tmp_path, capfd, monkeypatch, variables, words):
+    """Or one in which processes are missing."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]  # free from here on
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert run(data_dir, tmp_path) == 2
-    error = error_line(capsys)
-    assert words in error and "torchrun" in error
+        monkeypatch.setenv(name, value.format(port=port))
+    assert run(data_dir, tmp_path, comm_timeout=1) == 2
+    error = error_line(capfd)
+    assert words.format(port=port) in error and "torchrun" in error
 
 
 # --- checkpoints
@@ -830,6 +845,8 @@ class Evil:
         STATE | {"model_args": {"n_layer": 2}},
         STATE | {"model_args": vars(CONFIG) | {"n_head": "2"}},
         STATE | {"model_args": vars(CONFIG) | {"n_head": 0}},
+        STATE | {"model_args": vars(CONFIG) | {"n_head": True}},
+        STATE | {"meta": {"tokenizer": "characters", "vocab_size": 2, "characters": "ab"}},
         STATE | {"meta": {}},
         STATE | {"meta": {"tokenizer": "characters", "vocab_size": 3, "characters": "aab"}},
     ],
@@ -1009,6 +1026,19 @@ def test_draws_follow_from_the_seed(tmp_path, capsys, trained):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_sampling_from_weights_that_are_no_numbers(tmp_path, capsys, trained):
+    change(trained, model={name: weight * math.nan for name, weight in saved(tmp_path)["model"].items()})
+    assert draw(tmp_path) == 2
+    assert "logits are not finite: give another checkpoint" in error_line(capsys)
+
+
+def test_a_folder_that_the_output_cannot_name(data_dir, tmp_path, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run(data_dir, tmp_path / "J\u00fcrgen", max_iters=1) == 0
+    assert b"rgen/ckpt.pt\n" in out.buffer.getvalue() and saved(tmp_path / "J\u00fcrgen")
+
+
 def test_sampling_without_memory(tmp_path, capsys, monkeypatch, trained):
     monkeypatch.setattr(GPT, "generate", FULL["a CPU"])
     capsys.readouterr()
@@ -1036,20 +1066,34 @@ def test_two_processes_compute_what_one_does(data_dir, tmp_path, capsys, start):
     assert len(two["rng"]) == 2
 
 
-def test_one_process_s_failure_ends_all(tmp_path, start):
+@pytest.mark.parametrize(
+    "event, flags, message",
+    [
+        ("raise train.UsageError('it fails')", [], "rank 1: it fails"),
+        ("raise OSError(28, 'The disk is full')", [], "rank 1: [Errno 28] The disk is full"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", [], "rank 0: another process has ended, or does not answer"),
+        pytest.param("time.sleep(30); os._exit(3)", [], "rank 0: another process has", marks=pytest.mark.slow),
+        ("pass", ["--seed=3", "--max_iters=7"], "rank 1 was given max_iters 7 and not 100000, seed 3 and not 1337"),
+    ],
+    ids=["usage", "system", "killed", "silent", "settings"],
+)
+def test_one_process_s_failure_ends_all(tmp_path, start, event, flags, message):
+    """In one line, of the first that fails or notices."""
     program = (
-        "import sys; from nanogpt_triton import train\n"
+        "import os, signal, sys, time; from nanogpt_triton import train\n"
         "step = train.Trainer.step\n"
         "def failing(self, stopped):\n"
-        "    if self.world.rank == 1 and self.iteration == 3: raise train.UsageError('rank 1 fails')\n"
+        f"    if self.world.rank == 1 and self.iteration == 3: {event}\n"
         "    return step(self, stopped)\n"
         "train.Trainer.step = failing\n"
-        "sys.exit(train.main())\n"
+        f"sys.exit(train.main(sys.argv[1:] + {flags} * (os.environ['RANK'] == '1')))\n"
     )
-    process = start(tmp_path, processes=2, program=program, max_iters=100000, eval_interval=100000)
+    settings = dict(max_iters=100000, eval_interval=100000, comm_timeout=10 if "sleep" in event else 100)
+    process = start(tmp_path, processes=2, program=program, **settings)
     out = process.communicate(timeout=600)[0]
-    assert process.returncode != 0
-    assert "rank 1 fails" in out and "iter 2:" in out and "iter 50:" not in out
+    (line,) = [line for line in out.splitlines() if "train.py: error:" in line]
+    assert process.returncode != 0 and message in line and ", in failing" not in out
+    assert ("iter 2:" in out) is (not flags) and "iter 50:" not in out
 
 
 def test_processes_end_together_between_two_batches(data_dir, tmp_path, capsys, start):

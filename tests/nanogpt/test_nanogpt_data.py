@@ -3,9 +3,11 @@
 import io
 import itertools
 import json
+import os
 import pickle
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -95,6 +97,10 @@ def test_our_config_files(name):
         ("--n_embd=2147483648", ["above 2147483647"]),
         ("--batch_size={[]: 1}", ["not an integer"]),
         (f"--batch_size={'-' * 100_000}1", ["not an integer"]),
+        ("--out_dir=", ["--out_dir=: there are 0 characters: give 1 to 1000"]),
+        ("--dataset=", ["give 1 to 1000"]),
+        (f"--out_dir={'x' * 20_000}", ["--out_dir=xxx", "there are 20000 characters: give 1 to 1000"]),
+        (f"--batch_size={'x' * 20_000}", ["--batch_size=xxx", "not an integer"]),
         ("--batch_size", ["lacks a value", "--batch_size=12"]),
         ("-b=3", ["--key=value"]),
         ("missing.py", ["missing.py cannot be read"]),
@@ -104,7 +110,7 @@ def test_a_wrong_argument_is_named(argument, words):
     with pytest.raises(UsageError) as error:
         settings_of(argument)
     assert all(word in str(error.value) for word in words)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 def test_the_ends_of_ranges_are_possible():
@@ -173,8 +179,10 @@ def test_pysource(tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert run_prepare("pysource", "--output", out) == 0
     meta = dataset.read_meta(out)
-    held_out = dataset.make_tokenizer(meta).decode(np.fromfile(out / "val.bin", dataset.TOKEN))
+    decode = dataset.make_tokenizer(meta).decode
+    train, held_out = (decode(np.fromfile(out / f"{split}.bin", dataset.TOKEN)) for split in ("train", "val"))
     assert held_out == "x = 0\n\nx = 10\n"
+    assert train.split() == " ".join(f"x = {number}" for number in range(20) if number % 10).split()
     assert "@" not in meta["characters"] and meta["source"].startswith("Python 3")
 
 
@@ -263,8 +271,28 @@ def test_more_characters_than_a_token_can_number(tmp_path):
         preparing.write_characters(tmp_path, {"train": text, "val": "a"})
 
 
-def test_preparing_that_fails_keeps_the_old_data(folder, tmp_path):
+@pytest.mark.parametrize("name", ["shakespeare_char/prepare.py", "pysource/prepare.py"])
+def test_an_end_by_sigterm_leaves_nothing(tmp_path, text_file, name):
+    """Another checkout on PYTHONPATH does not run in the place of this one."""
+    (tmp_path / "tiny_llama_v3.py").write_text("raise SystemExit('another checkout')")
+    program = (
+        "import os, runpy, signal, sys; from unittest import mock\n"
+        "sys.argv.pop(0)\n"
+        "with mock.patch('os.replace', lambda *paths: os.kill(os.getpid(), signal.SIGTERM)):\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    given = ["--input", text_file] if name.startswith("shake") else []
+    command = [sys.executable, "-c", program, FOLDER / "data" / name, *given, "--output", tmp_path / "out"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr, list((tmp_path / "out").iterdir())) == (130, "", [])
+
+
+def test_preparing_that_fails_keeps_the_old_data(folder, tmp_path, text_file, monkeypatch, capsys):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    assert run_prepare("shakespeare_char", "--input", text_file, "--output", folder) == 2
+    assert "No space left on device" in capsys.readouterr().err
     empty = tmp_path / "empty.txt"
     empty.write_text("x")
     assert run_prepare("shakespeare_char", "--input", empty, "--output", folder) == 2

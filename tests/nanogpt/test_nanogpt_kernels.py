@@ -89,10 +89,14 @@ def test_mean_far_from_zero(randn):
     test_kernels.assert_as_accurate_as_torch(ours, theirs, inputs, upstream, torch.float32)
 
 
-def test_strided_input_and_gradient(randn):
+@pytest.mark.parametrize("padded", [False, True])
+def test_strided_input_and_gradient(randn, padded):
+    """Rows that are padded are read as they lie; each tensor has a padding of its own."""
     x, weight, bias = test_kernels.strided_like(randn(4, 6, 40)), randn(40), randn(40)
     branch = randn(4, 40, 6).transpose(1, 2)
     upstream = [test_kernels.strided_like(randn(4, 6, 40)), randn(1, 1, 40).expand(4, 6, 40)]
+    if padded:
+        x, branch, *upstream = (randn(4, 6, width)[..., :40] for width in (41, 43, 47, 53))
     expected = test_kernels.run(reference, [x, branch, weight, bias], upstream, torch.float64)
     inputs = [t.requires_grad_() for t in (x, branch, weight, bias)]
     outputs = triton_add_layer_norm(*inputs)

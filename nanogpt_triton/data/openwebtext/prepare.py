@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from nanogpt_triton.data.preparing import read_text, run  # noqa: E402
 from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402

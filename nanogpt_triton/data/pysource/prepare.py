@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from nanogpt_triton.data.preparing import run, write_characters  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402

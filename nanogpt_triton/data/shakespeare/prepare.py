@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from nanogpt_triton.data.preparing import run, shakespeare, split_text  # noqa: E402  (the repository is on the path)
 from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402

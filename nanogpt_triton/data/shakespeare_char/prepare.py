@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from nanogpt_triton.data.preparing import run, shakespeare, split_text, write_characters  # noqa: E402
 
