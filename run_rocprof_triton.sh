@@ -14,23 +14,25 @@ source "$ROOT/profilers/counters.sh"
 
 begin_result rocprof_results/session "$@"
 
-note "--- 1. Basic: each kernel alone, then the timeline of a training run"
-run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
+# The training run comes first: it refuses what is wrong with its options at once.
+note "--- 1. Basic: the timeline of a training run, then each kernel alone"
 if [[ $TOOL == rocprofv3 ]]; then
     record_timeline basic
+else
+    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
+    require_file trace.json
+fi
+run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
+if [[ $TOOL == rocprofv3 ]]; then
     note "--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters"
     default_passes
     [[ " ${PASSES[*]} " != *Mfma* ]] || PASSES+=("MfmaFlops")
     count_with_rocprofv3
+elif [[ $TOOL == ncu ]]; then
+    note "--- 2. to 4. Memory traffic, counters, roofline inputs: the kernels of one step"
+    count_with_ncu
 else
-    run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
-    require_file trace.json
-    if [[ $TOOL == ncu ]]; then
-        note "--- 2. to 4. Memory traffic, counters, roofline inputs: the kernels of one step"
-        count_with_ncu
-    else
-        note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
-    fi
+    note "--- 2. to 4. No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
 fi
 [[ $TOOL != ncu || -n $COUNTED ]] || TOOL=torch
 report_or_miss "the pictures" plot "$RESULT" "$RESULT/kernels_alone.json"

@@ -9,6 +9,8 @@ die() {
     exit 1
 }
 
+(($# == 0)) || die "$1 is not an option: what can be set stands at the top of this file. Nothing was changed"
+
 # An activated .venv must not become its own parent.
 own_bin=$(pwd -P)/.venv/bin:
 PATH=${PATH//"$own_bin"/}

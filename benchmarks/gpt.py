@@ -24,6 +24,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.gpt", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from measure.accuracy import require, require_finite
 from measure.command_line import Parser, positive, program, time_limit

@@ -18,6 +18,10 @@ import time
 import torch
 import torch.nn.functional as F
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.layer_norm", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require

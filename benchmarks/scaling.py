@@ -27,6 +27,10 @@ from typing import NamedTuple
 
 import torch
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.scaling", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from benchmarks import gpt
 from benchmarks.steps import begin_measuring, release_all

@@ -25,6 +25,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.steps", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from measure.accuracy import require_finite
 from measure.command_line import Parser, positive, program, time_limit

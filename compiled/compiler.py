@@ -17,7 +17,7 @@ from unittest import mock
 import tiny_llama_v3 as llama
 from compiled.architectures import is_amd
 from compiled.recorded import find_kernels, kernel_modules
-from measure.command_line import Parser, positive
+from measure.command_line import Parser, positive, replacing
 from measure.results import ROOT
 
 
@@ -177,7 +177,8 @@ def write_result(path, program, argv, rows):
     result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
     head = json.dumps(result | {"rows": []}, indent=1)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    path.write_text(head.replace("[]", f"[\n{lines}\n]") + "\n")
+    with replacing(path) as file:
+        file.write_text(head.replace("[]", f"[\n{lines}\n]") + "\n")
     return result
 
 
@@ -189,5 +190,6 @@ def source_of(result, path):
 
 def write_page(path, page, result_path, program, argv, rows):
     """Writes the rows as a result, and the page of that result."""
-    path.write_text(page(write_result(result_path, program, argv, rows)))
+    with replacing(path) as file:
+        file.write_text(page(write_result(result_path, program, argv, rows)))
     print(f"Written: {path.relative_to(ROOT)}, {result_path.relative_to(ROOT)}")

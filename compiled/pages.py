@@ -15,6 +15,10 @@ Exit codes: 0 done, 1 a check failed, 2 the request cannot be met, 130 interrupt
 import sys
 from pathlib import Path
 
+if not __package__:
+    print("run it from the root as python -m compiled.pages", file=sys.stderr)
+    sys.exit(2)
+
 from compiled.architectures import CHIPS, device_of, is_amd
 from compiled.compiler import parser_of, source_of, write_page, write_result
 from compiled.gate import analyse, missing_kernels

@@ -19,6 +19,10 @@ from unittest import mock
 
 import torch
 
+if not __package__:
+    print("run it from the root as python -m compiled.tiles", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from compiled import compiler
 from compiled.architectures import CHIPS, is_amd, occupancy

@@ -15,11 +15,15 @@ import collections
 import shlex
 import sys
 
+if not __package__:
+    print("run it from the root as python -m emulated.report", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from emulated import source
 from emulated.counts import Counts
 from emulated.memory_system import LINE_BYTES
-from measure.command_line import Parser, program
+from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT, read_result, write_json
 from measure.tables import markdown_table, number
 
@@ -191,7 +195,8 @@ def main(argv):
         "counts": counts,
     }  # fmt: skip
     write_json(RESULT, result)
-    PAGE.write_text(page(read_result(RESULT)))
+    with replacing(PAGE) as path:
+        path.write_text(page(read_result(RESULT)))
     print(f"Written: {PAGE.relative_to(ROOT)}, {RESULT.relative_to(ROOT)}")
     return 0
 

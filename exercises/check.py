@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -33,18 +34,24 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import torch  # noqa: E402
+try:
+    importlib.import_module("exercises")  # before torch: refuses a current folder that was deleted
+    import torch
 
-import exercises.checks  # noqa: E402, F401 (first: without a GPU it has Triton interpret)
-import tiny_llama_v3 as llama  # noqa: E402
-from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles  # noqa: E402
-from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks  # noqa: E402
-from exercises.progress_file import Progress  # noqa: E402
-from measure.command_line import Parser, program  # noqa: E402
-from measure.device import require_triton  # noqa: E402
+    import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
+    import tiny_llama_v3 as llama
+    from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
+    from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks
+    from exercises.progress_file import Progress, participant_name
+    from measure.command_line import Parser, program
+    from measure.device import require_triton
+except ImportError as error:
+    print(f"check.py: error: {error}: restore the project's file, or install requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 WIDTH = 100  # of a line on the terminal
-LIMIT = 60  # seconds for a task
+LIMIT, MOST = 60, 86400  # seconds for a task
+LONGEST = 1000  # characters of a message
 
 
 class Exercise(NamedTuple):
@@ -94,7 +101,7 @@ def line_of(error, path):
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     source, node = getattr(error, "src", None), getattr(error, "node", None)
     if source and hasattr(node, "lineno"):  # Triton's CompilationError, with lines of the kernel
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8", errors="replace")
         if source.strip() in text:
             return text[: text.index(source.strip())].count("\n") + node.lineno
     return lines[-1] if lines else None
@@ -113,7 +120,8 @@ def describe(error, path):
     chain = chain_of(error)
     line = next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
     place = f" in line {line} of {path.name}" if line else ""
-    said = (getattr(chain[-1], "error_message", None) or str(chain[-1])).strip()
+    shown = traceback.TracebackException(type(chain[-1]), chain[-1], None)  # str() of the participant's may raise
+    said = (getattr(chain[-1], "error_message", None) or str(shown)).strip()
     hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, said)), "")
     return f"{type(chain[-1]).__name__}{place}: {said.splitlines()[0] if said else ''}{hint}"
 
@@ -128,9 +136,11 @@ def blanks_of(exercise, task):
 def judge(path, checks, task):
     """The Verdict on a task of the file at path; checks: the module with its check."""
     torch.manual_seed(0)
+    # The code under test may raise anything; but in this process, with --debug, KeyboardInterrupt is Ctrl-C.
+    anything = BaseException if multiprocessing.parent_process() else (Exception, SystemExit)
     try:
         exercise = load(path)
-    except Exception as error:
+    except anything as error:
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     try:
         with warnings.catch_warnings(), poisoned_masks(getattr(checks, "POISON", POISON)):
@@ -146,7 +156,7 @@ def judge(path, checks, task):
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
-    except (Exception, SystemExit) as error:  # the code under test may raise anything
+    except anything as error:
         interpreted = any(type(link).__name__ == "InterpreterError" for link in chain_of(error))
         if interpreted and not interpreter_works():
             return Verdict(False, obstacle="interpreter")
@@ -169,14 +179,23 @@ def interpreting():
     return multiprocessing.get_context("forkserver")
 
 
+def end_with_parent():
+    """Ends this process when its parent ends, also if that is killed. It waits in a thread of its own."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def judge_and_send(connection, path, exercise, task, trace):
     """Runs in the process and sends the Verdict. trace: a file for the stack if a signal kills the process."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
-    sys.stdout.reconfigure(line_buffering=True)  # so that output before a crash is not lost
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(line_buffering=True)  # so that output before a crash is not lost
     torch.set_num_threads(1)
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
-        connection.send(tuple(judge(path, EXERCISES[exercise].checks, task)))
+        verdict = judge(path, EXERCISES[exercise].checks, task)
+        connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
 
 
 def place_in(trace, path):
@@ -282,7 +301,7 @@ def parse(argv):
     parser.add_argument("--debug", action="store_true",
                         help="run in this process without a limit, so that breakpoint() works")  # fmt: skip
     parser.add_argument("--progress", metavar="FILE", help="its file (default: exercises/progress.json)")
-    parser.add_argument("--name", help="of the participant (default: the user's)")
+    parser.add_argument("--name", type=participant_name, help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
     if options.exercise is None:
         for flag in ("task", "solution", "file", "debug"):
@@ -290,11 +309,11 @@ def parse(argv):
                 raise llama.UsageError(f"--{flag} needs an exercise: {', '.join(EXERCISES)}")
     if options.solution and options.progress is not None:
         raise llama.UsageError("--progress is not for --solution, of which nothing is remembered")
-    if options.file is not None and (options.solution or not Path(options.file).is_file()):
+    if options.file is not None and (options.solution or not os.path.isfile(options.file)):
         reason = "and --solution exclude each other" if options.solution else "is no file: name one"
         raise llama.UsageError(f"--file {options.file} {reason}")
-    if not 0 < options.limit < float("inf"):
-        raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0")
+    if not 0 < options.limit <= MOST:
+        raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}")
     if options.debug and ON_GPU:
         raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
     return options
@@ -302,7 +321,7 @@ def parse(argv):
 
 def open_progress(options):
     path = HERE / "progress.json" if options.progress is None else Path(options.progress)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise llama.UsageError(f"--progress {path} is a folder: name a file")
     llama.writable_folder("--progress", path.parent)
     return Progress(path, options.name)

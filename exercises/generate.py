@@ -14,10 +14,13 @@ import re
 import sys
 from pathlib import Path
 
+if not __package__:
+    print("run it from the root as python -m exercises.generate", file=sys.stderr)
+    sys.exit(2)
 import tiny_llama_v3 as llama
 from exercises import check, drawings
 from exercises.jupyter import source_of
-from measure.command_line import Parser, program
+from measure.command_line import Parser, program, replacing
 
 HERE = Path(__file__).resolve().parent
 SETUP = """\
@@ -154,8 +157,8 @@ def main(argv):
     for path in changed:
         print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")
         if not options.check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(texts[path])
+            with replacing(path) as file:
+                file.write_text(texts[path], encoding="utf-8")
     return int(options.check and bool(changed))
 
 

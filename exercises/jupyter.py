@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -56,9 +57,9 @@ def execute(command):
     """Runs a command at the top of the project, with this python, not interpreted; gives its output line by line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        yield from process.stdout
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, errors="replace", **pipes) as process:
+        yield from iter(lambda: process.stdout.readline(10_000), "")  # a line may be endless
 
 
 def terminal(line, cell):
@@ -100,9 +101,10 @@ def start(exercise):
         source = "\n\n\n".join(found.values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{exercise}.py"
-            path.write_text(source)
+            path.write_text(source, encoding="utf-8")
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
-            told = "".join(execute(command + (["--task", task] if task else [])))
+            output = deque(execute(command + (["--task", task] if task else [])), maxlen=10_000)  # may be endless
+        told = "".join(output)
         print(with_lines_shown(told, source))
 
     return check

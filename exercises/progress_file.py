@@ -7,6 +7,7 @@ An attempt is a check of something that was written, up to the first that passes
 was last checked, passed_at when it passed first, since it last failed. Dates are ISO's, in local time.
 """
 
+import argparse
 import getpass
 import json
 import os
@@ -17,6 +18,8 @@ import tiny_llama_v3 as llama
 from measure.results import write_json
 
 FIELDS = {"passed": (bool,), "attempts": (int,), "passed_at": (str, type(None)), "message": (str, type(None))}
+LONGEST_NAME = 100
+NOBODY = ("root", "participant")  # as users in containers are called: these names tell nobody from another
 BLANK = {"passed": False, "attempts": 0, "passed_at": None, "message": None}
 
 
@@ -31,24 +34,36 @@ def user_name():
         return "participant"
 
 
+def is_name(content):
+    """Whether content, of a JSON file, can be shown in a table."""
+    return isinstance(content, str) and content.isprintable() and 0 < len(content) <= LONGEST_NAME
+
+
+def participant_name(text):
+    """The type of the option --name."""
+    if not is_name(text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!a} is no name: give 1 to {LONGEST_NAME} printable characters")
+    return text
+
+
+def has_fields(content, kinds):
+    """Whether content is a dict whose fields have one of their types; a field that is left out is None."""
+    return isinstance(content, dict) and all(type(content.get(name)) in types for name, types in kinds.items())
+
+
 def is_progress(content):
     """Whether content, of a JSON file, has the form that this module writes."""
-    if not (isinstance(content, dict) and isinstance(content.get("participant"), str)):
+    if not (has_fields(content, {"date": (str,), "exercises": (dict,)}) and is_name(content.get("participant"))):
         return False
-    exercises = content.get("exercises")
-    if not (isinstance(content.get("date"), str) and isinstance(exercises, dict)):
+    exercises = content["exercises"]
+    if not all(is_name(name) and isinstance(tasks, dict) for name, tasks in exercises.items()):
         return False
-    if not all(isinstance(tasks, dict) for tasks in exercises.values()):
-        return False
-    states = [state for tasks in exercises.values() for state in tasks.values()]
-    return all(
-        isinstance(state, dict) and all(type(state.get(name)) in kinds for name, kinds in FIELDS.items())
-        for state in states
-    )
+    states = [pair for tasks in exercises.values() for pair in tasks.items()]
+    return all(is_name(name) and has_fields(state, FIELDS) and 0 <= state["attempts"] < 10**9 for name, state in states)
 
 
 def read(path):
-    """The content of a progress file. FileNotFoundError, other OSErrors; ValueError if it is none."""
+    """The content of a progress file. FileNotFoundError, other OSErrors; ValueError, RecursionError if it is none."""
     content = json.loads(path.read_bytes())
     if not is_progress(content):
         raise ValueError("it has another form")
@@ -56,17 +71,10 @@ def read(path):
 
 
 def put_aside(path, reason):
-    """Renames a file that cannot be read, to a name that is free, and says so."""
-    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
-    names = (path.with_name(f"{path.name}.{stamp}{suffix}") for suffix in ("", *(f"_{n}" for n in range(2, 100))))
-    for aside in names:
-        try:
-            aside.touch(exist_ok=False)  # reserves the name
-            os.replace(path, aside)
-        except FileExistsError:
-            continue
-        print(f"{path} is no progress file ({reason}): kept as {aside.name}, begun anew", file=sys.stderr)
-        return
+    """Renames a file that cannot be read, and says so."""
+    aside = path.with_name(f"{path.name}.{datetime.now():%Y%m%d_%H%M%S_%f}")
+    os.replace(path, aside)
+    print(f"{path} is no progress file ({reason}): kept as {aside.name}, begun anew", file=sys.stderr)
 
 
 class Progress:
@@ -81,7 +89,7 @@ class Progress:
             pass
         except OSError as error:
             raise llama.UsageError(f"--progress {path} cannot be read ({error.strerror}): give a file") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             put_aside(path, str(error).splitlines()[0])
         if name is not None:
             self.content["participant"] = name
@@ -92,6 +100,8 @@ class Progress:
     def record(self, exercise, task, passed, message, begun=True):
         """Writes the file with what a check has found. begun: whether there was anything to check."""
         before, date = self.state(exercise, task), now()
+        if before["passed"] and not begun:
+            return  # the blanks of a notebook that is opened anew do not take back what has passed
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),

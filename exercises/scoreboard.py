@@ -6,25 +6,34 @@
 
 The program reads the files of `exercises/check.py` (progress.json, one for each participant) and of
 `exercises.sweep_swiglu --output`. It uses the newest file of a participant, and names the files that it leaves out.
+Files of `root`, as everybody in a container is called, count as different participants.
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
+import argparse
 import json
 import re
 import statistics
 import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+if not __package__:
+    print("run it from the root as python -m exercises.scoreboard", file=sys.stderr)
+    sys.exit(2)
 import jinja2
 
-from exercises.progress_file import is_progress
-from measure.command_line import Failure, Parser, program
+from exercises.progress_file import NOBODY, has_fields, is_name, is_progress
+from measure.command_line import Failure, Parser, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 WIDTH = 100
+CUT = 1000  # characters of a message
+SWEEP = {"device": (str, type(None)), "rows": (list,)}
+ROW = {"kernel": (str,), "block_size": (int, type(None)), "us": (float, type(None))}
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 
 
@@ -41,10 +50,8 @@ class Stuck:
 
 def is_sweep(content):
     """Whether it is {"participant", "device", "rows": [{"kernel", "block_size", "us"}]}."""
-    rows = content.get("rows")
-    return isinstance(content.get("participant"), str) and isinstance(rows, list) and all(
-        isinstance(row, dict) and {"kernel", "block_size", "us"} <= row.keys() for row in rows
-    )  # fmt: skip
+    named = has_fields(content, SWEEP) and is_name(content.get("participant"))
+    return named and all(has_fields(row, ROW) for row in content["rows"])
 
 
 def read_all(paths):
@@ -56,13 +63,15 @@ def read_all(paths):
     progress, sweeps, left_out = {}, [], []
     for file in files:
         try:
-            content = json.loads(file.read_text())
-        except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+            content = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
             left_out.append((file, str(error)))
             continue
         if is_progress(content):
-            progress.setdefault(content["participant"], []).append(content)
-        elif isinstance(content, dict) and is_sweep(content):
+            who = content["participant"]
+            who += f" ({'/'.join(file.absolute().parts[-2:])})" * (who in NOBODY)
+            progress.setdefault(who, []).append(content)
+        elif is_sweep(content):
             sweeps.append(content)
         else:
             left_out.append((file, "neither a participant's progress nor a sweep"))
@@ -97,7 +106,7 @@ def stuck_at(progress):
                 if mark_of(content, exercise, task) == TRIED
             }
             if here:
-                messages = [" ".join((state.get("message") or "no message").split()) for state in here.values()]
+                messages = [" ".join((state.get("message") or "no message")[:CUT].split()) for state in here.values()]
                 (kind, count), *_ = Counter(NUMBER.sub("#", message) for message in messages).most_common(1)
                 message = next(message for message in messages if NUMBER.sub("#", message) == kind)
                 attempts = statistics.median(state["attempts"] for state in here.values())
@@ -111,7 +120,7 @@ def best_sweeps(sweeps):
     for sweep in sweeps:
         for row in sweep["rows"]:
             key = row["kernel"], sweep.get("device") or "unknown device"
-            if row["us"] is not None and (key not in best or row["us"] < best[key][0]["us"]):
+            if (row.get("us") or 0) > 0 and (key not in best or row["us"] < best[key][0]["us"]):  # not NaN either
                 best[key] = row, sweep["participant"]
     return [(kernel, device, row, who) for (kernel, device), (row, who) in sorted(best.items())]
 
@@ -143,7 +152,7 @@ def summary_of(paths):
 
 
 def sweep_line(kernel, device, row, participant):
-    size = f"BLOCK_SIZE {row['block_size']}" if row["block_size"] else "no block size"
+    size = f"BLOCK_SIZE {row['block_size']}" if row.get("block_size") else "no block size"
     return f"{kernel}: {row['us']:.1f} us, {size}, {participant} ({device})"
 
 
@@ -176,11 +185,8 @@ def text_of(board):
 def wrap(line):
     """Wraps a line to WIDTH columns, indenting the following lines by two more."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    pieces = []
-    while len(line) > WIDTH and " " in line[len(indent) : WIDTH]:
-        cut = line.rindex(" ", len(indent), WIDTH)
-        pieces, line = [*pieces, line[:cut]], indent + line[cut + 1 :]
-    return [*pieces, line]
+    how = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(line, WIDTH, **how) or [line]
 
 
 def page_of(board, refresh):
@@ -194,9 +200,9 @@ def page_of(board, refresh):
     return template.render(board=board, names=names, best=best, refresh=refresh, now=time.strftime("%H:%M"))
 
 
-def positive_seconds(text):
-    if not float(text) > 0:
-        raise ValueError
+def seconds(text):
+    if not 0 < float(text) <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give seconds, more than 0 and at most 86400")
     return float(text)
 
 
@@ -204,7 +210,8 @@ def show(options):
     board = summary_of(options.paths)
     print(text_of(board), flush=True)
     if options.html:
-        options.html.write_text(page_of(board, options.watch))
+        with replacing(options.html) as page:
+            page.write_text(page_of(board, options.watch), encoding="utf-8", errors="backslashreplace")
         print(f"Page: {options.html}")
     for path, why in board["left_out"]:
         print(f"left out: {path}: {why}", file=sys.stderr)
@@ -216,7 +223,7 @@ def main(argv):
     parser = Parser("scoreboard.py", __doc__)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    parser.add_argument("--watch", type=positive_seconds, metavar="SECONDS", help="repeat until Ctrl-C")
+    parser.add_argument("--watch", type=seconds, metavar="SECONDS", help="repeat until Ctrl-C")
     options = parser.parse_args(argv)
     missing = [str(path) for path in options.paths if not path.exists()]
     if missing:

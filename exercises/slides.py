@@ -14,7 +14,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-from measure.command_line import Failure, Parser, program
+if not __package__:
+    print("run it from the root as python -m exercises.slides", file=sys.stderr)
+    sys.exit(2)
+from measure.command_line import Failure, Parser, program, replacing
 from measure.results import ROOT
 
 STAGES = "exercises/performance_debugging/README.md"
@@ -209,8 +212,8 @@ def main(argv):
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "slides.md", metavar="FILE")
     options = parser.parse_args(argv)
     text = deck(options.output.resolve().parent)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text, encoding="utf-8")
+    with replacing(options.output) as page:
+        page.write_text(text, encoding="utf-8")
     print(f"Slides: {options.output}")
     return 0
 

@@ -13,6 +13,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+if not __package__:
+    print("run it from the root as python -m exercises.sweep_swiglu", file=sys.stderr)
+    sys.exit(2)
 import torch
 import torch.nn.functional as F
 
@@ -21,7 +24,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
-from exercises.progress_file import now, user_name  # noqa: E402
+from exercises.progress_file import now, participant_name, user_name  # noqa: E402
 from measure import work  # noqa: E402
 from measure.accuracy import KERNEL_TOLERANCE, compare, promoted  # noqa: E402
 from measure.command_line import Parser, program  # noqa: E402
@@ -84,7 +87,7 @@ def sweep():
 def main(argv):
     parser = Parser("sweep_swiglu.py", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--name", default=user_name(), help="of the participant (default: the user's)")
+    parser.add_argument("--name", type=participant_name, default=user_name(), help="participant (default: the user's)")
     options = parser.parse_args(argv)
     require_triton()
     torch.manual_seed(0)

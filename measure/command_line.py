@@ -5,10 +5,14 @@ that have pandas but no PyTorch, and the doctor reports a Python that is too old
 """
 
 import argparse
+import contextlib
 import errno
 import functools
 import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 
 class Failure(Exception):
@@ -51,12 +55,37 @@ def time_limit(text):
     return float(text)
 
 
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
+
+    What is no file, such as /dev/stdout, is written to directly.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
+            written = Path(folder, target.name)
+            yield written
+            if target.exists():
+                shutil.copymode(target, written)
+            os.replace(written, target)
+    except OSError as error:
+        reason = f"({error.strerror or error}): free space or give another path"
+        raise Failure(f"{path} cannot be written {reason}") from error
+
+
 def exit_code_of(run, program):
     """Returns what run() returns. What ends it early is reported in one line or none, without a traceback.
 
     An exception with an exit_code and an OSError print their message; the exit code is that attribute, or 2. Ctrl-C
     ends with 130, and a closed pipe, as of `| head`, with 141.
     """
+    with contextlib.suppress(AttributeError, OSError):  # where a StringIO, or another file, has taken its place
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that it cannot encode is printed with escapes
     try:
         try:
             return run()
@@ -71,6 +100,8 @@ def exit_code_of(run, program):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         if isinstance(error, BrokenPipeError):
             return 141
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd()
+            error = "the current folder was deleted: change to another one"
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         return getattr(error, "exit_code", 2)
 

@@ -6,7 +6,6 @@ text. Nothing that matters is told by colour alone: fillings also differ by thei
 """
 
 import io
-import os
 import re
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -18,7 +17,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
-from measure.results import scratch_beside  # noqa: E402
+from measure.command_line import replacing  # noqa: E402
 
 
 class Color(NamedTuple):
@@ -143,10 +142,8 @@ def plain_log(axis):
 
 def save_png(figure, path, dpi=110):
     """Writes the picture, whole or not at all, and closes it."""
-    with scratch_beside(path) as scratch:
-        picture = scratch / "picture.png"
+    with replacing(path) as picture:
         figure.savefig(picture, dpi=dpi, facecolor="white", metadata={"Software": None})
-        os.replace(picture, path)
     plt.close(figure)
 
 

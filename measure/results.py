@@ -3,14 +3,13 @@
 import contextlib
 import functools
 import json
-import os
 import re
 import shlex
-import tempfile
 from datetime import datetime
 from pathlib import Path
 
 import tiny_llama_v3 as llama
+from measure.command_line import replacing
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,22 +39,11 @@ def header(benchmark, device, argv):
     }
 
 
-@contextlib.contextmanager
-def scratch_beside(path):
-    """A temporary folder beside path, whose files can be moved into place whole; UsageError if the disk is full."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=".tmp") as scratch:
-            yield Path(scratch)
-    except OSError as error:
-        reason = f"({error.strerror}): free space or give another path"
-        raise llama.UsageError(f"{path} cannot be written {reason}") from error
-
-
 def write_json(path, result):
     """Replaces the file, whole or not at all."""
-    with scratch_beside(path) as scratch:
-        os.replace(llama.write_new_json(scratch, "result", result), path)
+    result = json.loads(json.dumps(result), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
+    with replacing(path) as file:
+        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 class ResultFile:
@@ -89,15 +77,25 @@ def read_result(path):
     """The Record in a file; UsageError if it cannot be read or holds none."""
     try:
         result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
     if not isinstance(result, Record):
         raise llama.UsageError(f"{path} is no result: take the file away")
     return result
 
 
+@contextlib.contextmanager
+def damage_reported(folder, name):
+    """Turns what results of other contents raise where they are used into UsageError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"a result of {name} is damaged ({error!r}): measure again"
+        raise llama.UsageError(f"--results {folder}: {reason}") from error
+
+
 def newest_first(folder, benchmark):
     """[(name, Record)] of a benchmark's results in a folder, the newest first."""
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
     # A run of the script itself has its date in its name only.
-    return sorted(results, key=lambda item: (item[1].get("date", ""), item[0]), reverse=True)
+    return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)

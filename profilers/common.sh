@@ -1,10 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the profiling scripts: their options, the choice of the tool, the folder of a result, running and logging.
 # parse_arguments, choose_tool and start_result set TOOL, RESULT (a folder) and PROGRAM (an array).
-ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SCRIPT=$(basename "$0")
-: "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
-PATH=$PATH:$ROCM_PATH/bin
 
 note() { printf '%s\n' "$*"; }
 
@@ -18,6 +15,11 @@ die() {
     printf '%s: error: %s\n' "$SCRIPT" "$*" >&2
     exit "$status"
 }
+
+pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another one"
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
+PATH=$PATH:$ROCM_PATH/bin
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Python
@@ -103,6 +105,8 @@ parse_arguments() {
         esac
     done
     [[ -z $STAGE || $STAGE =~ ^[1-9][0-9]*$ ]] || die "--stage $STAGE is not a number: tiny_llama_v3.py --list-stages"
+    [[ -z $STAGE ]] || compgen -G "$ROOT/exercises/performance_debugging/v3_stage${STAGE}_*" >/dev/null ||
+        die "there is no --stage $STAGE: tiny_llama_v3.py --list-stages names those that there are"
     REQUESTED=$TOOL
     [[ " ${TOOLS[*]} auto " == *" $TOOL "* ]] || die "--tool $TOOL: choose one of ${TOOLS[*]} auto"
     choose_python || die "there is no Python at PYTHON=$PYTHON: run make, or give another"

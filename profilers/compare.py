@@ -17,6 +17,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+if not __package__:
+    print("run it from the root as python -m profilers.compare", file=sys.stderr)
+    sys.exit(2)
+
 from measure.command_line import NothingRecorded, Parser, positive, program
 from profilers.hotspots import show
 from profilers.kernel_names import operation_of, short_name

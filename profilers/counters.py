@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pandas as pd
 
+if not __package__:
+    print("run it from the root as python -m profilers.counters", file=sys.stderr)
+    sys.exit(2)
+
 from measure.command_line import NothingRecorded, Parser, positive, program
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_step_counters, read_step_stats

@@ -22,6 +22,10 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+if not __package__:
+    print("run it from the root as python -m profilers.doctor", file=sys.stderr)
+    sys.exit(2)
+
 from measure.command_line import Parser, program
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from measure.command_line import Parser, program
+from measure.command_line import Parser, program, replacing
 
 TOP = 20
 
@@ -41,7 +41,8 @@ def main(argv):
     finally:  # a program may end by SystemExit
         print(f"\nThe {TOP} functions that took the host the longest, without those they called (tottime):")
         pstats.Stats(profile).sort_stats("tottime").print_stats(TOP)
-        profile.dump_stats(options.output)
+        with replacing(Path(options.output)) as path:
+            profile.dump_stats(path)
 
 
 if __name__ == "__main__":

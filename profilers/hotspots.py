@@ -14,7 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from measure.command_line import NothingRecorded, Parser, positive, program
+if not __package__:
+    print("run it from the root as python -m profilers.hotspots", file=sys.stderr)
+    sys.exit(2)
+
+from measure.command_line import NothingRecorded, Parser, positive, program, replacing
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_processes
 
@@ -85,9 +89,9 @@ def main(argv):
     if table.empty:
         raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
     if options.csv:
-        is_folder = options.csv.is_dir()
         name = "kernels_of_the_steps.csv" if steps else "kernels.csv"
-        table.to_csv(options.csv / name if is_folder else options.csv, index=False)
+        with replacing(options.csv / name if options.csv.is_dir() else options.csv) as path:
+            table.to_csv(path, index=False)
     spots = hotspots(table, steps)
     sums = f"{spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels"
     print(f"\n{scope_of(steps, processes)}: {sums}\n")

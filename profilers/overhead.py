@@ -18,7 +18,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measure.command_line import Failure, Parser, program
+if not __package__:
+    print("run it from the root as python -m profilers.overhead", file=sys.stderr)
+    sys.exit(2)
+
+from measure.command_line import Failure, Parser, program, replacing
 from profilers.readers import Unreadable, read_ranges, steps_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +106,8 @@ def main(argv):
         figures = f"{row['ms']:.3f} ms a step, {row['ratio']:.2f} times; the run {row['seconds']:.1f} s"
         print(f"{script}: {figures}; {row['tool']}")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        with replacing(options.json) as path:
+            path.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

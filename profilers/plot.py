@@ -6,21 +6,24 @@
 Exit codes: 0 done, 1 there is nothing to draw, 2 the profile cannot be read.
 """
 
+import os
 import sys
 from pathlib import Path
 
-import matplotlib
+import numpy as np
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+if not __package__:
+    print("run it from the root as python -m profilers.plot", file=sys.stderr)
+    sys.exit(2)
 
-from measure.command_line import NothingRecorded, Parser, program  # noqa: E402
-from profilers.hotspots import hotspots  # noqa: E402
-from profilers.kernel_names import COLLECTIVES, COLORS, OTHER, operation_of  # noqa: E402
-from profilers.readers import Unreadable, read_processes, read_processes_apart, steps_of, within  # noqa: E402
-from profilers.readers.kernel_benchmark import read_kernel_benchmark  # noqa: E402
-from profilers.timeline import typical_step  # noqa: E402
+from measure.command_line import NothingRecorded, Parser, program
+from measure.drawing import plt, save_png
+from profilers.hotspots import hotspots
+from profilers.kernel_names import COLLECTIVES, COLORS, OTHER, operation_of
+from profilers.readers import Unreadable, read_processes, read_processes_apart, steps_of, within
+from profilers.readers.files import reported
+from profilers.readers.kernel_benchmark import read_kernel_benchmark
+from profilers.timeline import typical_step
 
 TOP = 12
 PHASES = ("step", "forward", "backward", "optimizer")
@@ -145,7 +148,8 @@ def shows_single_steps(ranges):
 def pictures_of(path, title):
     """{file name: figure} of all pictures that a folder, a trace or a JSON has the data for."""
     if path.suffix == ".json" and path.name != "trace.json":
-        return {"roofline.png": draw_roofline(read_kernel_benchmark(path))}
+        with reported(path):
+            return {"roofline.png": draw_roofline(read_kernel_benchmark(path))}
     table, steps, number = read_processes(path)
     pictures = {}
     if len(table):
@@ -172,14 +176,13 @@ def parse(argv):
 def main(argv):
     options = parse(argv)
     for path in options.profiles:
-        pictures = pictures_of(path, options.title or path.resolve().name)
+        title = os.fsencode(options.title or path.resolve().name).decode(errors="replace")  # Matplotlib draws no other
+        pictures = pictures_of(path, title)
         if not pictures:
             raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
         folder = options.output or (path if path.is_dir() else path.parent)
-        folder.mkdir(parents=True, exist_ok=True)
         for name, figure in pictures.items():
-            figure.savefig(folder / name, dpi=120)
-            plt.close(figure)
+            save_png(figure, folder / name, dpi=120)
             print(f"Picture: {folder / name}")
         if "kernels.png" in pictures and "timeline.png" not in pictures:
             print("No timeline: it needs a recording whose ranges hold the kernels of each step")

@@ -11,8 +11,13 @@ import csv
 import sys
 from pathlib import Path
 
-from measure.command_line import NothingRecorded, Parser, program
+if not __package__:
+    print("run it from the root as python -m profilers.rocprof_compute_kernels", file=sys.stderr)
+    sys.exit(2)
+
+from measure.command_line import NothingRecorded, Parser, positive, program
 from profilers.kernel_names import operation_of, short_name
+from profilers.readers.files import reported
 
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
 
@@ -22,7 +27,7 @@ def read_kernels(folder):
     path = Path(folder, TABLE)
     if not path.exists():
         raise NothingRecorded(f"{path} does not exist: rocprof-compute analyze -p {folder} --list-stats writes it")
-    with open(path, newline="") as file:
+    with reported(path), open(path, newline="") as file:
         reader = csv.DictReader(file)
         time = next((column for column in reader.fieldnames or () if column.startswith("Sum(")), None)
         if time is None or not {"Kernel_Name", "Count"} <= set(reader.fieldnames):
@@ -36,7 +41,7 @@ def kernels_of_the_step(kernels):
 
 
 def headings(kernels):
-    total = sum(time for *_, time in kernels)
+    total = sum(time for *_, time in kernels) or 1
     for number, name, count, time in kernels:
         times = "dispatch" if count == 1 else "dispatches"
         yield number, f"{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
@@ -45,7 +50,7 @@ def headings(kernels):
 def parse(argv):
     parser = Parser("rocprof_compute_kernels", __doc__)
     parser.add_argument("folder", metavar="workloads/NAME/GPU")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many kernels (default: 5)")
+    parser.add_argument("--top", type=positive, default=5, metavar="N", help="how many kernels (default: 5)")
     return parser.parse_args(argv)
 
 

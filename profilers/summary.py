@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from measure.command_line import Parser, program
+if not __package__:
+    print("run it from the root as python -m profilers.summary", file=sys.stderr)
+    sys.exit(2)
+
+from measure.command_line import Parser, program, replacing
 from measure.tables import cell, markdown_table, number
 from profilers.counters import derive
 from profilers.hotspots import hotspots, scope_of
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_step_counters, read_step_stats
+from profilers.readers.files import reported
 from profilers.readers.kernel_benchmark import read_kernel_benchmark
 from profilers.timeline import step_figures
 
@@ -206,8 +211,10 @@ def parse(argv):
 @program("summary")
 def main(argv):
     options = parse(argv)
-    text = summary(options.session, options.tool)
-    (options.session / "triton_analysis_summary.md").write_text(text)
+    with reported(options.session / "kernels_alone.json"):  # the readers report the other files
+        text = summary(options.session, options.tool)
+    with replacing(options.session / "triton_analysis_summary.md") as path:
+        path.write_text(text, encoding="utf-8")
     print(f"\n{text}")
     return 0
 

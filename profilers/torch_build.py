@@ -10,6 +10,10 @@ import runpy
 import sys
 from pathlib import Path
 
+if not __package__:
+    print("run it from the root as python -m profilers.torch_build", file=sys.stderr)
+    sys.exit(2)
+
 from measure.command_line import Parser, program
 
 

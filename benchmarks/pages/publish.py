@@ -10,19 +10,21 @@ of sequence. A result of the stages is the summary.json of run_all_stages.sh, ke
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
 
+import contextlib
 import difflib
 import functools
-import os
 import re
-import shutil
 import sys
-import tempfile
 from pathlib import Path
+
+if not __package__:
+    print("run it from the root as python -m benchmarks.pages.publish", file=sys.stderr)
+    sys.exit(2)
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import front_page, published_claims, replays, scaling_tables, traces
-from measure.command_line import Parser, program
-from measure.results import RESULTS, ROOT, newest_first, read_result
+from measure.command_line import Parser, program, replacing
+from measure.results import RESULTS, ROOT, damage_reported, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from measure.work import SIZES, SWEEPS
 
@@ -284,20 +286,9 @@ def rewrite(page, contents):
 
 def write_all(texts):
     """Writes {path: text}, either all files or none."""
-    written = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for path, text in texts.items():
-            with tempfile.NamedTemporaryFile(
-                "w", dir=path.resolve().parent, prefix=".", suffix=".tmp", delete=False, encoding="utf-8"
-            ) as file:
-                written[path.resolve()] = file.name
-                file.write(text)
-            shutil.copymode(path, file.name)
-        for path, name in written.items():
-            os.replace(name, path)
-    finally:
-        for name in written.values():
-            Path(name).unlink(missing_ok=True)
+            stack.enter_context(replacing(path)).write_text(text, encoding="utf-8")
 
 
 def update(pages, contents, check):
@@ -315,21 +306,14 @@ def update(pages, contents, check):
                 names = (str(page), "what the results say")
                 sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), wanted.splitlines(True), *names))
     if texts and not check:
-        try:
-            write_all(texts)
-        except OSError as error:
-            raise llama.UsageError(f"{error.filename} cannot be written ({error.strerror}): no page was") from error
+        write_all(texts)
     return bool(texts)
 
 
 def section_of(folder, name):
     """The Markdown of a section from the results in a folder."""
-    try:
+    with damage_reported(folder, name):
         return SECTIONS[name](folder)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise llama.UsageError(
-            f"--results {folder}: a result of {name} is damaged ({error!r}): measure again"
-        ) from error
 
 
 @program("publish.py")
@@ -345,7 +329,8 @@ def main(argv):
     out_of_date = update(options.pages or PAGES, contents, options.check)
     if not (options.check or options.pages):
         for picture, draw in DRAWN.items():
-            draw(options.results, picture)
+            with damage_reported(options.results, picture.name):
+                draw(options.results, picture)
     return int(options.check and out_of_date)
 
 

@@ -32,9 +32,13 @@ from typing import NamedTuple
 
 import torch
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.pages.scaling_model", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from measure.command_line import Parser, positive, program
-from measure.results import RESULTS, newest_first
+from measure.results import RESULTS, damage_reported, newest_first
 from measure.tables import markdown_table, number
 from measure.work import SIZES as WORK_SIZES
 from tiny_llama import distributed
@@ -300,7 +304,8 @@ def main(argv):
     parser.add_argument("--batch-factor", type=positive, default=1, metavar="N", help="times the measured batch")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
-    newest = newest_measured(options.results)
+    with damage_reported(options.results, "scaling"):
+        newest = newest_measured(options.results)
     if not newest:
         raise llama.UsageError(f"--results {options.results} has no result of benchmarks.scaling: measure first")
     unknown = set(options.sizes or ()) - newest.keys()

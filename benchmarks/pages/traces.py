@@ -17,6 +17,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+if not __package__:
+    print("run it from the root as python -m benchmarks.pages.traces", file=sys.stderr)
+    sys.exit(2)
+
 import tiny_llama_v3 as llama
 from measure.command_line import Parser, program
 from measure.drawing import MUTED, RED, save_png, style

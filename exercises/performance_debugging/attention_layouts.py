@@ -10,6 +10,9 @@ import functools
 import statistics
 import sys
 
+if not __package__:
+    print("run it from the root as python -m exercises.performance_debugging.attention_layouts", file=sys.stderr)
+    sys.exit(2)
 import torch
 
 import tiny_llama_v3 as llama

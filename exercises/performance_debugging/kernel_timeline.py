@@ -9,6 +9,9 @@ the gaps between kernels.
 import dataclasses
 import sys
 
+if not __package__:
+    print("run it from the root as python -m exercises.performance_debugging.kernel_timeline", file=sys.stderr)
+    sys.exit(2)
 import torch
 
 import tiny_llama_v3 as llama

@@ -7,6 +7,9 @@ The options are those of tiny_llama_v3.py.
 
 import sys
 
+if not __package__:
+    print("run it from the root as python -m exercises.performance_debugging.measured_ceilings", file=sys.stderr)
+    sys.exit(2)
 import torch
 from torch.utils.benchmark import Timer
 

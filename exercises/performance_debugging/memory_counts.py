@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+if not __package__:
+    print("run it from the root as python -m exercises.performance_debugging.memory_counts", file=sys.stderr)
+    sys.exit(2)
 import numpy as np
 import torch
 

@@ -46,6 +46,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+if not __package__:
+    print("run it from the root as python -m exercises.performance_debugging.replay", file=sys.stderr)
+    sys.exit(2)
 import torch
 
 import tiny_llama_v3 as llama
@@ -224,6 +227,7 @@ def plan_laptop(options):
         if stage in LAPTOP_RUNS:
             arguments = [*LAPTOP_RUNS[stage].split(), *options.script_options]
             config = llama.parse_config(arguments, link.name)
+            llama.validate_on_device(config, llama.get_device("cpu"))
             run = training_run(run.name, run.title, link, arguments, config, stage)
             run.parts[0].environment["TRITON_INTERPRET"] = "1"
         runs.append(run)
@@ -375,6 +379,8 @@ def locked(output):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise llama.UsageError(f"--output {output} is in use by another replay: give another folder") from None
+        for leftover in output.glob(".work-*"):  # of a replay that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         yield
 
 

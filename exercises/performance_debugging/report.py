@@ -9,6 +9,7 @@ from benchmarks.pages import replays
 from exercises.performance_debugging import pictures, report_cards
 from exercises.performance_debugging.summary import ALONE, COUNTED, laptop_line, markdown, recorded_line
 from measure import drawing
+from measure.command_line import replacing
 from measure.results import write_json
 
 TEMPLATE = "report.html.jinja"
@@ -76,6 +77,7 @@ def write(summary, folder):
     write_json(folder / "summary.json", summary)
     if summary["environment"] is None:
         return
-    (folder / "summary.md").write_text(markdown(summary))
     write_overview(summary, folder / "stages.png")
-    (folder / "report.html").write_text(render(summary))
+    for name, text in {"summary.md": markdown(summary), "report.html": render(summary)}.items():
+        with replacing(folder / name) as scratch:
+            scratch.write_text(text)

@@ -8,6 +8,7 @@ die() {
     exit 2
 }
 
+pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another one"
 here=$(dirname "${BASH_SOURCE[0]}")
 python=${PYTHON:-$here/../../.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3

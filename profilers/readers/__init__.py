@@ -29,7 +29,7 @@ from pathlib import Path
 import pandas as pd
 
 from profilers.readers import ncu, rocpd, rocprofv3, torch_trace
-from profilers.readers.files import Unreadable, intervals, within, within_any
+from profilers.readers.files import Unreadable, intervals, reported, within, within_any
 from profilers.readers.kernel_statistics import COLUMNS, counter_means, counter_sums, merge, statistics_of
 
 __all__ = [
@@ -62,7 +62,7 @@ def read_kernel_stats(path):
     """
     reader, files = find(path, "kernels")
     if files:  # tables are preferred to traces
-        return merge([table for file in files for table in reader.kernel_tables(file)])
+        return merge([table for file in files for table in tables_of(file, reader.kernel_tables)])
     return merge([statistics_of(chunk) for chunk in dispatch_chunks(path)])
 
 
@@ -84,7 +84,7 @@ def read_processes(path):
     if not in_steps or not reader.RECORDS_WARM_UP:
         _, tables = find(path, "kernels")
         return read_kernel_stats(path), steps, len(in_steps or tables or files)
-    chunks = (within_any(chunk, windows) for file, windows in in_steps for chunk in reader.dispatches(file))
+    chunks = (within_any(chunk, windows) for file, windows in in_steps for chunk in tables_of(file, reader.dispatches))
     return merge([statistics_of(chunk) for chunk in chunks]), steps, len(in_steps)
 
 
@@ -108,7 +108,7 @@ def read_ranges(path, kind="markers"):
     Raises Unreadable.
     """
     reader, files = find(path, kind)
-    return in_order(chunk for file in files for chunk in reader.ranges(file, kind))
+    return in_order(chunk for file in files for chunk in tables_of(file, reader.ranges, kind))
 
 
 def read_processes_apart(path):
@@ -149,7 +149,7 @@ def read_step_counters(path):
     whole, limited = [], []
     for file in files:
         windows, _ = windows_beside(reader, file)
-        for chunk in filter(len, reader.counters(file)):
+        for chunk in filter(len, tables_of(file, reader.counters)):
             whole.append(counter_sums(chunk))
             if windows and "Start" in chunk:
                 limited.append(counter_sums(within_any(chunk, windows)))
@@ -196,13 +196,19 @@ def files_below(folder, patterns, in_passes):
     return []
 
 
+def tables_of(file, read, *content):
+    """The tables that a function of a reader yields for a file; Unreadable if the file has other contents."""
+    with reported(file):
+        yield from read(file, *content)
+
+
 def dispatch_chunks(path):
     reader, files = find(path, "dispatches")
     if not files:
         kinds = [kind.PATTERNS.get(content, ()) for content in ("kernels", "dispatches") for kind in FORMATS]
         raise Unreadable(f"{path} holds no kernel statistics: neither {', '.join(sum(kinds, ()))}")
     for file in files:
-        yield from reader.dispatches(file)
+        yield from tables_of(file, reader.dispatches)
 
 
 def in_order(chunks):
@@ -212,7 +218,8 @@ def in_order(chunks):
 def windows_beside(reader, file):
     """step_windows() of the process of this file."""
     markers = reader.beside(file, "markers")
-    return windows_of(in_order(reader.ranges(markers, "markers")) if markers and markers.exists() else intervals())
+    found = markers and markers.exists()
+    return windows_of(in_order(tables_of(markers, reader.ranges, "markers")) if found else intervals())
 
 
 def windows_of(ranges):

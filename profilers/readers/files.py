@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import zlib
 
 import numpy as np
 import pandas as pd
@@ -17,10 +18,11 @@ class Unreadable(Failure):
 
 @contextlib.contextmanager
 def reported(path):
-    """Turns errors of the parsers into Unreadable."""
+    """Turns errors of the parsers, and what contents of another kind raise where they are used, into Unreadable."""
+    contents = (AttributeError, LookupError, TypeError, ArithmeticError, RecursionError)
     try:
         yield
-    except (ValueError, sqlite3.Error, EOFError, OSError) as error:  # UnicodeDecodeError and pandas' are ValueErrors
+    except (ValueError, sqlite3.Error, zlib.error, EOFError, OSError, *contents) as error:  # pandas' are ValueErrors
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise Unreadable(f"{path} is damaged or incomplete ({lines[0]}): profile again") from error
 
@@ -45,9 +47,10 @@ def csv_chunks(path, columns, words=("Name",)):
     missing = [name for name in columns if name not in header]
     if missing:
         raise Unreadable(f"{path} has no column {missing[0]}: it is not what its name says")
-    with reported(path), pd.read_csv(path, usecols=list(columns), chunksize=CHUNK_ROWS) as reader:
+    text = {name: str for name, new in columns.items() if new in words}
+    with reported(path), pd.read_csv(path, usecols=list(columns), dtype=text, chunksize=CHUNK_ROWS) as reader:
         for chunk in reader:
-            yield require_numbers(chunk.rename(columns=columns), path, words)
+            yield require_numbers(chunk.fillna(dict.fromkeys(text, "")).rename(columns=columns), path, words)
 
 
 def require_numbers(table, path, words):
@@ -55,7 +58,7 @@ def require_numbers(table, path, words):
         table.loc[table["Calls"] == 1, "StdDev"] = 0.0  # undefined for a single call in SQL
     numbers = table.drop(columns=list(words))
     is_numeric = all(pd.api.types.is_numeric_dtype(kind) for kind in numbers.dtypes)
-    if len(table) and (numbers.isna().any(axis=None) or not is_numeric):
+    if len(table) and not (is_numeric and np.isfinite(numbers).all(axis=None)):
         raise Unreadable(f"{path} has rows without all their numbers: profile again")
     return table
 
@@ -63,6 +66,7 @@ def require_numbers(table, path, words):
 def intervals(rows=()):
     """A table of Name, Start and End (integers, ns): of kernels on the device, or of ranges on the host."""
     table = pd.DataFrame(rows, columns=["Name", "Start", "End"])
+    table["Name"] = table["Name"].map(str)
     return table.astype({"Name": object, "Start": "int64", "End": "int64"})
 
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from profilers.readers.files import Unreadable, reported
+from profilers.readers.files import Unreadable
 
 PATTERNS = {"counters": ("ncu_raw.csv",)}
 RECORDS_WARM_UP = False  # run_ncu counts only within the range "step"
@@ -18,8 +18,7 @@ def beside(path, content):
 
 def counters(path):
     """The file has lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
-    with reported(path):
-        table = pd.read_csv(path, skiprows=[1], thousands=",")
+    table = pd.read_csv(path, skiprows=[1], thousands=",")
     if "Kernel Name" not in table:
         raise Unreadable(f"{path} is no table of ncu --page raw --csv: profile again")
     metrics = [name for name in table if "__" in name and pd.api.types.is_numeric_dtype(table[name])]

@@ -7,7 +7,7 @@ import sqlite3
 import pandas as pd
 
 from profilers.readers import files
-from profilers.readers.files import Unreadable, csv_chunks, csv_header, intervals, reported
+from profilers.readers.files import Unreadable, csv_chunks, csv_header, intervals
 from profilers.readers.kernel_statistics import COLUMNS
 
 PATTERNS = {
@@ -72,13 +72,13 @@ def label_of(name, data):
 
 def counters(path):
     chunks = query(path, COUNTERS, ["Name", "Counter", "Value", "Start"])
-    return (chunk.astype({"Value": float}) for chunk in chunks)
+    return (chunk.astype({"Value": float, "Start": "int64"}) for chunk in chunks)
 
 
 def query(path, sql, columns):
     """Yields the rows of a query as tables of these columns, CHUNK_ROWS rows at a time, at least one."""
     address = f"{path.resolve().as_uri()}?mode=ro"
-    with reported(path), contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+    with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
         ((size,),) = connection.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
         if path.stat().st_size < size:
             raise Unreadable(f"{path} is cut off: {path.stat().st_size} of {size} bytes; profile again")

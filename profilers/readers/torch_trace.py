@@ -4,7 +4,7 @@ import functools
 import gzip
 import json
 
-from profilers.readers.files import intervals, reported
+from profilers.readers.files import intervals
 
 TRACES = ("trace.json", "trace.json.gz")
 PATTERNS = {"dispatches": TRACES, "markers": TRACES, "calls": TRACES}
@@ -36,7 +36,7 @@ def ranges(path, content):
 @functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
 def events_of(path):
     """The complete events, with a beginning and a duration."""
-    with reported(path), gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
         events = json.load(file).get("traceEvents", [])
     return [event for event in events if event.get("ph") == "X"]
 

@@ -121,11 +121,9 @@ def row(alone, exchanging, tokens, efficiency, **others):
 
 def result_of(processes, day):
     weak = {
-        "triton graph": row(100.0, 101.0, 162e3, 0.99),
-        "triton": {"error": "no room"},
-        "DDP": row(110.0, 121.0, 135e3, 0.909, ratio=0.8),
-        "FSDP2": row(110.0, 118.0, 138e3, 0.932, ratio=0.85),
-    }
+        "triton graph": row(100.0, 101.0, 162e3, 0.99), "triton": {"error": "no room"},
+        "DDP": row(110.0, 121.0, 135e3, 0.909, ratio=0.8), "FSDP2": row(110.0, 118.0, 138e3, 0.932, ratio=0.85),
+    }  # fmt: skip
     strong = {"triton graph": row(100.0, 55.0, 148e3, 0.909)}
     large = {
         "config": SIZES["large"] | {"use_amp": True},
@@ -135,15 +133,11 @@ def result_of(processes, day):
     }
     gpt = {"ms": {"alone": 20.0, "exchanging": 25.0}, "tokens_per_second": 2e6, "efficiency": 0.8, "error": None}
     return {
-        "benchmark": "scaling",
-        "command": f"torchrun --nproc_per_node={processes}",
-        "date": f"2026-01-{day:02}T03:04:05",
-        "environment": {"device": "Some GPU", "torch": "2.11", "triton": "3.6"},
-        "processes": processes,
-        "collectives": {"bandwidth": 300.0, "latency_us": 20.0},
-        "sizes": {"large": large},
+        "benchmark": "scaling", "command": f"torchrun --nproc_per_node={processes}",
+        "date": f"2026-01-{day:02}T03:04:05", "environment": {"device": "Some GPU", "torch": "2.11", "triton": "3.6"},
+        "processes": processes, "collectives": {"bandwidth": 300.0, "latency_us": 20.0}, "sizes": {"large": large},
         "gpt2": {"size": "gpt2", "rows": {"eager": gpt}},
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ def run_report(*arguments, before="", path="", **variables):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The gate
+# --- the gate
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +42,8 @@ def checked(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_kernel_passes_on_every_architecture(checked):
-    assert set(gate.WORK) > set(
-        recorded.find_kernels(recorded.kernel_modules())
-    )  # one has a name for each of its parts
+    functions = recorded.find_kernels(recorded.kernel_modules())
+    assert set(gate.WORK) > set(functions)  # one has a name for each of its parts
     for arch in CHIPS:
         assert {row["kernel"] for row in checked if row["arch"] == arch} == set(gate.WORK)
         assert {row["precision"] for row in checked if row["arch"] == arch} >= {"bf16", "fp32"}
@@ -143,8 +141,7 @@ def test_oldest_triton_compiles_too(old_triton, tmp_path):
     assert result["triton"] == OLD_TRITON and len(result["rows"]) > 40
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The check's rules, one by one
+# --- the check's rules, one by one
 
 
 GOOD = {

@@ -55,16 +55,11 @@ def test_the_main_loop_has_the_least_beside_its_products():
     assert tiles.count_cycles(first, "gfx950").lds == 4
 
 
-@pytest.mark.parametrize(
-    "name, cycles",
-    [
-        ("v_mfma_f32_16x16x16bf16_1k", {"gfx90a": 32}),
-        ("v_mfma_f32_32x32x8_bf16", {"gfx942": 32, "gfx950": 32}),
-        ("v_mfma_f32_16x16x32_bf16", {"gfx950": 16}),
-        ("v_mfma_f32_16x16x8_xf32", {"gfx942": 16}),
-        ("v_mfma_f32_16x16x4_f32", {"gfx90a": 32, "gfx942": 32, "gfx950": 32}),
-    ],
-)
+@pytest.mark.parametrize("name, cycles", [
+    ("v_mfma_f32_16x16x16bf16_1k", {"gfx90a": 32}), ("v_mfma_f32_32x32x8_bf16", {"gfx942": 32, "gfx950": 32}),
+    ("v_mfma_f32_16x16x32_bf16", {"gfx950": 16}), ("v_mfma_f32_16x16x8_xf32", {"gfx942": 16}),
+    ("v_mfma_f32_16x16x4_f32", {"gfx90a": 32, "gfx942": 32, "gfx950": 32}),
+])  # fmt: skip
 def test_cycles_of_products(name, cycles):
     assert {arch: tiles.matrix_cycles(name, arch) for arch in cycles} == cycles
 
@@ -133,8 +128,7 @@ def test_amd_tiles_compute_the_same(key, seq_len, device, monkeypatch, request):
         torch.testing.assert_close(ours.double(), theirs.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The page
+# --- the page
 
 
 @pytest.fixture(scope="module")

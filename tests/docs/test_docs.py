@@ -113,9 +113,8 @@ echo "$0: there is no torch for this python: . .venv/bin/activate comes first" >
 exit 127
 """
 # `head` leaves before its writer is done, which shall not show as a failure of the pipe. All else shall.
-SHELL = (
-    'head() {{ command head "$@" && cat >/dev/null; }}\n{before}{code}\n[ "$PWD" = {folder} ] || {{ pwd && exit 1; }}'
-)
+SHELL = 'head() {{ command head "$@" && cat >/dev/null; }}\n{before}{code}\n'
+SHELL += '[ "$PWD" = {folder} ] || {{ pwd && exit 1; }}'
 
 
 def write_executables(folder, texts):
@@ -282,9 +281,8 @@ def without_generated(text):
 FOREIGN_FLAGS = {"--plugin", "--basenames", "--roctx-trace", "--roctx-rename", "--list-basic", "--list-derived"}
 FOREIGN_FLAGS |= {"--timestamp", "--help", "--httpd", "--no-deps"}
 FLAG = r"(?<![\w-])--[a-z][\w-]*\w"
-SOURCES = [
-    path for kind in ("*.py", "*.sh", "*.slurm", "Makefile") for path in ROOT.rglob(kind) if ".venv" not in path.parts
-]
+KINDS = ("*.py", "*.sh", "*.slurm", "Makefile")
+SOURCES = [path for kind in KINDS for path in ROOT.rglob(kind) if ".venv" not in path.parts]
 
 
 def test_every_flag_that_a_page_names_exists():

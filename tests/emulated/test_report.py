@@ -37,9 +37,7 @@ def test_what_the_workshop_teaches(result):
     """Stage 2 asks for the bytes of stage 3, in many more lines; stage 4 multiplies without matrix instructions."""
     assert list(result["counts"]) == list(LINE_BYTES)
     for arch in result["counts"]:
-        bad, good = (
-            report.counts_of(result, arch, stage)["flash_attention_kernel"] for stage in ("stage 2", "stage 3")
-        )
+        bad, good = (report.counts_of(result, arch, f"stage {n}")["flash_attention_kernel"] for n in (2, 3))
         assert bad.bytes == good.bytes and bad.lines["load"] > 10 * good.lines["load"]
         naive = report.counts_of(result, arch, "stage 4")["swiglu_kernel"]
         activation = report.counts_of(result, arch, "stage 5")["swiglu_activation_kernel"]

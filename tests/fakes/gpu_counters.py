@@ -1,14 +1,7 @@
 """Which counters a GPU has, and how many fit into one pass: a derived one costs its ingredients, shared ones once."""
 
-SLOTS = {
-    "SQ": 8,
-    "TCC": 4,
-    "TCP": 4,
-    "GRBM": 2,
-    "TA": 2,
-    "TD": 2,
-    "GL2C": 4,
-}  # of a pass, for each block of the hardware
+# Of a pass, for each block of the hardware.
+SLOTS = {"SQ": 8, "TCC": 4, "TCP": 4, "GRBM": 2, "TA": 2, "TD": 2, "GL2C": 4}
 
 CDNA = ("gfx908", "gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")

@@ -14,18 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
 FOLDERS = {
-    "get_trace.sh": "traces/trace",
-    "get_counters.sh": "counters/counter",
-    "get_hotspots.sh": "hotspots/hotspot",
-    "get_rocprof_compute.sh": "rocprof_compute/profile",
-    "get_rocprof_sys.sh": "rocprof_sys/profile",
+    "get_trace.sh": "traces/trace", "get_counters.sh": "counters/counter", "get_hotspots.sh": "hotspots/hotspot",
+    "get_rocprof_compute.sh": "rocprof_compute/profile", "get_rocprof_sys.sh": "rocprof_sys/profile",
     "run_rocprof_triton.sh": "rocprof_results/session",
-}
+}  # fmt: skip
 ALONE = {  # what run_triton_profiling.py measures
-    "date": "2030-01-02",
-    "environment": {"device": "MI300X", "arch": "gfx942", "torch": "2.7.1", "triton": "3.3.0"},
+    "date": "2030-01-02T03:04:05",
+    "environment": {"device": "AMD Instinct MI300X", "arch": "gfx942", "torch": "2.7.1", "triton": "3.3.0"},
     "ceilings": {"GB/s": 4000.0, "TFLOP/s": 600.0},
-    "kernels": [{"name": "RMSNorm", "bytes": 8_000_000, "flop": 16_000_000, "triton": {"ms": 0.004}}],
+    "kernels": [
+        {"name": "RMSNorm", "bytes": 8_000_000, "flop": 16_000_000, "triton": {"ms": 0.004}},
+        {"name": "attention", "bytes": 1_000_000, "flop": 10**9, "triton": {"ms": 0.01}},
+    ],
 }
 
 
@@ -87,15 +87,8 @@ class Machine:
         rocm = self.folder / "rocm"
         (rocm / ".info").mkdir(parents=True)
         (rocm / ".info" / "version").write_text(f"{release}.1-43\n")
-        tools = {
-            "rocprofv3": "rocprofv3.py",
-            "rocprof-compute": "rocprof_compute.py",
-            "rocprof-sys-sample": "rocprof_sys_sample.py",
-        }
-        if release >= "7.1":
-            tools["rocpd"] = "rocpd.py"
-        for name, fake in tools.items():
-            self.install(rocm / "bin" / name, fake, FAKE_ROCM=release)
+        for name in ("rocprofv3", "rocprof-compute", "rocprof-sys-sample", *["rocpd"] * (release >= "7.1")):
+            self.install(rocm / "bin" / name, f"{name.replace('-', '_')}.py", FAKE_ROCM=release)
         own = rocm / "libexec" / "rocprofiler-compute"
         own.mkdir(parents=True)
         (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
@@ -115,20 +108,11 @@ class Machine:
         return self.with_torch(cuda="12.8")
 
     def run(self, script, *arguments, **env):
-        command = [ROOT / script, *arguments]
-        done = subprocess.run(
-            command,
-            cwd=self.work,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+        pipes = dict(capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
         print(done.stdout, done.stderr)
-        return SimpleNamespace(
-            code=done.returncode, out=done.stdout, err=done.stderr, commands=commands_of(done.stdout)
-        )
+        commands = commands_of(done.stdout)
+        return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, commands=commands)
 
     def interrupt(self, script, number, **env):
         """(exit code, output, errors) of a script that is sent a signal when its program trains."""

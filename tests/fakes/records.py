@@ -44,6 +44,9 @@ class Run(NamedTuple):
         windows = [r for r in self.ranges if r.name == "steps"] or [r for r in self.ranges if r.name == "step"]
         return [d for d in self.dispatches if any(w.start <= d.start <= w.end for w in windows)]
 
+    def later(self, ns):
+        return Run(*([r._replace(start=r.start + ns, end=r.end + ns) for r in part] for part in self))
+
     def renamed(self):
         """As --kernel-rename records it: a kernel carries the name of the innermost range around its launch."""
         launches = [call for call in self.api_calls if call.name == LAUNCH]
@@ -154,9 +157,8 @@ SIZES = "Workgroup_Size_X,Workgroup_Size_Y,Workgroup_Size_Z,Grid_Size_X,Grid_Siz
 def write_kernel_trace(path, release, dispatches):
     times = "Kernel_Name,Correlation_Id,Start_Timestamp,End_Timestamp"
     if release < (7, 0):
-        header = (
-            f"Kind,Agent_Id,Queue_Id,Thread_Id,Dispatch_Id,Kernel_Id,{times},Private_Segment_Size,Group_Segment_Size"
-        )
+        header = f"Kind,Agent_Id,Queue_Id,Thread_Id,Dispatch_Id,Kernel_Id,{times},"
+        header += "Private_Segment_Size,Group_Segment_Size"
         middle, agent, resources = [1, 10470], 1, [0, 8192]
     else:
         header = f"Kind,Agent_Id,Queue_Id,Stream_Id,Thread_Id,Dispatch_Id,Kernel_Id,{times},"
@@ -213,9 +215,8 @@ def counter_value(counter, record):
         return 60.0
     if counter == "MeanOccupancyPerCU":
         return 8.0
-    return {"FETCH_SIZE": 0.5, "WRITE_SIZE": 0.25, "TCC_HIT_sum": 3.0, "TCC_MISS_sum": 1.0}.get(counter, 2.0) * (
-        record.duration // 100
-    )
+    factors = {"FETCH_SIZE": 0.5, "WRITE_SIZE": 0.25, "TCC_HIT_sum": 3.0, "TCC_MISS_sum": 1.0}
+    return factors.get(counter, 2.0) * (record.duration // 100)
 
 
 def write_counters(path, release, dispatches, counters):
@@ -244,18 +245,14 @@ ROCPD_TABLES = {
     "info_pmc": "id INTEGER PRIMARY KEY, guid TEXT, agent_id INTEGER, name TEXT, symbol TEXT",
     "event": "id INTEGER PRIMARY KEY, guid TEXT, category_id INTEGER, extdata JSONB DEFAULT '{}' NOT NULL",
     "pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, value REAL",
-    "region": (
-        "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, start BIGINT, "
-        '"end" BIGINT, name_id INTEGER, event_id INTEGER'
-    ),
-    "kernel_dispatch": (
-        "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, agent_id INTEGER, kernel_id INTEGER, "
-        'dispatch_id INTEGER, start BIGINT, "end" BIGINT, region_name_id INTEGER, event_id INTEGER'
-    ),
-    "memory_copy": (
-        'id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, start BIGINT, "end" BIGINT, name_id INTEGER, event_id INTEGER'
-    ),
-}
+    "region": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, start BIGINT, "
+              '"end" BIGINT, name_id INTEGER, event_id INTEGER',
+    "kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, agent_id INTEGER, "
+                       'kernel_id INTEGER, dispatch_id INTEGER, start BIGINT, "end" BIGINT, '
+                       "region_name_id INTEGER, event_id INTEGER",
+    "memory_copy": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, start BIGINT, "
+                   '"end" BIGINT, name_id INTEGER, event_id INTEGER',
+}  # fmt: skip
 ROCPD_VIEWS = """
 CREATE VIEW kernels AS
     SELECT k.id, k.guid, t.tid, c.string AS category, r.string AS region, s.display_name AS name, p.pid,
@@ -342,28 +339,19 @@ def write_rocpd(path, run, counters=()):
         ]
         insert("event", [(i, guid, *event) for i, event in enumerate(events, 1)])
         first_copy = 1 + len(events) - len(run.copies)
-        insert(
-            "kernel_dispatch",
-            [
-                (i, guid, pid, pid, 2, symbols[d.name], i, d.start, d.end, strings[""], i)
-                for i, d in enumerate(run.dispatches, 1)
-            ],
-        )
+        insert("kernel_dispatch", (
+            (i, guid, pid, pid, 2, symbols[d.name], i, d.start, d.end, strings[""], i)
+            for i, d in enumerate(run.dispatches, 1)
+        ))  # fmt: skip
         regions = [(r, ROCTX_RANGE) for r in run.ranges] + [(call, call.name) for call in run.api_calls]
-        insert(
-            "region",
-            [
-                (i, guid, pid, pid, r.start, r.end, strings[name], i)
-                for i, (r, name) in enumerate(regions, len(run.dispatches) + 1)
-            ],
-        )
-        insert(
-            "memory_copy",
-            [
-                (i, guid, pid, c.start, c.end, strings[c.name], event)
-                for i, (event, c) in enumerate(enumerate(run.copies, first_copy), 1)
-            ],
-        )
+        insert("region", (
+            (i, guid, pid, pid, r.start, r.end, strings[name], i)
+            for i, (r, name) in enumerate(regions, len(run.dispatches) + 1)
+        ))  # fmt: skip
+        insert("memory_copy", (
+            (i, guid, pid, c.start, c.end, strings[c.name], event)
+            for i, (event, c) in enumerate(enumerate(run.copies, first_copy), 1)
+        ))  # fmt: skip
         values = [
             (i, pmc, counter_value(c, d)) for i, d in enumerate(run.dispatches, 1) for pmc, c in enumerate(counters, 1)
         ]

@@ -28,8 +28,7 @@ def fail(message):
     sys.exit(f"ERROR {message}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Options
+# --- options
 
 
 def profile_block(value):
@@ -81,17 +80,15 @@ def make_parser():
     return parser
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What it wants of the machine
+# --- what it wants of the machine
 
 
 def require_locale():
     """It sets one by its name, so LC_ALL changes nothing."""
     locales = subprocess.run(["locale", "-a"], capture_output=True, text=True).stdout.lower().replace("-", "").split()
     if RELEASE < (7, 0) and "en_us.utf8" not in locales:
-        fail(
-            "Please ensure that the 'en_US.UTF-8' locale is available on your system.\nERROR unsupported locale setting"
-        )
+        needed = "Please ensure that the 'en_US.UTF-8' locale is available on your system."
+        fail(f"{needed}\nERROR unsupported locale setting")
     if "c.utf8" not in locales:
         print("ERROR Please ensure that a UTF-8-based locale is available on your system.")  # and goes on
 
@@ -114,8 +111,7 @@ def refuse_parents(path):
         fail("Access denied. Cannot access parent directories in path (i.e. ../)")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Profile
+# --- profile
 
 
 def profile(options, program):
@@ -160,8 +156,7 @@ def write_counters(path, wanted, steps):
             writer.writerow([number, 0, name, 1_000_000 * number, 1_000_000 * number + ns, 64])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Analyze
+# --- analyze
 
 
 def analyze(options):
@@ -191,9 +186,8 @@ def analyze(options):
     print("-" * 80, "\n0. Top Stats")
     marks = ["*" if number in options.kernel else "" for number in range(len(kernels))]
     shown = list(zip(range(options.max_stat_num), kernels, marks, strict=False))
-    print_grid(
-        ["", "Kernel_Name", *(["S"] if options.kernel else [])], [row[: 3 if options.kernel else 2] for row in shown]
-    )
+    columns = 3 if options.kernel else 2
+    print_grid(["", "Kernel_Name", "S"][:columns], [row[:columns] for row in shown])
     for block in options.block or SECTIONS:
         if block.split(".")[0] not in SECTIONS:  # 6.x shows nothing then
             fail(f"{block} is not a metric id of --list-metrics")
@@ -243,10 +237,8 @@ def print_grid(header, rows):
 
 
 def main():
-    arguments, program = sys.argv[1:], []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        arguments, program = arguments[:cut], arguments[cut + 1 :]
+    cut = [*sys.argv, "--"].index("--")
+    arguments, program = sys.argv[1:cut], sys.argv[cut + 1 :]
     options = make_parser().parse_args(arguments)
     require_packages(options.mode)
     require_locale()

@@ -158,10 +158,8 @@ def run_program(program):
 
 
 def main():
-    arguments, program = sys.argv[1:], []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        arguments, program = arguments[:cut], arguments[cut + 1 :]
+    cut = [*sys.argv, "--"].index("--")
+    arguments, program = sys.argv[1:cut], sys.argv[cut + 1 :]
     try:
         options = make_parser().parse_args(arguments)
     except ArithmeticError as error:

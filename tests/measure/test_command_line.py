@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from measure import command_line
 from measure.command_line import Failure, NothingRecorded, Parser, exit_code_of, positive, program, time_limit
 from tiny_llama_v3 import UsageError
 
@@ -73,6 +75,36 @@ def test_a_full_disk(tmp_path):
     assert process.returncode == 2 and error.count("\n") == 1 and "No space left" in error
 
 
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path, link = tmp_path / "new" / "file.txt", tmp_path / "link"
+    link.symlink_to(path)
+    for text in ("one", "two"):
+        with command_line.replacing(link) as file:
+            file.write_text(text)
+        path.chmod(0o640)
+    reason = r"file.txt cannot be written \(No space left on device\): free space or give another path$"
+    with pytest.raises(Failure, match=reason), command_line.replacing(path) as file:
+        file.write_text("hal")
+        raise OSError(28, "No space left on device")
+    assert [p.name for p in path.parent.iterdir()] == ["file.txt"] and path.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink() and link.read_text() == "two"
+    with command_line.replacing(Path(os.devnull)) as file:  # is no file to be replaced
+        assert file == Path(os.devnull)
+
+
+def test_a_name_that_the_output_cannot_encode(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert exit_code_of(lambda: print("J\xfcrgen", os.fsdecode(b"\xff")), "program") is None
+    assert sys.stdout.buffer.getvalue() == b"J\\xfcrgen \\udcff\n"
+
+
+def test_a_deleted_current_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert exit_code_of(os.getcwd, "program") == 2
+    assert capsys.readouterr().err == "program: error: the current folder was deleted: change to another one\n"
+
+
 def test_a_wrong_command_line_is_one_line(capsys):
     @program("adder")
     def main(argv):
@@ -99,3 +131,15 @@ def test_options_in_range():
 @pytest.mark.parametrize("name", ["measure/__init__", "measure/command_line", "profilers/__init__", "profilers/doctor"])
 def test_an_old_python_can_import_what_reports_it(name):
     ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 7))
+
+
+def test_programs_started_by_their_path_name_the_module(python):
+    """Except for those that are meant to be."""
+    folders, by_path = ("benchmarks", "compiled", "emulated", "profilers"), {"host_profile.py", "__main__.py"}
+    programs = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name not in by_path]
+    programs = [path for path in programs if "\nif __name__" in path.read_text()]
+    for path in programs:
+        done = subprocess.run([python, path], capture_output=True, text=True, cwd="/")
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        assert (done.returncode, done.stderr) == (2, f"run it from the root as python -m {module}\n")
+    assert len(programs) > 15

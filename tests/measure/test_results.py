@@ -40,9 +40,9 @@ def test_the_header_says_how_to_repeat_it_without_the_private_folder():
     assert header["benchmark"] == "steps" and header["environment"]["torch"]
 
 
-@pytest.mark.parametrize(
-    "text, reason", [("{", "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed")]
-)
+@pytest.mark.parametrize("text, reason", [
+    ("{", "cannot be read"), ("[" * 10**5, "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed"),
+])  # fmt: skip
 def test_a_damaged_result_is_named(tmp_path, text, reason):
     path = tmp_path / "steps.json"
     path.write_text(text)

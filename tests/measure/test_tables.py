@@ -9,10 +9,9 @@ import pytest
 from measure import tables
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [(None, ""), (0, "0"), (0.01234, "0.0123"), (1.0, "1.00"), (99.96, "100.0"), (123.4, "123"), (12345.6, "12,346")],
-)
+@pytest.mark.parametrize("value, text", [
+    (None, ""), (0, "0"), (0.01234, "0.0123"), (1.0, "1.00"), (99.96, "100.0"), (123.4, "123"), (12345.6, "12,346"),
+])  # fmt: skip
 def test_numbers_have_three_digits_and_no_exponent(value, text):
     assert tables.number(value) == text
 

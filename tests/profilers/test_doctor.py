@@ -20,10 +20,8 @@ class Machine:
     """Answers as given, instead of asking a second Python."""
 
     def __init__(self, kernel=None, gpus=(), problem=None, **packages):
-        known = dict(
-            torch="2.9.0", triton="3.5.0", numpy="2.1.0", hip=None, cuda=None, torch_file="/no/torch/__init__.py"
-        )
-        known |= dict(owners={"triton": "3.5.0"}, requirement=("triton", "3.5.0")) | packages
+        known = dict(torch="2.9.0", triton="3.5.0", numpy="2.1.0", hip=None, cuda=None, owners={"triton": "3.5.0"})
+        known |= dict(torch_file="/no/torch/__init__.py", requirement=("triton", "3.5.0")) | packages
         self.packages = (known, None) if known["torch"] != "hangs" else (None, problem)
         self.torch = known if known["torch"] not in (None, "hangs") else {}
         self.gpus = (None, problem) if problem else (list(gpus), None)
@@ -75,8 +73,7 @@ def tools(tmp_path, monkeypatch):
     return make
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Packages
+# --- packages
 
 
 def test_torch_builds():
@@ -90,29 +87,21 @@ def test_torch_versions(version, level):
     assert diagnose("torch", Machine(torch=version))[0] == level
 
 
-def test_cpu_build_beside_a_gpu(no_devices):
-    (no_devices / "kfd").touch()
-    level, text, remedy = diagnose("torch", Machine())
-    assert level == "FAIL" and "kfd" in text and "TORCH_INDEX" in remedy
-
-
-def test_missing_and_hanging_torch():
+def test_missing_and_hanging_packages():
     level, text, remedy = diagnose("torch", Machine(torch=None, torch_error="ModuleNotFoundError: No module"))
     assert level == "FAIL" and "No module" in text and "make run" in remedy
     level, text, _ = diagnose("torch", Machine(torch="hangs", problem="no answer in 5 seconds"))
     assert level == "FAIL" and "no answer in 5 seconds" in text
+    assert diagnose("numpy", Machine(numpy=None, numpy_error="ModuleNotFoundError: numpy"))[0] == "FAIL"
 
 
-def test_two_owners_of_triton():
+def test_one_owner_of_triton_and_two():
+    assert diagnose("triton", Machine(**ROCM))[0] == "OK"
+    assert diagnose("triton", Machine())[1] == "3.5.0, owned by triton 3.5.0 alone"
     owners = {"pytorch-triton-rocm": "3.3.1", "triton": "3.4.0"}
     level, text, remedy = diagnose("triton", Machine(**ROCM | dict(owners=owners)))
     assert level == "FAIL" and "pytorch-triton-rocm 3.3.1, triton 3.4.0" in text
     assert remedy == "pip uninstall triton; then pip install --force-reinstall --no-deps pytorch-triton-rocm"
-
-
-def test_one_owner_of_triton():
-    assert diagnose("triton", Machine(**ROCM))[0] == "OK"
-    assert diagnose("triton", Machine())[1] == "3.5.0, owned by triton 3.5.0 alone"
 
 
 @pytest.mark.parametrize("owners", [{"triton": "3.3.1"}, {"pytorch-triton-rocm": "3.2.0"}])
@@ -139,12 +128,7 @@ def test_numpy_that_old_triton_cannot_interpret_with(triton, level):
     assert found == level and (level == "OK" or (triton in text and "numpy<2.4" in remedy))
 
 
-def test_missing_numpy():
-    assert diagnose("numpy", Machine(numpy=None, numpy_error="ModuleNotFoundError: numpy"))[0] == "FAIL"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GPU
+# --- GPU
 
 
 def test_gpu_is_described():
@@ -153,10 +137,12 @@ def test_gpu_is_described():
     assert "tested" in diagnose("gpu", Machine(cuda="13.0", gpus=[GPU | dict(arch="sm_90")]))[1]
 
 
-def test_unknown_and_occupied_gpu():
+def test_unknown_occupied_and_hanging_gpu():
     assert diagnose("gpu", Machine(gpus=[GPU | dict(arch="gfx1100")], **ROCM))[0] == "WARN"
     level, text, _ = diagnose("gpu", Machine(gpus=[GPU | dict(free=10 * 2**30)], **ROCM))
     assert level == "WARN" and "someone else" in text
+    level, text, _ = diagnose("gpu", Machine(problem="no answer in 5 seconds", **ROCM))
+    assert level == "FAIL" and "no answer in 5 seconds" in text
 
 
 def test_no_gpu(no_devices):
@@ -187,11 +173,6 @@ def test_graphics_of_the_processor_beside_a_card(no_devices):
     assert diagnose("torch", machine)[0] == diagnose("gpu", machine)[0] == "OK"
 
 
-def test_gpu_that_does_not_answer():
-    level, text, _ = diagnose("gpu", Machine(problem="no answer in 5 seconds", **ROCM))
-    assert level == "FAIL" and "no answer in 5 seconds" in text
-
-
 def test_access(no_devices, monkeypatch):
     assert list(doctor.probe_access(Machine())) == []
     level, _, remedy = diagnose("access", Machine(**ROCM))
@@ -206,8 +187,7 @@ def test_access(no_devices, monkeypatch):
     assert level == "FAIL" and "renderD128 of group render" in text and "usermod -aG render $USER" in remedy
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Profilers
+# --- profilers
 
 
 def found(machine):
@@ -283,8 +263,7 @@ def test_rocm_is_not_asked_for_without_it(tools):
     assert list(doctor.probe_rocm(Machine(cuda="13.0"))) == []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Disk and kernel
+# --- disk and kernel
 
 
 @pytest.mark.parametrize("gib, level", [(100, "OK"), (3, "WARN"), (0.1, "FAIL")])
@@ -315,8 +294,7 @@ def test_kernel_right_wrong_and_broken():
     assert list(doctor.probe_kernel(Machine(triton=None))) == []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The command
+# --- the command
 
 
 def run_doctor(*arguments, python=sys.executable, **variables):
@@ -359,13 +337,8 @@ def test_owners_are_read_from_the_installation(bare, tmp_path):
     distribution(site, "torch", "2.7.1", "torch/__init__.py")
     with next(site.glob("torch-*")).joinpath("METADATA").open("a") as metadata:
         metadata.write("Requires-Dist: pytorch-triton-rocm==3.3.1; platform_system == 'Linux'\n")
-    for name, source in (
-        ("triton", "__version__ = '3.4.0'"),
-        (
-            "torch",
-            "from types import SimpleNamespace\n__version__ = '2.7.1'\nversion = SimpleNamespace(hip='6.4', cuda=None)",
-        ),
-    ):
+    torch = "from types import SimpleNamespace\n__version__ = '2.7.1'\nversion = SimpleNamespace(hip='6.4', cuda=None)"
+    for name, source in (("triton", "__version__ = '3.4.0'"), ("torch", torch)):
         (site / name).mkdir()
         (site / name / "__init__.py").write_text(source)
     result = json.loads(run_doctor("--json", python=bare).stdout)

@@ -66,10 +66,8 @@ def test_the_timeline_and_the_roofline_have_the_same_colours():
     assert shown == {name: to_rgb(COLORS[name]) for name in names}
     points = [{"name": name, "flop": 10, "bytes": 10, "triton": {"ms": 1.0}} for name in ("RMSNorm", "attention")]
     result = {
-        "ceilings": {"GB/s": 1, "TFLOP/s": 1},
-        "kernels": points,
-        "environment": {"device": "GPU", "arch": "gfx942"},
-    }
+        "ceilings": {"GB/s": 1, "TFLOP/s": 1}, "kernels": points, "environment": {"device": "GPU", "arch": "gfx942"},
+    }  # fmt: skip
     (axes,) = plot.draw_roofline(result).axes
     shown = legend_of(axes)
     assert shown == {name: to_rgb(COLORS[name]) for name in ("RMSNorm", "attention")}
@@ -80,10 +78,8 @@ def test_the_timeline_and_the_roofline_have_the_same_colours():
 
 def test_the_roofline_s_text_is_clear_of_its_lines():
     points = [{"name": "RMSNorm", "flop": flop, "bytes": 10, "triton": {"ms": 1.0}} for flop in (10, 5000)]
-    environment = {"device": "GPU", "arch": "gfx942"}
-    figure = plot.draw_roofline(
-        {"ceilings": {"GB/s": 4277, "TFLOP/s": 680}, "kernels": points, "environment": environment}
-    )
+    result = {"ceilings": {"GB/s": 4277, "TFLOP/s": 680}, "environment": {"device": "GPU", "arch": "gfx942"}}
+    figure = plot.draw_roofline(result | {"kernels": points})
     figure.draw_without_rendering()
     (axes,) = figure.axes
     ceiling = axes.lines[0].get_transform().transform(axes.lines[0].get_xydata())

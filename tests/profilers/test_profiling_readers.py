@@ -13,7 +13,7 @@ import pytest
 import tiny_llama_v3 as llama
 from profilers import readers
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import COLUMNS, Unreadable, files, read_kernel_stats, rocpd
+from profilers.readers import COLUMNS, Unreadable, files, read_kernel_stats, rocpd, torch_trace
 from tests.fakes import records
 
 RUN = records.make_run(steps=3)
@@ -64,8 +64,7 @@ def test_every_kind_of_file_gives_the_same_table(profile, monkeypatch):
 
 
 def test_steps_alone(profile):
-    windows, steps = readers.step_windows(profile)
-    assert steps == 3 and windows == [(r.start, r.end) for r in RUN.ranges if r.name == "step"]
+    assert readers.step_windows(profile) == ([(r.start, r.end) for r in RUN.ranges if r.name == "step"], 3)
     table, steps = readers.read_step_stats(profile)
     assert steps == 3 and len(RUN.in_steps()) == 3 * 19
     assert_equal(table, expected(RUN.in_steps()))
@@ -83,10 +82,6 @@ def write_recording(prefix, kind, run):
         records.write_rocpd(Path(f"{prefix}_results.db"), run)
 
 
-def later(run, ns):
-    return records.Run(*([r._replace(start=r.start + ns, end=r.end + ns) for r in part] for part in run))
-
-
 @pytest.mark.parametrize("kind", ["csv", "db"])
 def test_one_window_around_all_steps(tmp_path, kind):
     """With --timing step the host has closed the ranges "step" before their kernels start."""
@@ -102,7 +97,7 @@ def test_one_window_around_all_steps(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["csv", "db"])
 def test_each_process_has_its_own_steps(tmp_path, kind):
     """The second starts while the first is in its steps, and is then in its slow warm-up; the third has no steps."""
-    runs = RUN, later(records.make_run(steps=2), 60_000_000), later(RUN._replace(ranges=[]), 10_000)
+    runs = RUN, records.make_run(steps=2).later(60_000_000), RUN._replace(ranges=[]).later(10_000)
     for rank, run in enumerate(runs):
         write_recording(tmp_path / f"rank_{rank}" / "hotspots", kind, run)
     write_recording(tmp_path / "rank_0.failed" / "hotspots", kind, RUN)
@@ -113,7 +108,7 @@ def test_each_process_has_its_own_steps(tmp_path, kind):
 
 def test_processes_in_one_folder_are_told_apart(tmp_path):
     """Without -o, or with %pid% in it, their files lie side by side."""
-    second = later(records.make_run(steps=2), 60_000_000)
+    second = records.make_run(steps=2).later(60_000_000)
     write_recording(tmp_path / "10470", "csv", RUN)
     write_recording(tmp_path / "10471", "csv", second)
     table, steps, processes = readers.read_processes(tmp_path)
@@ -123,7 +118,7 @@ def test_processes_in_one_folder_are_told_apart(tmp_path):
 
 def test_a_single_file_has_the_steps_of_its_process(tmp_path):
     write_recording(tmp_path / "10470", "csv", RUN)
-    write_recording(tmp_path / "10471", "csv", later(RUN, 10**9))
+    write_recording(tmp_path / "10471", "csv", RUN.later(10**9))
     table, steps = readers.read_step_stats(tmp_path / "10470_kernel_trace.csv")
     assert steps == 3
     assert_equal(table, expected(RUN.in_steps()))
@@ -159,9 +154,8 @@ def test_a_range_without_a_label_keeps_its_name(tmp_path, data):
 def test_dispatches_come_in_order(profile, monkeypatch):
     monkeypatch.setattr(files, "CHUNK_ROWS", 11)
     dispatches = readers.read_dispatches(profile)
-    assert list(dispatches.astype({"Name": str}).itertuples(index=False, name=None)) == [
-        tuple(d) for d in RUN.dispatches
-    ]
+    rows = dispatches.astype({"Name": str}).itertuples(index=False, name=None)
+    assert list(rows) == list(map(tuple, RUN.dispatches))
 
 
 def test_processes_of_one_run_are_added_up(tmp_path):
@@ -214,46 +208,31 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     assert (dispatches["Start"].to_numpy()[1:] >= dispatches["End"].to_numpy()[:-1]).all()  # never two at once
 
 
-def chrome_trace(events):
-    return json.dumps({"traceEvents": [{"ph": "X", "tid": 1, **event} for event in events]})
+def chrome_trace(*rows):
+    """The text of a trace with events of these categories, names, times and durations."""
+    keys = ("ph", "tid", "cat", "name", "ts", "dur")
+    return json.dumps({"traceEvents": [dict(zip(keys, ("X", 1, *row), strict=True)) for row in rows]})
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, name):
     text = chrome_trace(
-        [
-            {"cat": "kernel", "name": "rmsnorm_kernel", "ts": 10.5, "dur": 2.25},
-            {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 20, "dur": 1},
-            {"cat": "gpu_user_annotation", "name": "step", "ts": 10, "dur": 20},
-            {"cat": "user_annotation", "name": "step", "ts": 9, "dur": 30},
-            {"cat": "cpu_op", "name": "aten::mm", "ts": 9, "dur": 5},
-        ]
-    )
+        ("kernel", "rmsnorm_kernel", 10.5, 2.25), ("gpu_memcpy", "Memcpy HtoD", 20, 1), ("gpu_memset", "Memset", 22, 2),
+        ("gpu_user_annotation", "step", 10, 20), ("user_annotation", "step", 9, 30), ("cpu_op", "aten::mm", 9, 5),
+    )  # fmt: skip
     (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wt").write(text)
-    table = read_kernel_stats(tmp_path)
-    assert list(zip(table["Name"], table["TotalDurationNs"], strict=True)) == [
-        ("rmsnorm_kernel", 2250),
-        ("Memcpy HtoD", 1000),
-    ]
+    table = read_kernel_stats(tmp_path).set_index("Name")["TotalDurationNs"]
+    assert list(table.items()) == [("rmsnorm_kernel", 2250), ("Memset", 2000), ("Memcpy HtoD", 1000)]
     assert readers.step_windows(tmp_path) == ([(9000, 39000)], 1)
 
 
 def test_the_last_kernels_of_a_step_that_outlive_its_range_count(tmp_path):
     """torch.profiler records nothing but steps: no kernel of its trace is left out, of the folder or of the file."""
     rows = [("user_annotation", "step", 0, 10), ("kernel", "early", 2, 3), ("kernel", "late", 11, 3)]
-    (tmp_path / "trace.json").write_text(
-        chrome_trace([{"cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in rows])
-    )
+    (tmp_path / "trace.json").write_text(chrome_trace(*rows))
     for path in (tmp_path, tmp_path / "trace.json"):
         table, steps = readers.read_step_stats(path)
         assert steps == 1 and set(table["Name"]) == {"early", "late"}
-
-
-def test_a_memset_counts_as_a_copy_does(tmp_path):
-    (tmp_path / "trace.json").write_text(
-        chrome_trace([{"cat": "gpu_memset", "name": "Memset (Device)", "ts": 3, "dur": 2}])
-    )
-    assert list(read_kernel_stats(tmp_path)["TotalDurationNs"]) == [2000]
 
 
 def test_a_kernel_belongs_to_the_step_in_which_it_starts():
@@ -262,8 +241,7 @@ def test_a_kernel_belongs_to_the_step_in_which_it_starts():
     assert list(readers.within_any(dispatches, [(100, 150), (205, 300)])["Name"]) == ["inside", "later"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Files that are not as they should be
+# --- files that are not as they should be
 
 
 def test_folder_without_a_profile(tmp_path):
@@ -295,9 +273,7 @@ def test_a_table_without_kernels_is_empty(tmp_path):
 def test_truncated_file(tmp_path, name, cut):
     path = tmp_path / name
     if name == "trace.json":
-        path.write_text(
-            chrome_trace([{"cat": "kernel", "name": d.name, "ts": d.start, "dur": 1} for d in RUN.dispatches])
-        )
+        path.write_text(chrome_trace(*(("kernel", d.name, d.start, 1) for d in RUN.dispatches)))
     elif name.endswith(".db"):
         records.write_rocpd(path, RUN)
         cut *= 100
@@ -318,6 +294,22 @@ def test_damaged_line(tmp_path, line):
         read_kernel_stats(tmp_path)
 
 
+def test_a_trace_of_other_contents(tmp_path):
+    texts = ["[{}]", '{"traceEvents": 1}', '{"traceEvents": [[]]}', "[" * 10**5, '{"a":' * 10**5]
+    for text in texts + [chrome_trace(("kernel", "k", ts, 2)) for ts in ("1", None, 1e999, 10**30)]:
+        torch_trace.events_of.cache_clear()
+        (tmp_path / "trace.json").write_text(text)
+        with pytest.raises(Unreadable, match="^[^\n]*trace.json is damaged or incomplete [^\n]*$"):
+            read_kernel_stats(tmp_path)
+
+
+def test_a_name_is_a_word_whatever_it_looks_like(tmp_path):
+    (tmp_path / "k_kernel_trace.csv").write_text("Kernel_Name,Start_Timestamp,End_Timestamp\n7,1,2\n,3,4\n")
+    (tmp_path / "trace.json").write_text(chrome_trace(("user_annotation", 7, 1, 2)))
+    assert list(read_kernel_stats(tmp_path)["Name"]) == ["7", ""]
+    assert list(readers.read_ranges(tmp_path)["Name"]) == ["7"]
+
+
 def test_another_table_under_the_name(tmp_path):
     records.write_agent_info(tmp_path / "a_kernel_stats.csv")
     with pytest.raises(Unreadable, match="no column"):
@@ -334,9 +326,7 @@ def test_many_dispatches(tmp_path, kind, monkeypatch):
     sizes = []
     statistics_of = readers.statistics_of
     monkeypatch.setattr(readers, "statistics_of", lambda chunk: sizes.append(len(chunk)) or statistics_of(chunk))
-    dispatches = [
-        records.Record(d.name, d.start + 10**9 * i, d.end + 10**9 * i) for i in range(20) for d in RUN.dispatches
-    ]
+    dispatches = [dispatch for i in range(20) for dispatch in RUN.later(10**9 * i).dispatches]
     copies = 100_000 // len(dispatches) + 1
     if kind == "csv":
         path = tmp_path / "a_kernel_trace.csv"
@@ -350,9 +340,8 @@ def test_many_dispatches(tmp_path, kind, monkeypatch):
         path = tmp_path / "a.db"
         records.write_rocpd(path, RUN._replace(dispatches=dispatches))
         connection = rocpd.sqlite3.connect(path)
-        (table,) = connection.execute(
-            "SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_kernel_dispatch_%'"
-        ).fetchone()
+        tables = "SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_kernel_dispatch_%'"
+        (table,) = connection.execute(tables).fetchone()
         columns = 'guid, pid, tid, agent_id, kernel_id, dispatch_id, start, "end", region_name_id, event_id'
         with connection:
             connection.execute(
@@ -368,8 +357,7 @@ def test_many_dispatches(tmp_path, kind, monkeypatch):
     assert len(sizes) >= 5 and max(sizes) <= files.CHUNK_ROWS
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Names
+# --- names
 
 
 def test_every_kernel_of_the_script_belongs_to_an_operation():
@@ -379,46 +367,29 @@ def test_every_kernel_of_the_script_belongs_to_an_operation():
     assert [name for name in kernels if operation_of(name) == "other"] == []
 
 
-@pytest.mark.parametrize(
-    "name, operation",
-    [
-        ("rmsnorm_backward_kernel", "RMSNorm backward"),
-        ("flash_attention_kernel", "attention"),
-        ("flash_attention_backward_dkdv_kernel", "attention backward"),
-        ("swiglu_kernel", "SwiGLU matrix product, naive"),
-        ("swiglu_activation_kernel", "SwiGLU"),
-        ("Cijk_Alik_Bljk_SB_MT64x64x32_MI16x16x4", "matrix product"),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix product"),
-        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute", "matrix product"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>(cutlass::Params)", "matrix product"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::Params)", "matrix product"),
-        (
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(pytorch_flash::Flash_fwd_params)",
-            "attention",
-        ),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<x>(y)", "attention backward"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_bf16_knob_6_64x128x64", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_bf16_knob_26_128x128", "attention backward"),
-        ("triton_red_fused_add_mul_rsqrt_3", "fused by torch.compile"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1>>"
-            "(int, at::native::FillFunctor<float>, std::array<char*, 1>)",
-            "copy or fill",
-        ),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<float>>(int)", "elementwise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps<float>>>(x)", "reduction"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 7, false, false>(float*)", "softmax"),
-        (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
-            "FusedAdamMathFunctor<float, 4, (ADAM_MODE)1, false>>(x)",
-            "optimizer",
-        ),
-        ("Memcpy DtoD (Device -> Device)", "copy or fill"),
-        ("__amd_rocclr_fillBufferAligned", "copy or fill"),
-        ("aten::mm", "matrix product"),
-        ("my_own_thing", "other"),
-    ],
-)
+@pytest.mark.parametrize("name, operation", [
+    ("rmsnorm_backward_kernel", "RMSNorm backward"), ("flash_attention_kernel", "attention"),
+    ("flash_attention_backward_dkdv_kernel", "attention backward"), ("swiglu_activation_kernel", "SwiGLU"),
+    ("swiglu_kernel", "SwiGLU matrix product, naive"), ("Cijk_Alik_Bljk_SB_MT64x64x32_MI16x16x4", "matrix product"),
+    ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix product"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute", "matrix product"),
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>(cutlass::Params)", "matrix product"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::Params)", "matrix product"),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(pytorch_flash::Flash_fwd_params)", "attention"),
+    ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<x>(y)", "attention backward"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_bf16_knob_6_64x128x64", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_bf16_knob_26_128x128", "attention backward"),
+    ("triton_red_fused_add_mul_rsqrt_3", "fused by torch.compile"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, "
+     "1>>(int, at::native::FillFunctor<float>, std::array<char*, 1>)", "copy or fill"),
+    ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<float>>(int)", "elementwise"),
+    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps<float>>>(x)", "reduction"),
+    ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 7, false, false>(float*)", "softmax"),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
+     "FusedAdamMathFunctor<float, 4, (ADAM_MODE)1, false>>(x)", "optimizer"),
+    ("Memcpy DtoD (Device -> Device)", "copy or fill"), ("__amd_rocclr_fillBufferAligned", "copy or fill"),
+    ("aten::mm", "matrix product"), ("my_own_thing", "other"),
+])  # fmt: skip
 def test_operation_of(name, operation):
     assert operation_of(name) == operation
 

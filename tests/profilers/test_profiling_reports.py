@@ -1,6 +1,7 @@
 """The reports: hot spots, comparison, counters, pictures, the figures of a step, and the summary of a session."""
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -13,24 +14,14 @@ from measure.command_line import Failure
 from profilers import compare, counters, hotspots, overhead, plot, readers, summary, timeline
 from profilers.readers import Unreadable, files, read_kernel_stats
 from tests.fakes import records
+from tests.fakes.machine import ALONE
 
 RUN = records.make_run(steps=3)
-ALONE = {
-    "date": "2030-01-02T03:04:05",
-    "environment": {"device": "AMD Instinct MI300X", "arch": "gfx942", "torch": "2.7.1", "triton": "3.3.0"},
-    "ceilings": {"GB/s": 4000.0, "TFLOP/s": 600.0},
-    "kernels": [
-        {"name": "RMSNorm", "bytes": 8_000_000, "flop": 16_000_000, "triton": {"ms": 0.004}},
-        {"name": "attention", "bytes": 1_000_000, "flop": 10**9, "triton": {"ms": 0.01}},
-    ],
-}
 
 
 def counted(number):
     """The run of a counting pass: it starts later than the others, and its kernels are slower."""
-    ns = 10**9 * number
-    moved = [[r._replace(start=r.start + ns, end=r.end + ns) for r in part] for part in RUN]
-    run = records.Run(*moved)
+    run = RUN.later(10**9 * number)
     return run._replace(dispatches=[d._replace(end=d.end + 10**6) for d in run.dispatches])
 
 
@@ -54,8 +45,7 @@ def session(tmp_path):
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Hot spots and comparison
+# --- hot spots and comparison
 
 
 def test_hotspots_are_per_step(session):
@@ -94,19 +84,12 @@ def test_compare():
     after = table_of(rmsnorm_kernel=200_000, swiglu_activation_kernel=20_000, rope_kernel=10_400, adamw_kernel=40_000)
     result = compare.compare(compare.of_calls(before, 2), compare.of_calls(after, 2))
     assert result["change"].to_dict() == {
-        "swiglu_kernel": "vanished",
-        "rmsnorm_kernel": "slower",
-        "swiglu_activation_kernel": "appeared",
-        "adamw_kernel": "faster",
-        "rope_kernel": "same",
-    }
+        "swiglu_kernel": "vanished", "rmsnorm_kernel": "slower", "swiglu_activation_kernel": "appeared",
+        "adamw_kernel": "faster", "rope_kernel": "same",
+    }  # fmt: skip
     assert list(result.index)[:2] == ["swiglu_kernel", "rmsnorm_kernel"]
-    assert result.loc["rmsnorm_kernel", ["ms before", "ms after", "ratio", "calls after"]].tolist() == [
-        0.1,
-        0.2,
-        2.0,
-        1.0,
-    ]
+    columns = ["ms before", "ms after", "ratio", "calls after"]
+    assert result.loc["rmsnorm_kernel", columns].tolist() == [0.1, 0.2, 2.0, 1.0]
     sums = compare.by_operation(result).set_index("operation")
     assert sums.loc["SwiGLU", "ms after"] == pytest.approx(0.02) and np.isnan(sums.loc["SwiGLU", "ratio"])
 
@@ -121,8 +104,7 @@ def test_compare_a_step_with_a_step(session, tmp_path, capsys):
     assert compare.main([str(session), str(tmp_path / "absent")]) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Counters
+# --- counters
 
 
 def test_counters_of_several_passes(session):
@@ -189,8 +171,7 @@ def test_ncu(tmp_path):
         readers.read_counters(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The figures of a step
+# --- the figures of a step
 
 
 def frame(*rows):
@@ -200,24 +181,18 @@ def frame(*rows):
 def test_busy_time_counts_what_overlaps_once():
     kernels = frame(("a", 0, 100), ("b", 50, 120), ("c", 60, 70), ("d", 200, 300))
     assert timeline.busy_ns(kernels) == 120 + 100
+    assert timeline.busy_ns(frame(("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130))) == 130
     assert timeline.busy_ns(frame()) == 0
 
 
 def test_figures_of_a_step(tmp_path):
-    run = records.Run(
-        dispatches=[records.Record(n, a, b) for n, a, b in (("warm", 0, 900), ("k", 1100, 1200), ("k", 1300, 1500))],
-        ranges=[records.Record("step", 1000, 2000), records.Record("forward", 1000, 1400)],
-        api_calls=[
-            records.Record(n, a, b)
-            for n, a, b in (
-                ("hipModuleLaunchKernel", 1050, 1060),
-                ("hipLaunchKernel", 1070, 1100),
-                ("hipDeviceSynchronize", 1500, 2000),
-                ("hipLaunchKernel", 100, 900),
-            )
-        ],
-        copies=[],
-    )
+    rows = {
+        "dispatches": [("warm", 0, 900), ("k", 1100, 1200), ("k", 1300, 1500)], "copies": [],
+        "ranges": [("step", 1000, 2000), ("forward", 1000, 1400)],
+        "api_calls": [("hipModuleLaunchKernel", 1050, 1060), ("hipLaunchKernel", 1070, 1100),
+                      ("hipDeviceSynchronize", 1500, 2000), ("hipLaunchKernel", 100, 900)],
+    }  # fmt: skip
+    run = records.Run(**{part: [records.Record(*row) for row in of_part] for part, of_part in rows.items()})
     records.write_rocpd(tmp_path / "a.db", run)
     assert timeline.step_figures(tmp_path) == {
         "steps": 1, "step_us": 1.0, "kernels": 2, "kernel_us": 0.3, "busy": 0.3, "gap_us": 0.1, "launches": 2,
@@ -244,8 +219,7 @@ def test_the_typical_step_is_the_median():
     assert timeline.typical_step(frame(("forward", 0, 1))) is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Pictures
+# --- pictures
 
 
 def texts(figure):
@@ -264,7 +238,7 @@ def test_pictures_of_a_profile(session):
     np.testing.assert_allclose(widths, sorted(table["TotalDurationNs"] / 1e6 / steps))
     assert {"step", "forward", "backward", "matrix product", "RMSNorm"} <= texts(pictures["timeline.png"])
     assert sum(len(bars.get_paths()) for bars in step.collections) == 3 + 19  # step and phases; kernels
-    assert plot.main([str(session), "--output", str(session / "new")]) == 0
+    assert plot.main([str(session), "--output", str(session / "new"), "--title", "not UTF-8: \udcff"]) == 0
     assert (session / "new" / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -296,7 +270,7 @@ def test_a_timeline_of_two_processes(tmp_path):
         assert (bars.count(1), bars.count(0)) == (expected, 19)
 
 
-def test_roofline(tmp_path):
+def test_roofline(tmp_path, capsys):
     figure = plot.draw_roofline(ALONE)
     roof, *points = figure.axes[0].lines
     assert max(roof.get_ydata()) == 600 and len(points) == 2
@@ -304,14 +278,18 @@ def test_roofline(tmp_path):
     assert (x, y) == (pytest.approx(2.0), pytest.approx(4.0))  # 16 MFLOP on 8 MB in 4 us
     on_roof = np.interp(2.0, roof.get_xdata(), roof.get_ydata())
     assert on_roof == pytest.approx(8.0, rel=0.01)  # 2 FLOP a byte at 4 TB/s
-    (tmp_path / "other.json").write_text("[1]")
-    assert plot.main([str(tmp_path / "other.json")]) == 2
+    (tmp_path / "k_kernel_trace.csv").write_text("Kernel_Name,Start_Timestamp,End_Timestamp\nk,1,2\n")
+    for other in ([1], ALONE | {"kernels": 5}, ALONE | {"ceilings": {"GB/s": "4", "TFLOP/s": 0}}):
+        (tmp_path / "kernels_alone.json").write_text(json.dumps(other))
+        assert plot.main([str(tmp_path / "kernels_alone.json")]) == 2
+        assert summary.main([str(tmp_path), "--tool", "torch"]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == err.count("/kernels_alone.json is ") == 2
     with pytest.raises(Unreadable, match="no roofline"):
         plot.draw_roofline(ALONE | {"kernels": []})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The summary of a session
+# --- the summary of a session
 
 
 def test_summary_is_computed_from_the_recordings(session):
@@ -322,10 +300,8 @@ def test_summary_is_computed_from_the_recordings(session):
     assert f"a kernel runs during {100 * figures['busy']:.1f} % of a step" in text
     assert "| RMSNorm | 8.00 | 0.00400 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
     assert "which meet at 150 FLOP a byte" in text
-    assert (
-        "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
-        and "| attention | 1,000 | 100 | arithmetic | 16.7 |" in text
-    )
+    assert "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
+    assert "| attention | 1,000 | 100 | arithmetic | 16.7 |" in text
     assert "No GPU" not in text and text.count("| rmsnorm_kernel |") >= 2
 
 
@@ -345,8 +321,7 @@ def test_summary_says_what_was_not_counted(session):
     assert summary.main([str(session), "--tool", "torch"]) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# With the real program
+# --- with the real program
 
 
 def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys, python):
@@ -365,8 +340,7 @@ def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys, python):
         overhead.time_command([sys.executable, "-c", "import sys; print('so it goes'); sys.exit(3)"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Perfetto
+# --- Perfetto
 
 
 @pytest.fixture(scope="module")
@@ -390,9 +364,8 @@ def test_perfetto_finds_kernels_phases_and_layers(trace_processor, device, tmp_p
     capsys.readouterr()
     processor = trace_processor(trace=str(tmp_path / "profile" / "trace.json"))
     try:
-        names = {
-            row.name: row.count for row in processor.query("SELECT name, count(*) AS count FROM slice GROUP BY name")
-        }
+        rows = processor.query("SELECT name, count(*) AS count FROM slice GROUP BY name")
+        names = {row.name: row.count for row in rows}
         lost = list(processor.query("SELECT sum(value) AS n FROM stats WHERE severity = 'data_loss'"))[0].n
     finally:
         processor.close()
@@ -410,11 +383,6 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
     header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
     shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))
     assert (shown["us"], shown["MB"], shown["GB/s"]) == ("12.0", "4.0", "333.3")
-
-
-def test_busy_time_of_what_lies_within_a_longer_kernel():
-    rows = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
-    assert timeline.busy_ns(files.intervals(rows)) == 130
 
 
 def test_hotspots_by_hand():
@@ -442,7 +410,8 @@ def test_no_ceiling_limits_what_is_interpreted():
 
 
 def test_the_recorded_step_is_in_ms(tmp_path):
-    steps = [{"ph": "X", "tid": 1, "cat": "user_annotation", "name": "step", "ts": ts, "dur": 4000} for ts in (0, 9000)]
+    of_step = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "step"}
+    steps = [of_step | {"ts": ts, "dur": dur} for ts, dur in ((0, 8000), (9000, 4000), (19000, 3000))]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": steps}))
     assert overhead.recorded_step_ms(tmp_path) == 4.0
 
@@ -455,8 +424,18 @@ def test_operators_of_two_threads_count_both(tmp_path):
     assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm"}
 
 
-def test_a_table_that_cannot_be_written(tmp_path, capsys):
-    trace = tmp_path / "k_kernel_trace.csv"
-    trace.write_text("Kernel_Name,Start_Timestamp,End_Timestamp\nk,1,2\n")
-    assert hotspots.main([str(trace), "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize("module, arguments, file", [
+    (hotspots, "{0} --csv {0}/t.csv", "t.csv"), (overhead, "--json {0}/o.json", "o.json"),
+    (plot, "{0} --output {0}/new", "new/kernels.png"), (summary, "{0} --tool torch", "triton_analysis_summary.md"),
+])  # fmt: skip
+def test_a_full_disk_leaves_no_half_file(session, monkeypatch, capsys, module, arguments, file):
+    monkeypatch.setattr(overhead, "measure", lambda *_: {"plain": {"ms": 1.0, "seconds": 1.0}, "scripts": {}})
+    before, limits = sorted(session.rglob("*.*")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        assert module.main(arguments.format(session).split()) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reason = "cannot be written (File too large): free space or give another path"
+    assert capsys.readouterr().err.endswith(f"error: {session / file} {reason}\n")
+    assert sorted(session.rglob("*.*")) == before

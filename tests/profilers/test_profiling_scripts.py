@@ -22,8 +22,7 @@ SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 
-# ----------------------------------------------------------------------------------------------------------------------
-# With ROCm
+# --- with ROCm
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -54,10 +53,8 @@ def test_hotspots_rank_the_kernels_of_the_steps(machine, release):
     ranked = re.findall(r"^ *([\d.]+) %  +[\d.]+ +(\d+) +[\d.]+  (.*?)  +(\S+)", run.out, re.M)
     shares = [float(share) for share, *_ in ranked]
     assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(100, abs=0.5)
-    assert ranked[0][1:3] == ("6", "matrix product") and ranked[1][2:] == (
-        "attention backward",
-        "flash_attention_backward_kernel",
-    )
+    assert ranked[0][1:3] == ("6", "matrix product")
+    assert ranked[1][2:] == ("attention backward", "flash_attention_backward_kernel")
     assert "triton_poi_autotuned" not in run.out  # warm-up
 
 
@@ -88,9 +85,8 @@ def test_database_is_read_all_the_same_where_rocpd_fails(machine):
 def test_hardware_counters(machine, release):
     run = machine.with_rocm(release).run("get_counters.sh", "--pmc", "--output", "out")
     assert run.code == 0
-    passes = [
-        words[2 : words.index("--output-format")] for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]
-    ]
+    counting = [words for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
+    passes = [words[2 : words.index("--output-format")] for words in counting]
     assert len(passes) == 5 and not any({"FETCH_SIZE", "WRITE_SIZE"} <= set(names) for names in passes)
     assert len(list(machine.work.rglob("counters_counter_collection.csv"))) == 5
     *_, row = (line.split() for line in run.out.splitlines() if line.endswith(" rmsnorm_kernel"))
@@ -98,9 +94,8 @@ def test_hardware_counters(machine, release):
 
 
 def test_each_pmc_is_a_pass(machine):
-    run = machine.with_rocm("7.0").run(
-        "get_counters.sh", "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--output", "out"
-    )
+    asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE"
+    run = machine.with_rocm("7.0").run("get_counters.sh", *asked, "--output", "out")
     assert run.code == 0
     passes = [words[2:4] for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
     assert passes == [["SQ_WAVES", "GRBM_COUNT"], ["FETCH_SIZE", "--kernel-trace"]]
@@ -131,8 +126,7 @@ def test_a_pass_that_fails_leaves_what_was_recorded(machine, release):
 
 
 @pytest.mark.parametrize(
-    "arch, missing",
-    first_fast(("gfx908", ["MeanOccupancyPerCU", "MfmaUtil"]), ("gfx1201", ["OccupancyPercent"])),
+    "arch, missing", first_fast(("gfx908", ["MeanOccupancyPerCU", "MfmaUtil"]), ("gfx1201", ["OccupancyPercent"]))
 )
 def test_counters_that_the_gpu_lacks_are_named(machine, arch, missing):
     machine.with_rocm("7.0")
@@ -186,9 +180,8 @@ def test_one_run_gives_the_timeline_and_its_tables(machine, release):
 
 def test_a_timeline_without_its_table_stays(machine):
     """The report fails where pandas is missing, say."""
-    (machine.with_rocm("7.0").bin / "env").write_text(
-        '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
-    )
+    failing = '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
+    (machine.with_rocm("7.0").bin / "env").write_text(failing)
     (machine.bin / "env").chmod(0o755)
     run = machine.run("get_trace.sh", "--output", "out")
     assert run.code == 1 and "the table of the kernels: profilers.hotspots ended with status 3" in run.err
@@ -276,8 +269,7 @@ def test_release_is_read_from_the_tool_without_a_version_file(machine):
         shutil.rmtree(machine.folder / "rocm")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Without ROCm
+# --- without ROCm
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -354,9 +346,8 @@ def test_ncu_counts(machine):
 def test_without_permission_for_counters(machine, complaint, reason):
     machine.with_nvidia()
     run = machine.run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
-    assert run.code == 0 and f"Tool: torch.profiler from here on ({reason[:4]}" in run.out.replace(
-        "the driver ", ""
-    ).replace("ncu ", "")
+    told = run.out.replace("the driver ", "").replace("ncu ", "")
+    assert run.code == 0 and f"Tool: torch.profiler from here on ({reason[:4]}" in told
     assert reason in run.out and "Kernels of 3 steps" in run.out
     arguments = "--tool", "ncu", "--output", "out"
     run = machine.run("get_rocprof_compute.sh", *arguments, FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
@@ -410,8 +401,7 @@ def test_counters_need_a_tool_that_counts(machine):
     assert run.code == 0 and "No hardware counters" in run.out and "Kernels of 3 steps" in run.out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Failures
+# --- failures
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -456,23 +446,43 @@ def test_an_unwritable_folder(machine):
     assert run.code == 2 and "cannot be written to" in run.err
 
 
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        (["--frobnicate"], "unknown option --frobnicate"),
-        (["--num-steps", "3"], "go after --"),
-        (["--output"], "--output needs a value"),
-        (["--stage", "--dry-run"], "--stage needs a value"),
-        (["--stage", "four"], "--stage four is not a number"),
-        (["--tool", "nsys"], "--tool nsys: choose one of"),
-        (["--", "--use-amp", "--", "--kernel-rename"], 'no options of its own: leave out "--kernel-rename"'),
-    ],
-)
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--frobnicate"], "unknown option --frobnicate"), (["--num-steps", "3"], "go after --"),
+    (["--output"], "--output needs a value"), (["--stage", "--dry-run"], "--stage needs a value"),
+    (["--stage", "four"], "--stage four is not a number"), (["--stage", "9"], "there is no --stage 9"),
+    (["--tool", "nsys"], "--tool nsys: choose one of"),
+    (["--", "--use-amp", "--", "--kernel-rename"], 'no options of its own: leave out "--kernel-rename"'),
+])  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_options(machine, script, arguments, complaint):
     run = machine.run(script, *arguments)
     assert run.code == 2 and run.err.count("\n") == 1 and complaint in run.err and run.out == ""
     assert machine.results() == []
+
+
+def test_the_session_begins_with_the_program_which_refuses_wrong_options(machine):
+    run = machine.run("run_rocprof_triton.sh", PROGRAM_STATUS="2")
+    assert run.code == 2 and [Path(words[1]).name for words in run.commands] == ["tiny_llama_v3.py"]
+
+
+def test_a_current_folder_that_was_deleted(machine):
+    for script in ("get_trace.sh", "profilers/doctor.sh", "exercises/performance_debugging/run_all_stages.sh"):
+        words = ["bash", "-c", f'rmdir "$PWD" && exec {ROOT}/{script}']
+        machine.work.mkdir(exist_ok=True)
+        done = subprocess.run(words, cwd=machine.work, env=machine.env, capture_output=True, text=True)
+        reason = "the current folder was deleted: change to another one"
+        assert done.returncode == 2 and done.stderr.endswith(f"{Path(script).name}: error: {reason}\n")
+
+
+@pytest.mark.parametrize("script, code, reason", [
+    ("job.slurm", 2, "Slurm did not start it: sbatch job.slurm --graph"), ("setup_env.sh", 1, "is not an option"),
+])  # fmt: skip
+def test_scripts_that_cannot_do_what_was_asked(tmp_path, script, code, reason):
+    shutil.copy(ROOT / script, tmp_path)  # a mistake must not cost the .venv here
+    words, env = ["bash", tmp_path / script, "--graph"], {"PATH": os.defpath}
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1) and reason in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [script]
 
 
 def test_printed_paths_exist(machine):
@@ -482,22 +492,18 @@ def test_printed_paths_exist(machine):
     assert f"--profile {machine.work}/out\n" in run.out
 
 
-@pytest.mark.parametrize("launcher", first_fast("torchrun", "srun", "mpirun"))
-def test_each_rank_has_a_folder_of_its_own(machine, launcher):
-    rank, size = {
-        "torchrun": ("RANK", "WORLD_SIZE"),
-        "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-        "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    }[launcher]
+@pytest.mark.parametrize("rank, size", first_fast(  # as torchrun, srun and mpirun call them
+    ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+))  # fmt: skip
+def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
     machine.with_rocm("7.0")
     for number in ("0", "1"):
         run = machine.run("get_hotspots.sh", "--output", "out", **{rank: number, size: "2"})
         assert run.code == 0 and f"Results: {machine.work}/out/rank_{number}\n" in run.out
         (command,) = re.findall(r"^All 2 processes in one table: (.*)$", run.out, flags=re.M)
     done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
-    assert re.search(r"^Kernels of 6 steps of 2 processes, .* in 19 calls of 6 kernels$", done.stdout, re.M), (
-        done.stderr
-    )
+    told = r"^Kernels of 6 steps of 2 processes, .* in 19 calls of 6 kernels$"
+    assert re.search(told, done.stdout, re.M), done.stderr
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
     assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
     assert machine.run("get_hotspots.sh", **{rank: "0", size: "1"}).code == 0
@@ -523,17 +529,13 @@ def test_interrupt_ends_script_and_program(interruptible_machine, number, code, 
     assert str(machine.work) not in running
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Dry runs and help
+# --- dry runs and help
 
 
-@pytest.mark.parametrize(
-    "script, release",
-    [
-        *itertools.product(SCRIPTS, [None]),  # with ROCm the others are in files of their own
-        *first_fast(("get_counters.sh", "7.1"), *itertools.product(OF_ROCPROFV3, ["6.4", "7.0"])),
-    ],
-)
+@pytest.mark.parametrize("script, release", [
+    *itertools.product(SCRIPTS, [None]),  # with ROCm the others are in files of their own
+    *first_fast(("get_counters.sh", "7.1"), *itertools.product(OF_ROCPROFV3, ["6.4", "7.0"])),
+])  # fmt: skip
 def test_dry_run_prints_what_a_run_executes(machine, script, release):
     if release:
         machine.with_rocm(release)
@@ -594,9 +596,8 @@ def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
 
 
 def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):
-    lines = [
-        shlex.split(line) for line in TYPED if line.startswith(("./get_counters", "./get_hotspots", "./get_trace"))
-    ]
+    scripts = "./get_counters", "./get_hotspots", "./get_trace"
+    lines = [shlex.split(line) for line in TYPED if line.startswith(scripts)]
     assert len(lines) == 2 and all(words.count("--") == 2 for words in lines)
     for script, *options in lines:
         run = machine.run(script[2:], "--dry-run", "--tool", "rocprofv3", *options)

@@ -31,8 +31,7 @@ def run_script(machine, *arguments, **env):
     return machine.run("get_rocprof_compute.sh", "--output", "out", *arguments, **env)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Each release
+# --- each release
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -91,8 +90,7 @@ def test_how_many_kernels(machine):
         assert run.code == 2 and run.err.count("\n") == 1 and "--kernels needs a number of kernels" in run.err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The ROCm that the tool belongs to
+# --- the ROCm that the tool belongs to
 
 
 @pytest.mark.parametrize("release, given", [("7.12", False), *first_fast(("7.1", True), ("7.0", True), ("6.4", False))])
@@ -143,8 +141,7 @@ def test_rocm_7_takes_the_locale_that_is_everywhere(machine):
     assert run_script(machine.with_rocm("7.0"), FAKE_LOCALES="C C.utf8").code == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Options of the profiler
+# --- options of the profiler
 
 
 def test_a_kernel_chosen_by_its_name(machine):
@@ -183,8 +180,7 @@ def test_options_of_ncu(machine):
     assert run.code == 0 and command[command.index("-k") + 1] == "rmsnorm_kernel"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Paths
+# --- paths
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -208,21 +204,17 @@ def test_a_word_that_the_tool_would_split(machine):
     assert run.code == 2 and "no spaces" in run.err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Failures
+# --- failures
 
 
-@pytest.mark.parametrize(
-    "complaint, reason",
-    [
-        ("ERROR Cannot find a supported arch in rocminfo: gfx1100", "does not support this GPU"),
-        ("RuntimeError: No HIP GPUs are available", "two ROCm installations"),
-        ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
-        ("ERROR Failed to import rocprofiler-sdk avail module.", "install the package rocprofiler-sdk"),
-        ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
-        ("An instance of rocprof is already running", "another rocprof is running"),
-    ],
-)
+@pytest.mark.parametrize("complaint, reason", [
+    ("ERROR Cannot find a supported arch in rocminfo: gfx1100", "does not support this GPU"),
+    ("RuntimeError: No HIP GPUs are available", "two ROCm installations"),
+    ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
+    ("ERROR Failed to import rocprofiler-sdk avail module.", "install the package rocprofiler-sdk"),
+    ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
+    ("An instance of rocprof is already running", "another rocprof is running"),
+])  # fmt: skip
 def test_known_complaints_are_explained(machine, complaint, reason):
     run = run_script(machine.with_rocm("6.4"), FAKE_COMPLAINT=complaint)
     assert run.code == 1 and reason in run.err and machine.results() == ["out.failed"]
@@ -261,8 +253,7 @@ def test_several_processes_are_refused(machine, rank, size):
     assert machine.results() == []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The table of kernels
+# --- the table of kernels
 
 
 HEADER = ["Kernel_Name", "Count", "Sum(ns)", "Mean(ns)", "Median(ns)", "Pct"]
@@ -282,33 +273,28 @@ def listed(folder, capsys, *arguments):
 def test_numbers_are_rows_and_shares_those_of_the_step(tmp_path, capsys, unit):
     header = [column.replace("ns", unit) for column in HEADER]
     weights = "void at::native::distribution_nullary_kernel<float, PhiloxCudaState>(int, long)"
-    write_table(
-        tmp_path, header, [weights, 9, 700, 1, 1, 70], ["f<4, 2>(int, float)", 1, 225, 1, 1, 1], ["g", 2, 75, 1, 1, 1]
-    )
+    kernels = ["f<4, 2>(int, float)", 1, 225, 1, 1, 1], ["g", 2, 75, 1, 1, 1]
+    write_table(tmp_path, header, [weights, 9, 700, 1, 1, 70], *kernels)
     first, second = listed(tmp_path, capsys)
     assert first == ["1", "f<4, 2>: 75.0% of the time of the kernels, 1 dispatch"]
     assert second == ["2", "g: 25.0% of the time of the kernels, 2 dispatches"]
     assert listed(tmp_path, capsys, "--top", "1") == [first]
 
 
-@pytest.mark.parametrize(
-    "header, rows, complaint",
-    [
-        (["Kernel", "Time"], [["f", 1]], "has no columns Kernel_Name, Count and Sum(): ['Kernel', 'Time']"),
-        (HEADER, [], "names no kernel of a step"),
-        (None, [], "does not exist: rocprof-compute analyze -p"),
-    ],
-)
+@pytest.mark.parametrize("header, rows, complaint", [
+    (["Kernel", "Time"], [["f", 1]], "has no columns Kernel_Name, Count and Sum(): ['Kernel', 'Time']"),
+    (HEADER, [], "names no kernel of a step"), (None, [], "does not exist: rocprof-compute analyze -p"),
+    (HEADER, [["k", "many", "x", "x", "x", "x"]], "damaged or incomplete (invalid literal for int()"),
+])  # fmt: skip
 def test_a_table_that_says_nothing(tmp_path, capsys, header, rows, complaint):
     if header:
         write_table(tmp_path, header, *rows)
-    assert rocprof_compute_kernels.main([str(tmp_path)]) == 1
+    assert rocprof_compute_kernels.main([str(tmp_path)]) == 1 + ("damaged" in complaint)
     err = capsys.readouterr().err
     assert complaint in err and err.count("\n") == 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The guide
+# --- the guide
 
 
 @pytest.mark.parametrize("release", RELEASES)

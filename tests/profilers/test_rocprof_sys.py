@@ -59,10 +59,9 @@ def test_a_second_run_that_fails_costs_no_trace(machine, release):
     assert files(machine, "perfetto-trace-*.proto" if release else "trace.json") and "-m pstats" not in run.out
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["-I", "rocm", "amd-smi"], ["-E", "rcclp"], ["-c", "one.cfg", "two.cfg"], ["-f", "1000"], ["--realtime"], ["-H"]],
-)
+@pytest.mark.parametrize("options", [
+    ["-I", "rocm", "amd-smi"], ["-E", "rcclp"], ["-c", "one.cfg", "two.cfg"], ["-f", "1000"], ["--realtime"], ["-H"],
+])  # fmt: skip
 def test_options_of_the_tool_end_before_the_program(machine, options):
     run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", *options)
     assert run.code == 0 and files(machine, "perfetto-trace-*.proto")

@@ -114,6 +114,9 @@ def test_a_mistake_is_named_only_where_it_explains_the_result():
 @pytest.mark.parametrize("code, told", [
     ("def x(:", "line 1: invalid syntax|SyntaxError in line 1"),
     ("raise RuntimeError('half done')", "RuntimeError in line 1 of .*: half done"),
+    ("raise SystemExit('bye')", "SystemExit in line 1 of .*: bye"),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt in line 1 of "),
+    ("class Odd(BaseException):\n    __str__ = None\nraise Odd", "Odd in line 3 of .*: <.*"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_imported_is_told_once(code, told, mine, tmp_path, capsys):
     assert mine("exercise1", code) == 1
@@ -130,7 +133,10 @@ def numbers(body):
 @pytest.mark.parametrize("body, told", [
     ("return 1 // 0", "ZeroDivisionError in line 3 of exercise1_triton_basics.py: integer division"),
     ("os.kill(os.getpid(), 9)", "killed by SIGKILL: was there too little memory"),
-    ("os._exit(3)", "ended with exit code 3 before it was judged: what ends the process"),
+    ("raise ValueError('\\ud800')", r"ValueError in line 3 of .*: \\ud800"),
+    ("raise type('Odd', (BaseException,), {'__str__': None})", "Odd in line 3 of .*: <"),
+    ("raise ValueError('x ' * 10**6)", "ValueError in line 3 of .*: [x ]{900,1000}\n"),
+    ("os._exit(0)", "ended with exit code 0 before it was judged: what ends the process"),
     ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
     ("import bdb; raise bdb.BdbQuit", "breakpoint.. was reached: --debug gives it the terminal"),
     ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
@@ -199,21 +205,43 @@ def test_debug_on_a_gpu_asks_for_the_interpreter(monkeypatch, capsys):
     assert "put TRITON_INTERPRET=1 before the command" in capsys.readouterr().err
 
 
-def test_an_interrupted_check_leaves_no_process_and_no_traceback(tmp_path):
-    copy = tmp_path / "exercises"
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The exercises in a folder of their own."""
+    copy = tmp_path_factory.mktemp("project") / "exercises"
     shutil.copytree(FOLDER, copy, symlinks=True, ignore=shutil.ignore_patterns("progress.json*", "results"))
     for name in ("tiny_llama_v3.py", "tiny_llama", "measure"):
-        (tmp_path / name).symlink_to(FOLDER.parent / name)
-    (copy / "exercise1_triton_basics.py").write_text(numbers("print(os.getpid(), flush=True); time.sleep(60)"))
+        (copy.parent / name).symlink_to(FOLDER.parent / name)
+    return copy
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_check_that_is_ended_leaves_no_process_and_no_traceback(sent, code, copy):
+    (copy / "exercise1_triton_basics.py").write_text(numbers("print('begun', flush=True); time.sleep(600)"))
     command = [sys.executable, copy / "check.py", "exercise1", "--task", "memory_lines"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, start_new_session=True, **pipes)
-    child = int(process.stdout.readline())
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and (output, errors) == ("", "")
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    assert process.stdout.readline() == "begun\n"
+    (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)  # Ctrl-C reaches the task's process as well
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == code  # the task has the pipes as well
+
+
+def test_a_file_of_the_project_that_is_missing_is_named(copy):
+    (copy / "checks" / "exercise2.py").unlink()
+    done = subprocess.run([sys.executable, copy / "check.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch("check.py: error: .*exercise2.*: restore the .*\n", done.stderr)
+
+
+def test_programs_started_by_their_path_or_in_a_deleted_folder_say_what_to_do(tmp_path):
+    gone, environment = "error: the current folder was deleted: change to another one\n", {"PYTHONPATH": FOLDER.parent}
+    programs = [path for path in FOLDER.rglob("*.py") if "\nif __name__" in path.read_text() and not path.is_symlink()]
+    for path in programs:
+        module = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+        by_path = gone if path.name == "check.py" else f"run it from the root as python -m {module}\n"
+        for started, told in (["-m", module], gone), ([path], by_path):
+            command = ["sh", "-c", 'mkdir x; cd x; rmdir ../x; exec "$@"', "sh", sys.executable, *started]
+            done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_a_gpu_s_error_is_told_by_what_it_says_first(tmp_path):
@@ -276,6 +304,11 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     (["--solution"], "--solution needs an exercise"),
     (["exercise1", "--solution", "--progress", "x"], "--progress is not for --solution"),
     (["exercise1", "--limit", "0"], "--limit 0 is no time"),
+    (["exercise1", "--limit", "1e18"], "--limit 1e+18 is no time: give seconds, more than 0 and at most 86400"),
+    (["exercise1", "--name", "n" * 101], "--name: 'nnnnnnnnnnnnnnnnnnnn' is no name: give 1 to 100 printable"),
+    (["exercise1", "--name", "a\ud800"], "--name: 'a\\ud800' is no name"),
+    (["exercise1", "--file", "n" * 5000], "--file nnn"),
+    (["exercise1", "--progress", "n" * 5000], "--progress nnn"),
     (["exercise1", "--progress", "."], "--progress . is a folder"),
     (["exercise1", "--progress", "/dev/null/x"], "--progress /dev/null cannot be written to"),
 ])  # fmt: skip
@@ -308,6 +341,7 @@ def test_progress_is_remembered(mine, tmp_path, capsys):
     assert passed == {"passed": True, "attempts": 2, "passed_at": passed["passed_at"], "message": None}
     assert abs(datetime.now() - datetime.fromisoformat(passed["passed_at"])) < timedelta(minutes=2)
     assert mine("exercise1", right, "--task", "mem") == 0 and state() == passed
+    assert mine("exercise1", numbers("raise NotImplementedError"), "--task", "mem") == 1 and state() == passed
     mine("exercise1", wrong, "--task", "mem")
     assert state()["attempts"] == 2 and state()["passed_at"] is None
     mine("exercise1", right, "--task", "mem")
@@ -327,7 +361,8 @@ def test_progress_is_remembered(mine, tmp_path, capsys):
     assert check.main(["exercise1", "--solution"]) == 0 and file.read_text() == before
 
 
-def test_another_file_of_progress(mine, tmp_path, capsys):
+def test_another_file_of_progress(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if stdout is closed
     mine("exercise1", solution_of("exercise1"), "--task", "mem", "--progress", str(tmp_path / "new" / "ada.json"))
     assert json.loads((tmp_path / "new" / "ada.json").read_text())["exercises"]["exercise1"]["memory_lines"]["passed"]
     assert not (tmp_path / "progress.json").exists()
@@ -335,7 +370,7 @@ def test_another_file_of_progress(mine, tmp_path, capsys):
 
 @pytest.mark.parametrize("content", ["{half", "[]", '{"participant": "Ada", "date": "", "exercises": {"exercise1": 1}}',
                                      '{"participant": "Ada", "date": "", "exercises": {"a": {"b": {"passed": 1}}}}',
-                                     "\udcff"])  # fmt: skip
+                                     "\udcff", "[" * 100_000], ids=range(6))  # fmt: skip
 def test_progress_that_cannot_be_read_is_put_aside(content, mine, tmp_path, capsys):
     for _ in range(2):  # in one second: neither takes the other's name
         (tmp_path / "progress.json").write_text(content, errors="surrogateescape")

@@ -64,7 +64,8 @@ def test_definitions_are_the_last_of_each_name():
     assert namespace["f"]() == 3 and "C" in namespace and "B" not in namespace
     assert jupyter.definitions(cells)["f"].startswith("@wrap\n# how\n")
     assert jupyter.definitions(cells)["f"].endswith("# a blank")
-    assert jupyter.definitions([*cells, "def f():\n    return 'last'"])["f"] == "def f():\n    return 'last'"
+    again = jupyter.definitions([*cells, "def f():\n    return 'last'"])
+    assert list(again.items())[-1] == ("f", "def f():\n    return 'last'")
 
 
 def test_the_number_of_a_line_is_shown_as_what_stands_in_it():
@@ -79,6 +80,10 @@ def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     jupyter.start("puzzles")("copy_kernel")
     assert capsys.readouterr().out == "FAIL  copy_kernel: run the cell that defines it first\n"
+    shell.user_ns["In"].append("def copy_kernel(): pass")
+    monkeypatch.setattr(jupyter, "execute", lambda command: map("{}\n".format, range(20_000)))
+    jupyter.start("puzzles")("copy_kernel")
+    assert capsys.readouterr().out.split() == list(map(str, range(10_000, 20_000)))  # the last lines, if it is endless
 
 
 def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks(monkeypatch, capsys):
@@ -87,6 +92,7 @@ def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks
     where, python, mode, error = capsys.readouterr().out.splitlines()
     assert where == str(ROOT) and Path(python).parent == Path(sys.executable).parent and mode == "compiled"
     assert "not found" in error
+    assert next(jupyter.execute(["sh", "-c", "yes | tr -d '\\n'"])) == "y" * 10_000  # of an endless line
     monkeypatch.setattr(jupyter.torch.cuda, "is_available", lambda: False)
     jupyter.terminal("", "# needs a GPU: for this reason\necho run")
     assert capsys.readouterr().out == "not run without a GPU: for this reason\n"

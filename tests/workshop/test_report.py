@@ -129,9 +129,8 @@ def test_the_attention_picture_shows_the_medians_and_the_spread():
     for container in figure.axes[0].containers:
         line, _, (whiskers,) = container.lines
         layout = {"badly strided": "strided", "contiguous": "contiguous"}[container.get_label()]
-        for row, y, (low, high) in zip(
-            summary["attention_layouts"]["lengths"], line.get_ydata(), whiskers.get_segments(), strict=True
-        ):
+        lengths = summary["attention_layouts"]["lengths"]
+        for row, y, (low, high) in zip(lengths, line.get_ydata(), whiskers.get_segments(), strict=True):
             assert y == pytest.approx(statistics.median(row[layout]))
             assert min(row[layout]) <= low[1] < y < high[1] <= max(row[layout])
     drawing.plt.close(figure)
@@ -165,15 +164,12 @@ def test_the_script_names_the_parameters_without_a_gradient():
     assert summary["parameters"] - summary["parameters_with_gradient"] == 16 + 16 * 16
 
 
-@pytest.mark.parametrize(
-    "stage, lacking, told",
-    [
-        (1, {"first_loss": None}, "the first loss is not a number"),
-        (3, {"phases_share": None}, "--timing step does not time phases"),
-        (4, {"kernels": None}, "stage 4 was not profiled"),
-        (6, {"without_gradient": None}, "which weights receive a gradient was not recorded"),
-    ],
-)
+@pytest.mark.parametrize("stage, lacking, told", [
+    (1, {"first_loss": None}, "the first loss is not a number"),
+    (3, {"phases_share": None}, "--timing step does not time phases"),
+    (4, {"kernels": None}, "stage 4 was not profiled"),
+    (6, {"without_gradient": None}, "which weights receive a gradient was not recorded"),
+])  # fmt: skip
 def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
     summary = whole_summary()
     summary["stages"][stage - 1] |= lacking
@@ -405,56 +401,28 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where(monkeypatch):
 # --- names of kernels
 
 
-@pytest.mark.parametrize(
-    "name, readable, operation",
-    [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "cuBLAS product, tile 128 x 256", "matrix product"),
-        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "cuBLAS product, tile 64 x 8, split", "matrix product"),
-        ("ampere_sgemm_128x64_nn", "cuBLAS product, tile 128 x 64", "matrix product"),
-        ("ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_nt", "cuBLAS product, tile 256 x 128", "matrix product"),
-        (
-            "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize128x64x8_stage3_warpsize2x2x1_execute_kernel__5x_cublas",
-            "cuBLAS f32 product, tile 128 x 64",
-            "matrix product",
-        ),
-        (
-            "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>"
-            "(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)",
-            "CUTLASS product, tile 256 x 128",
-            "matrix product",
-        ),
-        (
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float, float>(cublasLt::cublasSplitKParams<float>)",
-            "cuBLAS, sum of a split product",
-            "matrix product",
-        ),
-        ("Cijk_Ailk_Bljk_SB_MT128x96x16_MI16x16x4x1", "Tensile product, tile 128 x 96", "matrix product"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >"
-            "(int, at::native::FillFunctor<float>, std::array<char*, 1ul>)",
-            "PyTorch, fill",
-            "copy or fill",
-        ),
-        (
-            "void at::native::vectorized_elementwise_kernel<2, at::native::BinaryFunctor<double, double, double, "
-            "at::native::binary_internal::MulFunctor<double> >, std::array<char*, 3ul> >(int)",
-            "PyTorch, mul",
-            "elementwise",
-        ),
-        (
-            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
-            "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}> >(int)",
-            "PyTorch, direct copy",
-            "copy or fill",
-        ),
-        (
-            "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
-            "PyTorch, vectorized gather",
-            "embedding",
-        ),
-        ("swiglu_kernel", "swiglu_kernel", "SwiGLU matrix product, naive"),
-    ],
-)
+@pytest.mark.parametrize("name, readable, operation", [
+    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "cuBLAS product, tile 128 x 256", "matrix product"),
+    ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "cuBLAS product, tile 64 x 8, split", "matrix product"),
+    ("ampere_sgemm_128x64_nn", "cuBLAS product, tile 128 x 64", "matrix product"),
+    ("ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_nt", "cuBLAS product, tile 256 x 128", "matrix product"),
+    ("sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize128x64x8_stage3_warpsize2x2x1_execute_kernel__5x_cublas",
+     "cuBLAS f32 product, tile 128 x 64", "matrix product"),
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>"
+     "(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)", "CUTLASS product, tile 256 x 128", "matrix product"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, float>(cublasLt::cublasSplitKParams<float>)",
+     "cuBLAS, sum of a split product", "matrix product"),
+    ("Cijk_Ailk_Bljk_SB_MT128x96x16_MI16x16x4x1", "Tensile product, tile 128 x 96", "matrix product"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >"
+     "(int, at::native::FillFunctor<float>, std::array<char*, 1ul>)", "PyTorch, fill", "copy or fill"),
+    ("void at::native::vectorized_elementwise_kernel<2, at::native::BinaryFunctor<double, double, double, "
+     "at::native::binary_internal::MulFunctor<double> >, std::array<char*, 3ul> >(int)", "PyTorch, mul", "elementwise"),
+    ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
+     "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}> >(int)", "PyTorch, direct copy", "copy or fill"),
+    ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)",
+     "PyTorch, vectorized gather", "embedding"),
+    ("swiglu_kernel", "swiglu_kernel", "SwiGLU matrix product, naive"),
+])  # fmt: skip
 def test_library_kernels_have_a_role_and_a_readable_name(name, readable, operation):
     assert (readable_name(name), operation_of(name)) == (readable, operation)
 
@@ -486,15 +454,10 @@ def test_what_is_measured_for_a_picture_needs_a_gpu(capsys, program):
     assert "needs a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        (["--stages", "2,5"], ["ceilings", "attention_layouts"]),
-        (["--stages", "4"], ["ceilings"]),
-        (["--beyond"], ["ceilings", "attention_layouts", "kernel_timeline"]),
-        (["--beyond", "--no-profile"], []),
-    ],
-)
+@pytest.mark.parametrize("options, expected", [
+    (["--stages", "2,5"], ["ceilings", "attention_layouts"]), (["--stages", "4"], ["ceilings"]),
+    (["--beyond"], ["ceilings", "attention_layouts", "kernel_timeline"]), (["--beyond", "--no-profile"], []),
+])  # fmt: skip
 def test_the_replay_measures_what_its_stages_pictures_need(monkeypatch, options, expected):
     def planned():
         _, runs = replay.plan(replay.parse(options))

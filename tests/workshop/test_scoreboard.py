@@ -1,13 +1,19 @@
 """The scoreboard says who is where, what most are stuck at and why, and leaves nothing out in silence."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import tiny_llama_v3 as llama
 from exercises import scoreboard, sweep_swiglu
 
+ROOT = Path(__file__).resolve().parents[2]
 KERNEL, LINES = "rmsnorm_kernel", "memory_lines"
 MASK = "1 of 256 elements of y are wrong: at (0, 3) it is 0.5, expected 1; is there a mask?"
 SAME = "7 of 600 elements of y are wrong: at (1, 77) it is -2.5e-05, expected 3; is there a mask?"
@@ -70,10 +76,14 @@ def test_the_newest_of_a_participant_s_files_counts(folder, capsys):
     text = output_of(capsys, folder).out
     assert re.search("^bob +[+][.]", text, flags=re.M)
     assert "3 files of bob: the newest counts." in text and "files of ada" not in text
+    for name in ("ada", "bob"):  # in containers, whose user is root
+        (folder / name / "mine.json").write_text(json.dumps(progress("root", rmsnorm_kernel=state(True))))
+    text = output_of(capsys, folder).out
+    assert "root (ada/mine.json)  +" in text and "root (bob/mine.json)  +" in text and "files of root" not in text
 
 
 def test_the_best_sweep_of_each_device_is_named_with_its_owner(folder, capsys):
-    (folder / "a.json").write_text(json.dumps(sweep("ada", {32: 90.0, 64: 70.0})))
+    (folder / "a.json").write_text(json.dumps(sweep("ada", {32: 90.0, 64: 70.0, 128: float("nan"), 256: -1.0})))
     (folder / "b.json").write_text(json.dumps(sweep("bob", {64: 75.0, 128: 60.0})))
     (folder / "c.json").write_text(json.dumps(sweep("cyd", {64: 800.0}, "Laptop GPU")))
     text = output_of(capsys, folder).out
@@ -100,17 +110,20 @@ def test_a_sweep_without_times_wins_nothing(tmp_path, capsys):
 
 def test_broken_files_are_named_and_the_others_shown(folder, capsys):
     broken = {
-        "cut.json": '{"participant": "eve", "exerc',
-        "foreign.json": "[1, 2]",
+        "cut.json": '{"participant": "eve", "exerc', "foreign.json": "[1, 2]",
         "half.json": json.dumps({"participant": "eve", "exercises": {"exercise1": {KERNEL: True}}}),
-        "bytes.json": b"\xff\xfe",
-    }
+        "bytes.json": b"\xff\xfe", "deep.json": "[" * 100_000,
+    }  # fmt: skip
+    wrong = [*map(progress, ("x " * 5_000_000, 7, "eve\n", "")), progress("eve", **{"x" * 101: state(True)}),
+             progress("eve", memory_lines=state(False, 10**400)), sweep("eve", {}, []), sweep(None, {32: 1.0}),
+             sweep("eve", {True: 1.0}), sweep("eve", {32: "1"}), sweep("eve", {}) | {"rows": [{}]}]  # fmt: skip
+    broken |= {f"wrong{number}.json": json.dumps(content) for number, content in enumerate(wrong)}
     for name, content in broken.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     captured = output_of(capsys, folder, code=1)
     assert len(re.findall("^(ada|bob|cyd|dan) ", captured.out, flags=re.M)) == 4 and "eve" not in captured.out
     named = [line for line in captured.err.splitlines() if line.startswith("left out: ")]
-    assert [name for name in broken if any(name in line for line in named)] == list(broken) and len(named) == 4
+    assert len(named) == len(broken) and all(any(name in line for line in named) for name in broken)
 
 
 def test_lines_fit_a_terminal(folder, capsys):
@@ -119,14 +132,28 @@ def test_lines_fit_a_terminal(folder, capsys):
     assert max(map(len, text.splitlines())) <= scoreboard.WIDTH and len(re.findall(r"many\s+words", text)) == 30
 
 
-def test_the_page_says_the_same_and_no_participant_writes_html(folder, capsys, tmp_path):
+def test_the_page_says_the_same_and_no_participant_writes_html(folder, capsys, tmp_path, monkeypatch):
     page = tmp_path / "board.html"
-    (folder / "evil.json").write_text(json.dumps(progress("<b>eve</b>", bytes_moved=state(False, 1, "<script>"))))
+    (folder / "evil.json").write_text(json.dumps(progress("<b>eve</b>", bytes_moved=state(False, 1, "<script>\ud800"))))
     output_of(capsys, folder, "--html", page)
     text = page.read_text()
     assert "<b>" not in text and "<script" not in text and "&lt;script&gt;" in text
     assert text.count('class="passed"') == 2 and text.count('class="tried"') == 5
     assert "http" not in text.replace("http-equiv", "") and "refresh" not in text
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
+    error = output_of(capsys, folder, "--html", page, code=2).err
+    assert f"{page} cannot be written (No space left on device)" in error and error.count("\n") == 1
+    assert page.read_text() == text and not list(folder.glob(".*"))
+
+
+def test_the_locale_does_not_matter(tmp_path):
+    content = json.dumps(progress("J\xfcrgen", memory_lines=state(True)), ensure_ascii=False)
+    (tmp_path / "J\xfcrgen.json").write_text(content, encoding="utf-8")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "exercises.scoreboard", ".", "--html", "page.html"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | plain, capture_output=True, text=True)
+    assert done.returncode == 0 and "J\\xfcrgen" in done.stdout, done.stderr
+    assert "J\xfcrgen" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_watching_shows_what_has_changed(folder, capsys, monkeypatch):
@@ -143,8 +170,9 @@ def test_watching_shows_what_has_changed(folder, capsys, monkeypatch):
     assert '<meta http-equiv="refresh" content="20">' in page.read_text()
 
 
-@pytest.mark.parametrize("argument", ["empty", "nowhere"])
-def test_nothing_to_show_is_one_line(tmp_path, capsys, argument):
+@pytest.mark.parametrize("argument", ["empty", "nowhere", *map("--watch={}".format, ("inf", "nan", "-1", "1e18"))])
+def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, argument):
     (tmp_path / "empty").mkdir()
-    error = output_of(capsys, tmp_path / argument, code=2).err
-    assert error.count("\n") == 1 and argument in error
+    monkeypatch.chdir(tmp_path)
+    error = output_of(capsys, argument, "empty", code=2).err
+    assert error.count("\n") == 1 and argument.replace("=", ": ") in error

@@ -86,16 +86,12 @@ def test_a_text_that_does_not_fit_is_refused_by_the_slide_s_name(changed, tmp_pa
     assert "'Stage 7: cold start'" in refused(tmp_path, capsys)
 
 
-@pytest.mark.parametrize(
-    "page, old, new",
-    [
-        (slides.STAGES, "**Predict.** Which kernel?", "Which kernel?"),
-        (slides.STAGES, "## What the eight have in common", "## What they share"),
-        (slides.TRAINER, "trace_stage5.png", "trace_of_stage5.png"),
-        (slides.TRAINER, "trace_stage8.png", "../docs/nowhere/trace_stage8.png"),
-    ],
-    ids=["a question", "a heading", "a picture", "a picture elsewhere"],
-)
+@pytest.mark.parametrize("page, old, new", [
+    (slides.STAGES, "**Predict.** Which kernel?", "Which kernel?"),
+    (slides.STAGES, "## What the eight have in common", "## What they share"),
+    (slides.TRAINER, "trace_stage5.png", "trace_of_stage5.png"),
+    (slides.TRAINER, "trace_stage8.png", "../docs/nowhere/trace_stage8.png"),
+], ids=["a question", "a heading", "a picture", "a picture elsewhere"])  # fmt: skip
 def test_what_a_page_lacks_is_named(changed, tmp_path, capsys, page, old, new):
     changed(page, old, new)
     assert page in refused(tmp_path, capsys)
@@ -125,13 +121,9 @@ def make(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_make_without_node_says_what_is_missing(make):
+def test_make_asks_marp_for_both_files_and_says_what_is_missing_without_node(make):
     done = make(None)
     assert done.returncode != 0 and "make slides: there is no npx: install node" in done.stderr
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_make_asks_marp_for_both_files(make):
     done = make('echo "npx got $*"')
     called = re.findall("^npx got (.*)", done.stdout, flags=re.M)
     assert done.returncode == 0 and [call.split()[-1] for call in called] == ["build/slides.html", "build/slides.pdf"]

@@ -111,27 +111,14 @@ def test_rocprofv3_profiles_on_amd_only(capsys, monkeypatch):
     assert not command.startswith("rocprofv3")
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ("--stages 9", "there is no stage 9"),
-        ("--stages one", "--stages one"),
-        ("--stages 2 --beyond", "--beyond"),
-        ("--isolate --stages 5,8", "--isolate"),
-        ("--laptop --isolate", "--isolate"),
-        ("--laptop --beyond", "--beyond"),
-        ("--laptop --seq-len 128", "--seq-len"),
-        ("--laptop -- --use-amp", "--use-amp"),
-        ("--laptop -- --device=cuda", "--device"),
-        ("--batch-size 0", "--batch-size 0"),
-        ("--seq-len many", "--seq-len"),
-        ("--bach-size 8", "--bach-size"),
-        ("-- --stage 3", "--stage"),
-        ("-- --output-dir=x", "--output-dir=x"),
-        ("-- --hidden-dim 63", "--hidden-dim 63"),
-        ("--output /dev/null/x --num-steps 1", "--output"),
-    ],
-)
+@pytest.mark.parametrize("argv, named", [
+    ("--stages 9", "there is no stage 9"), ("--stages one", "--stages one"), ("--stages 2 --beyond", "--beyond"),
+    ("--isolate --stages 5,8", "--isolate"), ("--laptop --isolate", "--isolate"), ("--laptop --beyond", "--beyond"),
+    ("--laptop --seq-len 128", "--seq-len"), ("--laptop -- --use-amp", "--use-amp"), ("--laptop -- --graph", "--graph"),
+    ("--laptop -- --device=cuda", "--device"), ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
+    ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir=x"),
+    ("-- --hidden-dim 63", "--hidden-dim 63"), ("--output /dev/null/x --num-steps 1", "--output"),
+])  # fmt: skip
 def test_bad_requests_get_one_line_and_exit_code_2(capsys, argv, named):
     assert replay.main(argv.split()) == 2
     captured = capsys.readouterr()
@@ -551,12 +538,11 @@ def with_isolated(summary):
         ("noncontiguous_kv", "stage2_alone", taking(*[4.9, 5.0, 5.1] * 4)),
         ("triton_matmul_swiglu", "stage4", taking(20.0)),
     )
-    return summary | {
-        "isolated": [
-            stage_figures(number) | figures | {"mistake": mistake, "run": run}
-            for number, (mistake, run, figures) in zip((1, 2, 4), alone, strict=True)
-        ]
-    }
+    isolated = [
+        stage_figures(number) | figures | {"mistake": mistake, "run": run}
+        for number, (mistake, run, figures) in zip((1, 2, 4), alone, strict=True)
+    ]
+    return summary | {"isolated": isolated}
 
 
 def test_each_mistake_alone_is_compared_with_the_optimized():
@@ -570,8 +556,6 @@ def test_each_mistake_alone_is_compared_with_the_optimized():
 
 
 CASE = {"programs": 64, "waves": 100, "lines": {"64": 200, "128": 200}, "fewest_lines": {"64": 200, "128": 200}}
-
-
 FULL_WIDTH = {1: {"first_loss": 470.0, "config": {"hidden_dim": 512, "vocab_size": 1000}}}
 
 

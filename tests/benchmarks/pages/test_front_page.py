@@ -21,12 +21,9 @@ def step_result(date="2030-01-02T03:04:05", ours=10.0, size="small"):
     rows = {"triton graph": row(ours), "torch": row(80.0), "torch graph": row(60.0), "sdpa compile graph": row(20.0)}
     pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": ours / 20, "memory_ratio": ours / 20}
     measured = {
-        "config": MODEL | {"batch_size": 8, "seq_len": 128},
-        "precision": "bf16",
-        "rows": rows,
-        "strongest_peer": "sdpa compile graph",
-        "comparisons": [pair],
-    }
+        "config": MODEL | {"batch_size": 8, "seq_len": 128}, "precision": "bf16", "rows": rows,
+        "strongest_peer": "sdpa compile graph", "comparisons": [pair],
+    }  # fmt: skip
     return {"command": "a command", "date": date, "environment": ENVIRONMENT, "sizes": {size: measured}}
 
 
@@ -117,9 +114,8 @@ def test_published_claims_stand_beside_what_is_measured(tmp_path):
     rows = {line.split(" | ")[0]: line.split(" | ")[2] for line in lines}
     assert rows["| stage 1, first loss"] == "480"
     assert rows["| stage 2"] == "100 samples/s; stage 7, compiling: 20.0 samples/s"
-    assert rows["| stage 3 over 2, `.contiguous()`"] == (
-        "the step 1.1 x; its attention kernel 1.5 x, in bf16 at 2048 tokens 9.0 x"
-    )
+    contiguous = "the step 1.1 x; its attention kernel 1.5 x, in bf16 at 2048 tokens 9.0 x"
+    assert rows["| stage 3 over 2, `.contiguous()`"] == contiguous
     assert rows["| stage 4 → 5, forward"] == "40.0 → 2.00 ms, 20 x"
     assert rows["| stage 5 over V1"] == "4.0 x severed, 2.0 x correct"
     assert rows["| V4, fused PyTorch, over V1"] == "1.6 x (`--impl sdpa`, bf16)"

@@ -141,8 +141,12 @@ def test_other_machines_and_batches(folder, capsys):
 def test_wrong_requests_end_in_one_line(folder, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "scaling_gpu.json").write_text(json.dumps(RESULT | {"sizes": 5}))
     for flags, reason in (
         (["--results", str(empty)], "measure first"),
+        (["--results", str(damaged)], f"--results {damaged}: a result of scaling is damaged"),
         (["--results", str(folder), "--sizes", "small"], "--sizes small was not measured"),
         (["--results", str(folder), "--nic", "-1"], "--nic"),
         (["--results", str(folder), "--link", "nan"], "--link"),

@@ -43,29 +43,23 @@ def plant(tmp_path, monkeypatch):
 
 def attention(randn, seq_len, head_dim=24):
     qkv, upstream, arguments = test_kernels.attention_inputs(randn, 1, seq_len, 4, 2, head_dim)
-    ours, reference = (
-        test_kernels.on_qkv(f, arguments)
-        for f in (test_kernels.llama.triton_attention, test_kernels.llama.torch_attention)
-    )
+    functions = test_kernels.llama.triton_attention, test_kernels.llama.torch_attention
+    ours, reference = (test_kernels.on_qkv(function, arguments) for function in functions)
     test_kernels.assert_as_accurate_as_torch(ours, reference, [qkv], [upstream], torch.bfloat16)
 
 
 def rmsnorm(randn):
     inputs, upstream = [randn(65, 512), None, randn(512)], [randn(65, 512)]
-    ours, reference = (
-        lambda *t, f=f: f(*t, 1e-5)[0] for f in (test_kernels.llama.triton_rmsnorm, test_kernels.llama.torch_rmsnorm)
-    )
+    norms = test_kernels.llama.triton_rmsnorm, test_kernels.llama.torch_rmsnorm
+    ours, reference = (lambda *t, norm=norm: norm(*t, 1e-5)[0] for norm in norms)
     test_kernels.assert_as_accurate_as_torch(ours, reference, inputs, upstream, torch.float32)
 
 
 def run(kernel, randn):
     """One kernel's test, on the emulated GPU."""
+    check, *sizes = {"short attention": (attention, 104), "attention": (attention, 150), "rmsnorm": (rmsnorm,)}[kernel]
     with driver.emulating(Machine(EMULATED, seed=1)):
-        {
-            "short attention": lambda: attention(randn, 104),
-            "attention": lambda: attention(randn, 150),
-            "rmsnorm": lambda: rmsnorm(randn),
-        }[kernel]()
+        check(randn, *sizes)
 
 
 @pytest.mark.parametrize("kernel", ["short attention", "attention", "rmsnorm"])
@@ -79,46 +73,32 @@ TOO_MANY_ROWS = ROWS.replace("n_rows", "n_rows + 200")
 FAULTS = {  # the kernel whose test sees it, what is right there, and what is planted
     "tile: blocks of queries counted as blocks of keys": (
         "short attention", '"fused": (math.prod(by_queries) +',
-        '"fused": (batch * num_heads * cdiv(seq_len, tile.BLOCK_N) +',
-    ),
+        '"fused": (batch * num_heads * cdiv(seq_len, tile.BLOCK_N) +'),
     "tile: more threads than there are": (
-        "rmsnorm", '16) // (2 if device.family == "amd" else 1)', '16) * (8 if device.family == "amd" else 1)',
-    ),
+        "rmsnorm", '16) // (2 if device.family == "amd" else 1)', '16) * (8 if device.family == "amd" else 1)'),
     "tile: programs for whole tiles only": (
         "attention", "by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)",
-        "by_queries = batch * num_heads, seq_len // tile.BLOCK_M",
-    ),
+        "by_queries = batch * num_heads, seq_len // tile.BLOCK_M"),
     "tile: fewer queries than keys": (
         "short attention", "q_grad = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)\n"
         "    diagonal = block * C.BLOCK_M // C.BLOCK_N * C.BLOCK_N",
-        "q_grad = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)\n    diagonal = block * C.BLOCK_M",
-    ),
+        "q_grad = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)\n    diagonal = block * C.BLOCK_M"),
     "tile: queries that see the keys": (
         "attention", "begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M",
-        "begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M + C.BLOCK_M",
-    ),
+        "begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M + C.BLOCK_M"),
     "mask: of rows, in a load": (
-        "attention", f"tile = tl.load(ptrs, {ROWS}, other=0.0)", f"tile = tl.load(ptrs, {TOO_MANY_ROWS}, other=0.0)",
-    ),
+        "attention", f"tile = tl.load(ptrs, {ROWS}, other=0.0)", f"tile = tl.load(ptrs, {TOO_MANY_ROWS}, other=0.0)"),
     "mask: of rows, in a store": (
         "attention", f"tl.store(ptrs, tile.to(ptr.dtype.element_ty), {ROWS})",
-        f"tl.store(ptrs, tile.to(ptr.dtype.element_ty), {TOO_MANY_ROWS})",
-    ),
+        f"tl.store(ptrs, tile.to(ptr.dtype.element_ty), {TOO_MANY_ROWS})"),
     "mask: of a head's padding": (
-        "attention", "return offsets, cols % (C.BLOCK_D // 2) < C.HEAD_DIM // 2", "return offsets, cols < C.BLOCK_D",
-    ),
+        "attention", "return offsets, cols % (C.BLOCK_D // 2) < C.HEAD_DIM // 2", "return offsets, cols < C.BLOCK_D"),
     "mask: none for a last tile that is not full": (
-        "short attention", "seq_len % max(tile.BLOCK_M, tile.BLOCK_N) == 0", "seq_len % 8 == 0",
-    ),
+        "short attention", "seq_len % max(tile.BLOCK_M, tile.BLOCK_N) == 0", "seq_len % 8 == 0"),
 }  # fmt: skip
 SCRIPT = Path(llama.__file__)
-for fault, (
-    _,
-    right,
-    _,
-) in FAULTS.items():  # also where the tests are skipped: a fault that changes nothing tests nothing
+for fault, (_, right, _) in FAULTS.items():  # also where tests are skipped: what changes nothing tests nothing
     assert SCRIPT.read_text().count(right) == 1, f"{fault}: the script must have this text once: {right}"
-
 
 SEEN = r"error \S+, allowed|touches .* of|stores beside|out of resource: (shared memory|threads)"
 
