@@ -221,7 +221,7 @@ test_sequences = settings(fast, max_examples=8)(example(KNOWN)(SEQUENCES(follow)
 
 
 @pytest.mark.slow
-@settings(fast, max_examples=100)
+@settings(fast, max_examples=50)
 @SEQUENCES
 def test_many_sequences(operations):
     follow(operations)

@@ -155,7 +155,7 @@ def test_torch_range_is_the_tested_one():
 
 
 def test_version_is_the_same_everywhere():
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    version = re.search(r'^__version__ = "(.*)"$', (ROOT / "tiny_llama_v3.py").read_text(), re.MULTILINE)[1]
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {version}\n" in citation
     date = re.search(r"^date-released: (.*)$", citation, re.MULTILINE)[1]
