@@ -423,7 +423,7 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
 
-ONE_THREAD = threading.Lock()  # at a time: Triton's interpreter has one state for all
+LAUNCH_LOCK = threading.Lock()  # Triton's interpreter has one state for all threads
 COMPILED, COMPILED_LIMIT = {}, 4096  # what launch() has compiled; emptied at the limit, as Triton still has it
 
 
@@ -452,7 +452,7 @@ def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
     obstacle = triton_obstacle(get_device(tensors[0].device.type))
     if obstacle:
         raise RuntimeError(f"the Triton kernels cannot run on {tensors[0].device}: {obstacle}")
-    with ONE_THREAD:
+    with LAUNCH_LOCK:
         return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
 
 
@@ -483,7 +483,7 @@ def expect(name, tensor, shape=None):
     kind = "cuda" if tensor.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
     if autocast != tensor.dtype:
-        raise TypeError(f"{name} is {tensor.dtype} and torch.autocast to {autocast} is on: leave it for our kernels")
+        raise TypeError(f"{name} is {tensor.dtype} and torch.autocast to {autocast} is on: call the kernels outside it")
 
 
 def expect_contiguous(**tensors):
@@ -2248,28 +2248,28 @@ class TrainStep:
         """Let the phases, or with one_graph run(), replay captured graphs from now on; a step must have run."""
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
-        self.captured = self.captures()
+        self.captured_state = self.graph_state()
         for name in ("run",) if one_graph else ("forward", "backward", "optimizer_step"):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.capture_mode):
                 getattr(self, name)()
             setattr(self, name, functools.partial(self.replay, graph) if name in ("run", "forward") else graph.replay)
 
-    def captures(self):
+    def graph_state(self):
         """What graphs capture and a caller may change: where weights are, which are frozen, how matrices multiply."""
         self.optimizer.follow_model()
         return dot_precision(self.device), [(p.data_ptr(), p.requires_grad) for p in self.optimizer.parameters]
 
     def replay(self, graph):
         """Replay the graph with which a step begins; RuntimeError if another one would be captured by now."""
-        if self.captures() != self.captured:
+        if self.graph_state() != self.captured_state:
             change = "weights were frozen, thawed or moved, or the precision of matmuls was set"
             raise RuntimeError(f"since the step was captured, {change}: make a new TrainStep")
         graph.replay()
 
     def __getstate__(self):
         """A copy has no graphs, and no loss, whose history cannot be copied."""
-        left_out = "forward", "backward", "optimizer_step", "run", "captured"
+        left_out = "forward", "backward", "optimizer_step", "run", "captured_state"
         return {name: value for name, value in vars(self).items() if name not in left_out} | {"loss": None}
 
     def synchronize(self, marks=()):

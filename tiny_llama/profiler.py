@@ -79,7 +79,7 @@ def show_layers(model):
 
 
 def show_group(group):
-    """Name each layer of a LayerGroup, whose layers' own hooks are not called."""
+    """Name each layer of a LayerGroup where the group computes it: hooks would have it call the layers instead."""
 
     def ranged(method, direction):
         def call(index, *arguments):

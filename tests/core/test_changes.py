@@ -253,7 +253,7 @@ def test_weights_that_the_optimizer_would_not_update_are_refused(make_step, sepa
     """And so they are where a graph would be replayed."""
     step = make_step(SMALL)
     assert_all_move(step)
-    step.captured = step.captures()
+    step.captured_state = step.graph_state()
     separate(step.model)
     for next_step in (step.optimizer.step, lambda: step.replay(None)):
         with pytest.raises(RuntimeError, match=r"weight was moved, converted or replaced.*: make a new optimizer"):
@@ -263,7 +263,7 @@ def test_weights_that_the_optimizer_would_not_update_are_refused(make_step, sepa
 def test_a_graph_is_replayed_only_if_it_would_be_captured_in_the_same_way(make_step):
     step, replays = make_step(SMALL), []
     graph = SimpleNamespace(replay=lambda: replays.append(step))
-    step.captured = step.captures()
+    step.captured_state = step.graph_state()
     step.replay(graph)
     step.model.layers[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match="since the step was captured, weights were frozen"):
