@@ -394,6 +394,15 @@ def test_only_rank_0_prints_on_the_nodes_of_a_job(monkeypatch):
     assert (distributed.launched().rank, sys.stdout.name) == (1, os.devnull)
 
 
+@pytest.mark.parametrize("error, exit_code", [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_an_interruption_and_a_closed_pipe_have_exit_codes(monkeypatch, capsys, error, exit_code):
+    monkeypatch.setattr(distributed, "launched", lambda: World(1, 2))
+    monkeypatch.setattr(distributed, "exit_now", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        distributed.run_together(Mock(side_effect=error), "program")
+    assert end.value.code == exit_code and capsys.readouterr() == ("", "")
+
+
 def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, capsys):
     world, job = World(1, 2), Mock(side_effect=llama.UsageError("the disk is full"))
     world.store, world.find_store = Mock(add=Mock(side_effect=RuntimeError)), Mock()

@@ -226,8 +226,15 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
 
 
 def test_two_replays_cannot_share_a_folder(tmp_path):
-    with replay.locked(tmp_path), pytest.raises(llama.UsageError, match="in use"), replay.locked(tmp_path):
-        pass
+    """Nor does one touch what the other is writing; what a killed one has left is removed."""
+    work = tmp_path / ".work-1" / "profile"
+    work.mkdir(parents=True)
+    with replay.locked(tmp_path):
+        assert not work.parent.exists()
+        work.mkdir(parents=True)
+        with pytest.raises(llama.UsageError, match="in use"), replay.locked(tmp_path):
+            pass
+        assert work.exists()
 
 
 @pytest.fixture
