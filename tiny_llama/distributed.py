@@ -81,7 +81,7 @@ class World:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
-        socket.getaddrinfo(*place)
+        socket.getaddrinfo(*place)  # an unknown name is an error at once, and not after PyTorch's half an hour
         if self.store is None:
             self.store, *_ = next(dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=timeout)))
 
