@@ -1108,7 +1108,7 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, capsys, 
         "def slowly(path, state): time.sleep(1); save(path, state)\n"
         "train.Trainer.fetch, checkpoint.save = fetching, slowly\n"
         "code = train.main()\n"
-        "print('rank', os.environ['RANK'], 'ends with', code, file=sys.stderr, flush=True)\n"
+        "os.write(2, f'rank {os.environ[\"RANK\"]} ends with {code}\\n'.encode())  # a line at once\n"
         "os._exit(code)\n"
     )
     settings = dict(gradient_accumulation_steps=6, eval_interval=100, eval_iters=3)
