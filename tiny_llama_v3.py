@@ -11,7 +11,7 @@
 
 A run prints one line a step and a summary, and writes both to a JSON file whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add what
-only some runs need: several processes, profiles, the peaks and sensors of known GPUs, and notes about flags.
+only some runs need: several processes, FP8, profiles, peaks and sensors of known GPUs, and notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -151,6 +151,7 @@ class Config:
     warmup_steps: int = option(3, "steps before the measured ones; weights and optimizer are restored after them", 0)
     learning_rate: float = option(3e-4, "AdamW's learning rate, constant", FP32.tiny, FP32.max)
     use_amp: bool = option(False, "compute in bf16, with fp32 master weights and optimizer state")
+    fp8: bool = option(False, "as --use-amp, and multiply by the weights of the layers in FP8")
     data: str = option("random", "random tokens, or a Markov chain of known entropy", choices=("random", "markov"))
     seed: int = option(42, "of weights and data", 0, 2**32 - 1)
 
@@ -183,6 +184,8 @@ class Config:
             set_field("num_kv_heads", self.num_heads // (2 if self.num_heads % 2 == 0 else 1))
         if self.ffn_dim is None:
             set_field("ffn_dim", 4 * self.hidden_dim)
+        if self.fp8:
+            set_field("use_amp", True)
         if self.stage is not None and self.stage not in STAGES:
             raise UsageError(f"--stage {self.stage} does not exist: choose one of {', '.join(map(str, STAGES))}")
         for name, value in stage_flags(self.stage).items():
@@ -317,7 +320,8 @@ def triton_obstacle(device, use_amp=False):
 
 def precision_name(config, device):
     """Return the type in which matrices are multiplied, with the library's settings as they are now."""
-    return "bf16" if config.use_amp else "tf32" if dot_precision(device) == "tf32" else "fp32"
+    low = "fp8" if config.fp8 else "bf16"
+    return low if config.use_amp else "tf32" if dot_precision(device) == "tf32" else "fp32"
 
 
 def tf32_available(device):
@@ -449,9 +453,10 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 
 def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
     """As launch(), by Triton, which inspects the arguments. Returns the compiled kernel, None if it is interpreted."""
-    obstacle = triton_obstacle(get_device(tensors[0].device.type))
+    device = tensors[-1].device  # the first ones may be descriptors
+    obstacle = triton_obstacle(get_device(device.type))
     if obstacle:
-        raise RuntimeError(f"the Triton kernels cannot run on {tensors[0].device}: {obstacle}")
+        raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
     with LAUNCH_LOCK:
         return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
 
@@ -1202,24 +1207,37 @@ def badly_strided(x):
     return x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
 
 
-def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
-    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows), and q, k, v, o and lse for backward."""
-    width = qkv_weight.shape[0]  # (heads + 2 kv_heads) * head_dim
-    qkv = torch.mm(x, qkv_weight.t()).view(-1, seq_len, width)
+def attend(qkv, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
+    """qkv (batch, seq, width), whose q and k are rotated in place -> q, k, v, o (batch, seq, heads, head_dim), lse."""
+    width = qkv.shape[2]  # (heads + 2 kv_heads) * head_dim
     rope_(qkv, num_heads + num_kv_heads, width // (num_heads + 2 * num_kv_heads), cos, sin)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if "noncontiguous_kv" in bugs:  # BUG noncontiguous_kv: right values, wrong layout
         k, v = badly_strided(k), badly_strided(v)
-    o, lse = flash_attention_forward(q, k, v, o)
+    return q, k, v, *flash_attention_forward(q, k, v, o)
+
+
+def attend_backward(o_grad, cos, sin, q, k, v, o, lse, qkv_grad=None):
+    """o_grad, as o -> the gradient of attend()'s qkv, (batch * seq, width); the others are what attend() returned."""
+    batch, seq_len, num_heads, head_dim = o.shape
+    if qkv_grad is None:
+        qkv_grad = o.new_empty(batch * seq_len, (num_heads + 2 * k.shape[2]) * head_dim)
+    q_grad, k_grad, v_grad = split_heads(qkv_grad.view(batch, seq_len, -1), num_heads, k.shape[2])
+    flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
+    return qkv_grad
+
+
+def attention_forward(x, seq_len, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), o=None):
+    """x (batch * seq_len, hidden) -> y (batch * seq_len, o_weight's rows), and q, k, v, o and lse for backward."""
+    qkv = torch.mm(x, qkv_weight.t()).view(-1, seq_len, len(qkv_weight))
+    q, k, v, o, lse = attend(qkv, cos, sin, num_heads, num_kv_heads, bugs, o)
     return torch.mm(o.view(len(x), -1), o_weight.t()), q, k, v, o, lse
 
 
 def attention_backward(y_grad, qkv_weight, o_weight, cos, sin, q, k, v, o, lse, qkv_grad=None):
     """y_grad (batch * seq, hidden) -> the gradients of x and of qkv = x @ qkv_weight^T."""
     o_grad = torch.mm(y_grad, o_weight).view_as(o)
-    qkv_grad = y_grad.new_empty(len(y_grad), len(qkv_weight)) if qkv_grad is None else qkv_grad
-    q_grad, k_grad, v_grad = split_heads(qkv_grad.view(*o.shape[:2], -1), q.shape[2], k.shape[2])
-    flash_attention_backward(o_grad, q, k, v, o, lse, q_grad, k_grad, v_grad, cos, sin)
+    qkv_grad = attend_backward(o_grad, cos, sin, q, k, v, o, lse, qkv_grad)
     return torch.mm(qkv_grad, qkv_weight), qkv_grad
 
 
@@ -1245,7 +1263,9 @@ class AttentionFunction(torch.autograd.Function):
         return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
 
 
-def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
+def triton_attention(
+    x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), function=AttentionFunction
+):  # fmt: skip
     """Causal attention with rotary embedding, its projections included: x (batch, seq, hidden) -> the same shape.
     qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim), cos and sin
     (seq, head_dim / 2) in fp32.
@@ -1257,7 +1277,7 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     expect("sin", sin, cos.shape)
     expect("qkv_weight", qkv_weight, ((num_heads + 2 * num_kv_heads) * 2 * cos.shape[1], hidden))
     expect("o_weight", o_weight, (o_weight.shape[0], num_heads * 2 * cos.shape[1]))
-    return AttentionFunction.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
+    return function.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
 
 
 def rope_tables(seq_len, head_dim, device):
@@ -1274,24 +1294,24 @@ def torch_rope(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
+def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, linear=F.linear):
     """As triton_attention, with K and V repeated for each query head and the (seq, seq) score matrix in memory."""
-    q, k, v = split_heads(F.linear(x, qkv_weight), num_heads, num_kv_heads)
+    q, k, v = split_heads(linear(x, qkv_weight), num_heads, num_kv_heads)
     q, k = torch_rope(q, cos, sin), torch_rope(k, cos, sin)
     k, v = (t.repeat_interleave(num_heads // num_kv_heads, dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     probabilities = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-    return F.linear((probabilities @ v).transpose(1, 2).flatten(2), o_weight)
+    return linear((probabilities @ v).transpose(1, 2).flatten(2), o_weight)
 
 
-def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads):
+def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, linear=F.linear):
     """As triton_attention, by PyTorch's fused operator."""
-    q, k, v = split_heads(F.linear(x, qkv_weight), num_heads, num_kv_heads)
+    q, k, v = split_heads(linear(x, qkv_weight), num_heads, num_kv_heads)
     q, k, v = (t.transpose(1, 2) for t in (torch_rope(q, cos, sin), torch_rope(k, cos, sin), v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != num_kv_heads)
-    return F.linear(o.transpose(1, 2).flatten(2), o_weight)
+    return linear(o.transpose(1, 2).flatten(2), o_weight)
 
 
 # --- SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202), between the library's matmuls
@@ -1417,18 +1437,18 @@ class SwiGLUFunction(torch.autograd.Function):
         return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
 
 
-def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
+def triton_swiglu(x, gate_up_weight, down_weight, bugs=(), function=SwiGLUFunction):
     """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)"""
     expect("x", x)
     expect("gate_up_weight", gate_up_weight, (2 * down_weight.shape[1], x.shape[-1]))
     expect("down_weight", down_weight, (x.shape[-1], down_weight.shape[1]))
-    return SwiGLUFunction.apply(x, gate_up_weight, down_weight, bugs)
+    return function.apply(x, gate_up_weight, down_weight, bugs)
 
 
-def torch_swiglu(x, gate_up_weight, down_weight):
+def torch_swiglu(x, gate_up_weight, down_weight, linear=F.linear):
     """As triton_swiglu, in PyTorch's operators."""
-    gate, up = F.linear(x, gate_up_weight).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down_weight)
+    gate, up = linear(x, gate_up_weight).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down_weight)
 
 
 # --- cross-entropy: loss and gradient in one pass over the logits
@@ -1964,10 +1984,12 @@ OPERATIONS = {
 
 def select_operations(config, device):
     """Return (name, Operations) of what runs on the device for config.impl, with the mistakes that are asked for."""
-    if config.impl != "triton" or triton_obstacle(device, config.use_amp):
-        name = "torch" if config.impl == "triton" else config.impl
-        return name, OPERATIONS[name]
-    operations = OPERATIONS["triton"]
+    name = "torch" if config.impl == "triton" and triton_obstacle(device, config.use_amp) else config.impl
+    operations = OPERATIONS[name]
+    if config.fp8:
+        operations = companion("fp8", "--fp8").with_fp8(operations, name)
+    if name != "triton":
+        return name, operations
     if config.compile:  # the compiler cannot look into kernels, and does not see where they write gradients
         operations = Operations(*map(torch.compiler.disable, operations[:-1]))
     if config.severed_autograd:  # BUG severed_autograd: no history, as if no autograd.Function wrapped the kernels
@@ -2170,8 +2192,11 @@ class TrainStep:
     @classmethod
     def check(cls, config, device):
         """Whether loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
-        verdict, *_ = check_batch(config, device, next(DATA[config.data](config)))
+        batch = next(DATA[config.data](config))
+        verdict, exact, _ = check_batch(config, device, batch)
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
+        if config.fp8:
+            companion("fp8").print_errors(verdict.errors, exact, config, device, batch)
         return not verdict.failed
 
     def __init__(self, config, device):
@@ -2306,7 +2331,7 @@ def count_weights(parameters):
 # Check: no figure counts before loss and gradients agree with PyTorch's
 
 CHECK_BATCH = 2  # sequences; the reference keeps every score matrix in memory
-CHECK_ATOL = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2}  # relative to the norm of the reference
+CHECK_ATOL = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp8": 1e-2}  # relative to the norm of the reference
 
 
 class Verdict(NamedTuple):
@@ -2356,7 +2381,7 @@ def loss_and_gradients(config, device, batch, double=False, step_class=TrainStep
 def exact_loss_and_gradients(config, device, batch):
     """Those of --impl torch in fp64, or in full fp32 for a bf16 run."""
     torch.set_float32_matmul_precision("highest")
-    plain = dataclasses.replace(config, impl="torch", shard=None, use_amp=False)
+    plain = dataclasses.replace(config, impl="torch", shard=None, use_amp=False, fp8=False)
     exact = loss_and_gradients(plain, device, batch, double=not config.use_amp)
     torch.set_float32_matmul_precision(config.matmul_precision)
     return exact
@@ -2637,6 +2662,8 @@ def validate_on_device(config, device):
         raise UsageError(f"--graph captures a step that has run before, and {why} forbids that: drop one of the two")
     if config.use_amp and device.arch == "sm_75":
         raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
+    if config.fp8:
+        companion("fp8", "--fp8").validate(config, device, select_operations(config, device)[0])
     if INTERPRETED and device.type == "cuda" and config.impl == "triton":
         raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 

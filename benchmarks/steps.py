@@ -15,6 +15,7 @@ Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request can
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import sys
@@ -37,7 +38,7 @@ from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES, SWEEPS
-from tiny_llama import hardware
+from tiny_llama import fp8, hardware
 
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
@@ -75,11 +76,16 @@ ROWS = {
         Row("hf", compile=True, graph=True),
         Row("sdpa flat", compile=True, graph=True),
         Row("sdpa bf16", compile=True, graph=True),
+        Row(f"{OURS} fp8", graph=True),
+        Row("sdpa tensorwise", compile=True, graph=True),
+        Row("sdpa rowwise", compile=True, graph=True),
+        Row("sdpa rowwise_with_gw_hp", compile=True, graph=True),
     )
 }
 # These separate the effects of kernels, optimizer and precision. They are no peers: one has our optimizer, one bf16
 # weights.
 YARDSTICKS = ("sdpa flat", "sdpa bf16")
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger fused", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,10 +237,42 @@ class LowPrecisionStep(llama.TrainStep):
         self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
 
 
+def call(x, projection):
+    return projection(x)
+
+
+class TorchaoStep(llama.TrainStep):
+    """PyTorch's model with torchao's products in FP8 by one of TORCHAO_RECIPES, of the same weights as ours."""
+
+    def __init__(self, config, device, recipe):
+        super().__init__(config, device)
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ModuleNotFoundError as error:
+            raise Unavailable(f"{error.name} is not installed") from error
+        convert_to_float8_training(self.model.layers, config=Float8LinearConfig.from_recipe_name(recipe))
+        for layer in self.model.layers:  # it converts modules, and our operations take weights
+            layer.attention.forward = functools.partial(self.attend, layer.attention)
+            layer.feed_forward.forward = functools.partial(self.feed_forward, layer.feed_forward)
+
+    @staticmethod
+    def attend(module, x, cos, sin):
+        heads = module.num_heads, module.num_kv_heads
+        return llama.sdpa_attention(x, module.qkv_proj, module.o_proj, cos, sin, *heads, linear=call)
+
+    @staticmethod
+    def feed_forward(module, x):
+        return llama.torch_swiglu(x, module.gate_up_proj, module.down_proj, linear=call)
+
+
+def is_fp8(implementation):
+    return not {"fp8", *TORCHAO_RECIPES}.isdisjoint(implementation.split())
+
+
 def peer_versions():
     """{library: version, or None where it is not installed}"""
     versions = {}
-    for name in ("transformers", "liger-kernel"):
+    for name in ("transformers", "liger-kernel", "torchao"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -249,11 +287,16 @@ def make_step(row, config, device):
     implementation, *variant = row.implementation.split()
     if implementation == "hf":
         return HuggingFaceStep(config, device, liger="liger" in variant, fused="fused" in variant)
+    if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(device.arch)):
+        raise Unavailable(f"FP8 is for bf16, and for a GPU that has it ({device.arch})")
     obstacle = llama.triton_obstacle(device, config.use_amp) if OURS == implementation or "flat" in variant else None
     if obstacle:
         raise Unavailable(obstacle)
-    step = {"flat": FlatStep, "bf16": LowPrecisionStep}[variant[0]] if variant else llama.TrainStep
-    return step(dataclasses.replace(config, impl=implementation), device)
+    config = dataclasses.replace(config, impl=implementation, fp8="fp8" in variant)
+    if variant and variant[0] in TORCHAO_RECIPES:
+        return TorchaoStep(config, device, variant[0])
+    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "fp8": llama.TrainStep}
+    return (steps[variant[0]] if variant else llama.TrainStep)(config, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,19 +320,24 @@ def check(implementations, config, device):
     batch = next(llama.DATA[config.data](config))
     exact = llama.exact_loss_and_gradients(config, device, batch)
     release_all(device)
-    plain_errors = llama.relative_errors(loss_and_gradients("torch", config, device, batch), exact)
+
+    @functools.cache
+    def plain_errors(in_fp8):
+        plain = dataclasses.replace(config, impl="torch", fp8=in_fp8)
+        return llama.relative_errors(llama.loss_and_gradients(plain, device, batch), exact)
+
     gates = {}
     for implementation in implementations:
         release_all(device)
         try:
-            errors = plain_errors
+            errors = allowed = plain_errors(is_fp8(implementation))
             if implementation != "torch":
                 errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
         except Exception as error:  # the other implementations can still be measured
             gates[implementation] = {"passed": False, "error": describe(error)}
             continue
         tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
-        gates[implementation] = gate(llama.judge(errors, plain_errors, tolerance))
+        gates[implementation] = gate(llama.judge(errors, allowed, tolerance))
     return gates
 
 
@@ -382,7 +430,8 @@ def summarize(contender, windows, config, reference=None, reference_windows=None
     ms = [device_ms for device_ms, _ in windows]
     time_ms = percentiles(ms)
     tflops_per_second = hardware.model_tflops(config) / (time_ms["median"] / 1e3)
-    peak = hardware.peak_tflops(contender.device, llama.precision_name(config, contender.device))
+    precision = "fp8" if is_fp8(contender.row.implementation) else llama.precision_name(config, contender.device)
+    peak = hardware.peak_tflops(contender.device, precision)
     row = {
         **contender.results,
         "steps_per_window": contender.steps,
@@ -455,12 +504,19 @@ def compare_rows(ours, peer, rows):
 
 
 def conclude(result):
-    """Finds the strongest peer, and compares ours with it and with plain eager PyTorch."""
+    """Finds the strongest peer, in bf16 and in FP8, and compares ours with it and with plain eager PyTorch."""
     rows = {name: row for name, row in result["rows"].items() if row["error"] is None}
-    peers = [name for name in rows if ROWS[name].implementation not in (OURS, *YARDSTICKS)]
-    result["strongest_peer"] = min(peers, key=lambda name: rows[name]["ms"]["median"], default=None)
+
+    def strongest_peer(in_fp8):
+        peers = {name: ROWS[name].implementation for name in rows}
+        own = OURS, f"{OURS} fp8", *YARDSTICKS
+        names = [name for name, peer in peers.items() if peer not in own and is_fp8(peer) == in_fp8]
+        return min(names, key=lambda name: rows[name]["ms"]["median"], default=None)
+
+    result["strongest_peer"] = strongest_peer(False)
     ours = next((name for name in (f"{OURS} graph", OURS) if name in rows), None)
-    pairs = [(ours, result["strongest_peer"]), (OURS, "torch")]
+    in_fp8 = f"{OURS} fp8 graph"
+    pairs = [(ours, result["strongest_peer"]), (OURS, "torch"), (in_fp8, strongest_peer(True)), (in_fp8, ours)]
     pairs = [pair for pair in dict.fromkeys(pairs) if all(name in rows for name in pair)]
     result["comparisons"] = [compare_rows(*pair, rows) for pair in pairs]
 

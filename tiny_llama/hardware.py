@@ -19,30 +19,30 @@ import tiny_llama_v3 as llama
 # or multiprocessors, which tells a device from a laptop's GPU, a partition or a slice of the same name. A device
 # that is not listed has no MFU rather than a wrong one.
 PEAK_TFLOPS = {
-    "MI355X": (256, {"bf16": 2516.6, "fp32": 157.3}),
-    "MI350X": (256, {"bf16": 2306.9, "fp32": 144.2}),
-    "MI325X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
-    "MI300X": (304, {"bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
-    "MI300A": (228, {"bf16": 980.6, "tf32": 490.3, "fp32": 122.6}),
+    "MI355X": (256, {"fp8": 5033.2, "bf16": 2516.6, "fp32": 157.3}),
+    "MI350X": (256, {"fp8": 4613.7, "bf16": 2306.9, "fp32": 144.2}),
+    "MI325X": (304, {"fp8": 2614.9, "bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300X": (304, {"fp8": 2614.9, "bf16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    "MI300A": (228, {"fp8": 1961.2, "bf16": 980.6, "tf32": 490.3, "fp32": 122.6}),
     "MI250X( ?/ ?MI250)?": (110, {"bf16": 191.5, "fp32": 47.9}),
     "(MI250X ?/ ?)?MI250": (104, {"bf16": 181.0, "fp32": 45.3}),
     "MI210": (104, {"bf16": 181.0, "fp32": 45.3}),
-    "GB200": (152, {"bf16": 2500.0, "tf32": 1250.0, "fp32": 80.0}),
-    "B200": (148, {"bf16": 2250.0, "tf32": 1100.0, "fp32": 75.0}),
-    "H200": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
-    "H200 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
-    "H100 80GB HBM3": (132, {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
-    "H100 NVL": (132, {"bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
-    "H100 PCIe": (114, {"bf16": 756.0, "tf32": 378.0, "fp32": 51.2}),
+    "GB200": (152, {"fp8": 5000.0, "bf16": 2500.0, "tf32": 1250.0, "fp32": 80.0}),
+    "B200": (148, {"fp8": 4500.0, "bf16": 2250.0, "tf32": 1100.0, "fp32": 75.0}),
+    "H200": (132, {"fp8": 1978.9, "bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H200 NVL": (132, {"fp8": 1671.0, "bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 80GB HBM3": (132, {"fp8": 1978.9, "bf16": 989.4, "tf32": 494.7, "fp32": 66.9}),
+    "H100 NVL": (132, {"fp8": 1671.0, "bf16": 835.5, "tf32": 417.5, "fp32": 60.0}),
+    "H100 PCIe": (114, {"fp8": 1513.0, "bf16": 756.0, "tf32": 378.0, "fp32": 51.2}),
     "A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?": (108, {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5}),
-    "L40S": (142, {"bf16": 362.05, "tf32": 183.0, "fp32": 91.6}),
+    "L40S": (142, {"fp8": 733.0, "bf16": 362.05, "tf32": 183.0, "fp32": 91.6}),
     "A10G": (80, {"bf16": 70.0, "tf32": 35.0, "fp32": 31.5}),
-    "GeForce RTX 4090": (128, {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    "GeForce RTX 4090": (128, {"fp8": 330.3, "bf16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 }
 
 
 def peak_tflops(device, precision):
-    """The datasheet's TFLOP/s of a Device in "bf16", "tf32" or "fp32"; None if the device is not listed."""
+    """The datasheet's TFLOP/s of a Device in "fp8", "bf16", "tf32" or "fp32"; None if it does not list them."""
     for name, (units, peaks) in PEAK_TFLOPS.items():
         if device.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
             return peaks.get(precision)

@@ -26,6 +26,7 @@ RUNS = {  # name: the flags of a run, and what is in its environment
     "one process of torchrun": (["--impl", "sdpa"], TORCHRUN | {"WORLD_SIZE": "1"}),
     "two processes of torchrun": ([], TORCHRUN),
     "profile": (["--profile", "profile"], {}),
+    "fp8": (["--fp8"], {}),
     "without Triton": (["--impl", "triton", "--check"], {}),
 }
 RUN_EACH = """
@@ -99,6 +100,7 @@ def test_it_trains_to_the_same_bits(alone, folder, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("name, needs", [
     ("two processes of torchrun", "WORLD_SIZE=2 needs tiny_llama/distributed.py"),
     ("profile", "--profile needs tiny_llama/profiler.py"),
+    ("fp8", "--fp8 needs tiny_llama/fp8.py"),
 ])  # fmt: skip
 def test_what_needs_a_companion_is_refused(alone, name, needs):
     code, out, err, files = alone[name]

@@ -30,15 +30,15 @@ MAY_EDIT_PATH = {  # what people start by its path, and what starts another's pr
 }  # fmt: skip
 CODE = {".py", ".sh", ".jinja", ".c", ".patch", ".slurm"}
 MOST_LINES = {
-    "tiny_llama_v3.py": 2765,
+    "tiny_llama_v3.py": 2795,
     "tiny_llama/distributed.py": 630,
     "tiny_llama/profiler.py": 230,
     "tiny_llama/hardware.py": 150,
     "tiny_llama/notes.py": 40,
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
-    "all code": 23800,
-    "all tests": 17550,
+    "all code": 24050,
+    "all tests": 18000,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {

@@ -58,6 +58,14 @@ def test_a_device_has_the_peak_of_its_datasheet_and_a_look_alike_has_none():
         assert [hardware.peak_tflops(device(*key), name) for name in ("bf16", "tf32", "fp32")] == peaks, key
 
 
+def test_the_peak_in_fp8_is_about_twice_that_of_bf16():
+    """The datasheets round, or give a little more; older devices have no FP8."""
+    for peaks, units, *names in PEAKS:
+        peak = hardware.peak_tflops(device(names[0], units), "fp8")
+        older = any(old in names[0] for old in ("MI2", "A100", "A10G"))
+        assert peak is None if older else peak == pytest.approx(2 * peaks[0], rel=0.015), names[0]
+
+
 @pytest.fixture
 def library(monkeypatch):
     """A function that sets what the library does in its own matmuls, whatever it was told."""

@@ -1,0 +1,362 @@
+"""--fp8: the products of the layers' weights in FP8, forward and backward, with one scale a matrix.
+
+Attention's own products, norms, embedding and head stay in bf16, the optimizer as it is. The kernel here rounds a
+matrix to FP8, writes it and its transpose, and finds the scale; the products are the library's (torch._scaled_mm).
+--impl torch computes the same in plain PyTorch, on any device: it rounds to FP8, and multiplies in bf16.
+"""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import tiny_llama_v3 as llama
+from tiny_llama_v3 import UsageError, jit, tl
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Types and scales
+
+
+class Formats(NamedTuple):
+    """The types of what the products of a device take."""
+
+    forward: torch.dtype  # inputs and weights
+    gradient: torch.dtype
+
+
+OCP = Formats(torch.float8_e4m3fn, torch.float8_e5m2)  # largest 448 and 57,344
+FNUZ = Formats(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # largest 240 and 57,344; neither -0 nor infinities
+DIVISOR = 16  # of the rows and columns of every matrix that torch._scaled_mm multiplies
+
+
+def formats_of(arch):
+    """The Formats that the products of an architecture take, or None. A CPU emulates those of most."""
+    if arch.startswith("sm_"):
+        return OCP if int(arch[3:]) >= 89 else None
+    return {"cpu": OCP, "gfx942": FNUZ, "gfx950": OCP}.get(arch, OCP if arch.startswith("gfx12") else None)
+
+
+def validate(config, device, implementation):
+    """Raise UsageError for what --fp8 cannot do in this run."""
+    if implementation == "sdpa":
+        raise UsageError("--fp8 is for --impl triton, and for --impl torch, which emulates it: drop --fp8")
+    if config.triton_matmul_swiglu:
+        raise UsageError("--triton-matmul-swiglu multiplies without FP8: drop it or --fp8")
+    if implementation == "triton" and formats_of(device.arch) is None:
+        raise UsageError(f"--fp8 needs products in FP8, which {device.arch} has not: drop it, or give --impl torch")
+    widths = dict(hidden_dim=config.hidden_dim, ffn_dim=config.ffn_dim)
+    widths |= {"seq_len": config.tokens_per_step, "num_kv_heads": 2 * config.num_kv_heads * config.head_dim}
+    for name, width in widths.items():
+        if width % DIVISOR:
+            given = f"{llama.flag_of(name)} {getattr(config, name)}"
+            raise UsageError(f"{given} makes a matrix of {width} rows or columns: --fp8 needs multiples of {DIVISOR}")
+
+
+class Scaled(NamedTuple):
+    """A matrix in FP8, which is data * scale. The products want either copy: both operands contiguous along the sum."""
+
+    data: torch.Tensor  # (rows, cols)
+    transposed: torch.Tensor  # (cols, rows)
+    scale: torch.Tensor  # (), in fp32
+
+
+def bits_of(number):
+    """The bits of an fp32 number as an integer."""
+    return torch.tensor(number, dtype=torch.float32).view(torch.int32).item()
+
+
+def scale_of(maximum, dtype):
+    """The one rule: the least power of two by which maximum, () in fp32 and >= 0, can be divided to fit in dtype.
+    A power of two loses no digits. NaN if the maximum is not finite, so that the whole product is NaN and shows it.
+    """
+    exponents = maximum.view(torch.int32) - bits_of(torch.finfo(dtype).max) + 0x7FFFFF >> 23
+    scale = (exponents.clamp(min=-126) + 127 << 23).view(torch.float32)
+    return torch.where(maximum.isfinite(), scale, torch.nan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rounding to FP8: one kernel, for matrices as they are and for those that SwiGLU computes on the way
+
+MATRIX, SWIGLU, SWIGLU_GRADIENT = map(tl.constexpr, range(3))  # what is rounded: see load_values()
+TILE = (64, 64, 8)  # rows, columns, warps
+PROGRAMS_PER_SM = 8
+
+
+@jit
+def load_values(x_ptr, hidden_grad_ptr, stride_x, rows, cols, n_cols, mask, SOURCE: tl.constexpr):
+    """Two tiles (BLOCK_ROWS, BLOCK_COLS) in fp32, of which only SWIGLU_GRADIENT uses the second.
+    MATRIX: x (rows, n_cols). SWIGLU: silu(gate) * up of x (rows, 2 n_cols) = [gate | up]. SWIGLU_GRADIENT: the
+    gradients of gate and of up, given hidden_grad (rows, n_cols); see llama.swiglu_activation_backward_kernel.
+    """
+    ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
+    first = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = first
+    if SOURCE != MATRIX:
+        gate = first
+        up = tl.load(ptrs + n_cols, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        if SOURCE == SWIGLU:
+            first = silu * up
+        else:
+            hidden_grad_ptrs = hidden_grad_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+            hidden_grad = tl.load(hidden_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+            first = hidden_grad * up * (sigmoid + silu * (1.0 - sigmoid))
+            second = hidden_grad * silu
+    return first, second
+
+
+@jit
+def fp8_quantize_kernel(
+    x_ptr, hidden_grad_ptr, data_ptr, transposed_ptr, scale_ptr, guess_ptr, found_ptr,
+    stride_x, n_rows, n_cols, n_found, one,
+    SOURCE: tl.constexpr, REPEAT: tl.constexpr, LARGEST_BITS: tl.constexpr, FOUND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """data (n_rows, width) = values / scale in FP8, and transposed (width, n_rows); width is n_cols or, if SOURCE is
+    SWIGLU_GRADIENT, 2 n_cols. x, hidden_grad: see load_values(). scale, guess () in fp32.  Grid: (programs,).
+    The scale depends on the largest value, which is known too late. So the first launch rounds with guess, the scale of
+    the last call, and finds the largest value. The second, with REPEAT, computes the scale from it; only if that is not
+    what all programs of the first have used, it rounds again. found (2, FOUND) in int32: the bits of the largest value
+    that each of the n_found programs of the first launch met, and of the guess that it used.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
+    tiles = tl.cdiv(n_rows, BLOCK_ROWS) * col_blocks
+    HALVES: tl.constexpr = 2 if SOURCE == SWIGLU_GRADIENT else 1
+    if REPEAT:
+        index = tl.arange(0, FOUND)
+        maximum = tl.max(tl.load(found_ptr + index, mask=index < n_found, other=0), axis=0)
+        exponent = tl.maximum((maximum - LARGEST_BITS + 0x7FFFFF) >> 23, -126)  # see scale_of()
+        bits = tl.where(maximum < 0x7F800000, (exponent + 127) << 23, 0x7FC00000)
+        used = tl.load(found_ptr + FOUND + index, mask=index < n_found, other=0)
+        others = tl.sum(tl.where((index < n_found) & (used != bits), 1, 0), axis=0)
+        tiles = tl.where(others == 0, 0, tiles)
+        tl.store(scale_ptr, bits.to(tl.float32, bitcast=True))
+        tl.store(guess_ptr, bits.to(tl.float32, bitcast=True))
+    else:
+        bits = tl.load(guess_ptr).to(tl.int32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)  # 1 / scale: its exponent is the negative
+    maximum = 0
+    for tile in range(program, tiles, programs):
+        rows = tile // col_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        cols = tile % col_blocks * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        first, second = load_values(x_ptr, hidden_grad_ptr, stride_x, rows, cols, n_cols, mask, SOURCE)
+        for half in tl.static_range(HALVES):
+            values = first if half == 0 else second  # (BLOCK_ROWS, BLOCK_COLS)
+            if not REPEAT:  # as integers, because the largest of numbers and a NaN may be either
+                magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                maximum = tl.maximum(maximum, tl.max(tl.max(magnitudes, axis=1), axis=0))
+            scaled = values * inverse
+            out_cols = half * n_cols + cols
+            data_ptrs = data_ptr + rows.to(tl.int64)[:, None] * (HALVES * n_cols) + out_cols[None, :]
+            tl.store(data_ptrs, scaled.to(data_ptr.dtype.element_ty), mask=mask)
+            # one is 1.0, which the compiler does not know. If it rounds once for both stores, ptxas 12.8 (Triton 3.3
+            # to 3.6) stores registers that were never written.
+            transposed_ptrs = transposed_ptr + out_cols.to(tl.int64)[:, None] * n_rows + rows[None, :]
+            transposed = tl.trans(scaled * one).to(transposed_ptr.dtype.element_ty)
+            tl.store(transposed_ptrs, transposed, mask=tl.trans(mask))
+    if not REPEAT:
+        tl.store(found_ptr + program, maximum)
+        tl.store(found_ptr + FOUND + program, bits)
+
+
+def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
+    """The Scaled of what source makes of x (rows, n), contiguous rows, and of hidden_grad: see load_values().
+    guess is the scale of the last call, () in fp32, to be kept for the next; it costs time if wrong, and nothing else.
+    """
+    (n_rows, n_cols), (rows, cols, warps) = x.shape, TILE
+    n_cols, width = n_cols if source == MATRIX else n_cols // 2, n_cols // 2 if source == SWIGLU else n_cols
+    if n_rows % DIVISOR or width % DIVISOR:
+        raise ValueError(f"a matrix of shape ({n_rows}, {width}) has no products in FP8: give multiples of {DIVISOR}")
+    data, transposed = (x.new_empty(shape, dtype=dtype) for shape in ((n_rows, width), (width, n_rows)))
+    num_sms = llama.get_device(x.device.type).num_sms
+    programs = min(llama.cdiv(n_rows, rows) * llama.cdiv(n_cols, cols), PROGRAMS_PER_SM * num_sms)
+    n_found = llama.next_power_of_2(programs)
+    scale, found = x.new_empty((), dtype=torch.float32), x.new_empty(2, n_found, dtype=torch.int32)
+    tensors = x, x if hidden_grad is None else hidden_grad, data, transposed, scale, guess, found
+    scalars = x.stride(0), n_rows, n_cols, programs, 1.0
+    for repeat, grid in ((False, programs), (True, min(programs, num_sms))):
+        constants = dict(SOURCE=source.value, REPEAT=repeat, LARGEST_BITS=bits_of(torch.finfo(dtype).max))
+        constants |= dict(FOUND=n_found, BLOCK_ROWS=rows, BLOCK_COLS=cols)
+        llama.launch(fp8_quantize_kernel, (grid,), tensors, scalars, constants, num_warps=warps)
+    return Scaled(data, transposed, scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products, and the operations that are made of them
+
+
+def product(a, a_scale, b, b_scale, dtype, **options):
+    """(a * a_scale) (M, K) @ (b * b_scale) (N, K)^T -> (M, N) in dtype"""
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, **options)
+
+
+def weight_gradient(place, accumulate, y_grad, projection):
+    """place (N, K) (+)= y_grad (rows, N), Scaled, transposed @ x (rows, K), for parameter_gradient()."""
+    operands = y_grad.transposed, y_grad.scale, projection.x_transposed, projection.x_scale
+    if accumulate:
+        place += product(*operands, place.dtype)
+    else:
+        product(*operands, place.dtype, out=place)
+
+
+class Projection(NamedTuple):
+    """What the gradients of y = x @ weight^T are computed from."""
+
+    weight: torch.Tensor  # (N, K)
+    guesses: torch.Tensor  # (3, 4): the first column has the last scales of x, weight and the gradient of y
+    x_transposed: torch.Tensor  # (K, rows)
+    x_scale: torch.Tensor
+    weight_transposed: torch.Tensor  # (K, N)
+    weight_scale: torch.Tensor
+
+    def gradient(self, y_grad, **source):
+        """y_grad (rows, N), or what source makes of it, as a Scaled."""
+        dtype = formats_of(llama.get_device(y_grad.device.type).arch).gradient
+        return quantize(y_grad, self.guesses[2, 0], dtype, **source)
+
+    def x_gradient(self, y_grad, dtype):
+        """y_grad, Scaled, @ weight -> the gradient of x (rows, K)"""
+        return product(y_grad.data, y_grad.scale, self.weight_transposed, self.weight_scale, dtype)
+
+    def weight_gradient(self, ctx, index, y_grad):
+        """What backward() returns for the weight, number index of forward()'s tensors; y_grad is Scaled."""
+        return llama.parameter_gradient(ctx, index, self.weight, weight_gradient, y_grad, self)
+
+
+def project(x, weight, source=MATRIX):
+    """x (rows, K), or what source makes of it, @ weight (N, K)^T -> y (rows, N), and its Projection."""
+    if not hasattr(weight, "fp8_guesses"):
+        weight.fp8_guesses = torch.zeros(3, 4, device=weight.device)  # four columns, so that addresses are aligned
+    guesses, dtype = weight.fp8_guesses, formats_of(llama.get_device(x.device.type).arch).forward
+    x8, weight8 = quantize(x, guesses[0, 0], dtype, source), quantize(weight, guesses[1, 0], dtype)
+    # Sums of lower precision are faster, and good enough forward.
+    y = product(x8.data, x8.scale, weight8.data, weight8.scale, x.dtype, use_fast_accum=x.is_cuda)
+    return y, Projection(weight, guesses, x8.transposed, x8.scale, weight8.transposed, weight8.scale)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """llama.AttentionFunction with both projections in FP8."""
+
+    @staticmethod
+    def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs):
+        qkv, qkv_projection = project(llama.as_rows(x), qkv_weight)
+        q, k, v, o, lse = llama.attend(qkv.view(*x.shape[:-1], -1), cos, sin, num_heads, num_kv_heads, bugs)
+        y, o_projection = project(o.view(len(qkv), -1), o_weight)
+        ctx.save_for_backward(cos, sin, q, k, v, o, lse, *qkv_projection, *o_projection)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        cos, sin, q, k, v, o, lse, *projections = llama.begin_backward(ctx, y_grad)
+        qkv_projection, o_projection = Projection(*projections[:6]), Projection(*projections[6:])
+        y_grad8 = o_projection.gradient(llama.as_rows(y_grad))
+        o_grad = o_projection.x_gradient(y_grad8, y_grad.dtype).view_as(o)
+        qkv_grad8 = qkv_projection.gradient(llama.attend_backward(o_grad, cos, sin, q, k, v, o, lse))
+        x_grad = qkv_projection.x_gradient(qkv_grad8, y_grad.dtype)
+        qkv_weight_grad = qkv_projection.weight_gradient(ctx, 1, qkv_grad8)
+        o_weight_grad = o_projection.weight_gradient(ctx, 2, y_grad8)
+        return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """llama.SwiGLUFunction with its products in FP8. The activation and its gradient exist in FP8 only."""
+
+    @staticmethod
+    def forward(ctx, x, gate_up_weight, down_weight, bugs):
+        gate_up, gate_up_projection = project(llama.as_rows(x), gate_up_weight)
+        y, down_projection = project(gate_up, down_weight, SWIGLU)
+        ctx.save_for_backward(gate_up, *gate_up_projection, *down_projection)
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        gate_up, *projections = llama.begin_backward(ctx, y_grad)
+        gate_up_projection, down_projection = Projection(*projections[:6]), Projection(*projections[6:])
+        y_grad8 = down_projection.gradient(llama.as_rows(y_grad))
+        hidden_grad = down_projection.x_gradient(y_grad8, y_grad.dtype)
+        gate_up_grad8 = gate_up_projection.gradient(gate_up, source=SWIGLU_GRADIENT, hidden_grad=hidden_grad)
+        x_grad = gate_up_projection.x_gradient(gate_up_grad8, y_grad.dtype)
+        gate_up_weight_grad = gate_up_projection.weight_gradient(ctx, 1, gate_up_grad8)
+        down_weight_grad = down_projection.weight_gradient(ctx, 2, y_grad8)
+        return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
+
+
+def fp8_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
+    """As llama.triton_attention, with its projections in FP8."""
+    sizes = num_heads, num_kv_heads, bugs
+    return llama.triton_attention(x, qkv_weight, o_weight, cos, sin, *sizes, function=AttentionFunction)
+
+
+def fp8_swiglu(x, gate_up_weight, down_weight, bugs=()):
+    """As llama.triton_swiglu, with its products in FP8."""
+    return llama.triton_swiglu(x, gate_up_weight, down_weight, bugs, function=SwiGLUFunction)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same in plain PyTorch: the reference of --check, and --impl torch
+
+
+def rounded(x, dtype):
+    """x rounded to FP8 as quantize() does, in x's type if that is fp32, else in bf16, which holds it exactly."""
+    values = x.float()
+    scale = scale_of(values.abs().amax(), dtype)
+    return (values / scale).to(dtype).float().mul(scale).to(x.dtype)
+
+
+class EmulatedLinearFunction(torch.autograd.Function):
+    """See emulated_linear."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        formats, ctx.types = formats_of(llama.get_device(x.device.type).arch) or OCP, (x.dtype, weight.dtype)
+        low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        x, weight = rounded(x.to(low), formats.forward), rounded(weight.to(low), formats.forward)
+        ctx.save_for_backward(x, weight)
+        ctx.format = formats.gradient
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, y_grad):
+        x, weight = ctx.saved_tensors
+        y_grad = rounded(y_grad, ctx.format)
+        weight_grad = y_grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return (y_grad @ weight).to(ctx.types[0]), weight_grad.to(ctx.types[1])
+
+
+def emulated_linear(x, weight):
+    """x (..., K) @ weight (N, K)^T of both, and of the gradient in backward, rounded to FP8."""
+    return EmulatedLinearFunction.apply(x, weight)
+
+
+def emulated_attention(*inputs):
+    """As llama.torch_attention, with its projections of matrices rounded to FP8."""
+    return llama.torch_attention(*inputs, linear=emulated_linear)
+
+
+def emulated_swiglu(*inputs):
+    """As llama.torch_swiglu, with its products of matrices rounded to FP8."""
+    return llama.torch_swiglu(*inputs, linear=emulated_linear)
+
+
+def with_fp8(operations, implementation):
+    """The Operations with those replaced that multiply by the weights of a layer."""
+    attention, swiglu = (
+        (fp8_attention, fp8_swiglu) if implementation == "triton" else (emulated_attention, emulated_swiglu)
+    )
+    return operations._replace(attention=attention, swiglu=swiglu, group=None)
+
+
+def print_errors(errors, exact, config, device, batch):
+    """Print {name: error} of a check beside those of the same implementation in bf16: the worst of all layers."""
+    bf16 = dataclasses.replace(config, fp8=False)
+    bf16_errors = llama.relative_errors(llama.loss_and_gradients(bf16, device, batch), exact)
+    print(f"    {'error of the loss or the gradient of':40} {'fp8':>8} {'bf16':>8}  (the worst of all layers)")
+    kinds = {name: re.sub(r"^layers\.\d+\.", "", name) for name in errors}
+    for kind in dict.fromkeys(kinds.values()):
+        worst = [max(e[name] for name in kinds if kinds[name] == kind) for e in (errors, bf16_errors)]
+        print("    {:40} {:8.1e} {:8.1e}".format(kind, *worst))
