@@ -52,6 +52,12 @@ def launch(kernel, x, stride=4, block=8, warps=2, pair=Pair(1, 2), **options):  
     llama.launch(kernel, (2, 3), (x, x), ((stride, 1), 5), dict(BLOCK=block, C=pair), num_warps=warps, **options)
 
 
+def test_the_first_tensors_of_a_launch_may_be_descriptors(kernel):
+    descriptor, x = object(), torch.zeros(4)
+    assert llama.launch_by_triton(kernel, (1,), (descriptor, x), (), {}) is kernel.compiled
+    assert kernel.public == [((1,), (descriptor, x), {})]
+
+
 def test_a_second_launch_calls_what_was_compiled(kernel):
     x, y = torch.zeros(4), torch.zeros(4)
     launch(kernel, x)
