@@ -43,6 +43,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+# Fused multiply-adds, which are the default up to Triton 3.9: without them kernels have 3 to 8 % more instructions.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
