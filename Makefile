@@ -4,8 +4,6 @@
 PYTHON ?= python3
 # The tests' scripts would run PYTHON instead of .venv's, whose parent it is.
 unexport PYTHON
-# AMD GPUs need PyTorch's ROCm wheels; empty means pip's own index.
-TORCH_INDEX ?= $(if $(wildcard /dev/kfd),https://download.pytorch.org/whl/rocm6.4)
 VENV_PYTHON := .venv/bin/python
 
 .PHONY: help run test test-slow test-all emulate lint publish notebooks slides kernel-report clean force

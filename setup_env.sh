@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv anew and installs requirements.txt; a torch that PYTHON already imports is used as it is.
+# Makes .venv anew and installs requirements.txt; a torch that PYTHON already imports is used as it is. Without one, a
+# machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's own index.
 # Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] ./setup_env.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -16,6 +17,7 @@ own_bin=$(pwd -P)/.venv/bin:
 PATH=${PATH//"$own_bin"/}
 parent=${PYTHON:-python3}
 python=.venv/bin/python
+: "${ROCM_PARENT:=/opt}" "${KFD_DEVICE:=/dev/kfd}" "${KFD_TOPOLOGY:=/sys/class/kfd/kfd/topology}"
 
 "$parent" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "PYTHON=$parent is not Python 3.10 or newer"
 "$parent" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -23,6 +25,38 @@ python=.venv/bin/python
 
 imports() { "$1" -c "import $2" 2>/dev/null; }
 requirement() { grep -E "^$1[<>=;]" requirements.txt; }
+number() { echo $((${1%%.*} * 100 + ${1#*.})); } # 714 of 7.14
+
+# Prints the release of this machine's ROCm, such as 7.2: that of ROCM_PATH first. Nothing where there is none.
+rocm_release() {
+    {
+        printf '%s\n' "${ROCM_PATH:-$ROCM_PARENT/rocm}" "$ROCM_PARENT"/rocm{,/core}
+        printf '%s\n' "$ROCM_PARENT"/rocm{/core,}-* | sort -Vr
+    } | xargs -I{} cat {}/.info/version 2>/dev/null | grep -Eom1 '^[0-9]+\.[0-9]+' || true
+}
+
+# Sets TORCH_INDEX, and the array wanted: what to install from it.
+choose_wheels() {
+    local release known index=6.3 devices=''
+    wanted=("$(requirement torch)")
+    if [[ -z ${TORCH_INDEX:-} && -e $KFD_DEVICE ]]; then
+        release=$(rocm_release)
+        # PyTorch's own: the newest that is not newer than this ROCm, so that its driver and its profilers fit.
+        for known in 6.4 7.0 7.1 7.2; do
+            (($(number "$known") > $(number "${release:-7.2}"))) || index=$known
+        done
+        TORCH_INDEX=https://download.pytorch.org/whl/rocm$index
+        if (($(number "${release:-7.2}") >= 1000)); then # only AMD has these
+            TORCH_INDEX=https://stable.repo.amd.com/rocm/whl-next/ wanted+=("rocm==$release.*")
+        fi
+        echo "This machine has ${release:+ROCm $release and }an AMD GPU: torch comes from $TORCH_INDEX"
+    fi
+    if [[ ${TORCH_INDEX:-} == *.amd.com/* ]]; then # where each architecture's code is a package of its own
+        devices=$(cat "$KFD_TOPOLOGY"/nodes/*/properties 2>/dev/null | sort -u | awk '/^gfx_target_version [1-9]/ {
+            printf "%sdevice-gfx%d%x%x", comma, $2 / 10000, $2 / 100 % 100, $2 % 100; comma = "," }') || true
+        wanted[0]=${wanted[0]/torch/torch[${devices:-device-all}]}
+    fi
+}
 
 if imports "$parent" torch; then
     "$parent" -m venv --clear --system-site-packages .venv
@@ -33,9 +67,11 @@ if sys.prefix != sys.base_prefix:
         print(f"import site; site.addsitedir({path!r})")' >.venv/parent.pth
     mv .venv/parent.pth "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 else
+    choose_wheels
     "$parent" -m venv --clear .venv
     # Asked alone, the index cannot lose against a higher version elsewhere.
-    "$python" -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(requirement torch)"
+    "$python" -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${wanted[@]}" ||
+        die "pip could not install ${wanted[*]}: TORCH_INDEX=URL names another index (docs/rocm.md, Install)"
 fi
 
 "$python" -c 'import sys, torch

@@ -38,13 +38,23 @@ print(json.dumps({**modules, "installed": installed}))
 """
 
 
-def make_wheel(folder, name, version, module=None, source="", requires=()):
-    """Write a wheel that holds one module."""
-    module = module or name.replace("-", "_")
+# Stands for python3: makes no environment, and prints what pip is asked to install first.
+ASKED_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *"import torch") exit 1 ;;
+    "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip install"*) printf 'pip: %s\\n' "${*:4}" && exit 1 ;;
+esac
+"""
+
+
+def make_wheel(folder, name, version, module=None, source="", requires=(), file=None):
+    """Write a wheel that holds one module, or the file."""
+    module = file or f"{module or name.replace('-', '_')}.py"
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
     files = {
-        f"{module}.py": source,
+        module: source,
         f"{stem}.dist-info/METADATA": "\n".join(metadata) + "\n",
         f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -64,11 +74,11 @@ def publish(index, name, version, **wheel):
     (index / name / "index.html").write_text("\n".join(links))
 
 
-def rocm_wheels():
-    """ROCm's torch, and its triton, which another distribution owns."""
-    triton = dict(name="pytorch-triton-rocm", version="3.3.1", module="triton", source=VERSION.format(version="3.3.1"))
-    torch = dict(name="torch", version="2.7.1+rocm6.4", requires=["pytorch-triton-rocm==3.3.1"])
-    return [triton, torch | {"source": TORCH_SOURCE.format(version="2.7.1+rocm6.4", hip="6.4")}]
+def rocm_wheels(release="2.7.1+rocm6.4", hip="6.4", owner="pytorch-triton-rocm", version="3.3.1"):
+    """ROCm's torch, and its triton, which another distribution may own."""
+    triton = dict(name=owner, version=version, module="triton", source=VERSION.format(version=version))
+    torch = dict(name="torch", version=release, requires=[f"{owner}=={version}"])
+    return [triton, torch | {"source": TORCH_SOURCE.format(version=release, hip=hip)}]
 
 
 class Project:
@@ -90,6 +100,8 @@ class Project:
         own = ("PIP_", "PYTHON", "MAKE", "MFLAGS", "VIRTUAL_ENV", "TORCH_INDEX")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         self.env |= {"PIP_INDEX_URL": self.pypi.as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+        self.env |= {"ROCM_PATH": "", "ROCM_PARENT": str(folder), "KFD_DEVICE": str(folder / "kfd")}
+        self.env["KFD_TOPOLOGY"] = str(folder / "topology")
         # User packages come before the base interpreter's, whatever those are.
         self.env["PYTHONUSERBASE"] = str(folder / "user")
 
@@ -235,6 +247,68 @@ def test_torch_index_brings_its_own_triton(project, bare):
     installed = owned(project.run(bare, torch_index=project.rocm.as_uri()), project.venv)
     assert installed["torch"] == "2.7.1+rocm6.4"
     assert "pytorch-triton-rocm" in installed and "triton" not in installed
+
+
+PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd.com/rocm/whl-next/"
+
+
+@pytest.mark.parametrize(
+    "installed, targets, devices, index, others",
+    [  # folder=release of each ROCm; what the driver calls the architectures, 0 for a CPU
+        ("", None, "device-all", "", ""),
+        ("", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
+        ("rocm=6.2.4-125", "0 90402", "device-gfx942", PYTORCH + "6.3", ""),
+        ("rocm=7.2.1-60", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
+        ("rocm-6.4.3=6.4.3-1 rocm-7.1.0=7.1.0", "0 90010", "device-gfx90a", PYTORCH + "7.1", ""),
+        ("rocm/core=7.13.0", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
+        ("rocm/core=7.14.1", "0 90500", "device-gfx950", PYTORCH + "7.2", ""),
+        ("rocm=7.2.1 module=6.4.1", "0 90402", "device-gfx942", PYTORCH + "6.4", ""),
+        ("rocm-7.2.1=7.2.1 rocm/core-10.0=10.0.0", "0 90402 90402", "device-gfx942", AMD, " rocm==10.0.*"),
+        ("rocm=10.1.0", "0 90010 90500", "device-gfx90a,device-gfx950", AMD, " rocm==10.1.*"),
+        ("rocm=10.1.0", "", "device-all", AMD, " rocm==10.1.*"),
+    ],
+)
+def test_torch_is_the_one_for_the_release_of_rocm(project, tmp_path, installed, targets, devices, index, others):
+    files = {tmp_path / folder / ".info/version": release for folder, release in re.findall(r"(\S+)=(\S+)", installed)}
+    for node, target in enumerate((targets or "").split()):
+        files[tmp_path / f"topology/nodes/{node}/properties"] = f"simd_count 8\ngfx_target_version {target}\n"
+    if targets is not None:
+        files[tmp_path / "kfd"] = ""
+    if "module" in installed:
+        project.env["ROCM_PATH"] = str(tmp_path / "module")
+    python = tmp_path / "asked"
+    for path, text in (files | {python: ASKED_PYTHON}).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    python.chmod(0o755)
+
+    def asked(torch_index):
+        done = project.make(".venv/run.stamp", python=python, torch_index=torch_index)
+        return next(line for line in done.stdout.splitlines() if line.startswith("pip: "))
+
+    torch, of_amd = f"torch{TESTED_TORCH}", f"torch[{devices}]{TESTED_TORCH}"
+    assert asked("") == f"pip: {index and f'--index-url {index} '}{of_amd if index == AMD else torch}{others}"
+    assert asked("https://example.org/whl") == f"pip: --index-url https://example.org/whl {torch}"
+    nightly = "https://rocm.nightlies.amd.com/whl-multi-arch/"
+    assert asked(nightly) == f"pip: --index-url {nightly} {of_amd}"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_rocm_of_the_wheels_is_kept(project, bare, tmp_path, installed):
+    publish(project.pypi, "triton", "3.99.0")
+    torch_and_triton = rocm_wheels("2.13.0+rocm10.0.0", "7.15.26333", "triton", "3.8.0+git4cff872c.rocm10.0.0")
+    wheels = [*torch_and_triton, dict(name="rocm-sdk-core", version="10.0.0", file="_rocm_sdk_core/bin/rocprofv3")]
+    torch_and_triton[1]["requires"].append("rocm-sdk-core==10.0.0")
+    for wheel in wheels:
+        publish(project.rocm, **wheel)
+        if installed:
+            zipfile.ZipFile(make_wheel(tmp_path / "wheels", **wheel)).extractall(site_packages(bare.parents[1]))
+    seen = project.run(bare, torch_index=project.rocm.as_uri())
+    folder = site_packages(bare.parents[1] if installed else project.venv)
+    assert {wheel["name"]: wheel["version"] for wheel in wheels}.items() <= owned(seen, folder).items()
+    assert (seen["torch"], seen["triton"]) == (str(folder / "torch.py"), str(folder / "triton.py"))
+    assert (folder / "_rocm_sdk_core/bin/rocprofv3").exists()
+    assert not installed or not {"torch", "triton"} & owned(seen, project.venv).keys()
 
 
 def test_bare_interpreter_gets_the_requirements_once(project, bare):

@@ -279,7 +279,7 @@ def without_generated(text):
 
 # Of programs that this project only names: rocprof and rocprofv2, in the table of their successors; Perfetto; pip.
 FOREIGN_FLAGS = {"--plugin", "--basenames", "--roctx-trace", "--roctx-rename", "--list-basic", "--list-derived"}
-FOREIGN_FLAGS |= {"--timestamp", "--help", "--httpd", "--no-deps"}
+FOREIGN_FLAGS |= {"--timestamp", "--help", "--httpd", "--no-deps", "--python"}
 FLAG = r"(?<![\w-])--[a-z][\w-]*\w"
 KINDS = ("*.py", "*.sh", "*.slurm", "Makefile")
 SOURCES = [path for kind in KINDS for path in ROOT.rglob(kind) if ".venv" not in path.parts]
