@@ -38,7 +38,7 @@ start_result counters/counter
 if [[ $TOOL == rocprofv3 ]]; then
     format=csv
     # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-    if ((RELEASE >= 700)) && [[ " ${TOOL_ARGUMENTS[*]-} " != *" --kernel-rename "* ]]; then format=rocpd; fi
+    [[ " ${TOOL_ARGUMENTS[*]-} " == *" --kernel-rename "* ]] || ! has_option rocpd 700 --help || format=rocpd
     rocprofv3_command "$RESULT/kernels" --kernel-trace --marker-trace --output-format "$format"
     run_or_fail "${COMMAND[@]}"
     if [[ $format == csv ]]; then

@@ -18,7 +18,7 @@ else
     run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file kernel_stats.csv
 fi
-report hotspots "$RESULT"
+report_or_miss "the table of the kernels" hotspots "$RESULT"
 
 finish_result "$(suggestion "Compare with another run" compare "$RESULT" OTHER)" \
     "$(suggestion "Draw it" plot "$RESULT")" ${TOGETHER:+"$TOGETHER"}

@@ -18,7 +18,7 @@ die() {
 
 pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another one"
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-: "${ROCM_PATH:=/opt/rocm}" "${KFD_DEVICE:=/dev/kfd}"
+: "${ROCM_PATH:=/opt/rocm}" "${ROCM_PARENT:=/opt}" "${KFD_DEVICE:=/dev/kfd}"
 PATH=$PATH:$ROCM_PATH/bin
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,11 +62,13 @@ print_help() {
   --output DIR   where the result goes; must be new or empty
   --stage N      profile a stage of the workshop (tiny_llama_v3.py --list-stages)
   --tool NAME    $(IFS='|' && echo "${TOOLS[*]}|auto"); auto, the default, takes the first that works here
+  --tool-path P  this profiler of ROCm: its file, or a folder that has it in it or in its bin
   --dry-run      print the command lines and do nothing
   -- OPTIONS     options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps $STEPS; behind a second --
                  those of the profiler itself
 
-PYTHON chooses the interpreter, ROCM_PATH the ROCm installation. Exit codes: 0 done, 1 nothing was recorded or a part is
+PYTHON chooses the interpreter. ROCm's profiler is the one that comes with PyTorch, else one of the same release, else
+the first on PATH or in ROCM_PATH, else the newest below /opt. Exit codes: 0 done, 1 nothing was recorded or a part is
 missing, 2 the request cannot be met, 130 interrupted; otherwise that of the program or the profiler.
 TXT
 }
@@ -75,16 +77,17 @@ TXT
 # to the number of words that it used.
 parse_arguments() {
     : "${TOOLS:?the script that sources this file names its tools}"
-    OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto ARGUMENTS=() TOOL_ARGUMENTS=()
+    OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto TOOL_PATH='' ARGUMENTS=() TOOL_ARGUMENTS=()
     : "${STEPS:=10}"
     while (($#)); do
         case $1 in
-        --output | --stage | --tool)
+        --output | --stage | --tool | --tool-path)
             (($# > 1)) && [[ $2 != --* ]] || die "$1 needs a value (--help lists the options)"
             case $1 in
             --output) OUTPUT=$2 ;;
             --stage) STAGE=$2 ;;
             --tool) TOOL=$2 ;;
+            --tool-path) TOOL_PATH=$2 ;;
             esac
             shift 2
             ;;
@@ -107,22 +110,24 @@ parse_arguments() {
     [[ -z $STAGE || $STAGE =~ ^[1-9][0-9]*$ ]] || die "--stage $STAGE is not a number: tiny_llama_v3.py --list-stages"
     [[ -z $STAGE ]] || compgen -G "$ROOT/exercises/performance_debugging/v3_stage${STAGE}_*" >/dev/null ||
         die "there is no --stage $STAGE: tiny_llama_v3.py --list-stages names those that there are"
-    REQUESTED=$TOOL
     [[ " ${TOOLS[*]} auto " == *" $TOOL "* ]] || die "--tool $TOOL: choose one of ${TOOLS[*]} auto"
+    [[ -z $TOOL_PATH ]] || resolve_tool_path
+    REQUESTED=$TOOL
     choose_python || die "there is no Python at PYTHON=$PYTHON: run make, or give another"
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The tool. An obstacle is the rest of a sentence about a tool, with reason and remedy, or empty.
 
-# rocm_obstacle EXECUTABLE
+# rocm_obstacle TOOL
 rocm_obstacle() {
     local release
-    if ! command -v "$1" >/dev/null; then
+    find_rocm_tool "$1"
+    if [[ $FOUND != */* ]]; then
         echo "is not installed or not on PATH (module load rocm, or add the bin folder of ROCm 6.3 or newer)"
         return
     fi
-    release=$(rocm_release "$1")
+    release=$(rocm_release "$FOUND")
     if ((release < 603)); then
         echo "is of ROCm $(dotted "$release"), and lacks options that are used here: load ROCm 6.3 or newer"
     elif [[ ! -e $KFD_DEVICE ]]; then
@@ -150,18 +155,63 @@ obstacle_of() {
     case $1 in
     torch) ;;
     ncu) ncu_obstacle ;;
-    rocprof-sys) rocm_obstacle rocprof-sys-sample ;;
     *) rocm_obstacle "$1" ;;
     esac
 }
 
-# rocm_release EXECUTABLE: 604, 700, ... of the installation of a tool. Without ROCm a dry run uses ROCM_VERSION.
+executable_of() { echo "${1/%rocprof-sys/rocprof-sys-sample}"; }
+
+# Turns TOOL_PATH into the path of an executable, and asks for that tool.
+resolve_tool_path() {
+    local name path
+    [[ $TOOL != auto ]] || TOOL=${TOOLS[0]}
+    [[ $TOOL == rocprof* ]] || die "--tool-path names a profiler of ROCm, and --tool $TOOL is none: leave one out"
+    name=$(executable_of "$TOOL")
+    for path in "$TOOL_PATH" "$TOOL_PATH"{,/bin}"/$name"; do
+        [[ ! -f $path || ! -x $path ]] || break
+    done
+    [[ -f $path && -x $path ]] ||
+        die "--tool-path $TOOL_PATH: there is no $name: give its file, or the folder of one installation of ROCm"
+    TOOL_PATH=$(realpath -s -- "$path")
+}
+
+# Prints the folders where profilers of ROCm may be. Wheels of PyTorch for ROCm 7.13 and newer bring packages with them.
+# Up to 7.2 a release is in /opt/rocm-X.Y.Z, later ones are in /opt/rocm/core-X.Y.
+rocm_folders() {
+    [[ -z $WHEELS ]] || printf '%s/bin\n' "$WHEELS"/_rocm_{sdk_core,profiler}
+    tr : '\n' <<<"$PATH"
+    printf '%s\n' "$ROCM_PARENT"/rocm{,-*,/core,/core-*}/bin | sort -Vr
+}
+
+# find_rocm_tool TOOL: sets FOUND, its path, or its bare name if it is not installed, and WHY.
+find_rocm_tool() {
+    local folder path name
+    name=$(executable_of "$1")
+    FOUND=${TOOL_PATH:-$name} WHY=${TOOL_PATH:+named by --tool-path}
+    while [[ -z $TOOL_PATH ]] && read -r folder; do
+        path=$folder/$name
+        [[ -f $path && -x $path ]] || continue
+        if [[ $path == */_rocm_*/bin/* ]]; then
+            WHY="which comes with this PyTorch"
+        elif [[ $TORCH_BUILD == "rocm $(dotted "$(rocm_release "$path")")" ]]; then
+            WHY="of the release of this PyTorch"
+        else
+            [[ $FOUND == */* ]] || FOUND=$path WHY="the first that was found"
+            continue
+        fi
+        FOUND=$path
+        return
+    done < <(rocm_folders)
+}
+
+# rocm_release PATH: 604, 700, 1000 of the installation of a tool. Without ROCm a dry run uses ROCM_VERSION.
 rocm_release() {
-    local tool path version=''
-    if ! command -v "$1" >/dev/null; then
-        version=${ROCM_VERSION:-7.0}
-    fi
-    for tool in "$1" rocprofv3; do # a link may lead from bin into libexec, or into a folder of the tool's own
+    local tool path version='' launcher
+    [[ $1 == */* ]] || version=${ROCM_VERSION:-10.0}
+    for launcher in "${1%/*}/rocprofv3" "${1%/_rocm_*}/_rocm_sdk_core/bin/rocprofv3" rocprofv3; do
+        [[ ! -x $launcher ]] || break
+    done
+    for tool in "$1" "$launcher"; do # a link may lead from bin into libexec, or into a folder of the tool's own
         path=$(command -v "$tool") || continue
         path=$(readlink -f "$path")
         while [[ -z $version && $path == /*/* ]]; do
@@ -169,15 +219,9 @@ rocm_release() {
             if [[ -r $path/.info/version ]]; then read -r version <"$path/.info/version" || true; fi
         done
     done
-    [[ -n $version ]] || version=$(rocprofv3 --version 2>/dev/null | sed -n 's/^ *rocm_version: *//p') || true
+    [[ -n $version ]] || version=$("$launcher" --version 2>/dev/null | sed -n 's/^ *rocm_version: *//p') || true
     if [[ -z $version && -r $ROCM_PATH/.info/version ]]; then read -r version <"$ROCM_PATH/.info/version" || true; fi
-    if [[ ! $version =~ ^[0-9]+\.[0-9]+ ]]; then
-        case $(rocprofv3 --help 2>/dev/null) in
-        *rocpd*) version=7.0 ;;
-        *--pmc*) version=6.4 ;;
-        *) version=6.2 ;;
-        esac
-    fi
+    [[ $version =~ ^[0-9]+\.[0-9]+ ]] || version=6.4 # older than 7.0, as there is no --version
     [[ $version =~ ^([0-9]+)\.([0-9]+) ]]
     echo $((BASH_REMATCH[1] * 100 + BASH_REMATCH[2]))
 }
@@ -185,11 +229,22 @@ rocm_release() {
 # 7.0 for 700
 dotted() { echo "$(($1 / 100)).$(($1 % 100))"; }
 
-# Sets TOOL, and RELEASE (major * 100 + minor) for ROCm's tools, and prints the tool as the first line of a script.
+# has_option OPTION SINCE ARGUMENTS: whether the tool's help, which ARGUMENTS print, names an option. A dry run without
+# the tool goes by the release that has it first.
+has_option() {
+    [[ $FOUND == */* ]] || return $((RELEASE < $2))
+    [[ $("${LAUNCH[@]}" "${@:3}" 2>&1 </dev/null) == *"$1"* ]]
+}
+
+# Sets TOOL and, for ROCm's tools, FOUND, RELEASE (major * 100 + minor) and LAUNCH, the words that start it. Prints the
+# tool as the first line of a script.
 choose_tool() {
     local candidate obstacle reason=''
     module_command torch_build
     TORCH_BUILD=$("${COMMAND[@]}" 2>/dev/null) || true
+    WHEELS=$("$PYTHON" -c 'from importlib.util import find_spec
+print(find_spec("_rocm_sdk_core").submodule_search_locations[0])' 2>/dev/null) || true
+    WHEELS=${WHEELS%/*}
     if [[ $TOOL == auto ]]; then
         for candidate in "${TOOLS[@]}"; do
             obstacle=$(obstacle_of "$candidate")
@@ -208,19 +263,29 @@ choose_tool() {
     torch) note "Tool: torch.profiler, through tiny_llama_v3.py --profile${reason:+ ($reason)}" ;;
     ncu) note "Tool: ncu, NVIDIA Nsight Compute${reason:+ ($reason)}" ;;
     *)
-        RELEASE=$(rocm_release "${TOOL/rocprof-sys/rocprof-sys-sample}")
-        note "Tool: $TOOL of ROCm $(dotted "$RELEASE")"
-        warn_of_second_rocm
+        find_rocm_tool "$TOOL"
+        RELEASE=$(rocm_release "$FOUND")
+        note "Tool: $TOOL of ROCm $(dotted "$RELEASE"): $FOUND, ${WHY:-which is not installed here}"
+        choose_launch
         ;;
     esac
 }
 
-# A PyTorch wheel may contain a ROCm of its own.
-warn_of_second_rocm() {
-    if [[ $TORCH_BUILD == rocm* && $TORCH_BUILD != "rocm $(dotted "$RELEASE")" ]]; then
+# Sets LAUNCH. A profiler that comes with PyTorch works only with the libraries beside it.
+choose_launch() {
+    local name core=${FOUND%/_rocm_*}/_rocm_sdk_core libraries=${FOUND%/bin/*}/lib
+    name=$(executable_of "$TOOL")
+    LAUNCH=("$FOUND")
+    [[ $(command -v "$name") != "$FOUND" ]] || LAUNCH=("$name")
+    [[ $FOUND != */* ]] || PATH=$PATH:${FOUND%/*} # for rocminfo and its like
+    if [[ $FOUND == */_rocm_*/bin/* ]]; then
+        [[ $libraries == "$core/lib" ]] || libraries+=:$core/lib
+        LAUNCH=(env "LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "$FOUND")
+        [[ $TOOL != rocprofv3 ]] || LAUNCH+=(--rocm-root "$core")
+    elif [[ $TORCH_BUILD == rocm* && $TORCH_BUILD != "rocm $(dotted "$RELEASE")" ]]; then
         note "Note: two ROCm installations. PyTorch brings ROCm ${TORCH_BUILD#rocm }, $TOOL is of $(dotted "$RELEASE"):" \
-            "it may record nothing, or crash. If so, load the ROCm ${TORCH_BUILD#rocm } module, or use AMD's PyTorch" \
-            "container."
+            "it may record nothing, or crash. If so, ${WHEELS:+pip install 'rocm[profiler]', }load the ROCm" \
+            "${TORCH_BUILD#rocm } module, or use AMD's PyTorch container."
     fi
 }
 
@@ -374,8 +439,10 @@ explain() {
         "ncu saw no kernel within a range named step: did the program use the GPU?"
         "rocprofv3_avail_module|rocprofiler-sdk avail module"
         "rocprof-compute finds no list of counters: install the package rocprofiler-sdk of the same ROCm"
-        "package was not found|ModuleNotFoundError"
+        "package was not found|ModuleNotFoundError|does not meet version requirements"
         "a Python package is missing (see the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own"
+        'unrecognized arguments|Unrecognized command line option'
+        "$TOOL of this release has no such option: its own --help lists those that it has"
         'An instance of rocprof is already running'
         "another rocprof is running: wait for it, or profile one process only"
     ) i
@@ -387,22 +454,26 @@ explain() {
     echo "$TOOL or the program ended with status $1"
 }
 
-# require_file PATTERN [SUBFOLDER [REMEDY]]: the profilers end with status 0 even if they recorded nothing.
+# find_recording PATTERN... : sets RECORDING, the first file that fits one of them. The profilers end with status 0 even
+# if they recorded nothing; then the status is 1, and REASON is set.
+find_recording() {
+    local pattern names=()
+    for pattern; do names+=(-o -name "$pattern"); done
+    RECORDING=$(find "$RESULT" \( "${names[@]:1}" \) -size +0 2>/dev/null | sort | head -n 1)
+    REASON="$TOOL recorded nothing, it left no $*: does the program use the GPU? Is a second ROCm in the way?"
+    if [[ -n $RECORDING ]]; then note "Recorded: $RECORDING"; else [[ -n $DRY_RUN ]]; fi
+}
+
+# require_file PATTERN... : without such a file the script ends.
 require_file() {
-    [[ -z $DRY_RUN ]] || return 0
-    local found remedy=${3:-"does the program use the GPU? Is a second ROCm in the way?"}
-    found=$(find "$RESULT${2:+/$2}" -name "$1" -size +0 2>/dev/null | sort | head -n 1)
-    [[ -n $found ]] || fail 1 "$TOOL recorded nothing, it left no $1: $remedy"
-    note "Recorded: $found"
+    find_recording "$@" && return
+    [[ " ${TOOL_ARGUMENTS[*]-} " == *" --profile-mpi-ranks "* ]] || fail 1 "$REASON"
+    finish_result "No recording of process $PROCESS, as it is none of --profile-mpi-ranks or used no GPU."
+    exit
 }
 
-# report NAME ARGUMENTS: runs profilers/NAME.py on the recordings; its output is also written to the log.
-report() {
-    module_command "$@"
-    run_or_fail "${COMMAND[@]}"
-}
-
-# report_or_miss WHAT NAME ARGUMENTS: the same, but if it fails the recordings are kept.
+# report_or_miss WHAT NAME ARGUMENTS: runs profilers/NAME.py on the recordings, and logs its output. If it fails they
+# are kept.
 report_or_miss() {
     local status=0
     module_command "${@:2}"
@@ -433,14 +504,14 @@ finish_result() {
 # rocprofv3_command FOLDER/NAME OPTIONS: sets COMMAND, which records PROGRAM into FOLDER/NAME_*. The user's options come
 # last, as the last one counts.
 rocprofv3_command() {
-    COMMAND=(rocprofv3 "${@:2}" -d "${1%/*}" -o "${1##*/}")
+    COMMAND=("${LAUNCH[@]}" "${@:2}" -d "${1%/*}" -o "${1##*/}")
     COMMAND+=(${TOOL_ARGUMENTS[@]+"${TOOL_ARGUMENTS[@]}"} -- "${PROGRAM[@]}")
 }
 
 # record_timeline NAME: records a trace for Perfetto and the tables for the reports in one run.
 record_timeline() {
     local formats=(csv pftrace)
-    ((RELEASE < 700)) || formats+=(rocpd)
+    ! has_option rocpd 700 --help || formats+=(rocpd)
     rocprofv3_command "$RESULT/$1" --runtime-trace --stats --output-format "${formats[@]}"
     run_or_fail "${COMMAND[@]}"
     require_file '*_results.pftrace'

@@ -101,9 +101,12 @@ count_with_ncu() {
 
 # Writes statistics of a database by ROCm's rocpd, if it exists (since 7.1); our reports read the database itself.
 summarize_database() {
-    if ! command -v rocpd >/dev/null && [[ -z $DRY_RUN || $RELEASE -lt 701 ]]; then
+    local rocpd=rocpd
+    # shellcheck disable=SC2153  # find_rocm_tool sets FOUND
+    [[ ${LAUNCH[0]} != */* ]] || rocpd=${FOUND%/*}/rocpd
+    if ! command -v "$rocpd" >/dev/null && [[ -z $DRY_RUN || $RELEASE -lt 701 ]]; then
         note "No rocpd command here: the reports read the database themselves."
-    elif ! run_logged rocpd summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
+    elif ! run_logged "$rocpd" summary -i "$1" -f csv -d "$RESULT" -o rocpd; then
         note "rocpd failed (another Python than it was made for, or no pandas): the reports read the database themselves."
     fi
 }

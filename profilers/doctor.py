@@ -9,6 +9,8 @@ Exit codes: 0 nothing failed, 1 something did, 2 the request cannot be met, 130 
 """
 
 # This module also runs on an old Python, to report that it is too old.
+import collections
+import functools
 import grp
 import json
 import os
@@ -33,13 +35,9 @@ DEVICES = Path("/dev")
 VISIBILITY = "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 TESTED_TORCH = (2, 7), (2, 13)
 TESTED_NUMPY = (1, 26), (2, 5)
-TESTED_ARCHITECTURES = {  # {architecture: how it was tested}
-    "sm_90": "tested",
-    "sm_80": "every kernel compiles for it, none was run on it",
-    "gfx90a": "every kernel compiles for it, none was run on it",
-    "gfx942": "every kernel compiles for it, none was run on it",
-    "gfx950": "every kernel compiles for it, none was run on it",
-}
+COMPILED = "every kernel compiles for it, none was run on it"
+TESTED_ARCHITECTURES = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), COMPILED)
+TESTED_ARCHITECTURES["sm_90"] = "tested"
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
 
@@ -50,19 +48,17 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
+# A profiler of ROCm, its release, (7, 1), and why it is the one that the profiling scripts take.
+Tool = collections.namedtuple("Tool", "path release why")
+
+
+@functools.lru_cache(maxsize=100)
 def answer_of(command, seconds, **variables):
-    """(exit status, output) of a command; (None, reason) if it cannot be started or takes too long."""
+    """(exit status, output) of a command; (None, reason) if it cannot be started or takes too long. It runs once."""
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            universal_newlines=True,
-            errors="replace",
-            env=dict(os.environ, **variables),
-            start_new_session=True,  # so that its child processes can be killed with it
-        )
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+        # In a session of its own, so that its child processes can be killed with it.
+        process = subprocess.Popen(command, env=dict(os.environ, **variables), start_new_session=True, **pipes)
         output, _ = process.communicate(timeout=seconds)
         return process.returncode, output.strip()
     except OSError as error:
@@ -92,7 +88,7 @@ def dotted(version):
 # Programs for a second Python, which look at the packages and the GPU: importing torch may take long or crash.
 
 PACKAGES = """
-import importlib.metadata as metadata, json, re
+import importlib.metadata as metadata, importlib.util, json, os, re
 found = {"owners": {}, "requirement": None}
 for distribution in metadata.distributions():
     if any(str(file) == "triton/__init__.py" for file in distribution.files or ()):
@@ -111,8 +107,11 @@ for name in ("numpy", "triton", "torch"):
     except Exception as error:
         found[name] = None
         found[name + "_error"] = "%s: %s" % (type(error).__name__, error)
+wheels = importlib.util.find_spec("_rocm_sdk_core")  # of PyTorch for ROCm 7.13 and newer
+found["wheels"] = wheels and os.path.dirname(list(wheels.submodule_search_locations)[0])
 if found["torch"]:
     found.update(hip=module.version.hip, cuda=module.version.cuda, torch_file=module.__file__)
+    found["rocm"] = getattr(module.version, "rocm", None) or found["hip"]  # HIP 7.15 is that of ROCm 10.0
 print("\\n" + json.dumps(found))
 """
 
@@ -141,30 +140,39 @@ print("\\n" + json.dumps({"error": error, "seconds": time.perf_counter() - start
 """
 
 
+# What the profiling scripts would choose, and where else a release of ROCm has profilers.
+ROCM_TOOLS = r"""
+source "$1"
+row() { printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$(rocm_release "$2")" "$3"; }
+for tool in rocprofv3 rocprof-compute rocprof-sys-sample; do
+    find_rocm_tool "$tool"
+    [[ $FOUND != */* ]] || row "$tool" "$FOUND" "$WHY"
+    [[ $tool != rocprofv3 ]] || taken=$FOUND
+done
+while read -r folder; do
+    path=$(readlink -f "$folder")/rocprofv3
+    [[ ! -x $path || $path -ef $taken ]] || row other "$path" -
+done < <(rocm_folders)
+"""
+
+
 class Machine:
-    """The answers about this machine that probes share; each program runs once."""
+    """The answers about this machine that probes share."""
 
     def __init__(self, seconds):
         self.seconds = seconds
-        self.answers = {}
 
     def ask(self, program, **variables):
         """(the JSON that the program printed, None), or (None, the reason why there is none)."""
-        if program not in self.answers:
-            self.answers[program] = self._ask(program, **variables)
-        return self.answers[program]
-
-    def _ask(self, program, **variables):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        status, output = answer_of([sys.executable, "-c", program], self.seconds, PYTHONPATH=path, **variables)
+        status, output = answer_of((sys.executable, "-c", program), self.seconds, PYTHONPATH=path, **variables)
         if status != 0:
             return None, output if status is None else f"exit status {status}: {last_line(output)}"
         answers = [line for line in output.splitlines() if line.startswith(("{", "["))]  # warnings may follow it
         return (json.loads(answers[-1]), None) if answers else (None, last_line(output))
 
-    @property
-    def packages(self):
-        return self.ask(PACKAGES)
+    packages = property(lambda self: self.ask(PACKAGES))
+    gpus = property(lambda self: self.ask(GPUS))
 
     @property
     def torch(self):
@@ -173,8 +181,17 @@ class Machine:
         return found if found.get("torch") else {}
 
     @property
-    def gpus(self):
-        return self.ask(GPUS)
+    def rocm(self):
+        """({tool: Tool} that the scripts take, [Tool] that they do not, the reason if none could be looked for)."""
+        script = "bash", "-c", ROCM_TOOLS, "doctor.sh", str(ROOT / "profilers" / "common.sh")
+        build = f"rocm {dotted(version_tuple(self.torch['rocm']))}" if self.torch.get("hip") else ""
+        variables = {"TORCH_BUILD": build, "WHEELS": self.torch.get("wheels") or "", "TOOL_PATH": ""}
+        status, output = answer_of(script, self.seconds, **variables)
+        if status != 0:
+            return {}, [], last_line(output)
+        rows = [line.split("\t") for line in output.splitlines() if line.count("\t") == 3]
+        tools = [(name, Tool(path, divmod(int(release), 100), why)) for name, path, release, why in rows]
+        return dict(tools), [tool for name, tool in tools if name == "other"], None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,13 +217,12 @@ VENDOR_NAMES = {"hip": "ROCm", "cuda": "CUDA"}
 
 def build_of(torch):
     """The key of DEVICE_FILES for which a PyTorch is built, or None."""
-    return next((build for build in DEVICE_FILES if torch[build]), None)
+    return next((build for build in DEVICE_FILES if torch.get(build)), None)
 
 
 def hardware():
     """{build of PyTorch: device file} of the vendors whose GPU driver is loaded."""
-    files = {build: DEVICES / name for build, name in DEVICE_FILES.items()}
-    return {build: file for build, file in files.items() if file.exists()}
+    return {build: DEVICES / name for build, name in DEVICE_FILES.items() if (DEVICES / name).exists()}
 
 
 def probe_torch(machine):
@@ -346,7 +362,7 @@ OLDEST_ROCM = (6, 3)  # the oldest whose profilers have all options that the scr
 AMD_PROFILERS = {
     "rocprofv3": "traces and counters: part of ROCm 6.3 and newer (package rocprofiler-sdk)",
     "rocprof-compute": "analysis of one kernel: part of ROCm 6.3 and newer (package rocprofiler-compute)",
-    "rocprof-sys-run": "traces with the host: part of ROCm 6.3 and newer (package rocprofiler-systems)",
+    "rocprof-sys-sample": "traces with the host: part of ROCm 6.3 and newer (package rocprofiler-systems)",
 }
 NVIDIA_PROFILERS = {
     "nsys": "traces: NVIDIA Nsight Systems",
@@ -354,69 +370,86 @@ NVIDIA_PROFILERS = {
 }
 
 
-def find_tool(name):
-    """The path of a tool, None if it is neither on the PATH nor in ROCm's folder."""
-    folders = os.environ.get("PATH", os.defpath), os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
-    return shutil.which(name, path=os.pathsep.join(folders))
-
-
 def probe_profilers(machine):
-    wanted = {}
-    if machine.torch.get("hip"):
-        wanted = AMD_PROFILERS
-    elif machine.torch.get("cuda"):
-        wanted = NVIDIA_PROFILERS
+    wanted = {"hip": AMD_PROFILERS, "cuda": NVIDIA_PROFILERS}.get(build_of(machine.torch), {})
+    tools, _, problem = machine.rocm
+    if problem:
+        yield Finding("profilers", WARN, f"those of ROCm cannot be looked for: {problem}", "try a longer --time-limit")
     for name in [*AMD_PROFILERS, *NVIDIA_PROFILERS]:
-        path = find_tool(name)
+        path = tools[name].path if name in tools else name in NVIDIA_PROFILERS and shutil.which(name)
         if path:
-            yield describe_profiler(machine, name, path)
-        elif name in wanted:
+            yield describe_profiler(machine, name, path, tools.get(name))
+        elif name in wanted and not problem:
             remedy = f"{wanted[name]}; until then --profile DIR uses PyTorch's profiler"
             yield Finding("profilers", WARN, f"{name} is not installed, or its module not loaded", remedy)
     if not wanted:
         yield Finding("profilers", OK, "none is needed without a GPU: --profile DIR uses PyTorch's")
 
 
-def describe_profiler(machine, name, path):
-    status, output = answer_of([path, "--version"], machine.seconds)
+def describe_profiler(machine, name, path, tool):
+    status, output = answer_of((path, "--version"), machine.seconds)
     if status is None:
         return Finding("profilers", WARN, f"{name}: {path}: {output}", "try by hand whether it starts at all")
     versions = [line.strip() for line in output.splitlines() if re.search(r"\d+\.\d+", line)]
     # rocprofv3 has no --version before ROCm 7.
     version = versions[0][:80] if status == 0 and versions else "it does not say its version"
-    rocm = rocm_version(path)
-    text = f"{name}: {path}, {version}" + (f", ROCm {rocm}" if rocm else "")
-    if rocm and version_tuple(rocm) < OLDEST_ROCM:
+    text = f"{name}: {path}, {version}" + (f", ROCm {dotted(tool.release)}, {tool.why}" if tool else "")
+    # Up to 3.5, rocprof-compute also says the second of packages that are missing.
+    missing = re.findall(r"'(\S+)' (?:package was not found|distribution does not meet version)", output)
+    if missing:
+        text = f"{name}: {path} lacks Python packages, or has them in other versions: {', '.join(missing)}"
+        needed = (re.findall(r"See: (\S+)", output) or ["its requirements.txt"])[0]
+        return Finding("profilers", WARN, text, f"make a venv of its own, pip install -r {needed}, and put it on PATH")
+    if tool and tool.release < OLDEST_ROCM:
         remedy = f"it lacks options that the profiling scripts use: load ROCm {dotted(OLDEST_ROCM)} or newer"
         return Finding("profilers", WARN, text, remedy)
     return Finding("profilers", OK, text)
 
 
-def rocm_version(tool):
-    """The release of the ROCm installation that contains a tool, "" if there is none."""
-    for folder in Path(tool).resolve().parents:
-        file = folder / ".info" / "version"
-        if file.is_file():
-            return file.read_text().strip()
-    return ""
-
-
 def probe_rocm(machine):
-    """Whether rocprofv3 and torch use the same ROCm: otherwise the profiler records nothing or crashes."""
-    tool = find_tool("rocprofv3")
+    """Whether rocprofv3 belongs to the ROCm of torch: another one records nothing, crashes or hangs."""
+    tools, others, _ = machine.rocm
+    tool = tools.get("rocprofv3")
     if not tool or not machine.torch.get("hip"):
         return
-    built_for, installed = dotted(version_tuple(machine.torch["hip"])), dotted(version_tuple(rocm_version(tool)))
-    bundled = list((Path(machine.torch["torch_file"]).parent / "lib").glob("libamdhip64.so*"))
-    text = f"torch is for ROCm {built_for}{' and brings its own libraries' if bundled else ''}"
-    text += f", rocprofv3 is of ROCm {installed or 'unknown'}"
-    if not installed:
-        yield Finding("rocm", WARN, text, f"find out by hand; it should be of ROCm {built_for}")
-    elif installed != built_for:
-        remedy = f"load ROCm {built_for}, or a PyTorch for ROCm {installed}, or use a container, where both fit"
-        yield Finding("rocm", WARN, text, remedy)
+    built_for, release = dotted(version_tuple(machine.torch["rocm"])), dotted(tool.release)
+    libraries = Path(machine.torch["torch_file"]).parent / "lib"
+    own = machine.torch.get("wheels") or any(libraries.glob("libamdhip64.so*"))
+    text = f"torch is for ROCm {built_for}{' and brings its own libraries' if own else ''}"
+    text += f", rocprofv3 is of ROCm {release}"
+    also = {f"{dotted(tool.release)} ({tool.path})" for tool in others}
+    text += f"; there is also {', '.join(sorted(also))}" if also else ""
+    modules = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if "rocm" in name.lower()]
+    text += f"; loaded: {', '.join(modules)}" if modules else ""
+    if release != built_for:
+        remedy = f"load ROCm {built_for}, or a PyTorch for ROCm {release}, or use a container, where both fit"
+        yield Finding("rocm", WARN, f"{text}: it may record nothing, crash or hang", remedy)
     else:
         yield Finding("rocm", OK, text)
+    root = os.environ.get("ROCM_PATH")
+    if root and not os.path.exists(os.path.join(root, "bin", "rocprofv3")):
+        yield Finding("rocm", WARN, f"ROCM_PATH={root} has no rocprofv3", "load a module of ROCm, or unset ROCM_PATH")
+    if tool.release == (7, 13) and sys.version_info >= (3, 14):
+        text = "the trace tools of ROCm 7.13 need Python 3.13 or older, this is {}.{}".format(*sys.version_info)
+        yield Finding("rocm", WARN, text, "make run PYTHON=python3.13, or another release of ROCm")
+
+
+LACKING = (  # (architectures, the last release that lacks them or None, counters that get_counters.sh asks for)
+    (("gfx950",), (6, 4), "all counters"),
+    (("gfx1151",), (7, 1), "all counters"),
+    (("gfx1200", "gfx1201"), (7, 1), "WRITE_SIZE and OccupancyPercent"),
+    (("gfx908",), None, "MeanOccupancyPerCU, MfmaUtil and MfmaFlops"),
+)
+
+
+def probe_counters(machine):
+    tool = machine.rocm[0].get("rocprofv3")
+    present = {gpu["arch"] for gpu in machine.gpus[0] or ()}
+    for archs, last, counters in LACKING if tool else ():
+        for arch in sorted(present.intersection(archs)):
+            if last is None or tool.release <= last:
+                remedy = f"load a ROCm newer than {dotted(last)}" if last else "no release has them; others are counted"
+                yield Finding("counters", WARN, f"ROCm {dotted(tool.release)} lacks {counters} of {arch}", remedy)
 
 
 def probe_disk(machine):
@@ -472,6 +505,7 @@ PROBES = (
     probe_access,
     probe_profilers,
     probe_rocm,
+    probe_counters,
     probe_disk,
     probe_kernel,
 )

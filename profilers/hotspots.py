@@ -20,7 +20,9 @@ if not __package__:
 
 from measure.command_line import NothingRecorded, Parser, positive, program, replacing
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import read_processes
+from profilers.readers import read_peak_memory, read_processes
+
+PEAK_MEMORY = "Peak of allocated GPU memory: {:.3f} GiB, of the whole recording"
 
 
 def hotspots(table, steps):
@@ -100,6 +102,8 @@ def main(argv):
         rest = spots[options.top :]
         print(f"and {len(rest)} more kernels: {rest['share'].sum():.1f} %, {rest['ms'].sum():.3f} ms")
     print(f"\nBy operation:\n\n{show(by_operation(spots))}")
+    if peak := read_peak_memory(options.profile):
+        print(f"\n{PEAK_MEMORY.format(peak / 2**30)}")
     return 0
 
 

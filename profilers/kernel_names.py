@@ -79,8 +79,8 @@ def operation_of(kernel_name):
 
 
 def short_name(kernel_name, width=60):
-    """A kernel's name without the decoration of C++ and cuBLAS, shortened in its middle to the width."""
-    name = re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bat::", "", kernel_name)
+    """A kernel's name in one line, without the decoration of C++ and cuBLAS, shortened in its middle to the width."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bat::", "", " ".join(kernel_name.split()))
     name = re.sub(r"\((?!anonymous)[^()]*\)( \[clone[^]]*\])?$", "", name)
     name = re.sub(r"^cutlass::Kernel2<(\w+)>$", r"\1", name)
     name = re.sub(r"(b?f\d+)(_?\1)+(?=_)", r"\1", name)  # cuBLAS names the type of each operand

@@ -3,11 +3,12 @@
     python -m profilers.rocprof_compute_kernels workloads/NAME/GPU [--top N]
 
 Each line has the number for rocprof-compute analyze -k, a tab, and a heading for the kernel. The program reads a file
-that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes. Exit codes: 0 done, 1 the kernels are missing,
-2 the request cannot be met.
+that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes; without it, it ranks the recorded kernels as
+rocprof-compute does. Exit codes: 0 done, 1 the kernels are missing, 2 the request cannot be met.
 """
 
 import csv
+import gzip
 import sys
 from pathlib import Path
 
@@ -17,22 +18,40 @@ if not __package__:
 
 from measure.command_line import NothingRecorded, Parser, positive, program
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers.files import reported
+from profilers.readers.files import TEXT, reported
 
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
+RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
+DISPATCH = "Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"
 
 
 def read_kernels(folder):
     """[(number, name, dispatches, time)], the longest first. The number is that of the row; the time has any unit."""
     path = Path(folder, TABLE)
     if not path.exists():
+        if ranked := rank_kernels(Path(folder).glob(RESULTS)):
+            return ranked
         raise NothingRecorded(f"{path} does not exist: rocprof-compute analyze -p {folder} --list-stats writes it")
-    with reported(path), open(path, newline="") as file:
+    with reported(path), open(path, newline="", **TEXT) as file:
         reader = csv.DictReader(file)
         time = next((column for column in reader.fieldnames or () if column.startswith("Sum(")), None)
         if time is None or not {"Kernel_Name", "Count"} <= set(reader.fieldnames):
             raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {reader.fieldnames}")
         return [(number, r["Kernel_Name"], int(r["Count"]), float(r[time])) for number, r in enumerate(reader)]
+
+
+def rank_kernels(paths):
+    """What read_kernels returns, of recorded results. The times of a dispatch are those of the first pass."""
+    times, kernels = {}, {}
+    for path in sorted(paths):
+        with reported(path), (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", **TEXT) as file:
+            for row in csv.DictReader(file):
+                time = int(row["End_Timestamp"]) - int(row["Start_Timestamp"])
+                times.setdefault(tuple(map(row.get, DISPATCH)), time)
+    for (name, *_), time in times.items():
+        kernels.setdefault(name, []).append(time)
+    ranked = sorted(kernels.items(), key=lambda kernel: -sum(kernel[1]))
+    return [(number, name, len(each), sum(each)) for number, (name, each) in enumerate(ranked)]
 
 
 def kernels_of_the_step(kernels):

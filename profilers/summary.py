@@ -17,9 +17,9 @@ if not __package__:
 from measure.command_line import Parser, program, replacing
 from measure.tables import cell, markdown_table, number
 from profilers.counters import derive
-from profilers.hotspots import hotspots, scope_of
+from profilers.hotspots import PEAK_MEMORY, hotspots, scope_of
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import read_step_counters, read_step_stats
+from profilers.readers import read_peak_memory, read_step_counters, read_step_stats
 from profilers.readers.files import reported
 from profilers.readers.kernel_benchmark import read_kernel_benchmark
 from profilers.timeline import step_figures
@@ -163,6 +163,8 @@ def summary(path, tool):
     derived = derive(counters, table) if len(counters) else pd.DataFrame()
     figures = step_figures(path)
     spots = hotspots(table, steps)
+    peak = read_peak_memory(path)
+    memory = f"\n{PEAK_MEMORY.format(peak / 2**30)}.\n" if peak else ""
     on_gpu = runs_on_gpu(alone)
     environment = alone["environment"]
     top = spots.head(TOP).rename(columns={"share": "% of the time", "ms": "ms a step", "calls": "calls a step"})
@@ -194,7 +196,7 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 ## GPU utilisation
 
 {utilisation_section(figures, derived)}
-
+{memory}
 ## Roofline inputs
 
 {roofline_section(derived, alone)}

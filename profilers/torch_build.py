@@ -18,15 +18,18 @@ from measure.command_line import Parser, program
 
 
 def torch_build():
-    """Returns "rocm 6.4" for a PyTorch of ROCm 6.4.43482, "cuda" and its release, "cpu", or "" without PyTorch."""
+    """Returns "rocm 6.4" for a PyTorch of ROCm 6.4.43482, "cuda" and its release, "cpu", or "" without PyTorch.
+
+    HIP has releases of its own, such as 7.15 for ROCm 10.0; then PyTorch tells ROCm's as well.
+    """
     found = importlib.util.find_spec("torch")
     file = Path(found.origin).parent / "version.py" if found and found.origin else None
     if not file or not file.exists():
         return ""
     versions = runpy.run_path(str(file))
-    for name, key in (("rocm", "hip"), ("cuda", "cuda")):
-        if versions.get(key):
-            return f"{name} {'.'.join(versions[key].split('.')[:2])}"
+    for name, release in (("rocm", versions.get("rocm") or versions.get("hip")), ("cuda", versions.get("cuda"))):
+        if release:
+            return f"{name} {'.'.join(release.split('.')[:2])}"
     return "cpu"
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import ctypes
 import errno
 import functools
 import json
@@ -44,9 +45,10 @@ def show_ranges(step):
     if "named_range" in vars(step):
         return  # done already
     step.named_range = named_range
-    captured_as_one = "run" in vars(step)
+    if os.environ.get("ROCPROF_SELECTED_REGIONS"):  # rocprofv3 --selected-regions records nothing before this call
+        ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
     phases = {"forward": "forward", "backward": "backward", "optimizer": "optimizer_step"}
-    for name, method in ({"graph": "run"} if captured_as_one else phases).items():
+    for name, method in ({"graph": "run"} if "run" in vars(step) else phases).items():  # captured as one
         setattr(step, method, named_range(name)(getattr(step, method)))
     if not step.config.compile:
         for group in step.model.groups or ():
@@ -94,14 +96,11 @@ def show_group(group):
 
 def attached_profiler():
     """The environment variable by which another profiler has entered this process, or None."""
-    names = (
-        "ROCP_TOOL_LIBRARIES", "ROCPROFILER_REGISTER", "HSA_TOOLS_LIB",
-        "NV_NSIGHT_INJECTION_PORT_BASE",  # ncu
-        "NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH",
-    )  # fmt: skip
+    names = "ROCP_TOOL_LIBRARIES ROCPROFILER_REGISTER HSA_TOOLS_LIB NSYS_PROFILING_SESSION_ID CUDA_INJECTION64_PATH "
+    names += "NVTX_INJECTION64_PATH NV_NSIGHT_INJECTION_PORT_BASE"  # the last is ncu's
     if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
         return "LD_PRELOAD"
-    return next((name for name in names if os.environ.get(name)), None)
+    return next((name for name in names.split() if os.environ.get(name)), None)
 
 
 def profiled(step, steps, apart=True):

@@ -16,6 +16,7 @@ function that takes the path of one file and raises Unreadable:
     "markers", "calls"    ranges(path, content)    ranges on the host: yields tables of Name, Start and End (ns)
     "counters"            counters(path)           every kernel run: yields tables of Name, Counter, Value and, where it
                                                    was recorded, Start (ns)
+    "memory"              memory(path)             yields the bytes that are allocated on GPUs, after each change
 
 Tables are yielded in pieces of at most files.CHUNK_ROWS rows, as a trace may be larger than the memory. A file belongs
 to one process; beside(path, content) is the file with other content of the same process. RECORDS_WARM_UP is whether the
@@ -38,6 +39,7 @@ __all__ = [
     "read_counters",
     "read_dispatches",
     "read_kernel_stats",
+    "read_peak_memory",
     "read_processes",
     "read_processes_apart",
     "read_ranges",
@@ -162,6 +164,15 @@ def read_counters(path):
     """The table of read_step_counters."""
     table, _ = read_step_counters(path)
     return table
+
+
+def read_peak_memory(path):
+    """The most bytes that a process had allocated on GPUs at a time, warm-up included; 0 if no recording has it."""
+    reader, files = find(path, "memory")
+    try:
+        return max((size for file in files for size in tables_of(file, reader.memory)), default=0)
+    except Unreadable:  # such as a damaged database beside the tables of a report
+        return 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

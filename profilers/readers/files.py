@@ -1,6 +1,9 @@
 """What the readers share: errors about files, CSV files in bounded memory, and tables of intervals."""
 
 import contextlib
+import csv
+import itertools
+import operator
 import sqlite3
 import zlib
 
@@ -10,6 +13,8 @@ import pandas as pd
 from measure.command_line import Failure
 
 CHUNK_ROWS = 200_000  # rows of a trace that are in memory at a time
+LONGEST_ROW = 2**17  # characters
+TEXT = {"encoding": "utf-8", "errors": "replace"}  # the profilers write the bytes of a name as they are
 
 
 class Unreadable(Failure):
@@ -35,7 +40,8 @@ def csv_header(path):
         file.seek(-1, 2)
         if file.read() != b"\n":
             raise Unreadable(f"{path} is cut off in its last line: profile again")
-        return list(pd.read_csv(path, nrows=0).columns)
+    with reported(path), open(path, **TEXT) as file:
+        return next(csv.reader(file))
 
 
 def csv_chunks(path, columns, words=("Name",)):
@@ -47,10 +53,48 @@ def csv_chunks(path, columns, words=("Name",)):
     missing = [name for name in columns if name not in header]
     if missing:
         raise Unreadable(f"{path} has no column {missing[0]}: it is not what its name says")
-    text = {name: str for name, new in columns.items() if new in words}
-    with reported(path), pd.read_csv(path, usecols=list(columns), dtype=text, chunksize=CHUNK_ROWS) as reader:
-        for chunk in reader:
-            yield require_numbers(chunk.fillna(dict.fromkeys(text, "")).rename(columns=columns), path, words)
+    free = header.index(next(name for name, new in columns.items() if new == "Name"))
+    chosen = operator.itemgetter(*map(header.index, columns))
+    with reported(path), open(path, newline="\n", **TEXT) as file:
+        next(file)
+        rows = map(chosen, csv_rows(file, free, len(header)))
+        chunks = iter(lambda: list(itertools.islice(rows, CHUNK_ROWS)), [])
+        for chunk in itertools.chain([next(chunks, [])], chunks):
+            table = pd.DataFrame(chunk, columns=list(columns.values()), dtype=object)
+            for name in table.columns.drop("Name"):
+                cells = table[name].str.strip('"')
+                table[name] = cells if name in words else pd.to_numeric(cells)
+            yield require_numbers(table, path, words)
+
+
+def csv_rows(lines, free, count):
+    """Yields rows of count fields, of which the one with the number free is text and may have several lines."""
+    record = ""
+    for line in lines:
+        record += line
+        row = csv_row(record, free, count)
+        if len(record) > LONGEST_ROW or record != line and csv_row(line, free, count):
+            break
+        if row:
+            yield row
+            record = ""
+    if record:
+        raise ValueError(f"no row of {count} fields: {record[:40]}")
+
+
+def csv_row(text, free, count):
+    """The fields of a row, or None if it is not whole.
+
+    rocprofv3 writes a quotation mark in a name as it is. Therefore the other fields are taken off both ends of the row,
+    and what is left is the name. If all marks in it are doubled, another program has escaped them.
+    """
+    *before, rest = text.rstrip("\r\n").split(",", free)
+    name, *after = rest.rsplit(",", count - free - 1)
+    is_quoted = len(name) > 1 and name[0] == name[-1] == '"'
+    if len(before) + len(after) < count - 1 or not is_quoted and ('"' in name or "," in name):
+        return None
+    name = name[1:-1] if is_quoted else name
+    return [*before, name if '"' in name.replace('""', "") else name.replace('""', '"'), *after]
 
 
 def require_numbers(table, path, words):

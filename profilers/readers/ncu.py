@@ -18,8 +18,9 @@ def beside(path, content):
 
 def counters(path):
     """The file has lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
-    table = pd.read_csv(path, skiprows=[1], thousands=",")
+    table = pd.read_csv(path, skiprows=[1], dtype=str, keep_default_na=False, encoding_errors="replace")
     if "Kernel Name" not in table:
         raise Unreadable(f"{path} is no table of ncu --page raw --csv: profile again")
-    metrics = [name for name in table if "__" in name and pd.api.types.is_numeric_dtype(table[name])]
-    yield table.melt("Kernel Name", metrics, "Counter", "Value").rename(columns={"Kernel Name": "Name"})
+    rows = table.melt("Kernel Name", [name for name in table if "__" in name], "Counter", "Value")
+    rows["Value"] = pd.to_numeric(rows["Value"].str.replace(",", ""), errors="coerce")  # some are words
+    yield rows.rename(columns={"Kernel Name": "Name"}).dropna()

@@ -4,10 +4,10 @@ import functools
 import gzip
 import json
 
-from profilers.readers.files import intervals
+from profilers.readers.files import TEXT, intervals
 
 TRACES = ("trace.json", "trace.json.gz")
-PATTERNS = {"dispatches": TRACES, "markers": TRACES, "calls": TRACES}
+PATTERNS = {"dispatches": TRACES, "markers": TRACES, "calls": TRACES, "memory": TRACES}
 RECORDS_WARM_UP = False  # the script profiles only measured steps
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -33,12 +33,18 @@ def ranges(path, content):
     yield in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
 
 
+def memory(path):
+    """Of PyTorch's tensors on a GPU, which only torch.profiler's profile_memory records."""
+    memory = [event["args"] for event in events_of(path) if event["name"] == "[memory]"]
+    yield from (now["Total Allocated"] for now in memory if now["Device Type"] == 1)
+
+
 @functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
 def events_of(path):
-    """The complete events, with a beginning and a duration."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+    """The complete events, with a beginning and a duration, and the instants."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", **TEXT) as file:
         events = json.load(file).get("traceEvents", [])
-    return [event for event in events if event.get("ph") == "X"]
+    return [event for event in events if event.get("ph") in ("X", "i")]
 
 
 def in_ns(events):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,10 @@ ALONE = {  # what run_triton_profiling.py measures
         {"name": "attention", "bytes": 1_000_000, "flop": 10**9, "triton": {"ms": 0.01}},
     ],
 }
+
+
+def as_numbers(release):
+    return tuple(int(part) for part in release.split("."))
 
 
 def first_fast(first, *others):
@@ -59,7 +64,8 @@ class Machine:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-        self.env |= {"ROCM_PATH": str(folder / "rocm"), "KFD_DEVICE": str(folder / "kfd")}
+        self.env |= {"ROCM_PATH": str(folder / "rocm"), "ROCM_PARENT": str(folder / "opt")}
+        self.env |= {"KFD_DEVICE": str(folder / "kfd")}
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
         program = self.install(self.bin / "program", "program.py")
         self.env |= {"PYTHON": str(self.bin / "python"), "PYTHONPATH": str(folder / "site")}
@@ -67,12 +73,17 @@ class Machine:
         (self.bin / "python").chmod(0o755)
         self.with_torch()
 
-    def with_torch(self, hip=None, cuda=None):
+    def with_torch_of(self, release):
+        """A PyTorch for a release of ROCm; from 10.0 on that of HIP is another one."""
+        hip = "7.15.26333" if as_numbers(release) >= (10,) else f"{release}.43482-0f2d60242"
+        return self.with_torch(hip=hip, rocm=f"{release}.0")
+
+    def with_torch(self, hip=None, cuda=None, rocm=None):
         """A PyTorch that was built for these releases, and must not be imported."""
         torch = self.folder / "site" / "torch"
         torch.mkdir(parents=True, exist_ok=True)
         (torch / "__init__.py").write_text("raise SystemExit('importing torch takes seconds')")
-        (torch / "version.py").write_text(f"hip = {hip!r}\ncuda = {cuda!r}\n")
+        (torch / "version.py").write_text(f"hip = {hip!r}\ncuda = {cuda!r}\nrocm = {rocm!r}\n")
         return self
 
     def install(self, path, fake, **variables):
@@ -83,12 +94,18 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def with_rocm(self, release):
-        rocm = self.folder / "rocm"
-        (rocm / ".info").mkdir(parents=True)
-        (rocm / ".info" / "version").write_text(f"{release}.1-43\n")
-        for name in ("rocprofv3", "rocprof-compute", "rocprof-sys-sample", *["rocpd"] * (release >= "7.1")):
-            self.install(rocm / "bin" / name, f"{name.replace('-', '_')}.py", FAKE_ROCM=release)
+    def with_tools(self, release, folder, names, **variables):
+        """The profilers with these names, of a release that says which it is."""
+        (folder / ".info").mkdir(parents=True)
+        (folder / ".info" / "version").write_text(f"{release}.1-43\n")
+        for name in names:
+            self.install(folder / "bin" / name, f"{name.replace('-', '_')}.py", FAKE_ROCM=release, **variables)
+
+    def with_rocm(self, release, at="rocm"):
+        """ROCm with its profilers, in a folder of this machine: by default where ROCM_PATH points to."""
+        rocm = self.folder / at
+        rocpd = ["rocpd"] * (as_numbers(release) >= (7, 1))
+        self.with_tools(release, rocm, ["rocprofv3", "rocprof-compute", "rocprof-sys-sample", *rocpd])
         own = rocm / "libexec" / "rocprofiler-compute"
         own.mkdir(parents=True)
         (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
@@ -99,7 +116,22 @@ class Machine:
         (self.bin / "locale").write_text("#!/bin/sh\nprintf '%s\\n' ${FAKE_LOCALES:-C C.utf8 en_US.utf8 POSIX}\n")
         (self.bin / "locale").chmod(0o755)
         (self.folder / "kfd").touch()
-        return self.with_torch(hip=f"{release}.43482-0f2d60242")
+        return self.with_torch_of(release)
+
+    def with_wheel(self, release):
+        """A PyTorch that brings ROCm, and the packages beside it with its profilers."""
+        self.with_torch_of(release)
+        core, profiler = (self.folder / "site" / name for name in ("_rocm_sdk_core", "_rocm_profiler"))
+        self.with_tools(release, core, ["rocprofv3"], FAKE_LIBRARIES=f"{core}/lib", FAKE_ROOT=str(core))
+        tools = ["rocprof-compute", "rocprof-sys-sample"]
+        self.with_tools(release, profiler, tools, FAKE_LIBRARIES=f"{profiler}/lib")
+        shutil.rmtree(profiler / ".info")
+        (core / "__init__.py").touch()
+        (core / "lib").mkdir()
+        (core / "lib" / "librocprofiler-sdk.so.1").touch()
+        (core / "bin" / "rocprofv3_avail_module").mkdir()
+        (self.folder / "kfd").touch()
+        return self
 
     def with_nvidia(self):
         self.install(self.bin / "ncu", "ncu.py")

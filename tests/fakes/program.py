@@ -12,8 +12,6 @@ import records
 words = sys.argv[2:] if sys.argv[1] == "-m" else sys.argv[1:]
 name, arguments = Path(words[0]).name, words[1:]
 
-print("tiny llama:", *arguments, flush=True)
-
 
 def interrupted(*_):
     print("Interrupted after 2 of 10 steps.", flush=True)
@@ -21,10 +19,11 @@ def interrupted(*_):
 
 
 signal.signal(signal.SIGINT, interrupted)
+print("tiny llama:", *arguments, flush=True)  # now tests may interrupt it
 time.sleep(float(os.environ.get("PROGRAM_SLEEP", 0)))
 if name == "profilers.host_profile":
     Path(arguments[0]).write_bytes(b"pstats")
-    sys.exit(int(os.environ.get("HOST_PROFILE_STATUS", 0)))
+    sys.exit(int(os.environ.get("HOST_PROFILE_STATUS", os.environ.get("PROGRAM_STATUS", 0))))
 if "--json" in arguments:
     Path(arguments[arguments.index("--json") + 1]).write_text(os.environ["PROGRAM_JSON"])
 if "--profile" in arguments:

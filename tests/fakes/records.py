@@ -1,4 +1,4 @@
-"""What rocprofv3 leaves behind: CSV headers and rocpd schema of ROCm 6.2 to 7.1, filled with made-up records."""
+"""What rocprofv3 leaves behind: CSV headers and rocpd schema of ROCm 6.2 to 10.1, filled with made-up records."""
 
 import csv
 import json

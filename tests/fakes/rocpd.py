@@ -1,4 +1,4 @@
-"""rocpd of ROCm 7.1: summary to CSV."""
+"""rocpd of ROCm 7.1 and newer: summary to CSV."""
 
 import argparse
 import sqlite3

@@ -1,7 +1,8 @@
-"""rocprof-compute: profile and analyze of ROCm 6.3 (3.0), 6.4 (3.1), 7.0 (3.2), 7.1 (3.3) and TheRock 7.12, 7.13."""
+"""rocprof-compute: profile and analyze of ROCm 6.3 (3.0) to 7.2 (3.4), 7.12 (3.5) to 10.1 (3.9)."""
 
 import argparse
 import csv
+import gzip
 import os
 import re
 import subprocess
@@ -45,13 +46,20 @@ def make_parser():
     profile.add_argument("-n", "--name", required=True)
     for flag in ("--no-roof", "--roof-only", "--kernel-names", *(["--hip-trace"] if RELEASE < (7, 13) else [])):
         profile.add_argument(flag, action="store_true")
-    for names in (("-p", "--path"), ("--subpath",), ("-m", "--mem-level"), ("--join-type",), ("--device",)):
+    for names in (("-m", "--mem-level"), ("--join-type",), ("--device",)):
         profile.add_argument(*names)
+    if RELEASE < (7, 14):
+        profile.add_argument("-p", "--path")
+        profile.add_argument("--subpath")
+    if RELEASE >= (7, 12):
+        profile.add_argument("--output-directory", dest="path")
     for names in (("-k", "--kernel"), ("-d", "--dispatch")):
         profile.add_argument(*names, nargs="+", default=[])
     profile.add_argument("-b", "--block", nargs="+", default=[], type=profile_block)
-    profile.add_argument("--format-rocprof-output", choices=("csv", "json"))
-    profile.set_defaults(set=None)
+    if RELEASE < (10, 1):
+        profile.add_argument("--format-rocprof-output", choices=("csv", "json"))
+    profile.add_argument("--overwrite", action="store_true") if RELEASE >= (10, 0) else None
+    profile.set_defaults(set=None, overwrite=False, traced=[])
     if RELEASE >= (7, 0):
         profile.add_argument("-R", "--roofline-data-type", nargs="+")
         profile.add_argument("--list-metrics", nargs="?", const="")
@@ -65,6 +73,15 @@ def make_parser():
         default = "/opt/rocm/lib/librocprofiler-sdk.so"  # whatever ROCM_PATH says
         profile.add_argument("--rocprofiler-sdk-library-path", dest="library", default=default)
     analyze = modes.add_parser("analyze", allow_abbrev=False)
+    analyze.set_defaults(operators=[])
+    if RELEASE >= (7, 12):
+        for mode in (profile, analyze):
+            mode.add_argument("--experimental", action="store_true")
+        help = None if "--experimental" in sys.argv else argparse.SUPPRESS
+        for name in ("torch", "triton")[: 1 + (RELEASE >= (10, 0))]:
+            own = dict(action="append_const", const=name, help=help)
+            profile.add_argument(f"--{name}-trace", dest="traced", **own)
+            analyze.add_argument(f"--list-{name}-operators", dest="operators", **own)
     analyze.add_argument("-p", "--path", required=True)
     analyze.add_argument("-b", "--block", nargs="+", default=[])
     analyze.add_argument("-k", "--kernel", nargs="+", type=int, default=[])
@@ -115,6 +132,8 @@ def refuse_parents(path):
 
 
 def profile(options, program):
+    if options.traced and not options.experimental:
+        fail("Torch trace is an experimental feature. Use --experimental to enable it.")
     if options.no_roof and (options.kernel_names or options.roof_only) or "/" in options.name:
         fail("--kernel-names and --roof-only want a roofline; a name has no /")
     if bool(options.block) + bool(options.set) + options.roof_only > 1:
@@ -130,6 +149,8 @@ def profile(options, program):
     complain()
     folder = Path(options.path) if options.path else Path("workloads", options.name, "MI300X_A1")
     folder.mkdir(parents=True, exist_ok=True)
+    if RELEASE >= (10, 0) and any(folder.iterdir()) and not options.overwrite:
+        fail(f"Workload directory {folder} is not empty: pass --overwrite")
     (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
     words = " ".join(program).split()
     for _ in range(PASSES):
@@ -138,10 +159,14 @@ def profile(options, program):
     if os.environ.get("FAKE_NOTHING"):
         return
     warmup_steps = int((["3", *re.findall(r"--warmup-steps (\d+)", " ".join(words))])[-1])
-    write_counters(folder / "pmc_perf.csv", options.kernel, warmup_steps + 1)
+    for number in range(PASSES if RELEASE >= (7, 13) else 1):
+        name = f"results_pmc_perf_{number}.csv" if RELEASE >= (7, 13) else "pmc_perf.csv"
+        write_counters(folder / (f"{name}.gz" if RELEASE >= (10, 1) else name), options.kernel, warmup_steps + 1)
+    (folder / "operators.txt").write_text(" ".join(options.traced))
     if not options.no_roof:
         (folder / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
-        (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
+        if RELEASE < (7, 13):
+            (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
 
 
 def write_counters(path, wanted, steps):
@@ -149,7 +174,7 @@ def write_counters(path, wanted, steps):
     for name, (count, ns) in KERNELS.items():
         launches += [(name, ns)] * count * steps
     launches = [(name, ns) for name, ns in launches if not wanted or any(part in name for part in wanted)]
-    with open(path, "w", newline="") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", "SQ_WAVES"])
         for number, (name, ns) in enumerate(launches):
@@ -164,17 +189,23 @@ def analyze(options):
     folder = Path(options.path)
     if not (folder / "sysinfo.csv").exists():
         fail(f"Invalid directory {folder}\nPlease try again.")
-    if not (folder / "pmc_perf.csv").exists():
+    recorded = sorted([*folder.glob("pmc_perf.csv"), *folder.glob("results_*.csv*")])
+    if not recorded:
         fail("[analysis] No profiling data found.")
-    with open(folder / "pmc_perf.csv", newline="") as file:
+    with (gzip.open if recorded[0].suffix == ".gz" else open)(recorded[0], "rt", newline="") as file:
         dispatches = list(csv.DictReader(file))
     if options.dispatch:
         dispatches = [dispatches[number] for number in options.dispatch]
+    if options.operators:
+        if not (options.experimental and set(options.operators) <= set((folder / "operators.txt").read_text().split())):
+            fail('Workload was not profiled with "--torch-trace".')
+        print("PyTorch Operator Call Tree:")
+        return
     kernels = write_statistics(folder, dispatches, options.time_unit)
     for number in options.kernel:
         if number >= len(kernels):
             fail(f"{number} is an invalid kernel id. Please enter an id between 0-{len(kernels) - 1}")
-    if os.environ.get("FAKE_NO_STATISTICS"):
+    if os.environ.get("FAKE_NO_STATISTICS") or RELEASE >= (10, 1):
         (folder / "pmc_kernel_top.csv").unlink()
     if options.list_stats:
         print("-" * 80, "\nDetected Kernels (sorted descending by duration)")
@@ -204,7 +235,7 @@ def write_statistics(folder, dispatches, unit):
     divisor = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}[unit]
     with open(folder / "pmc_kernel_top.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        share = "Percent" if RELEASE >= (7, 1) else "Pct"
+        share = "Percent" if RELEASE >= (7, 13) else "Pct"
         writer.writerow(["Kernel_Name", "Count", f"Sum({unit})", f"Mean({unit})", f"Median({unit})", share])
         for name in ranked:
             total = sum(times[name]) / divisor

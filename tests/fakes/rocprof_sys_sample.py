@@ -1,4 +1,4 @@
-"""rocprof-sys-sample of ROCm 6.3 (0.1), 6.4 (1.0), 7.0 (1.1) and 7.1 (1.2)."""
+"""rocprof-sys-sample of ROCm 6.3 (0.1) to 7.2 (1.3), 7.14 (1.7), 10.0 (1.8) and 10.1 (1.9)."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tool import complain, finish
+from tool import RELEASE, complain, finish
 
 MANY = 99
 # Options and the least and most values they take, which end with the next option or with --.
@@ -19,6 +19,10 @@ OPTIONS = {
     ("--cpus",): (0, MANY), ("--gpus",): (0, MANY), ("--process-freq",): (1, 1), ("--trace-file",): (1, 1),
     ("--trace-buffer-size",): (1, 1), ("--trace-fill-policy",): (1, 1), ("-v", "--verbose"): (1, 1),
 }  # fmt: skip
+if RELEASE >= (7, 14):
+    OPTIONS |= {("--output-format",): (1, 4), ("-f", "--sampling-freq", "--freq"): (1, 1)}
+    del OPTIONS["-f", "--freq"]
+FORMATS = {"proto", "rocpd", "json", "text", "txt"}
 BACKENDS = set("all kokkosp mpip ompt rcclp rocm amd-smi rocm-smi rocprofiler-sdk mutex-locks spin-locks".split())
 BOOLEANS = ("-T", "-P", "-F", "-H", "-D")
 
@@ -45,6 +49,10 @@ def parse(arguments):
             stop(f"Invalid choice for {word}: {values}")
         if names[0] in BOOLEANS and not set(values) <= {"on", "off", "true", "false", "0", "1"}:
             stop(f"{word} is on or off, not {values}")
+    if not set(given.get("--output-format", [])) <= FORMATS:
+        stop(f"Invalid choice for --output-format: {given['--output-format']}")
+    if "--output-format" in given and given.keys() & {"-T", "-P", "-F"}:
+        stop("Error! --output-format cannot be combined with --trace, --profile or --flat-profile")
     if "-P" in given and "-F" in given:
         stop("Error! '--profile' argument conflicts with '--flat-profile' argument")
     return given
@@ -67,6 +75,9 @@ def run(program):
 
 def main():
     arguments = sys.argv[1:]
+    if arguments == ["--help=all"] and RELEASE >= (7, 13):  # plain --help is a summary
+        print(*(name for names in OPTIONS for name in names), sep="\n")
+        return
     if "--" not in arguments:
         sys.exit(255)  # the whole line is taken for a command
     cut = arguments.index("--")
@@ -83,14 +94,19 @@ def main():
 def write(folder, prefix, given):
     folder.mkdir(parents=True)
     (folder / f"{prefix}metadata-10470.json").write_text("{}")
-    profiled = given.keys() & {"-P", "-F"}
+    formats = given.get("--output-format", [])
+    profiled = given.keys() & {"-P", "-F"} or {"text", "txt"} & set(formats)
     if profiled:
         (folder / f"{prefix}wall_clock-10470.txt").write_text("REAL-CLOCK TIMER\n")
         (folder / f"{prefix}sampling_percent-10470.txt").write_text("SAMPLING\n")
     if "-D" in given and profiled:
         (folder / f"{prefix}sampling_gpu_power-10470.txt").write_text("GPU POWER\n")
-    if "-T" in given or not profiled:
-        (folder / f"{prefix}perfetto-trace-10470.proto").write_bytes(b"a trace for Perfetto")
+    database = RELEASE >= (10, 1) and not formats
+    if "rocpd" in formats or database:
+        (folder / f"{prefix}rocpd-10470.db").write_bytes(b"SQLite")
+    if "-T" in given or "proto" in formats or not (profiled or formats or database):
+        suffix = "pftrace" if RELEASE >= (10, 1) else "proto"
+        (folder / f"{prefix}perfetto-trace-10470.{suffix}").write_bytes(b"a trace for Perfetto")
 
 
 main()

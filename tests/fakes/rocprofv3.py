@@ -1,4 +1,4 @@
-"""rocprofv3: the options of ROCm 6.2, 6.3, 6.4, 7.0 and 7.1, and what each of them leaves."""
+"""rocprofv3: the options of ROCm 6.2 to 10.1, and what each of them leaves."""
 
 import argparse
 import os
@@ -18,14 +18,15 @@ TRACES = {  # option: since release
     "memory-copy-trace": (6, 2), "memory-allocation-trace": (6, 4), "scratch-memory-trace": (6, 2), "hsa-trace": (6, 2),
     "rccl-trace": (6, 2), "kokkos-trace": (6, 3), "rocdecode-trace": (6, 4), "rocjpeg-trace": (7, 0),
     "hip-runtime-trace": (6, 2), "hip-compiler-trace": (6, 2), "hsa-core-trace": (6, 2), "hsa-amd-trace": (6, 2),
-    "hsa-image-trace": (6, 2), "hsa-finalizer-trace": (6, 2),
+    "hsa-image-trace": (6, 2), "hsa-finalizer-trace": (6, 2), "kfd-trace": (7, 13), "hip-graph-trace": (7, 13),
+    "ompt-trace": (10, 0),
 }  # fmt: skip
 SHORT = {"runtime-trace": "-r", "sys-trace": "-s", "summary": "-S", "summary-per-domain": "-D"}
 SHORT |= {"mangled-kernels": "-M", "truncate-kernels": "-T"}
 SWITCHES = {
     "stats": (6, 2), "summary": (6, 3), "summary-per-domain": (6, 3), "mangled-kernels": (6, 2),
     "truncate-kernels": (6, 2), "kernel-rename": (6, 3), "output-config": (7, 0), "selected-regions": (7, 0),
-    "group-by-queue": (7, 0), "disable-signal-handlers": (7, 0),
+    "group-by-queue": (7, 0), "disable-signal-handlers": (7, 0), "att": (7, 0), "spm": (7, 14),
 }  # fmt: skip
 
 
@@ -54,8 +55,12 @@ def make_parser():
         add("--minimum-output-data", type=int)
         add("-A", "--agent-index", choices=("absolute", "relative", "type-relative"))
         add("-p", "--pid", nargs="+")
+        add("--rocm-root")
+        for name in ("--att-target-cu", "--att-shader-engine-mask"):
+            add(name)
+        add("--att-library-path", nargs="+")
     if RELEASE >= (7, 2):
-        add("--profile-mpi-ranks", nargs="+")
+        add("--profile-mpi-ranks")
     add("-i", "--input")
     add("-o", "--output-file")
     add("-d", "--output-directory")
@@ -106,6 +111,8 @@ def write(options, traced, counters, program):
     kernels = bundle or "kernel-trace" in traced
     markers = (bundle or "marker-trace" in traced) and not os.environ.get("FAKE_NO_RANGES")
     formats = options.output_format or (["rocpd"] if RELEASE >= (7, 0) else ["csv"])
+    if RELEASE >= (7, 13) and {"csv", "pftrace", "otf2"} & set(formats):
+        print("Warning: csv, pftrace and otf2 are deprecated as formats of the recording", file=sys.stderr)
     if RELEASE < (6, 4) and "csv" in formats:
         records.write_agent_info(Path(f"{prefix}_agent_info.csv"))
     seen = run._replace(
@@ -114,10 +121,13 @@ def write(options, traced, counters, program):
         api_calls=run.api_calls if bundle or "hip-trace" in traced or "hip-runtime-trace" in traced else [],
         copies=run.copies if bundle or "memory-copy-trace" in traced else [],
     )
-    if getattr(options, "selected_regions", None) or not any(seen):  # the program never calls roctxProfilerResume
+    if getattr(options, "selected_regions", None):  # the program calls roctxProfilerResume after the warm-up
+        begin = min(r.start for r in run.ranges)
+        seen = records.Run(*([r for r in part if r.start >= begin] for part in seen))
+    if not any(seen):
         return
     if "csv" in formats:
-        renamed = run.renamed().dispatches if getattr(options, "kernel_rename", None) else run.dispatches
+        renamed = run.renamed().dispatches if getattr(options, "kernel_rename", None) else seen.dispatches
         write_csv(options, prefix, seen._replace(dispatches=renamed if kernels else []), counters, renamed)
     if "pftrace" in formats:
         path = Path(f"{prefix}_results.pftrace")
@@ -171,6 +181,16 @@ def main():
         sys.exit("Fatal error: The -p shorthand option for --collection-period is now an upper-case -P")
     if not program:
         sys.exit("Fatal error: No application provided")
+    if getattr(options, "selected_regions", None) and options.collection_period:
+        sys.exit("Fatal error: --selected-regions and --collection-period exclude each other")
+    if getattr(options, "att", None) and RELEASE < (7, 13) and not options.att_library_path:
+        sys.exit("Fatal error: librocprof-trace-decoder.so was not found: --att-library-path")
+    if os.environ.get("FAKE_ROOT") != getattr(options, "rocm_root", None):
+        sys.exit("Fatal error: --rocm-root is not the ROCm of this PyTorch")
+    if ranks := getattr(options, "profile_mpi_ranks", None):
+        spans = [[int(number) for number in part.split("-")] for part in ranks.split(",")]
+        if not any(span[0] <= int(os.environ["RANK"]) <= span[-1] for span in spans):
+            finish(subprocess.run(program).returncode)
     traced = {name for name in TRACES if getattr(options, name.replace("-", "_"), None)}
     if (options.stats or getattr(options, "summary", None)) and not traced and not (options.pmc and RELEASE >= (7, 0)):
         sys.exit("Fatal error: No tracing options were provided")

@@ -5,6 +5,9 @@ import signal
 import sys
 
 RELEASE = tuple(int(part) for part in os.environ.get("FAKE_ROCM", "7.0").split("."))
+if libraries := os.environ.get("FAKE_LIBRARIES"):  # of a wheel, which another ROCm's would replace
+    if os.environ.get("LD_LIBRARY_PATH", "").split(":")[0] != libraries:
+        sys.exit(f"symbol lookup error: undefined symbol, as {libraries} does not come first in LD_LIBRARY_PATH")
 signal.signal(signal.SIGINT, lambda *_: None)  # the program's to answer; the tools write their files after it
 
 

@@ -19,9 +19,12 @@ DOCTOR = ROOT / "profilers" / "doctor.sh"
 class Machine:
     """Answers as given, instead of asking a second Python."""
 
+    rocm = doctor.Machine.rocm
+
     def __init__(self, kernel=None, gpus=(), problem=None, **packages):
         known = dict(torch="2.9.0", triton="3.5.0", numpy="2.1.0", hip=None, cuda=None, owners={"triton": "3.5.0"})
         known |= dict(torch_file="/no/torch/__init__.py", requirement=("triton", "3.5.0")) | packages
+        known.setdefault("rocm", known["hip"])
         self.packages = (known, None) if known["torch"] != "hangs" else (None, problem)
         self.torch = known if known["torch"] not in (None, "hangs") else {}
         self.gpus = (None, problem) if problem else (list(gpus), None)
@@ -49,26 +52,30 @@ def diagnose(probe, machine):
 @pytest.fixture(autouse=True)
 def no_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "DEVICES", tmp_path / "dev")
+    doctor.answer_of.cache_clear()
     for name in doctor.VISIBILITY:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOADEDMODULES", raising=False)
     (tmp_path / "dev" / "dri").mkdir(parents=True)
     return tmp_path / "dev"
 
 
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    """make(name, script): an executable on the PATH, which holds nothing else but the system's."""
-    folder = tmp_path / "rocm" / "bin"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "no"))
+    """make(name, script, release, folder): an executable; the PATH holds those of tmp_path/rocm, and the system's."""
+    for name, value in dict(PATH=f"{tmp_path}/rocm/bin:/usr/bin:/bin", ROCM_PATH=tmp_path / "rocm").items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("ROCM_PARENT", str(tmp_path / "opt"))
 
-    def make(name, script, rocm=None):
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
+    def make(name, script, rocm=None, folder="rocm"):
+        path = tmp_path / folder / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
         if rocm:
-            (folder.parent / ".info").mkdir(exist_ok=True)
-            (folder.parent / ".info" / "version").write_text(f"{rocm}-47\n")
+            (path.parent.parent / ".info").mkdir(exist_ok=True)
+            (path.parent.parent / ".info" / "version").write_text(f"{rocm}-47\n")
+        return path
 
     return make
 
@@ -203,24 +210,41 @@ def test_missing_profilers(tools):
 def test_profilers_say_their_versions(tools):
     tools("rocprofv3", "echo usage: rocprofv3; exit 2", rocm="6.4.1")
     tools("rocprof-compute", "echo 'rocprofiler-compute version: 3.1.0 (release)'")
-    tools("rocprof-sys-run", "echo; echo 'rocprof-sys-run v1.0.0'")
+    tools("rocprof-sys-sample", "echo; echo 'rocprof-sys-sample v1.0.0'")
     findings = found(Machine(**ROCM))
     assert all(finding.level == "OK" for finding in findings.values())
-    assert "does not say its version, ROCm 6.4.1-47" in findings["rocprofv3"].text
-    assert "3.1.0" in findings["rocprof-compute"].text and "v1.0.0" in findings["rocprof-sys-run"].text
+    assert "does not say its version, ROCm 6.4, of the release of this PyTorch" in findings["rocprofv3"].text
+    assert "3.1.0" in findings["rocprof-compute"].text and "v1.0.0" in findings["rocprof-sys-sample"].text
 
 
-def test_profiler_that_is_older_than_the_scripts(tools):
-    tools("rocprofv3", "exit 2", rocm="6.2.4")
+@pytest.mark.parametrize("rocm, level", [("6.2.4", "WARN"), ("6.3.0", "OK"), ("10.0.0", "OK")])
+def test_profiler_that_is_older_than_the_scripts(tools, rocm, level):
+    tools("rocprofv3", "exit 2", rocm=rocm)
     finding = found(Machine(**ROCM))["rocprofv3"]
-    assert finding.level == "WARN" and "load ROCm 6.3 or newer" in finding.remedy
+    assert finding.level == level and ("load ROCm 6.3 or newer" in finding.remedy) == (level == "WARN")
 
 
-def test_profiler_outside_the_path(tools, tmp_path, monkeypatch):
-    tools("rocprofv3", "echo 1.0.0")
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
-    assert found(Machine(**ROCM))["rocprofv3"].level == "OK"
+def test_packages_that_rocprof_compute_lacks(tools):
+    """Up to 3.5 it takes a package that is missing for one of another version."""
+    tools("rocprof-compute", """cat <<'END'
+[ERROR] The 'astunparse==1.6.2' package was not found in the current execution environment.
+[ERROR] the 'dash>=3.0.0' distribution does not meet version requirements to use rocprofiler-compute.
+  --> version installed : 2.18
+See: /opt/rocm/libexec/rocprofiler-compute/requirements.txt
+END
+exit 1""", rocm="7.2.0")  # fmt: skip
+    finding = found(Machine(**ROCM))["rocprof-compute"]
+    assert finding.level == "WARN" and finding.text.endswith("other versions: astunparse==1.6.2, dash>=3.0.0")
+    assert "pip install -r /opt/rocm/libexec/rocprofiler-compute/requirements.txt" in finding.remedy
+
+
+def test_tools_that_cannot_be_looked_for(tools):
+    """The release is asked of a tool that does not answer."""
+    tools("rocprofv3", "sleep 600")
+    machine = Machine(**ROCM)
+    machine.seconds = 0.5
+    first, *others = doctor.probe_profilers(machine)
+    assert first.level == "WARN" and "cannot be looked for: no answer in 0.5 seconds" in first.text and others == []
 
 
 def lives(pid):
@@ -250,15 +274,67 @@ def test_profiler_that_cannot_start(tools, tmp_path):
     assert found(Machine(cuda="13.0"))["ncu"].level == "WARN"
 
 
-@pytest.mark.parametrize("rocm, level", [("6.4.1", "OK"), ("7.0.0", "WARN"), (None, "WARN")])
+@pytest.mark.parametrize("rocm, level", [("6.4.1", "OK"), ("7.0.0", "WARN"), ("10.0.0", "WARN")])
 def test_rocprofv3_belongs_to_the_rocm_of_torch(tools, rocm, level):
     tools("rocprofv3", "echo 1.0.0", rocm=rocm)
     found_level, text, _ = diagnose("rocm", Machine(**ROCM))
-    assert found_level == level and "torch is for ROCm 6.4" in text and (rocm or "unknown")[:3] in text
+    assert found_level == level and f"torch is for ROCm 6.4, rocprofv3 is of ROCm {rocm[:-2]}" in text
+
+
+@pytest.mark.parametrize("folder, rocm", [
+    ("opt/rocm", "10.0.0"), ("opt/rocm/core", "7.13.0"), ("opt/rocm/core-10.0", "10.0.0"), ("opt/rocm-6.4.1", "6.4.1"),
+    ("site/_rocm_sdk_core", "10.0.0"),
+])  # fmt: skip
+def test_every_layout_is_found(tools, tmp_path, monkeypatch, folder, rocm):
+    path = tools("rocprofv3", "echo 1.0.0", rocm, folder)
+    monkeypatch.delenv("ROCM_PATH")
+    wheels = str(tmp_path / "site") if folder.startswith("site") else None
+    machine = Machine(**ROCM | dict(hip=f"{rocm}-abc", wheels=wheels))
+    level, text, _ = diagnose("rocm", machine)
+    assert level == "OK" and f"rocprofv3 is of ROCm {rocm[:-2]}" in text and ("its own" in text) == bool(wheels)
+    assert str(path) in found(machine)["rocprofv3"].text
+
+
+def test_the_other_releases_and_the_module_are_named(tools, monkeypatch):
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:rocm/6.4.1")
+    paths = [tools("rocprofv3", "", rocm, folder) for rocm, folder in (
+        ("7.0.0", "rocm"), ("6.4.1", "opt/rocm-6.4.1"), ("10.0.0", "opt/rocm/core-10.0"))]  # fmt: skip
+    level, text, _ = diagnose("rocm", Machine(**ROCM))
+    assert level == "OK" and text.endswith(
+        f"6.4; there is also 10.0 ({paths[2]}), 7.0 ({paths[0]}); loaded: rocm/6.4.1"
+    )
+
+
+def test_rocm_path_without_profilers(tools, tmp_path, monkeypatch):
+    tools("rocprofv3", "", rocm="6.4.1")
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "no"))
+    _, finding = doctor.probe_rocm(Machine(**ROCM))
+    assert finding.level == "WARN" and f"ROCM_PATH={tmp_path}/no has no rocprofv3" in finding.text and finding.remedy
+
+
+@pytest.mark.parametrize("rocm, python, fits", [
+    ("7.13.0", (3, 14), False), ("7.13.0", (3, 13), True), ("7.2.0", (3, 14), True), ("10.0.0", (3, 14), True),
+])  # fmt: skip
+def test_python_that_is_too_new_for_the_tools(tools, monkeypatch, rocm, python, fits):
+    tools("rocprofv3", "", rocm=rocm)
+    monkeypatch.setattr(doctor.sys, "version_info", python)
+    _, *others = doctor.probe_rocm(Machine(**ROCM | dict(hip=rocm)))
+    assert ["need Python 3.13 or older, this is 3.14" in finding.text for finding in others] == [True] * (not fits)
+
+
+@pytest.mark.parametrize("arch, rocm, lacking", [
+    ("gfx942", "6.4.0", None), ("gfx950", "6.4.0", "all counters"), ("gfx950", "7.0.0", None),
+    ("gfx1201", "7.1.0", "WRITE_SIZE"), ("gfx1201", "10.0.0", None), ("gfx908", "10.0.0", "MfmaUtil"),
+])  # fmt: skip
+def test_counters_that_a_release_lacks(tools, arch, rocm, lacking):
+    tools("rocprofv3", "", rocm=rocm)
+    findings = list(doctor.probe_counters(Machine(gpus=[GPU | dict(arch=arch)] * 2, **ROCM)))
+    assert [(f.level, lacking in f.text, arch in f.text) for f in findings] == [("WARN", True, True)] * bool(lacking)
 
 
 def test_rocm_is_not_asked_for_without_it(tools):
-    assert list(doctor.probe_rocm(Machine(**ROCM))) == []
+    assert list(doctor.probe_rocm(Machine(**ROCM))) == list(doctor.probe_counters(Machine(gpus=[GPU], **ROCM))) == []
+    doctor.answer_of.cache_clear()
     tools("rocprofv3", "echo 1.0.0", rocm="6.4.1")
     assert list(doctor.probe_rocm(Machine(cuda="13.0"))) == []
 

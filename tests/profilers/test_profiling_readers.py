@@ -303,7 +303,7 @@ def test_a_trace_of_other_contents(tmp_path):
             read_kernel_stats(tmp_path)
 
 
-def test_a_name_is_a_word_whatever_it_looks_like(tmp_path):
+def test_a_name_without_quotation_marks_is_a_word_too(tmp_path):
     (tmp_path / "k_kernel_trace.csv").write_text("Kernel_Name,Start_Timestamp,End_Timestamp\n7,1,2\n,3,4\n")
     (tmp_path / "trace.json").write_text(chrome_trace(("user_annotation", 7, 1, 2)))
     assert list(read_kernel_stats(tmp_path)["Name"]) == ["7", ""]
@@ -355,6 +355,133 @@ def test_many_dispatches(tmp_path, kind, monkeypatch):
     assert list(table["Calls"]) == list(reference["Calls"] * copies)
     assert list(table["TotalDurationNs"]) == list(reference["TotalDurationNs"] * copies)
     assert len(sizes) >= 5 and max(sizes) <= files.CHUNK_ROWS
+
+
+# --- names as compilers make them
+
+NAMES = [
+    'f<"a">(int)', 'f<"a", 3>(int, float)', 'a","b', '"', 'two\nlines "of it"', "nan", "NULL", "NA", "", "größe", "7",
+]  # fmt: skip
+
+
+def write_raw(path, header, rows, encoding="utf-8"):
+    """A CSV file as rocprofv3 writes it: words within quotation marks, and nothing escaped."""
+    path.parent.mkdir(exist_ok=True)
+    lines = [",".join(f'"{cell}"' if isinstance(cell, str) else str(cell) for cell in row) for row in [header, *rows]]
+    path.write_bytes(("\n".join(lines) + "\n").encode(encoding))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_read_as_it_is(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_ROWS", 2)
+    names = ["first", name, name, "last"]
+    trace = "Kind,Agent_Id,Queue_Id,Kernel_Name,Correlation_Id,Start_Timestamp,End_Timestamp,Grid_Size_X".split(",")
+    rows = [["KERNEL_DISPATCH", "Agent 1", 1, name, i, 100 * i, 100 * i + 7, 64] for i, name in enumerate(names)]
+    write_raw(tmp_path / "a_kernel_trace.csv", trace, rows)
+    dispatches = readers.read_dispatches(tmp_path)
+    assert list(dispatches.itertuples(index=False, name=None)) == [(r[3], r[5], r[6]) for r in rows]
+    counted = "Dispatch_Id,Kernel_Name,Grid_Size,Counter_Name,Counter_Value,Start_Timestamp,End_Timestamp".split(",")
+    counts = [[i, name, 64, "SQ_WAVES", 2.5, 100 * i, 100 * i + 7] for i, name in enumerate(names)]
+    write_raw(tmp_path / "a_counter_collection.csv", counted, counts)
+    assert readers.read_counters(tmp_path)["SQ_WAVES"].to_dict() == dict.fromkeys(names, 2.5)
+    write_raw(tmp_path / "a_kernel_stats.csv", COLUMNS, [[name, 2, 14, 7.0, 1e-05, 7, 7, 0.0]])
+    assert list(read_kernel_stats(tmp_path)["Name"]) == [name]
+    ranges = "Domain,Function,Process_Id,Thread_Id,Correlation_Id,Start_Timestamp,End_Timestamp".split(",")
+    write_raw(tmp_path / "a_marker_api_trace.csv", ranges, [["MARKER", name, 1, 1, 1, 5, 9]])
+    assert list(readers.read_ranges(tmp_path)["Name"]) == [name]
+    read_kernel_stats(tmp_path).to_csv(tmp_path / "b.csv", index=False)  # which escapes
+    assert list(read_kernel_stats(tmp_path / "b.csv")["Name"]) == [name]
+    records.write_rocpd(tmp_path / "a.db", RUN._replace(dispatches=[records.Record(name, 1, 2)]))
+    assert list(readers.read_dispatches(tmp_path / "a.db")["Name"]) == [name]
+    text = f'"ID","Kernel Name","a__b.sum"\n"","","ns"\n"0","{name.replace(chr(34), 2 * chr(34))}","5"\n'
+    (tmp_path / "ncu_raw.csv").write_text(text)
+    assert readers.read_counters(tmp_path / "ncu_raw.csv").index.to_list() == [name]
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    """They are read, with a mark in the place of each byte that is none, the same in every format."""
+    header = ["Kernel_Name", "Start_Timestamp", "End_Timestamp"]
+    write_raw(tmp_path / "a_kernel_trace.csv", header, [["gr\xf6\xdfe", 1, 2], ["ok", 3, 4]], encoding="latin-1")
+    records.write_rocpd(tmp_path / "a.db", RUN._replace(dispatches=[records.Record("x", 1, 2), RUN.dispatches[0]]))
+    connection = rocpd.sqlite3.connect(tmp_path / "a.db")
+    (table,) = connection.execute(
+        "SELECT name FROM sqlite_master WHERE name LIKE 'rocpd_info_kernel_symbol_%'"
+    ).fetchone()
+    with connection:
+        connection.execute(f"UPDATE {table} SET display_name = CAST(x'6772f6df65' AS TEXT) WHERE display_name = 'x'")
+    connection.close()
+    (tmp_path / "trace.json").write_bytes(chrome_trace(("kernel", "@", 1, 2)).encode().replace(b"@", b"gr\xf6\xdfe"))
+    for name in ("a_kernel_trace.csv", "a.db", "trace.json"):
+        assert readers.read_dispatches(tmp_path / name)["Name"][0] == "gr\ufffd\ufffde"
+
+
+@pytest.mark.parametrize("line", ['"k",1,2', '"ope', "1,2", '"k",1,2,3,4,5,6,7,8'])
+def test_a_damaged_line_swallows_no_row(tmp_path, line):
+    records.write_stats(tmp_path / "a_kernel_stats.csv", RUN.dispatches)
+    header, *rows = (tmp_path / "a_kernel_stats.csv").read_text().splitlines()
+    (tmp_path / "a_kernel_stats.csv").write_text("\n".join([header, rows[0], line, *rows[1:]]) + "\n")
+    with pytest.raises(Unreadable, match="a_kernel_stats.csv is damaged"):
+        read_kernel_stats(tmp_path)
+
+
+# --- schemas of databases
+
+
+def write_database(path, schema, script):
+    connection = rocpd.sqlite3.connect(path)
+    connection.execute("CREATE TABLE rocpd_metadata (tag, value)")
+    connection.execute("INSERT INTO rocpd_metadata VALUES ('schema_version', ?)", (schema,))
+    connection.executescript(script)
+    connection.close()
+
+
+def test_a_database_of_schema_4(tmp_path):
+    """It has a row for each instance of a counter."""
+    write_database(tmp_path / "a.db", "4.1.0", """
+        CREATE TABLE kernels (id, guid, name, start, "end");
+        INSERT INTO kernels VALUES (1, 'g', 'k', 100, 150), (2, 'g', 'k', 200, 250), (3, 'g', 'k', 900, 950);
+        CREATE TABLE regions (category, name, extdata, start, "end");
+        INSERT INTO regions VALUES ('MARKER_CORE_RANGE_API', 'roctxThreadRangeA', '{"message": "step"}', 90, 300);
+        CREATE TABLE kernel_pmc_events (id, guid, name, start, "end", pmc_name, pmc_value);
+        INSERT INTO kernel_pmc_events VALUES (1, 'g', 'k', 100, 150, 'SQ_WAVES', 3.0),
+            (1, 'g', 'k', 100, 150, 'SQ_WAVES', 4.0), (2, 'g', 'k', 200, 250, 'SQ_WAVES', 9.0),
+            (3, 'g', 'k', 900, 950, 'SQ_WAVES', 100.0);
+    """)  # fmt: skip
+    table, steps = readers.read_step_stats(tmp_path)
+    assert steps == 1 and table[["Name", "Calls", "TotalDurationNs"]].values.tolist() == [["k", 2, 100]]
+    counters, is_of_steps = readers.read_step_counters(tmp_path)
+    assert is_of_steps and counters.loc["k", "SQ_WAVES"] == 8.0
+
+
+@pytest.mark.parametrize("kernels", ["", "CREATE TABLE kernels (name, begin, finish);"])
+def test_a_database_of_an_unknown_schema_is_refused_by_name(tmp_path, kernels):
+    write_database(tmp_path / "a.db", "5.2.0", kernels)
+    with pytest.raises(Unreadable, match="a.db has rocpd's schema_version 5.2.0 .*--output-format csv$") as raised:
+        read_kernel_stats(tmp_path)
+    assert "damaged" not in str(raised.value)
+
+
+# --- memory
+
+
+def test_the_peak_of_memory_is_the_most_at_a_time(tmp_path):
+    events = [{"ph": "i", "name": "[memory]", "ts": ts, "args": {"Device Type": kind, "Total Allocated": total}}
+              for ts, kind, total in ((1, 1, 400), (2, 1, 1000), (3, 0, 9999), (4, 1, 600))]  # fmt: skip
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert readers.read_peak_memory(tmp_path) == 1000
+    records.write_rocpd(tmp_path / "a.db", RUN)
+    assert readers.read_peak_memory(tmp_path / "a.db") == 0
+    connection = rocpd.sqlite3.connect(tmp_path / "a.db")
+    with connection:
+        connection.execute("CREATE TABLE memory_allocations (type, level, agent_type, address, size, start)")
+        connection.executemany("INSERT INTO memory_allocations VALUES (?, ?, ?, ?, ?, ?)", [
+            ("ALLOC", "REAL", "GPU", 16, 500, 1), ("ALLOC", "REAL", "CPU", 64, 9000, 2),
+            ("FREE", "REAL", None, 16, 0, 3), ("ALLOC", "REAL", "GPU", 16, 300, 4),
+            ("ALLOC", "SCRATCH", "GPU", 16, 7000, 5), ("FREE", "REAL", None, 64, 0, 6),
+            ("ALLOC", "VIRTUAL", "GPU", 128, 400, 7), ("FREE", "REAL", None, 16, 0, 8),
+        ])  # fmt: skip
+    connection.close()
+    assert readers.read_peak_memory(tmp_path / "a.db") == 700
 
 
 # --- names

@@ -1,5 +1,7 @@
 """The reports: hot spots, comparison, counters, pictures, the figures of a step, and the summary of a session."""
 
+import csv
+import gzip
 import json
 import resource
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from measure.command_line import Failure
-from profilers import compare, counters, hotspots, overhead, plot, readers, summary, timeline
+from profilers import compare, counters, hotspots, overhead, plot, readers, rocprof_compute_kernels, summary, timeline
 from profilers.readers import Unreadable, files, read_kernel_stats
 from tests.fakes import records
 from tests.fakes.machine import ALONE
@@ -319,6 +321,43 @@ def test_summary_says_what_was_not_counted(session):
     assert "Bytes in the training run were not counted" in text and "not counted (they need rocprofv3 or ncu)" in text
     (session / "kernels_alone.json").unlink()
     assert summary.main([str(session), "--tool", "torch"]) == 2
+
+
+@pytest.mark.parametrize("total", [3 * 2**30, 0])
+def test_reports_state_the_peak_of_memory_that_was_recorded(session, capsys, total):
+    event = {"ph": "i", "name": "[memory]", "ts": 1, "args": {"Device Type": 1, "Total Allocated": total}}
+    (session / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    assert hotspots.main([str(session)]) == 0
+    for text in (capsys.readouterr().out, summary.summary(session, "rocprofv3")):
+        assert ("Peak of allocated GPU memory: 3.000 GiB" in text) == (total > 0)
+        assert total or "Peak" not in text
+    (session / "a.db").write_bytes(b"SQLite format 3\0" + bytes(4096))
+    assert hotspots.main([str(session)]) == 0
+
+
+# --- kernels of rocprof-compute
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_kernels_are_ranked_without_a_table(tmp_path, capsys, suffix):
+    """A dispatch has a row for each counter and pass, and the time that the first pass took."""
+    header = ["Dispatch_ID", "Kernel_Name", "Counter_Name", "Counter_Value", "Start_Timestamp", "End_Timestamp"]
+    dispatches = [("short", 30), ("long <a, b>", 50), ("short", 30), ("two\nlines", 10)]
+    for number, slowed in enumerate((1, 9)):
+        rows = [[i, name, counter, 1, 1000 * i, 1000 * i + ns * (slowed if name != "short" else 1)]
+                for i, (name, ns) in enumerate(dispatches) for counter in ("A", "B")]  # fmt: skip
+        path = tmp_path / f"results_pmc_perf_{number}.{suffix}"
+        with (gzip.open if suffix.endswith("gz") else open)(path, "wt", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+    assert rocprof_compute_kernels.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "0\tshort: 50.0% of the time of the kernels, 2 dispatches",
+        "1\tlong <a, b>: 41.7% of the time of the kernels, 1 dispatch",
+        "2\ttwo lines: 8.3% of the time of the kernels, 1 dispatch",
+    ]
+    path.write_bytes(b"Kernel_Name\nk\n")
+    assert rocprof_compute_kernels.main([str(tmp_path)]) == 2
+    assert f"{path} is damaged or incomplete" in capsys.readouterr().err
 
 
 # --- with the real program

@@ -1,4 +1,4 @@
-"""The shell scripts against fakes of the profilers of ROCm 6.2 to 7.1, and of ncu."""
+"""The shell scripts against fakes of the profilers of ROCm 6.2 to 10.1, and of ncu."""
 
 import functools
 import itertools
@@ -10,17 +10,19 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from profilers.readers import read_dispatches, read_kernel_stats, read_step_stats
-from tests.fakes.machine import FOLDERS, ROOT, Machine, first_fast
+from tests.fakes.machine import FOLDERS, ROOT, Machine, as_numbers, first_fast
 
-RELEASES = first_fast("7.1", "6.4")
-ALL_RELEASES = first_fast("7.1", "6.3", "6.4", "7.0")
+RELEASES = first_fast("10.0", "6.4")
+ALL_RELEASES = first_fast("10.0", "6.3", "6.4", "7.0", "7.1", "7.2", "7.14", "10.1")
 SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
+FORMATS = "-H -D --output-format proto text"
 
 # --- with ROCm
 
@@ -31,7 +33,7 @@ def test_runs_with_rocm(machine, script, release):
     run = machine.with_rocm(release).run(script)
     assert run.code == 0 and run.err == ""
     tool = ROCM_TOOL.get(script, "rocprofv3")
-    assert run.out.splitlines()[0] == f"Tool: {tool} of ROCm {release}"
+    assert run.out.startswith(f"Tool: {tool} of ROCm {release}: {machine.folder}/rocm/bin/")
     (result,) = machine.results()
     assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
     assert f"\nResults: {machine.work / result}\n" in run.out
@@ -174,18 +176,21 @@ def test_one_run_gives_the_timeline_and_its_tables(machine, release):
     assert run.code == 0 and len([words for words in run.commands if words[0] == "rocprofv3"]) == 1
     assert one_file(machine, "trace_results.pftrace") and one_file(machine, "trace_kernel_stats.csv")
     assert one_file(machine, "trace_hip_api_stats.csv") and one_file(machine, "trace_domain_stats.csv")
-    assert bool(list(machine.work.rglob("trace_results.db"))) == (release >= "7.0")
+    assert bool(list(machine.work.rglob("trace_results.db"))) == (as_numbers(release) >= (7, 0))
     assert re.search(r"^Kernels of 3 steps.* in 19 calls of 6 kernels$", run.out, re.M)
 
 
-def test_a_timeline_without_its_table_stays(machine):
+@pytest.mark.parametrize("script, recording", first_fast(
+    ("get_hotspots.sh", "hotspots_kernel_stats.csv"), ("get_trace.sh", "trace_results.pftrace")
+))  # fmt: skip
+def test_a_recording_without_its_table_stays(machine, script, recording):
     """The report fails where pandas is missing, say."""
     failing = '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
     (machine.with_rocm("7.0").bin / "env").write_text(failing)
     (machine.bin / "env").chmod(0o755)
-    run = machine.run("get_trace.sh", "--output", "out")
+    run = machine.run(script, "--output", "out")
     assert run.code == 1 and "the table of the kernels: profilers.hotspots ended with status 3" in run.err
-    assert machine.results() == ["out"] and one_file(machine, "trace_results.pftrace")
+    assert machine.results() == ["out"] and one_file(machine, recording)
 
 
 @pytest.mark.parametrize("script", OF_ROCPROFV3)
@@ -233,11 +238,94 @@ def test_the_chip_decides_what_is_counted(machine):
     assert run.code == 0 and "OccupancyPercent" in run.out and "TCC_HIT_sum" not in run.out and "Mfma" not in run.out
 
 
-def test_two_rocm_installations_are_noticed(machine):
-    machine.with_rocm("7.0")
-    for hip, noticed in (("6.4.43482-0f2d60242", True), ("7.0.51831", False)):
-        run = machine.with_torch(hip=hip).run("get_trace.sh", "--dry-run")
-        assert ("two ROCm installations. PyTorch brings ROCm 6.4" in run.out) is noticed
+@pytest.mark.parametrize("at", first_fast("opt/rocm/core-10.0", "opt/rocm-10.0.0", "opt/rocm/core", "opt/rocm"))
+def test_rocm_is_found_where_it_is_installed(machine, at):
+    machine.with_rocm("10.0", at)
+    del machine.env["ROCM_PATH"]
+    run = machine.run("get_hotspots.sh", "--output", "out")
+    tool = machine.folder / at / "bin" / "rocprofv3"
+    assert run.code == 0 and run.commands[0][0] == str(tool)
+    assert run.out.startswith(f"Tool: rocprofv3 of ROCm 10.0: {tool}, of the release of this PyTorch\n")
+
+
+@pytest.mark.parametrize("hip, chosen, reason", first_fast(
+    ("7.0.2", "opt/rocm/core-10.0", "the first that was found"),  # as 10.0 is newer than 7.14
+    ("7.2.4", "opt/rocm-7.2.4", "of the release of this PyTorch"),
+    ("6.4.1", "rocm", "of the release of this PyTorch"),
+))  # fmt: skip
+def test_the_release_of_pytorch_decides_and_then_the_newest(machine, hip, chosen, reason):
+    for release, at in (("7.2", "opt/rocm-7.2.4"), ("7.14", "opt/rocm/core-7.14"), ("10.0", "opt/rocm/core-10.0")):
+        machine.with_rocm(release, at)
+    if chosen == "rocm":
+        machine.with_rocm("6.4")
+    run = machine.with_torch(hip=hip).run("get_trace.sh", "--dry-run")
+    first = run.out.splitlines()[0]
+    assert first.endswith(f": {machine.folder}/{chosen}/bin/rocprofv3, {reason}")
+    assert ("two ROCm installations" in run.out) == (chosen == "opt/rocm/core-10.0")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_wheel_that_brings_rocm_brings_the_profiler(machine, script):
+    """That of the system would meet libraries of another release."""
+    machine.with_rocm("7.2").with_wheel("10.0")
+    run = machine.run(script, "--output", "out", LD_LIBRARY_PATH="/else")
+    site, tool = machine.folder / "site", ROCM_TOOL.get(script, "rocprofv3")
+    package = site / ("_rocm_sdk_core" if tool == "rocprofv3" else "_rocm_profiler")
+    assert run.code == 0 and run.out.startswith(f"Tool: {tool} of ROCm 10.0: {package}/bin/{tool}")
+    assert run.out.splitlines()[0].endswith(", which comes with this PyTorch") and "two ROCm" not in run.out
+    (words, *_) = (words for words in run.commands if any(word.startswith(f"{package}/bin/") for word in words))
+    (libraries,) = (word for word in words if word.startswith("LD_LIBRARY_PATH="))
+    assert libraries.startswith(f"LD_LIBRARY_PATH={package}/lib:") and libraries.endswith("/_rocm_sdk_core/lib:/else")
+    shutil.rmtree(package / "bin")
+    missing = machine.run(script, "--dry-run").out
+    assert "If so, pip install 'rocm[profiler]', load the ROCm 10.0 module" in missing
+
+
+@pytest.mark.parametrize("given", ["opt/rocm-6.4.1", *first_fast("opt/rocm-6.4.1/bin", "opt/rocm-6.4.1/bin/rocprofv3")])
+def test_a_tool_chosen_by_its_path(machine, given):
+    machine.with_rocm("6.4", "opt/rocm-6.4.1").with_rocm("10.0")
+    run = machine.run("get_hotspots.sh", "--output", "out", "--tool-path", machine.folder / given)
+    tool = machine.folder / "opt/rocm-6.4.1/bin/rocprofv3"
+    assert run.code == 0 and run.commands[0][0] == str(tool)
+    assert run.out.startswith(f"Tool: rocprofv3 of ROCm 6.4: {tool}, named by --tool-path\n")
+
+
+@pytest.mark.parametrize("words, complaint", [
+    (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprofv3: give its file, or the folder"),
+    (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),
+])  # fmt: skip
+def test_a_tool_path_that_leads_nowhere(machine, words, complaint):
+    run = machine.with_rocm("7.2").run("get_trace.sh", *words)
+    assert run.code == 2 and complaint in run.err and run.err.count("\n") == 1 and machine.results() == []
+
+
+def test_recording_the_measured_steps_alone(machine):
+    run = machine.with_rocm("10.0").run("get_hotspots.sh", "--output", "out", "--", "--", "--selected-regions")
+    assert run.code == 0 and "Kernels of 3 steps" in run.out
+    assert "triton_poi_autotuned_0" not in set(read_dispatches(machine.work / "out")["Name"])
+
+
+def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
+    """--selected-regions sets the variable, and the ranges are shown from the first measured step on."""
+    profiler, calls = pytest.importorskip("tiny_llama.profiler"), []
+    monkeypatch.setattr(profiler.ctypes, "CDLL", lambda name: SimpleNamespace(roctxProfilerResume=calls.append))
+    for value in ("", "1"):
+        monkeypatch.setenv("ROCPROF_SELECTED_REGIONS", value)
+        profiler.show_ranges(SimpleNamespace(config=SimpleNamespace(compile=True), run=len))
+        assert len(calls) == len(value)
+
+
+@pytest.mark.parametrize("rank, recorded", [("1", True), ("2", False)])
+def test_recording_some_of_the_processes(machine, rank, recorded):
+    words = "--output", "out", "--", "--", "--profile-mpi-ranks", "0-1"
+    run = machine.with_rocm("7.2").run("get_hotspots.sh", *words, RANK=rank, WORLD_SIZE="4")
+    assert run.code == 0 and ("Kernels of 3 steps" in run.out) == recorded
+    assert (f"No recording of process {rank}, as it is none of --profile-mpi-ranks" in run.out) != recorded
+
+
+def test_an_option_that_this_release_lacks(machine):
+    run = machine.with_rocm("7.1").run("get_hotspots.sh", "--output", "out", "--", "--", "--profile-mpi-ranks", "0")
+    assert run.code == 2 and "rocprofv3 of this release has no such option: its own --help lists" in run.err
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -265,7 +353,7 @@ def test_release_is_read_from_the_tool_without_a_version_file(machine):
     for release, expected in (("6.4", "6.4"), ("7.0", "7.0")):
         machine.with_rocm(release)
         shutil.rmtree(machine.folder / "rocm" / ".info")
-        assert machine.run("get_counters.sh", "--dry-run").out.startswith(f"Tool: rocprofv3 of ROCm {expected}\n")
+        assert machine.run("get_counters.sh", "--dry-run").out.startswith(f"Tool: rocprofv3 of ROCm {expected}: ")
         shutil.rmtree(machine.folder / "rocm")
 
 
@@ -420,14 +508,15 @@ def test_the_status_of_the_program_comes_back(machine, script, rocm):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_status_of_the_profiler_comes_back(machine, script):
     complaint = "Request exceeds the capabilities of the hardware to collect"
-    run = machine.with_rocm("7.0").run(script, "--output", "out", FAKE_COMPLAINT=complaint, FAKE_STATUS="134")
+    env = {"FAKE_COMPLAINT": complaint, "FAKE_STATUS": "134", "HOST_PROFILE_STATUS": "1"}
+    run = machine.with_rocm("7.0").run(script, "--output", "out", **env)
     assert run.code == 134 and "too many counters for one pass" in run.err and machine.results() == ["out.failed"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("release", RELEASES)
 def test_nothing_recorded_is_a_failure(machine, script, release):
-    run = machine.with_rocm(release).run(script, "--output", "out", FAKE_NOTHING="1")
+    run = machine.with_rocm(release).run(script, "--output", "out", FAKE_NOTHING="1", HOST_PROFILE_STATUS="1")
     assert run.code == 1 and "recorded nothing" in run.err and machine.results() == ["out.failed"]
 
 
@@ -549,16 +638,6 @@ def test_dry_run_prints_what_a_run_executes(machine, script, release):
     assert program[program.index("--stage") + 1] == "4"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_dry_run_of_a_tool_that_is_absent(machine, script):
-    """The command lines of any release can be read anywhere."""
-    tool = ROCM_TOOL.get(script, "rocprofv3")
-    for release in ("6.4", "7.2"):
-        run = machine.run(script, "--dry-run", "--tool", tool, ROCM_VERSION=release)
-        assert run.code == 0 and run.out.startswith(f"Tool: {tool} of ROCm {release}\n")
-        assert any(word in run.out for word in ("rocprofv3 -", "rocprof-compute profile", "rocprof-sys-sample -T"))
-
-
 def rocprofv3_of(machine, release, options):
     """The status of the fake of a release."""
     tool = machine.install(machine.folder / "tools" / release, "rocprofv3.py", FAKE_ROCM=release, FAKE_NOTHING="1")
@@ -572,14 +651,37 @@ def rocprofv3_of(machine, release, options):
 def test_each_release_takes_its_command_lines(machine, script, release):
     count = ["--pmc"] if script == "get_counters.sh" else []
     run = machine.run(script, "--dry-run", "--tool", "rocprofv3", *count, ROCM_VERSION=release)
+    assert run.out.startswith(f"Tool: rocprofv3 of ROCm {release}: rocprofv3, which is not installed here\n")
     lines = [words[1 : words.index("--")] for words in run.commands if words[0] == "rocprofv3"]
     assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
 
 
-@pytest.mark.parametrize("release, has_rocpd", [("6.4", False), ("7.0", False), ("7.1", True)])
-def test_a_dry_run_elsewhere_names_rocpd_where_the_release_has_it(machine, release, has_rocpd):
-    run = machine.run("get_counters.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION=release)
-    assert any(words[:2] == ["rocpd", "summary"] for words in run.commands) == has_rocpd
+@pytest.mark.parametrize("release, counters, library, system", first_fast(
+    ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("10.0", "rocpd", False, FORMATS),
+    ("7.0", "rocpd", True, "-H -D -T -P"), ("7.1", "rocpd", True, "-H -D -T -P"), ("7.2", "rocpd", True, "-H -D -T -P"),
+    ("7.14", "rocpd", False, FORMATS),
+))  # fmt: skip
+def test_what_each_release_is_asked_for(machine, release, counters, library, system):
+    """A dry run without the tools prints what one with them does, which asks for their help."""
+    tools = dict.fromkeys(("get_counters.sh", "get_trace.sh"), "rocprofv3") | ROCM_TOOL
+
+    def printed():
+        runs = {
+            name: machine.run(name, "--dry-run", "--tool", tools[name], "--output", "out", ROCM_VERSION=release)
+            for name in tools
+        }
+        return {name: [shlex.join(words) for words in run.commands] for name, run in runs.items()}
+
+    absent = printed()
+    machine.with_rocm(release)
+    assert printed() == absent
+    assert f" --output-format {counters} -d " in absent["get_counters.sh"][0]
+    assert any(line.startswith("rocpd summary ") for line in absent["get_counters.sh"]) == (
+        as_numbers(release) >= (7, 1)
+    )
+    assert (" --output-format csv pftrace rocpd -d " in absent["get_trace.sh"][0]) == (counters == "rocpd")
+    assert ("--rocprofiler-sdk-library-path" in absent["get_rocprof_compute.sh"][0]) == library
+    assert f"rocprof-sys-sample {system} " in absent["get_rocprof_sys.sh"][0]
 
 
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
@@ -592,7 +694,9 @@ def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
     assert len(lines) > 4
     for words in lines:
         status = rocprofv3_of(machine, release, words[1 : words.index("--")])
-        assert status == (2 if "rocpd" in words and release < "7.0" else 0), words
+        lacking = {"rocpd"} if as_numbers(release) < (7, 0) else set()
+        lacking |= {"--att"} if as_numbers(release) < (7, 13) else set()  # without a decoder
+        assert bool(status) == bool(lacking & set(words)), words
 
 
 def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):

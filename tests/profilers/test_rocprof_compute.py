@@ -1,4 +1,4 @@
-"""get_rocprof_compute.sh against a fake of rocprof-compute of ROCm 6.3 to 7.13."""
+"""get_rocprof_compute.sh against a fake of rocprof-compute of ROCm 6.3 to 10.1."""
 
 import csv
 import os
@@ -11,7 +11,7 @@ from profilers import rocprof_compute_kernels
 from tests.fakes.machine import first_fast
 from tests.profilers.conftest import GUIDE
 
-RELEASES = first_fast("7.1", "6.3", "6.4", "7.0", "7.12")
+RELEASES = first_fast("10.0", "6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.14", "10.1")
 BY_TIME = [  # rows of the table of kernels; row 0 drew the weights
     ("1", "Cijk_"), ("2", "flash_attention_backward_kernel"), ("3", "flash_attention_kernel"), ("4", "rmsnorm_kernel"),
     ("5", "swiglu_activation_kernel"),
@@ -114,9 +114,9 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
     (machine.bin / "rocprof-compute").symlink_to(machine.folder / "rocm-new" / "bin" / "rocprof-compute")
     for path in (machine.folder / "rocm").rglob("rocprofv3_avail_module"):
         path.rmdir()
-    run = run_script(machine)
-    assert run.code == 0 and run.out.startswith(f"Tool: rocprof-compute of ROCm {release}\n")
-    assert machine.run("get_trace.sh", "--dry-run").out.startswith("Tool: rocprofv3 of ROCm 7.0\n")
+    run = run_script(machine.with_torch(hip="6.4.1"))
+    assert run.code == 0 and run.out.startswith(f"Tool: rocprof-compute of ROCm {release}: {machine.bin}/")
+    assert machine.run("get_trace.sh", "--dry-run").out.startswith("Tool: rocprofv3 of ROCm 7.0: ")
 
 
 def test_without_the_counters_of_rocprofiler_sdk(machine):
@@ -152,11 +152,28 @@ def test_a_kernel_chosen_by_its_name(machine):
     assert "rmsnorm_kernel: 100.0% of the time" in run.out and len(analyses_of(run)) == 2
 
 
-@pytest.mark.parametrize("release", first_fast("7.1", "6.4"))
+@pytest.mark.parametrize("release", first_fast("10.0", "6.4"))
 def test_the_roofline_alone(machine, release):
     run = run_script(machine.with_rocm(release), "--", "--", "--roof-only")
     assert run.code == 0 and "--no-roof" not in profile_of(run) and analyses_of(run) == []
-    assert f"The roofline: empirRoof_* beside it, in {machine.work}/out/workloads" in run.out
+    assert f"7.13, rocprof-compute analyze -p {machine.work}/out/workloads/tiny_llama/MI300X_A1 -b 4\n" in run.out
+
+
+@pytest.mark.parametrize("release, names", first_fast(("10.0", ["torch", "triton"]), ("7.12", ["torch"]), ("7.2", [])))
+def test_operators_where_the_tool_attributes_counters_to_them(machine, release, names):
+    run = run_script(machine.with_rocm(release), "--operators")
+    if not names:
+        assert run.code == 2 and run.err.count("\n") == 1 and "--operators needs a rocprof-compute with" in run.err
+        assert machine.results() == []
+        return
+    assert run.code == 0 and {f"--{name}-trace" for name in names} < set(profile_of(run))
+    assert analyses_of(run)[-1][-len(names) :] == [f"--list-{name}-operators" for name in names]
+    assert "Operator Call Tree" in (machine.work / "out" / "analysis.txt").read_text()
+
+
+def test_operators_need_rocprof_compute(machine):
+    run = run_script(machine, "--operators")
+    assert run.code == 2 and "--operators needs rocprof-compute, and this run uses torch" in run.err
 
 
 @pytest.mark.parametrize(
@@ -213,6 +230,7 @@ def test_a_word_that_the_tool_would_split(machine):
     ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
     ("ERROR Failed to import rocprofiler-sdk avail module.", "install the package rocprofiler-sdk"),
     ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
+    ("[ERROR] The 'astunparse==1.6.2' distribution does not meet version requirements", "requirements.txt"),
     ("An instance of rocprof is already running", "another rocprof is running"),
 ])  # fmt: skip
 def test_known_complaints_are_explained(machine, complaint, reason):
@@ -223,14 +241,14 @@ def test_known_complaints_are_explained(machine, complaint, reason):
 @pytest.mark.parametrize("release", first_fast("7.1", "6.4"))
 def test_nothing_counted_although_the_system_is_described(machine, release):
     run = run_script(machine.with_rocm(release), FAKE_NOTHING="1")
-    assert run.code == 1 and "it left no pmc_perf*.csv" in run.err
+    assert run.code == 1 and "it left no pmc_perf*.csv" in run.err and "pip" not in run.err
     assert list((machine.work / "out.failed").rglob("sysinfo.csv")) and analyses_of(run) == []
 
 
 def test_an_analysis_that_fails_costs_no_counters(machine):
     """7.13 needs its Python packages for the analysis alone."""
     run = run_script(machine.with_rocm("7.13"), FAKE_NO_PACKAGE="pandas")
-    assert run.code == 1 and machine.results() == ["out"] and list((machine.work / "out").rglob("pmc_perf.csv"))
+    assert run.code == 1 and machine.results() == ["out"] and list((machine.work / "out").rglob("results_*.csv"))
     assert not (machine.work / "out" / "INCOMPLETE").exists()
     assert "requirements.txt" in run.err
     (command,) = re.findall(r"try again: (rocprof-compute analyze -p \S+ --list-stats)", run.err)
@@ -300,7 +318,7 @@ def test_a_table_that_says_nothing(tmp_path, capsys, header, rows, complaint):
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_guide_is_right_for_each_release(machine, type_commands, release):
     machine.with_rocm(release)
-    option = re.search(r"`profile` wants `(--\S+ \S+)`", GUIDE)[1] if release == "7.1" else ""
+    option = re.search(r"`profile` wants `(--\S+ \S+)`", GUIDE)[1] if release in ("7.1", "7.2") else ""
     commands = type_commands(
         "How well a kernel uses the GPU", edit=lambda line: re.sub("(?<=compute profile)", f" {option}", line)
     )

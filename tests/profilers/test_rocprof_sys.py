@@ -1,12 +1,14 @@
-"""get_rocprof_sys.sh against a fake of rocprof-sys-sample of ROCm 6.3 to 7.1."""
+"""get_rocprof_sys.sh against a fake of rocprof-sys-sample of ROCm 6.3 to 10.1."""
 
+import re
 import signal
 
 import pytest
 
 from tests.fakes.machine import first_fast
 
-RELEASES = first_fast("7.1", "6.3", "6.4", "7.0")
+RELEASES = first_fast("10.1", "6.3", "6.4", "7.0", "7.1", "7.2", "7.14", "10.0")
+TRACE = "perfetto-trace-*.p*"  # .proto, and .pftrace from 10.1 on
 
 
 def run_script(machine, *arguments, **env):
@@ -26,7 +28,7 @@ def files(machine, pattern):
 def test_samples_traces_and_watches_clocks_and_power(machine, release):
     run = run_script(machine.with_rocm(release))
     assert run.code == 0 and run.err == ""
-    for pattern in ("perfetto-trace-*.proto", "sampling_percent*.txt", "sampling_gpu_power*.txt", "wall_clock*.txt"):
+    for pattern in (TRACE, "sampling_percent*.txt", "sampling_gpu_power*.txt", "wall_clock*.txt"):
         assert len(files(machine, pattern)) == 1
 
 
@@ -56,7 +58,7 @@ def test_a_second_run_that_fails_costs_no_trace(machine, release):
     run = run_script(machine, HOST_PROFILE_STATUS="3")
     assert run.code == 1 and machine.results() == ["out"]
     assert "Missing: the time of each Python function" in run.out and "ended with status 3); try again: env" in run.err
-    assert files(machine, "perfetto-trace-*.proto" if release else "trace.json") and "-m pstats" not in run.out
+    assert files(machine, TRACE if release else "trace.json") and "-m pstats" not in run.out
 
 
 @pytest.mark.parametrize("options", [
@@ -64,15 +66,32 @@ def test_a_second_run_that_fails_costs_no_trace(machine, release):
 ])  # fmt: skip
 def test_options_of_the_tool_end_before_the_program(machine, options):
     run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", *options)
-    assert run.code == 0 and files(machine, "perfetto-trace-*.proto")
+    assert run.code == 0 and files(machine, TRACE)
     words = sample_of(run)
     cut = words.index("--")
     assert words[cut - len(options) : cut] == options and "--use-amp" in words[cut:]
 
 
+def test_a_format_that_is_asked_for_is_the_only_one(machine):
+    run = run_script(machine.with_rocm("10.1"), "--", "--", "--output-format", "rocpd")
+    assert run.code == 0 and files(machine, "rocpd-*.db") and not files(machine, TRACE)
+    assert re.search(r"^Make a trace for Perfetto of it: rocpd convert -i \S+/rocpd-10470.db ", run.out, re.M)
+
+
+@pytest.mark.parametrize("env, reason", [
+    ({"FAKE_NOTHING": "1"}, "rocprof-sys recorded nothing"),
+    ({"FAKE_COMPLAINT": "No HIP GPUs are available"}, "PyTorch sees no GPU"),
+])  # fmt: skip
+def test_the_host_is_profiled_whatever_becomes_of_the_trace(machine, env, reason):
+    run = run_script(machine.with_rocm("7.2"), **env)
+    assert run.code == 1 and machine.results() == ["out"] and files(machine, "host_profile.pstats")
+    assert f"Missing: the timeline ({reason}" in run.out and reason in run.err and "ui.perfetto.dev" not in run.out
+
+
 def test_a_refused_option_is_told(machine):
     run = run_script(machine.with_rocm("7.1"), "--", "--", "--frobnicate")
     assert run.code == 1 and "Unrecognized command line option '--frobnicate'" in run.out
+    assert "rocprof-sys of this release has no such option: its own --help lists those that it has" in run.err
 
 
 @pytest.mark.parametrize("setting, told", [({}, True), ({"ROCPROFSYS_ENABLE_SIGNAL_HANDLER": "ON"}, False)])
@@ -88,4 +107,4 @@ def test_control_c_reaches_the_program(interruptible_machine, setting, told):
 def test_the_guide_is_right_for_each_release(machine, type_commands, release):
     machine.with_rocm(release)
     assert len(type_commands("The host")) == 2
-    assert len(files(machine, "perfetto-trace-*.proto")) == 2
+    assert len(files(machine, TRACE)) == 2
