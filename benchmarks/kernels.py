@@ -9,10 +9,14 @@ L2 cache, except for attention, which has the sizes of models. Bandwidth counts 
 first row is the ceiling. Before a kernel is timed, its results are compared with those in higher precision, by the rule
 of tiny_llama_v3.py --check.
 
+"flash" is the backend of PyTorch's attention, on AMD AOTriton. "aiter", on AMD alone, is AMD's library of kernels. Its
+results are compared as ours are, and it is not timed if they are wrong. Its RMSNorm and SwiGLU have no backward pass.
+
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import functools
+import importlib
 import inspect
 import sys
 
@@ -31,7 +35,7 @@ from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.command_line import Parser, program
 from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, describe, header
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
 
 EPS = 1e-5
@@ -84,6 +88,52 @@ def baselines(bench, function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# AITER
+
+
+def aiter_norm(aiter, x, weight):
+    return aiter.rms_norm(x, weight, EPS)
+
+
+def aiter_add_norm(aiter, x, branch, weight):
+    y, residual = torch.empty_like(x), torch.empty_like(x)
+    aiter.rmsnorm2d_fwd_with_add(y, x, branch, residual, weight, EPS)
+    return y, residual
+
+
+def aiter_activation(aiter, gate_up):
+    hidden = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    aiter.silu_and_mul(hidden, gate_up)
+    return hidden
+
+
+def aiter_attention(aiter, q, k, v):
+    # It refuses inputs that require gradients unless it returns the log-sum-exp; its deterministic default is slower.
+    return aiter.flash_attn_func(q, k, v, causal=True, deterministic=False, return_lse=True)[0]
+
+
+def aiter_attention_gradients(aiter, q, k, v, o_grad):
+    return attention_gradients(functools.partial(aiter_attention, aiter), q, k, v, o_grad)
+
+
+def aiter_contender(bench, name, function, plain, sets):
+    """On AMD {"aiter": calls of function(aiter, *inputs) for each of the sets, or the exception that prevents them}.
+
+    plain is the same function in plain PyTorch, without the first argument.
+    """
+    if bench.device.family != "amd":
+        return {}
+    try:
+        call = functools.partial(function, importlib.import_module("aiter"))
+        check(f"AITER's {name}", plain, sets[0], call(*sets[0]))
+        return {"aiter": [functools.partial(call, *inputs) for inputs in sets]}
+    except ModuleNotFoundError as error:
+        return {"aiter": Unavailable(f"{error.name} is not installed")}
+    except Exception as error:  # of its compiler, too
+        return {"aiter": error}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Cases: each generator yields (case, amount of work of one call, unit, {contender: calls}), with ours as the first
 # contender. A contender may have an amount of work of its own.
 
@@ -107,8 +157,9 @@ def rmsnorm_cases(bench):
         shape = (bench.elements // n_cols, n_cols)
         weight = bench.randn(n_cols)
         sets = [[bench.randn(*shape) for _ in range(4)] for _ in range(2)]  # x, branch, y_grad, residual_grad
-        yield from rmsnorm_directions(bench, "", torch_norm, weight, [(x, None, y, None) for x, _, y, _ in sets])
-        yield from rmsnorm_directions(bench, "add + ", torch_add_norm, weight, sets)
+        plain_sets = [(x, None, y, None) for x, _, y, _ in sets]
+        yield from rmsnorm_directions(bench, "", torch_norm, aiter_norm, weight, plain_sets)
+        yield from rmsnorm_directions(bench, "add + ", torch_add_norm, aiter_add_norm, weight, sets)
 
 
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
@@ -119,8 +170,8 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     return x_grad, weight_grad
 
 
-def rmsnorm_directions(bench, note, function, weight, sets):
-    """Yields forward and backward; function does not take a branch and a residual_grad that are None."""
+def rmsnorm_directions(bench, note, function, aiter_function, weight, sets):
+    """Yields forward and backward; the functions do not take a branch and a residual_grad that are None."""
     forward = [functools.partial(llama.rmsnorm_forward, x, branch, weight, EPS) for x, branch, *_ in sets]
     backward = []
     for call, (_, _, y_grad, residual_grad) in zip(forward, sets, strict=True):
@@ -140,6 +191,7 @@ def rmsnorm_directions(bench, note, function, weight, sets):
     for name, baseline in baselines(bench, function):
         # Without no_grad(), as saving tensors for the backward pass is part of the forward pass.
         calls[name] = [functools.partial(baseline, *x) for x in inputs]
+    calls |= aiter_contender(bench, "RMSNorm", aiter_function, function, [[t.detach() for t in x] for x in inputs])
     amount = work.rmsnorm(x, weight, y, rstd, branch, residual if added else None).bytes
     yield f"{note}rmsnorm forward, N = {len(weight)}", amount, "TB/s", calls
     calls = {"triton": backward}
@@ -169,6 +221,7 @@ def swiglu_cases(bench):
         calls = {"triton": [functools.partial(llama.swiglu_activation, x.detach()) for x, _ in sets]}
         for name, baseline in baselines(bench, torch_activation):
             calls[name] = [functools.partial(baseline, x) for x, _ in sets]
+        calls |= aiter_contender(bench, "SwiGLU", aiter_activation, torch_activation, [(x.detach(),) for x, _ in sets])
         yield f"swiglu forward, F = {n_cols}", work.swiglu_activation(gate_up, hidden_grad).bytes, "TB/s", calls
         # In place: a second call reads a gradient, which takes the same time.
         copies = [(grad, x.detach().clone()) for x, grad in sets]
@@ -244,10 +297,10 @@ def torch_attention(q, k, v, backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def torch_attention_gradients(q, k, v, o_grad, backend):
+def attention_gradients(attention, q, k, v, o_grad):
     # New leaves: autograd keeps the stream on which a leaf was first used, and captured ones need their own.
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = torch_attention(q, k, v, backend)
+    o = attention(q, k, v)
     return o, *torch.autograd.grad(o, (q, k, v), o_grad)
 
 
@@ -263,20 +316,25 @@ def attention_cases(bench):
         q, o_grad = (bench.randn(batch, seq_len, heads, head_dim) for _ in range(2))
         k, v = (bench.randn(batch, seq_len, kv_heads, head_dim) for _ in range(2))
         # Plain PyTorch is always the attention that keeps its scores.
-        plain = functools.partial(torch_attention_gradients, backend="math")
+        plain_forward = functools.partial(torch_attention, backend="math")
+        plain = functools.partial(attention_gradients, plain_forward)
         check("attention", plain, (q, k, v, o_grad), triton_attention_gradients(q, k, v, o_grad))
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         forward = {"triton": [functools.partial(llama.flash_attention_forward, q, k, v)]}
         both = {"triton": [functools.partial(triton_attention_gradients, q, k, v, o_grad)]}
-        for backend in ("flash", "cudnn") if bench.on_gpu else ("math",):
+        backends = ("flash",) if bench.device.family == "amd" else ("flash", "cudnn")
+        for backend in backends if bench.on_gpu else ("math",):
+            # Gradients are required, as in training, so that the log-sum-exp is stored.
+            attention = functools.partial(torch_attention, backend=backend)
             try:
-                torch_attention_gradients(*leaves, o_grad, backend)
+                attention_gradients(attention, *leaves, o_grad)
             except RuntimeError as error:  # this build or device lacks the backend
                 forward[backend] = both[backend] = error
                 continue
-            # Gradients are required, as in training, so that the log-sum-exp is stored.
-            forward[backend] = [functools.partial(torch_attention, *leaves, backend)]
-            both[backend] = [functools.partial(torch_attention_gradients, *leaves, o_grad, backend)]
+            forward[backend] = [functools.partial(attention, *leaves)]
+            both[backend] = [functools.partial(attention_gradients, attention, *leaves, o_grad)]
+        forward |= aiter_contender(bench, "attention", aiter_attention, plain_forward, [leaves])
+        both |= aiter_contender(bench, "attention", aiter_attention_gradients, plain, [(*leaves, o_grad)])
         case = f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})"
         flop = work.attention(q, k, v, q, None).flop
         gradient = work.attention_backward(q, k, v, q, o_grad, None, q, k, v).flop
@@ -311,9 +369,11 @@ def format_contender(name, measured, unit, ours):
 
 def measure_group(bench, name, entries):
     """Appends the entries of one group of cases. Returns False if a result was wrong."""
+    all_right = True
     try:
         for case, amount, unit, contenders in CASES[name](bench):
             measured = {contender: measure(bench, calls, amount) for contender, calls in contenders.items()}
+            all_right &= not any(isinstance(calls, ArithmeticError) for calls in contenders.values())
             entries.append({"group": name, "case": case, "amount": amount, "unit": unit, "contenders": measured})
             ours = measured.get("triton", {})
             columns = [format_contender(contender, row, unit, ours) for contender, row in measured.items()]
@@ -322,10 +382,10 @@ def measure_group(bench, name, entries):
     except Exception as error:  # the other groups can still be measured
         entries.append({"group": name, "case": name, "error": describe(error)})
         print(f"{name:45} {describe(error)}", flush=True)
-        return not isinstance(error, ArithmeticError)
+        all_right &= not isinstance(error, ArithmeticError)
     finally:
         release(bench.device, compiled=bench.compile_baselines)
-    return True
+    return all_right
 
 
 def parse(argv):

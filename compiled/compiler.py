@@ -57,7 +57,7 @@ def compile_launch(arch, launch, read=None):
     return {
         **read(compiled.asm),
         "shared_bytes": compiled.metadata.shared,
-        "has_dot": bool(re.search(r"\btt\.dot\b", compiled.asm["ttir"])),
+        "has_dot": bool(re.search(r"\btt\.dot(_scaled)?\b", compiled.asm["ttir"])),
     }
 
 

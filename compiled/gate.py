@@ -54,6 +54,9 @@ WORK = {  # kernel: its arguments -> Work
         a.y_grad, a.x, a.weight, a.mean, a.rstd, a.x_grad, residual_grad(a),
         a.branch_grad if a.HAS_BRANCH_GRAD else None, a.partial, bias=a.HAS_BIAS, twice=a.READ_TWICE,
     ),
+    "scaled_matmul_kernel": lambda a: work.Work(
+        work.moved(a.x, a.x_scale, a.weight, a.weight_scale, a.out), 2 * a.out.numel() * a.row_bytes * a.PACKED
+    ),
 }  # fmt: skip
 
 
@@ -68,6 +71,7 @@ def tile_of(launch):
     words = [f"{constants[name]} {word}" for name, word in sizes.items() if name in constants]
     words += [f"{constants['BLOCK_SIZE']} elements"] if "BLOCK_SIZE" in constants else []
     words += [f"head {constants['HEAD_DIM']}"] if "HEAD_DIM" in constants else []
+    words += [constants["FORMAT"]] if "FORMAT" in constants else []
     return ", ".join([*words, f"{options['num_warps']} warps"])
 
 

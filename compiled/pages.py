@@ -129,7 +129,7 @@ def main(argv):
         selection = {name: [p for p in options.precisions if p in case.reported] for name, case in chosen.items()}
     jobs = list(jobs_for(architectures, selection))
     rows, wrong = analyse(jobs, options.processes)
-    if options.check and not options.cases:
+    if options.check and not (options.cases or options.architectures):
         wrong += missing_kernels(find_kernels(kernel_modules()), (job.launch for job in jobs))
     summary = f"{len(rows)} launches for {', '.join(architectures)}: {len(wrong)} violations"
     print("\n".join([*wrong, summary]))

@@ -20,14 +20,20 @@ import torch
 
 import nanogpt_triton.kernels
 import tiny_llama_v3 as llama
+from compiled import scaled_matmul
 from compiled.architectures import CHIPS, device_of, is_amd
 from measure.work import SIZES
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels of the training script and of nanogpt_triton/
+# Kernels of the training script, of nanogpt_triton/, and the one of this folder
 
 
 def kernel_modules():
+    return [*launcher_modules(), scaled_matmul]
+
+
+def launcher_modules():
+    """Those whose launchers depend on the device."""
     names = (module.name for module in pkgutil.iter_modules(nanogpt_triton.kernels.__path__))
     return [llama, *(importlib.import_module(f"nanogpt_triton.kernels.{name}") for name in names)]
 
@@ -163,7 +169,7 @@ class Launch:
 @contextlib.contextmanager
 def device_found(device, **replaced):
     """Launchers find this Device and choose their tiles for it; replaced: other functions of their modules."""
-    modules = kernel_modules()
+    modules = launcher_modules()
     tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -246,6 +252,17 @@ def record_layer_norm(config, arch):
     return launches
 
 
+def record_scaled_matmul(config, arch):
+    """A product in each of the MX formats."""
+    tokens, hidden = config.tokens_per_step, config.hidden_dim
+    with recording(arch) as launches, torch.device("meta"):
+        for format, packed in scaled_matmul.FORMATS.items():
+            widths = hidden // packed, hidden // scaled_matmul.SCALED
+            tensors = (torch.empty(rows, n, dtype=torch.uint8) for rows in (tokens, hidden) for n in widths)
+            scaled_matmul.scaled_matmul(*tensors, format)
+    return launches
+
+
 PRECISIONS = {"bf16": dict(use_amp=True), "fp32": {}, "tf32": dict(matmul_precision="high")}
 
 
@@ -281,6 +298,8 @@ CASES = {
     "short-heads-128": Case(SHORT | dict(num_heads=4), precisions=WIDE_HEADS),
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
+    # Only MI350 has instructions for it among these; for others the compiler makes it a product of bf16.
+    "scaled-matmul": Case(SHORT, record=record_scaled_matmul, precisions={"gfx950": ("bf16",)}),
     # Configurations that are slow on purpose must still compile.
     "far-strides": Case(
         SHORT, record=record_far_strides, precisions=AMD_BF16

@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 import statistics
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +208,45 @@ def test_kernels_pass_their_checks(tmp_path):
     assert {case["group"] for case in cases} == set(kernels.CASES)
     errors = [row["error"] for case in cases for row in case.get("contenders", {"": case}).values() if row.get("error")]
     assert errors == []
+
+
+def fake_aiter(factor=1.0):
+    """AITER's functions in PyTorch, their results times a factor."""
+
+    def rms_norm(input, weight, epsilon):
+        return factor * kernels.F.rms_norm(input, weight.shape, weight, epsilon)
+
+    def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon):
+        torch.add(input, residual_in, out=residual_out)
+        out.copy_(rms_norm(residual_out, weight, epsilon))
+
+    def silu_and_mul(out, input):
+        torch.mul(kernels.torch_activation(input), factor, out=out)
+
+    def flash_attn_func(q, k, v, causal, deterministic, return_lse):
+        assert causal and return_lse
+        return factor * kernels.torch_attention(q, k, v, "math"), None
+
+    return SimpleNamespace(**locals())
+
+
+@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
+@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("aiter, expected, reason", [
+    (fake_aiter(), 0, "None"), (fake_aiter(1.01), 1, "ArithmeticError: output 1 of AITER's [A-Za-z]+ is wrong"),
+    (None, 0, "aiter is not installed"), (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+])  # fmt: skip
+def test_amd_has_rows_of_aiter(monkeypatch, tmp_path, aiter, expected, reason):
+    device = dataclasses.replace(llama.select_device("auto"), arch="gfx942")
+    monkeypatch.setattr(kernels, "kernel_device", lambda: device)
+    monkeypatch.setitem(sys.modules, "aiter", aiter)  # None: it cannot be imported
+    assert kernels.main(["--only", "rmsnorm", "swiglu", "attention", "--output-dir", str(tmp_path)]) == expected
+    cases = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
+    rows = {case["case"]: case["contenders"].pop("aiter", None) for case in cases}
+    assert all(row["us"] > 0 for case in cases for row in case["contenders"].values())
+    for case, row in rows.items():
+        assert (row is None) == (" backward" in case and "+ backward" not in case), case
+        assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
 
 
 README = (

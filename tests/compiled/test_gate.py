@@ -45,7 +45,8 @@ def test_every_kernel_passes_on_every_architecture(checked):
     functions = recorded.find_kernels(recorded.kernel_modules())
     assert set(gate.WORK) > set(functions)  # one has a name for each of its parts
     for arch in CHIPS:
-        assert {row["kernel"] for row in checked if row["arch"] == arch} == set(gate.WORK)
+        missing = set() if arch == "gfx950" else {"scaled_matmul_kernel"}
+        assert {row["kernel"] for row in checked if row["arch"] == arch} == set(gate.WORK) - missing
         assert {row["precision"] for row in checked if row["arch"] == arch} >= {"bf16", "fp32"}
 
 
@@ -60,7 +61,8 @@ def test_products_use_the_matrix_instructions_of_their_type(checked):
     for row in products:
         if row["arch"].startswith("gfx") or row["precision"] != "fp32":
             matrix = [name for name in row["instructions"] if "mma" in name or "mfma" in name]
-            assert matrix and all(re.search(named[row["precision"]], name) for name in matrix), (row["arch"], matrix)
+            expected = "mfma_scale" if row["kernel"] == "scaled_matmul_kernel" else named[row["precision"]]
+            assert matrix and all(re.search(expected, name) for name in matrix), (row["arch"], matrix)
 
 
 @pytest.mark.slow
