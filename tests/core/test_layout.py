@@ -37,8 +37,8 @@ MOST_LINES = {
     "tiny_llama/notes.py": 40,
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
-    "all code": 24050,
-    "all tests": 18000,
+    "all code": 24600,
+    "all tests": 18750,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {
