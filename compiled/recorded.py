@@ -23,13 +23,14 @@ import tiny_llama_v3 as llama
 from compiled import scaled_matmul
 from compiled.architectures import CHIPS, device_of, is_amd
 from measure.work import SIZES
+from tiny_llama import fp8
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels of the training script, of nanogpt_triton/, and the one of this folder
+# Kernels of the training script and its companions, of nanogpt_triton/, and the one of this folder
 
 
 def kernel_modules():
-    return [*launcher_modules(), scaled_matmul]
+    return [*launcher_modules(), fp8, scaled_matmul]
 
 
 def launcher_modules():
@@ -211,6 +212,16 @@ def record_step(config, arch):
     return launches
 
 
+def record_fp8(config, arch):
+    """As record_step; the library's products in FP8 cannot write to a tensor without memory."""
+
+    def product(a, a_scale, b, b_scale, dtype, **options):
+        return a.new_empty(len(a), len(b), dtype=dtype)
+
+    with mock.patch.object(fp8, "product", product):
+        return record_step(config, arch)
+
+
 def record_split_rows(config, arch):
     """RMSNorm with blocks shorter than a row, which the exercises sweep."""
     with recording(arch) as launches:
@@ -298,6 +309,9 @@ CASES = {
     "short-heads-128": Case(SHORT | dict(num_heads=4), precisions=WIDE_HEADS),
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
+    "fp8": Case(
+        LONG | dict(fp8=True), record=record_fp8, precisions=dict.fromkeys(("gfx942", "gfx950", "sm_90"), ("bf16",))
+    ),
     # Only MI350 has instructions for it among these; for others the compiler makes it a product of bf16.
     "scaled-matmul": Case(SHORT, record=record_scaled_matmul, precisions={"gfx950": ("bf16",)}),
     # Configurations that are slow on purpose must still compile.

@@ -24,6 +24,7 @@ OPERATIONS = {
     r"^(cross_entropy|scale)_kernel": "cross-entropy",
     r"^embedding_backward_kernel": "embedding backward",
     r"^adamw_kernel": "optimizer",
+    r"^fp8_quantize_kernel": "rounding to FP8",
     # NCCL and RCCL; some kernels serve any collective
     r"^nccl.*ReduceScatter": "reduce-scatter",
     r"^nccl.*AllGather": "all-gather",
@@ -60,6 +61,7 @@ COLORS = {
     "layer": "#3f7f93", "layer backward": "#a3c6d0",
     "matrix product": "#1f77b4", "fused by torch.compile": "#843c39",
     "attention": "#2ca02c", "attention backward": "#98df8a", "rotary embedding": "#00594f", "softmax": "#8ca252",
+    "rounding to FP8": "#c9a227",
     "SwiGLU": "#ff7f0e", "SwiGLU backward": "#ffbb78", "SwiGLU matrix product, naive": "#a63603",
     "RMSNorm": "#9467bd", "RMSNorm backward": "#c5b0d5",
     "LayerNorm": "#d62728", "LayerNorm backward": "#ff9896",

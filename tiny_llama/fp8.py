@@ -9,6 +9,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -64,7 +65,7 @@ class Scaled(NamedTuple):
 
 def bits_of(number):
     """The bits of an fp32 number as an integer."""
-    return torch.tensor(number, dtype=torch.float32).view(torch.int32).item()
+    return int(np.float32(number).view(np.int32))
 
 
 def scale_of(maximum, dtype):
