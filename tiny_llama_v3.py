@@ -4,6 +4,7 @@
     python tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20
     python tiny_llama_v3.py --use-amp --graph          bf16, the step captured in CUDA/HIP graphs
     python tiny_llama_v3.py --data markov              data that can be learnt, and the lowest loss possible
+    python tiny_llama_v3.py --data README_WORKSHOP.md  the bytes of a text, of which it then continues a passage
     python tiny_llama_v3.py --impl sdpa --compile      the same model, weights and data on PyTorch alone
     python tiny_llama_v3.py --check --num-steps 1      compare loss and gradients with PyTorch in higher precision
     python tiny_llama_v3.py --stage 4                  a mistake of the workshop (--list-stages lists them)
@@ -11,7 +12,7 @@
 
 A run prints one line a step and a summary, and writes both to a JSON file whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add what
-only some runs need: several processes, FP8, profiles, peaks and sensors of known GPUs, and notes about flags.
+only some runs need: data to learn, several processes, FP8, profiles, peaks and sensors of GPUs, notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -145,7 +146,7 @@ class Config:
     num_heads: int = option(8, "query heads; each has hidden-dim / num-heads dimensions", 1)
     num_kv_heads: int | None = option(None, "key/value heads (grouped queries); default: half of --num-heads", 1)
     ffn_dim: int | None = option(None, "width of the feed-forward layer; default: 4 x hidden-dim", 1)
-    vocab_size: int = option(1000, "distinct tokens", 2)
+    vocab_size: int | None = option(None, "distinct tokens; default: 1000, or the 256 bytes of a file", 2)
 
     batch_size: int = option(8, "sequences a step, of each process", 1)
     seq_len: int = option(256, "tokens a sequence", 1)
@@ -154,7 +155,7 @@ class Config:
     learning_rate: float = option(3e-4, "AdamW's learning rate, constant", FP32.tiny, FP32.max)
     use_amp: bool = option(False, "compute in bf16, with fp32 master weights and optimizer state")
     fp8: bool = option(False, "as --use-amp, and multiply by the weights of the layers in FP8")
-    data: str = option("random", "random tokens, or a Markov chain of known entropy", choices=("random", "markov"))
+    data: str = option("random", "random tokens, a chain of known entropy, or a file", metavar="random|markov|FILE")
     seed: int = option(42, "of weights and data", 0, 2**32 - 1)
 
     impl: str = option("triton", "our kernels; plain PyTorch; its fused attention", choices=("triton", "torch", "sdpa"))
@@ -186,6 +187,8 @@ class Config:
             set_field("num_kv_heads", self.num_heads // (2 if self.num_heads % 2 == 0 else 1))
         if self.ffn_dim is None:
             set_field("ffn_dim", 4 * self.hidden_dim)
+        if self.vocab_size is None:
+            set_field("vocab_size", 1000 if self.data in ("random", "markov") else 256)  # bytes
         if self.fp8:
             set_field("use_amp", True)
         if self.stage is not None and self.stage not in STAGES:
@@ -208,8 +211,6 @@ class Config:
         if self.head_dim % 2 or self.head_dim > 128:
             heads = f"--hidden-dim {hidden} / --num-heads {heads} gives {self.head_dim} dimensions a head"
             raise UsageError(f"{heads}: they must be even and at most 128; change one of the two")
-        if self.data == "markov" and self.vocab_size < len(MARKOV_PROBABILITIES):
-            raise UsageError(f"--vocab-size {self.vocab_size} is too small for --data markov: give 4 or more")
 
     @property
     def head_dim(self):
@@ -2135,8 +2136,6 @@ class TinyLlamaTriton(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: made on the CPU, so that every device gets the same
 
-MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
-
 
 def random_tokens(config):
     """Yield batches (tokens, targets: one position on), both (batch, seq), of uniform tokens: nothing can be learnt."""
@@ -2146,29 +2145,14 @@ def random_tokens(config):
         yield sequence[:, :-1], sequence[:, 1:]
 
 
-def markov_tokens(config):
-    """As random_tokens(), of a Markov chain: each token has four successors, of MARKOV_PROBABILITIES."""
-    rng, successors = np.random.default_rng(config.seed), len(MARKOV_PROBABILITIES)
-    order = rng.permutation(config.vocab_size)
-    shifts = rng.choice(config.vocab_size, successors, replace=False)  # so that the successors of a token are distinct
-    table = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
-    while True:
-        choices = rng.choice(successors, p=MARKOV_PROBABILITIES, size=(config.seq_len + 1, config.batch_size))
-        sequence = np.empty_like(choices)
-        sequence[0] = rng.integers(config.vocab_size, size=config.batch_size)
-        for position in range(1, len(sequence)):
-            sequence[position] = table[sequence[position - 1], choices[position]]
-        tokens = torch.from_numpy(sequence.T.copy())
-        yield tokens[:, :-1], tokens[:, 1:]
-
-
-DATA = {"random": random_tokens, "markov": markov_tokens}
+def batches(config):
+    """The batches of config.data, a generator as random_tokens()."""
+    return random_tokens(config) if config.data == "random" else companion("data").batches(config)
 
 
 def entropy(config):
-    """The entropy of a token given the one before, in nats: no model's loss can stay below it."""
-    uniform, markov = math.log(config.vocab_size), -sum(p * math.log(p) for p in MARKOV_PROBABILITIES)
-    return markov if config.data == "markov" else uniform
+    """The entropy of a token given those before, in nats, below which no loss can stay; None: of a file, not known."""
+    return math.log(config.vocab_size) if config.data == "random" else companion("data").entropy(config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2194,7 +2178,7 @@ class TrainStep:
     @classmethod
     def check(cls, config, device):
         """Whether loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
-        batch = next(DATA[config.data](config))
+        batch = next(batches(config))
         verdict, exact, _ = check_batch(config, device, batch)
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
         if config.fp8:
@@ -2236,21 +2220,25 @@ class TrainStep:
             first += len(layers)
 
     def batches(self, seed):
-        """The batches of this process, a generator of DATA."""
-        return DATA[self.config.data](dataclasses.replace(self.config, seed=seed))
+        """The batches of this process, a generator."""
+        return batches(dataclasses.replace(self.config, seed=seed))
 
     def load(self, tokens, targets):
         """Copy a batch, both (batch, seq), into the buffers of the step."""
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
 
-    def forward(self):
-        """Clear the gradients and set self.loss, with its autograd history."""
-        self.optimizer.zero_grad()
+    def call_model(self, *inputs):
+        """The model's result in the precision of the run, of tensors on the device; also after capture()."""
         # Our kernels take bf16 weights as they are. The library needs autocast, whose cache a graph must not keep.
         needed = self.config.use_amp and self.implementation != "triton"
         with torch.autocast(self.device.type, torch.bfloat16, needed, cache_enabled=not self.config.graph):
-            self.loss = self.run_model(self.tokens, self.targets)
+            return self.run_model(*inputs)
+
+    def forward(self):
+        """Clear the gradients and set self.loss, with its autograd history."""
+        self.optimizer.zero_grad()
+        self.loss = self.call_model(self.tokens, self.targets)
 
     def backward(self):
         """Compute the gradients of self.loss."""
@@ -2589,9 +2577,9 @@ def print_summary(step, summary):
     if summary["diverged"]:
         where = "Step {step}: the {quantity} is {value}".format(**summary["diverged"])
         print(f"{where}: the run diverged, no later step counts; try a lower --learning-rate, or see what --check says")
-    floor = "the data's entropy" if step.config.data == "markov" else "ln(vocab): random tokens cannot be learnt"
-    first = f"first {summary['first_loss']:.4f}; floor {summary['entropy']:.4f}, {floor}"
-    print(f"Final loss: {summary['final_loss']:.4f} ({first})")
+    floor = dict(random="ln(vocab): random tokens cannot be learnt", markov="the data's entropy").get(step.config.data)
+    floor = f"floor {summary['entropy']:.4f}, {floor}" if floor else "guessing bytes: ln(256) = 5.5452"
+    print(f"Final loss: {summary['final_loss']:.4f} (first {summary['first_loss']:.4f}; {floor})")
     print(f"Average training speed: {summary['samples_per_second']:.1f} samples/sec")
     print(f"Throughput: {summary['tokens_per_second']:,.0f} tokens/sec")
     print("Average batch time: {mean:.3f} ms (p20 {p20:.3f}, p50 {p50:.3f}, p80 {p80:.3f})".format(**batch))
@@ -2656,7 +2644,9 @@ def operation_names(model):
 
 
 def validate_on_device(config, device):
-    """Raise UsageError for what this device cannot do."""
+    """Raise UsageError for what this device cannot do, and for data that is not there."""
+    if config.data != "random":
+        companion("data", f"--data {config.data}").validate(config)
     if config.graph and device.type == "cpu":
         raise UsageError("--graph needs a GPU, and the device is a CPU: drop --graph (or --stage 8)")
     if config.graph and config.warmup_steps == 0:
@@ -2739,6 +2729,11 @@ def train_and_report(config, step_class=TrainStep):
     gpu["busy"] = gpu_state(device)  # immediately after the measured steps
     summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu}
     exit_code = exit_code or (1 if summary["diverged"] else 0)
+    if summary["entropy"] is None and not exit_code:  # of a file
+        try:
+            summary |= companion("data").evaluate(step)
+        except KeyboardInterrupt:  # the steps count
+            exit_code = 130
     summary["kernels"] = "the run ended early" if exit_code else "tiny_llama/profiler.py is missing"
     if profiler and not exit_code:
         summary["kernels"] = profiler.count_kernels(step, summary["batch_ms"]["p50"])

@@ -317,7 +317,7 @@ def loss_and_gradients(implementation, config, device, batch):
 def check(implementations, config, device):
     """{implementation: the entry of the gate in the result}"""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
-    batch = next(llama.DATA[config.data](config))
+    batch = next(llama.batches(config))
     exact = llama.exact_loss_and_gradients(config, device, batch)
     release_all(device)
 
@@ -384,7 +384,7 @@ class Contender:
         on_gpu = device.type == "cuda"
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
         self.step = make_step(row, config, device)
-        self.step.load(*next(llama.DATA[config.data](config)))
+        self.step.load(*next(llama.batches(config)))
         synchronize(device)
         start = time.perf_counter()
         # A captured step must have been warmed up on another stream than the default one.

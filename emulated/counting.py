@@ -122,6 +122,6 @@ def count_step(arch, config, watched=None):
     """{kernel: Counts} of one training step: forward, backward and AdamW. watched: as CountingMachine's."""
     with emulating(CountingMachine(arch, watched)) as machine:
         step = llama.TrainStep(config, llama.get_device("cpu"))
-        step.load(*next(llama.DATA[config.data](config)))
+        step.load(*next(llama.batches(config)))
         step.run()
     return machine.counts

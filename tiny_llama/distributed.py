@@ -423,7 +423,7 @@ class ShardedAdamW(llama.FlatAdamW):
 def own_rows(config, world):
     """Yield this process's rows of the batches of all: N processes with batches of b see what one does with N * b."""
     rows = slice(world.rank * config.batch_size, (world.rank + 1) * config.batch_size)
-    for batch in llama.DATA[config.data](dataclasses.replace(config, batch_size=world.size * config.batch_size)):
+    for batch in llama.batches(dataclasses.replace(config, batch_size=world.size * config.batch_size)):
         yield [tensor[rows] for tensor in batch]
 
 
@@ -516,11 +516,11 @@ class Step(llama.TrainStep):
         """As TrainStep.batches, the rows of this process."""
         return own_rows(dataclasses.replace(self.config, seed=seed), self.world)
 
-    def forward(self):
-        """As TrainStep.forward."""
+    def call_model(self, *inputs):
+        """As TrainStep.call_model; all processes must call it."""
         if self.is_sharded:
             self.optimizer.begin_forward()
-        super().forward()
+        return super().call_model(*inputs)
 
     def backward(self):
         """As TrainStep.backward; the gradients are added up over the processes."""

@@ -387,7 +387,7 @@ def losses(replay):
         alike.setdefault(tuple(stage["losses"]), []).append(str(n))
     curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
     colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
-    floor = replay.summary["entropy"]
+    floor = replay.summary["entropy"]  # None of a file
     highest = max(loss for curve in alike for loss in curve if loss is not None)
 
     def draw(figure):
@@ -396,9 +396,11 @@ def losses(replay):
             steps = range(1, len(curve) + 1)
             style = dict(color=next(colors), linestyle=next(dashes), marker=marker, markersize=4)
             axes.plot(steps, [np.nan if x is None else x for x in curve], label=label, **style)
-        axes.axhline(floor, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"floor of the data, {number(floor)}")
+        if floor:
+            label = f"floor of the data, {number(floor)}"
+            axes.axhline(floor, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=label)
         axes.set(xlabel="step", ylabel="loss, nats a token")
-        if highest > 5 * floor:
+        if highest > 5 * (floor or np.log(256)):
             axes.set_yscale("log")
             drawing.plain_log(axes.yaxis)
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -88,7 +88,7 @@ def test_yardsticks_train_as_their_peer():
         "sdpa flat": steps.FlatStep(dataclasses.replace(config, impl="sdpa", use_amp=False), device),
         "sdpa bf16": steps.make_step(steps.Row("sdpa bf16"), config, device),
     }.items():
-        step.load(*next(llama.DATA[config.data](config)))
+        step.load(*next(llama.batches(config)))
         trained[name] = []
         for _ in range(3):
             step.run()

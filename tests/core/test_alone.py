@@ -27,6 +27,8 @@ RUNS = {  # name: the flags of a run, and what is in its environment
     "two processes of torchrun": ([], TORCHRUN),
     "profile": (["--profile", "profile"], {}),
     "fp8": (["--fp8"], {}),
+    "markov": (["--data", "markov"], {}),
+    "text": (["--data", "tiny_llama_v3.py"], {}),
     "without Triton": (["--impl", "triton", "--check"], {}),
 }
 RUN_EACH = """
@@ -101,6 +103,8 @@ def test_it_trains_to_the_same_bits(alone, folder, tmp_path, monkeypatch, capsys
     ("two processes of torchrun", "WORLD_SIZE=2 needs tiny_llama/distributed.py"),
     ("profile", "--profile needs tiny_llama/profiler.py"),
     ("fp8", "--fp8 needs tiny_llama/fp8.py"),
+    ("markov", "--data markov needs tiny_llama/data.py"),
+    ("text", "--data tiny_llama_v3.py needs tiny_llama/data.py"),
 ])  # fmt: skip
 def test_what_needs_a_companion_is_refused(alone, name, needs):
     code, out, err, files = alone[name]

@@ -562,7 +562,7 @@ def test_cross_entropy_of_strided_and_expanded_targets(randn, device):
 @pytest.mark.parametrize("data", ["random", "markov"])
 def test_cross_entropy_of_batches_of_one_token(randn, device, data):
     config = llama.Config(vocab_size=11, seq_len=1, batch_size=5, data=data)
-    targets = next(llama.DATA[data](config))[1].to(device)
+    targets = next(llama.batches(config))[1].to(device)
     logits = randn(5, 1, 11)
     expected = cross_entropy_and_gradient(logits, targets)[0]
     torch.testing.assert_close(llama.triton_cross_entropy(logits.clone(), targets).double(), expected)

@@ -35,10 +35,11 @@ MOST_LINES = {
     "tiny_llama/profiler.py": 230,
     "tiny_llama/hardware.py": 150,
     "tiny_llama/notes.py": 40,
+    "tiny_llama/data.py": 130,
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
-    "all code": 24600,
-    "all tests": 18750,
+    "all code": 25080,
+    "all tests": 19300,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {

@@ -182,7 +182,7 @@ def test_modules_work_by_themselves(device, operations):
 @pytest.mark.parametrize("kind", ["random", "markov"])
 def test_batches_are_reproducible(kind):
     def batches(seed):
-        data = llama.DATA[kind](dataclasses.replace(TINY, seed=seed))
+        data = llama.batches(dataclasses.replace(TINY, data=kind, seed=seed))
         return list(itertools.islice(data, 2))
 
     (tokens, targets), (later_tokens, _) = batches(1)
@@ -212,7 +212,7 @@ def test_random_tokens_are_uniform_and_independent():
 @pytest.mark.parametrize("vocab_size", [4, 11])
 def test_markov_chain_is_what_it_claims(vocab_size):
     config = dataclasses.replace(TINY, data="markov", vocab_size=vocab_size, batch_size=100, seq_len=2000)
-    tokens, targets = (t.flatten() for t in next(llama.markov_tokens(config)))
+    tokens, targets = (t.flatten() for t in next(llama.batches(config)))
     counts = torch.zeros(vocab_size, vocab_size).index_put_((tokens, targets), torch.tensor(1.0), accumulate=True)
     transitions = counts / counts.sum(dim=1, keepdim=True)
     claimed = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(vocab_size, 4)

@@ -312,7 +312,7 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
 @pytest.mark.parametrize("data", ["random", "markov"])
 def test_batches_of_several_processes_are_one_batch(data, size):
     config = dataclasses.replace(CONFIG, batch_size=2, data=data)
-    alone = llama.DATA[data](dataclasses.replace(config, batch_size=2 * size))
+    alone = llama.batches(dataclasses.replace(config, batch_size=2 * size))
     ranks = [distributed.own_rows(config, World(rank, size)) for rank in range(size)]
     for _ in range(3):
         for whole, parts in zip(next(alone), zip(*map(next, ranks), strict=True), strict=True):

@@ -227,6 +227,15 @@ def test_losses_that_are_the_same_share_a_line_that_names_them():
     assert "stage 2, 3, 4, 5, 6, 7, 8: " in pictures.losses(Replay(summary)).description
 
 
+@pytest.mark.parametrize("entropy, floors", [(6.9, [6.9]), (None, [])])
+def test_losses_have_the_floor_of_the_data_where_it_is_known(entropy, floors):
+    figure = drawing.plt.figure()
+    pictures.losses(Replay(whole_summary() | {"entropy": entropy})).draw(figure)
+    curve, *others = figure.axes[0].lines
+    assert [line.get_ydata()[0] for line in others] == floors and figure.axes[0].get_yscale() == "linear"
+    drawing.plt.close(figure)
+
+
 # --- drawing
 
 

@@ -1,0 +1,129 @@
+"""--data markov and --data FILE: tokens that can be learnt, and how well a model knows a text that it never saw.
+
+The tokens of a file are its bytes. Training takes windows of its first nine tenths. Then the loss is measured on
+windows of the last tenth, which is held out, and the model continues the beginning of it.
+"""
+
+import math
+import statistics
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tiny_llama_v3 import UsageError
+
+MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
+HELD_OUT_BATCHES = 20  # at most; they take as long as seven training steps
+PROMPT_BYTES, SAMPLE_BYTES = 32, 200
+
+
+def validate(config):
+    """Raise UsageError if the data is not there, or does not fit the vocabulary or the length of a sequence."""
+    if config.data != "markov":
+        read(config)
+    elif config.vocab_size < len(MARKOV_PROBABILITIES):
+        raise UsageError(f"--vocab-size {config.vocab_size} is too small for --data markov: give 4 or more")
+
+
+def batches(config):
+    """As llama.random_tokens(), of the Markov chain or of the file. UsageError as of validate()."""
+    validate(config)
+    return markov_tokens(config) if config.data == "markov" else file_tokens(config)
+
+
+def entropy(config):
+    """See llama.entropy()."""
+    return -sum(p * math.log(p) for p in MARKOV_PROBABILITIES) if config.data == "markov" else None
+
+
+def markov_tokens(config):
+    """As llama.random_tokens(), of a Markov chain: each token has four successors, of MARKOV_PROBABILITIES."""
+    rng, successors = np.random.default_rng(config.seed), len(MARKOV_PROBABILITIES)
+    order = rng.permutation(config.vocab_size)
+    shifts = rng.choice(config.vocab_size, successors, replace=False)  # so that the successors of a token are distinct
+    table = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
+    while True:
+        choices = rng.choice(successors, p=MARKOV_PROBABILITIES, size=(config.seq_len + 1, config.batch_size))
+        sequence = np.empty_like(choices)
+        sequence[0] = rng.integers(config.vocab_size, size=config.batch_size)
+        for position in range(1, len(sequence)):
+            sequence[position] = table[sequence[position - 1], choices[position]]
+        tokens = torch.from_numpy(sequence.T.copy())
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def read(config):
+    """The bytes of the file, as two arrays: the first nine tenths, and the last tenth. UsageError as of validate()."""
+    path, seq_len, given = Path(config.data), config.seq_len, f"--data {config.data!r}"
+    if config.vocab_size != 256:
+        raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no regular file")
+        text = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # not copied
+    except OSError as error:
+        raise UsageError(f"{given} cannot be read ({error.strerror}): give random, markov or a text file") from error
+    training, held_out = np.split(text, [len(text) * 9 // 10])
+    if len(held_out) <= seq_len:  # then training, which is longer from a seq_len of 1 on, is long enough as well
+        problem = f"has {len(text)} bytes, with {len(held_out)} held out, and --seq-len {seq_len} needs {seq_len + 1}"
+        remedy = f"lower --seq-len to {len(held_out) - 1}, or give" if len(held_out) > 1 else "give"
+        raise UsageError(f"{given} {problem}: {remedy} a file of {10 * seq_len + 1} bytes or more")
+    return training, held_out
+
+
+def windows(text, starts, seq_len):
+    """(tokens, targets: one byte on), both (windows, seq_len), of the windows of a text that begin at starts."""
+    tokens = torch.from_numpy(text[np.add.outer(starts, np.arange(seq_len + 1))].astype(np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def file_tokens(config):
+    """As llama.random_tokens(), of windows at random places of the first nine tenths of the file."""
+    generator, (text, _) = torch.Generator().manual_seed(config.seed), read(config)
+    while True:
+        starts = torch.randint(len(text) - config.seq_len, (config.batch_size,), generator=generator)
+        yield windows(text, starts.numpy(), config.seq_len)
+
+
+def held_out_batches(config):
+    """[(tokens, targets)] of evenly spaced windows of the last tenth, which overlap only if it is short for a batch."""
+    _, text = read(config)
+    last = len(text) - config.seq_len - 1
+    count = min(max(1, (last // config.seq_len + 1) // config.batch_size), HELD_OUT_BATCHES)
+    starts = np.linspace(0, last, count * config.batch_size).astype(np.int64)
+    return [windows(text, own, config.seq_len) for own in np.split(starts, count)]
+
+
+@torch.no_grad()
+def held_out_loss(step):
+    """The mean loss, in nats a byte, of a TrainStep's model on held_out_batches(); all processes must call it."""
+    batches = ((t.contiguous().to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
+    return statistics.fmean(step.call_model(*batch).item() for batch in batches)
+
+
+@torch.no_grad()
+def sample(step):
+    """The text, drawn by config.seed, with which a TrainStep's model continues the beginning of the last tenth."""
+    config, text = step.config, read(step.config)[1][:PROMPT_BYTES].tolist()
+    generator = torch.Generator().manual_seed(config.seed)
+    rows = 16 // math.gcd(16, config.seq_len) if config.fp8 else 1  # FP8 multiplies multiples of 16 tokens
+    for _ in range(SAMPLE_BYTES):
+        window = text[-config.seq_len :]
+        tokens = torch.tensor([window + [0] * (config.seq_len - len(window))] * rows)  # one shape, compiled once
+        logits = step.call_model(tokens.to(step.tokens.device))[0, len(window) - 1]
+        text.append(torch.multinomial(logits.float().softmax(0).cpu(), 1, generator=generator).item())
+    return bytes(text[-SAMPLE_BYTES:]).decode(errors="replace")
+
+
+def evaluate(step):
+    """Print and return what a run on a file adds to its summary, a dict; all processes must call it."""
+    loss, count = held_out_loss(step), sum(len(tokens) for tokens, _ in held_out_batches(step.config))
+    place = f"{count} windows of the last tenth of {step.config.data}"
+    print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
+    text = sample(step) if math.isfinite(loss) else ""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")
+    print(textwrap.indent(shown, "    ", lambda line: True))
+    return {"held_out_loss": loss, "sample": text}
