@@ -22,14 +22,14 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.pages import front_page, published_claims, replays, scaling_tables, traces
+from benchmarks.pages import fp8_tables, front_page, published_claims, replays, scaling_tables, traces
 from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT, damage_reported, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from measure.work import SIZES, SWEEPS
 
-MARKER = re.compile(r"<!-- (begin|end): (\w+) -->")
-SECTION = re.compile(r"<!-- begin: (\w+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
+MARKER = re.compile(r"<!-- (begin|end): ([\w-]+) -->")
+SECTION = re.compile(r"<!-- begin: ([\w-]+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
 
 
 def ratio_line(pair):
@@ -242,15 +242,19 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "gpt": gpt_section,
     "scaling": scaling_tables.scaling_section,
     "scaling_model": scaling_tables.scaling_model_section,
+    "fp8-speed": fp8_tables.speed_section,
+    "fp8-learning": fp8_tables.learning_section,
     "overhead": overhead_section,
     "pictures": pictures_section,
     "front": front_page.front_section,
     "published": front_page.published_section,
     "claims": published_claims.claims_section,
 }
-PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/scaling.md")]
+PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md")]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "scaling", "fp8")]
 DRAWN = {  # {picture: function of the folder of results and the path that draws it}
     ROOT / "docs" / "front_page.png": front_page.draw,
+    ROOT / "docs" / "fp8_learning.png": fp8_tables.draw,
     ROOT / "docs" / "scaling_measured.png": scaling_tables.draw_measured,
     ROOT / "docs" / "scaling_model.png": scaling_tables.draw_model,
     **{ROOT / "docs" / f"{name}.png": functools.partial(traces.draw, name=name) for name in traces.PICTURES},

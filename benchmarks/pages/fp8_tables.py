@@ -1,0 +1,128 @@
+"""Writes the tables and the picture of docs/fp8.md: how fast FP8 is, and whether it learns as well as bf16.
+
+The functions of a folder of results are called by `python -m benchmarks.pages.publish`.
+"""
+
+from statistics import fmean
+
+from benchmarks.fp8_learning import DATA, PRECISIONS, SMOOTHED, smoothed
+from benchmarks.pages.front_page import SIZES, newest_sizes
+from benchmarks.steps import ROWS, is_fp8
+from measure import drawing
+from measure.results import newest_first
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+
+IN_FP8 = "triton fp8 graph"
+SPEED_ROWS = [name for name, row in ROWS.items() if name == "triton graph" or is_fp8(row.implementation)]
+STYLES = {"bf16": (drawing.BLUE, "-"), "fp8": (drawing.RED, "--")}
+MISSING = "not measured"
+
+
+def seconds_to(run, target):
+    """The seconds until the smoothed loss is first at most target, at the run's median ms a step; None if never."""
+    means = smoothed(run["losses"])
+    first = len(run["losses"]) - len(means) + 1
+    steps = (step for step, mean in enumerate(means, first) if mean <= target)
+    return next((step * run["ms"]["median"] / 1e3 for step in steps), None)
+
+
+def spread(losses):
+    """The largest less the smallest, in % of their mean."""
+    return 100 * (max(losses) - min(losses)) / fmean(losses)
+
+
+def compare(pairs):
+    """What pairs, {seed: (bf16's run, fp8's run)}, at least one and none that failed, say of FP8, a dict.
+
+    "differences": {seed: fp8's final loss less bf16's, in % of it}; "difference": their mean.
+    "unreached": the seeds with which fp8 does not reach bf16's final loss.
+    "seconds": the mean time to it, [bf16, fp8], and "ratio", the first over the second; None if a seed is unreached.
+    "ratio_both": the same ratio for the worse of each seed's two final losses, which both reach.
+    """
+    final = {seed: [run["final_loss"] for run in pair] for seed, pair in pairs.items()}
+    to_bf16 = {seed: [seconds_to(run, final[seed][0]) for run in pair] for seed, pair in pairs.items()}
+    to_both = [fmean(seconds_to(pair[i], max(final[seed])) for seed, pair in pairs.items()) for i in (0, 1)]
+    differences = {seed: 100 * (ours / theirs - 1) for seed, (theirs, ours) in final.items()}
+    unreached = [seed for seed, times in to_bf16.items() if None in times]
+    seconds = None if unreached else [fmean(times) for times in zip(*to_bf16.values(), strict=True)]
+    result = dict(differences=differences, difference=fmean(differences.values()), unreached=unreached, seconds=seconds)
+    return result | dict(ratio=seconds and seconds[0] / seconds[1], ratio_both=to_both[0] / to_both[1])
+
+
+def newest_runs(folder):
+    """{(size, data): (name, result, its runs)} of the newest result that has both precisions, or else one of them."""
+    results, newest = newest_first(folder, "fp8_learning"), {}
+    for key in ((size, data) for size in SIZES for data in DATA):
+        found = [(*item, [r for r in item[1]["runs"] if (r["size"], r["data"]) == key]) for item in results]
+        best = max(found, key=lambda item: len({run["precision"] for run in item[2]}), default=None)
+        newest |= {key: best} if best and best[2] else {}
+    return newest
+
+
+def learning_row(runs):
+    """The cells of the runs of one size and data: means over the seeds that have both precisions, if there are any."""
+    done = {p: {run["seed"]: run for run in runs if run["precision"] == p and not run["error"]} for p in PRECISIONS}
+    bf16, fp8 = done.values()
+    pairs = {seed: (bf16[seed], fp8[seed]) for seed in bf16 if seed in fp8}
+    shown = list(zip(*pairs.values(), strict=True)) or [list(found.values()) for found in done.values()]
+    losses = [number(fmean(run["final_loss"] for run in runs), 4) if runs else MISSING for runs in shown]
+    ms = [number(fmean(run["ms"]["median"] for run in runs)) if runs else MISSING for runs in shown]
+    noise = f"{spread([run['final_loss'] for run in bf16.values()]):.2f} %" if len(bf16) > 1 else MISSING
+    if not pairs:
+        return [*losses, MISSING, noise, " / ".join(ms), MISSING, MISSING]
+    found = compare(pairs)
+    each = ", ".join(f"{difference:+.2f}" for difference in found["differences"].values())
+    cells = [*losses, f"{found['difference']:+.2f} % ({each})", noise, " / ".join(ms)]
+    if found["seconds"]:
+        return [*cells, " / ".join(map(number, found["seconds"])), f"{found['ratio']:.2f}"]
+    steps, seeds = len(shown[1][0]["losses"]), ", ".join(map(str, found["unreached"]))
+    reached = f"{found['ratio_both']:.2f} to the worse of both final losses"
+    return [*cells, f"not reached in {steps:,} steps (seed {seeds})", reached]
+
+
+def learning_section(folder):
+    rows, notes, sources = [], [], {}
+    for (size, data), (name, result, runs) in newest_runs(folder).items():
+        rows.append([f"{size}, {data}", *learning_row(runs)])
+        notes += [f"- {size} {data} seed {r['seed']} {r['precision']}: {r['error']}" for r in runs if r["error"]]
+        notes += [f"- {label}: {MISSING}" for label in result["missing"] if label.startswith(f"{size} {data} ")]
+        sources[name] = result
+    header = ["", "final loss, bf16", "fp8", "difference (each seed)", "bf16 over the seeds", "ms a step, bf16 / fp8"]
+    table = markdown_table([*header, "s to bf16's loss, bf16 / fp8", "ratio"], rows)
+    parts = [table, "\n".join(notes), *(provenance(*item) for item in sources.items())]
+    return "\n\n".join(filter(None, parts)) if rows else NOT_MEASURED
+
+
+def speed_section(folder):
+    newest, rows = newest_sizes(folder, lambda size: "ms" in size["rows"].get(IN_FP8, {}), SIZES[1:]), []
+    for size, (_, result) in newest.items():
+        found = result["sizes"][size]["rows"]
+        for name in (name for name in SPEED_ROWS if name in found):
+            ms = None if found[name]["error"] else found[name]["ms"]["median"]
+            ratio = f"{ms / found[IN_FP8]['ms']['median']:.2f}" if ms else ""
+            rows.append([f"{size}, {name}", number(ms) or cell(found[name]["error"]), ratio])
+    table = markdown_table(["", "ms a step", f"its time / that of {IN_FP8}"], rows)
+    sources = [provenance(*item) for item in dict(newest.values()).items()]
+    return "\n\n".join([table, *sources]) if rows else NOT_MEASURED
+
+
+def draw(folder, path):
+    """Draws the smoothed losses of the largest size on text over steps and over time, if there is a result."""
+    found = [runs for (_, data), (_, _, runs) in newest_runs(folder).items() if data == "text"]
+    runs = [run for run in found[-1] if not run["error"]] if found else []
+    if not runs:
+        return
+    with drawing.style():
+        figure = drawing.new_figure(height=420, width=1200, unit=100)
+        left, right = figure.subplots(1, 2, sharey=True)
+        for run in runs:
+            means, (color, dashes), name = smoothed(run["losses"]), STYLES[run["precision"]], run["precision"]
+            steps = range(len(run["losses"]) - len(means) + 1, len(run["losses"]) + 1)
+            for axes, scale in ((left, 1), (right, run["ms"]["median"] / 6e4)):
+                axes.plot([scale * n for n in steps], means, dashes, color=color, label=f"{run['size']}, {name}")
+        left.set(xlabel="step", ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")
+        left.set_ylim(top=means[len(means) // 20])  # without the first steep fall
+        right.set(xlabel="minutes of training")
+        lines = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+        right.legend(lines.values(), lines)
+        drawing.save_png(figure, path, dpi=100)
