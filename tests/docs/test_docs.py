@@ -72,7 +72,7 @@ def activation_before(block):
 # --- blocks
 
 MODEL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 32 --vocab-size 32 --warmup-steps 1"
-TINY = f"{MODEL} --batch-size 1 --seq-len 8 --num-steps 2"
+TINY = f"{MODEL} --batch-size 1 --seq-len 16 --num-steps 2"
 # What a program of the documentation gets behind its own options; the last one of a kind counts.
 SMALL = {
     "tiny_llama_v3.py": TINY,
