@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 
 import tiny_llama_v3 as llama
-from benchmarks.pages import front_page, published_claims
+from benchmarks.pages import front_page, publish, published_claims
 from measure import drawing
 
 ENVIRONMENT = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
@@ -16,7 +16,7 @@ MODEL = {"hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, 
 def step_result(date="2030-01-02T03:04:05", ours=10.0, size="small"):
     def row(ms):
         times = {"p20": ms, "median": ms, "p80": ms}
-        return {"error": None, "ms": times, "tokens_per_second": 1024e3 / ms, "peak_memory_mib": 100 * ms}
+        return {"error": None, "ms": times, "tokens_per_second": 1024e3 / ms, "peak_memory_mib": 100 * ms, "mfu": None}
 
     rows = {"triton graph": row(ours), "torch": row(80.0), "torch graph": row(60.0), "sdpa compile graph": row(20.0)}
     pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": ours / 20, "memory_ratio": ours / 20}
@@ -162,3 +162,13 @@ def test_plain_pytorch_is_captured_as_ours_is():
     bars = [text.get_text() for text in axes.texts if " ms" in text.get_text()]
     assert bars == ["60.0 ms,  6.0 x", "20.0 ms,  2.0 x", "10.0 ms"]
     drawing.plt.close(figure)
+
+
+def test_a_newer_result_of_some_rows_leaves_the_whole_table(tmp_path):
+    whole, part = step_result(), step_result("2031-01-02T03:04:05", ours=15.0)
+    del part["sizes"]["small"]["rows"]["torch graph"]
+    write(tmp_path, steps_part=part)
+    assert "| **triton graph** | 15.0 |" in publish.steps_section(tmp_path)
+    write(tmp_path, steps_whole=whole)
+    section = publish.steps_section(tmp_path)
+    assert "| **triton graph** | 10.0 |" in section and "| torch graph |" in section and "15.0" not in section
