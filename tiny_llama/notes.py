@@ -1,4 +1,4 @@
-"""What a run says about its flags: those that have no effect in it, and --list-stages."""
+"""What a run says about its flags: those that do nothing for it, and --list-stages."""
 
 import tiny_llama_v3 as llama
 
@@ -14,13 +14,15 @@ def list_stages():
 
 
 def inert_flags(step):
-    """A line for each flag that has no effect in this run."""
+    """A line for each flag that has no effect in this run, or only costs time."""
     config, is_triton, on_cpu = step.config, step.implementation == "triton", step.device.type == "cpu"
     lacks_tf32 = config.matmul_precision == "high" and llama.dot_precision(step.device) != "tf32"
     may_have_tf32 = llama.tf32_available(step.device)
     no_tf32 = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if may_have_tf32 else "there is no TF32"
     for_kernels = f"has no effect: it concerns the Triton kernels, not {step.implementation}"
+    is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
+        ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         ("noncontiguous_kv", not is_triton, for_kernels),
         ("triton_matmul_swiglu", not is_triton, for_kernels),

@@ -94,7 +94,7 @@ def learning_section(folder):
 
 
 def speed_section(folder):
-    newest, rows = newest_sizes(folder, lambda size: "ms" in size["rows"].get(IN_FP8, {}), SIZES[1:]), []
+    newest, rows = newest_sizes(folder, lambda size: "ms" in size["rows"].get(IN_FP8, {})), []
     for size, (_, result) in newest.items():
         found = result["sizes"][size]["rows"]
         for name in (name for name in SPEED_ROWS if name in found):

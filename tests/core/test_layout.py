@@ -39,7 +39,7 @@ MOST_LINES = {
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
     "all code": 25080,
-    "all tests": 19300,
+    "all tests": 19320,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {

@@ -13,6 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
+from benchmarks.steps import ROWS, is_fp8
+from measure.work import SIZES
 from nanogpt_triton.model import GPT, GPTConfig
 from tests.core.tiny import TINY
 from tiny_llama import hardware, notes, profiler
@@ -93,6 +95,15 @@ def test_the_precision_is_the_one_in_force(library, arch, in_force, expected):
         assert ("HIPBLASLT_ALLOW_TF32=1" in "".join(lines)) == (arch == "gfx942" and not in_force)
 
 
+@pytest.mark.parametrize("size, implementation, pays", [
+    ("small", "triton", False), ("medium", "triton", True), ("large", "triton", True), ("small", "torch", True),
+])  # fmt: skip
+def test_fp8_says_where_it_does_not_pay(size, implementation, pays):
+    config = llama.Config(**SIZES[size], fp8=True)
+    step = SimpleNamespace(config=config, device=device("NVIDIA H200", 132), implementation=implementation, processes=1)
+    assert any("--fp8 does not pay" in line for line in notes.inert_flags(step)) != pays
+
+
 def test_the_library_is_asked_after_it_was_told(library):
     hopper = device("NVIDIA H200", 132)
     for told, precision in (("highest", "ieee"), ("high", "tf32"), ("highest", "ieee")):
@@ -128,9 +139,13 @@ def test_recorded_shares_of_the_peak_follow_from_the_times():
     for path in RESULTS.glob("steps_*.json"):
         result = json.loads(path.read_text())
         for size in result["sizes"].values():
-            peak = hardware.peak_tflops(device(result["environment"]["device"], 132), size["precision"])
-            flops = hardware.model_tflops(llama.Config(**size["config"]))
-            for row in size["rows"].values():
+            some, flops = (
+                device(result["environment"]["device"], 132),
+                hardware.model_tflops(llama.Config(**size["config"])),
+            )
+            for name, row in size["rows"].items():
+                in_fp8 = name in ROWS and is_fp8(ROWS[name].implementation)
+                peak = hardware.peak_tflops(some, "fp8" if in_fp8 else size["precision"])
                 assert row["error"] or row["mfu"] == pytest.approx(flops / row["ms"]["median"] * 1e3 / peak)
 
 
