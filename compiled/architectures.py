@@ -54,16 +54,16 @@ def round_up(value, step):
     return -(-value // step) * step
 
 
-def occupancy(arch, registers, shared_bytes, warps):
+def occupancy(arch, registers, shared_bytes, warps, scalar_registers=0):
     """{"warps": how many fit in one unit, "share" of the maximum, "limit": what prevents more}.
 
-    A unit has four schedulers. On AMD each has 512 registers a lane, allocated in steps of 8, and holds 8 waves. On
-    NVIDIA each has 16384 registers, allocated in steps of 8 a thread, and holds 16 warps; the system reserves 1 KiB of
-    shared memory for each program.
+    A unit has four schedulers. On AMD each has 512 registers a lane, allocated in steps of 8, and 800 scalar ones, of
+    which each wave takes 6 more than it names; it holds 8 waves. On NVIDIA each has 16384 registers, allocated in steps
+    of 8 a thread, and holds 16 warps; the system reserves 1 KiB of shared memory for each program.
     """
     most = 32 if is_amd(arch) else 64
     if is_amd(arch):
-        by_registers = 4 * min(8, 512 // round_up(max(registers, 1), 8))
+        by_registers = 4 * min(8, 512 // round_up(max(registers, 1), 8), 800 // (scalar_registers + 6))
         most_programs = 16 if warps > 1 else 32
     else:
         by_registers = 4 * min(16, 16384 // (32 * round_up(max(registers, 1), 8)))

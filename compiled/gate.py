@@ -108,7 +108,8 @@ def make_row(job, compiled, kernels):
         row["bound_us"], row["bound_by"] = bound(
             job.arch, job.precision, row["has_dot"], row["bytes"], row["operations"]
         )
-        row["occupancy"] = occupancy(job.arch, row["registers"], row["shared_bytes"], row["warps"])
+        used = row["registers"], row["shared_bytes"], row["warps"], row["scalar_registers"] or 0
+        row["occupancy"] = occupancy(job.arch, *used)
     return row
 
 

@@ -15,6 +15,8 @@ def test_bound_is_the_longer_of_two():
 def test_occupancy_names_its_limit():
     assert occupancy("gfx942", 64, 0, 4) == {"warps": 32, "share": 1.0, "limit": None}
     assert occupancy("gfx942", 129, 0, 4) == {"warps": 12, "share": 0.375, "limit": "registers"}
+    assert occupancy("gfx942", 64, 0, 4, 94)["warps"] == 32
+    assert occupancy("gfx942", 64, 0, 4, 95) == {"warps": 28, "share": 0.875, "limit": "registers"}
     assert occupancy("gfx942", 64, 32 * 1024, 4) == {"warps": 8, "share": 0.25, "limit": "shared memory"}
     assert occupancy("sm_90", 128, 0, 4) == {"warps": 16, "share": 0.25, "limit": "registers"}
     for kib, warps in ((113, 8), (114, 4)):  # of 228, with the one that is reserved
