@@ -104,6 +104,8 @@ BUGS = {
         "backward is almost free, and only the tied embedding receives a gradient"),
     "no_warmup": Bug((7,), "the first steps, kernel compilation included, are averaged in",
         "the mean step is far above the median"),
+    "fp8_wide_margin": Bug((), "FP8 scales with a margin of 8,192 against overflow",
+        "the loss falls as it should for some hundred steps, with gradients that are far off"),
 }  # fmt: skip
 
 STAGES = {
@@ -180,6 +182,7 @@ class Config:
     triton_matmul_swiglu: bool = option(False, BUGS["triton_matmul_swiglu"].effect)
     severed_autograd: bool = option(False, BUGS["severed_autograd"].effect)
     no_warmup: bool = option(False, BUGS["no_warmup"].effect)
+    fp8_wide_margin: bool = option(False, BUGS["fp8_wide_margin"].effect)
 
     def __post_init__(self):
         set_field = functools.partial(object.__setattr__, self)  # the dataclass is frozen
@@ -1990,7 +1993,7 @@ def select_operations(config, device):
     name = "torch" if config.impl == "triton" and triton_obstacle(device, config.use_amp) else config.impl
     operations = OPERATIONS[name]
     if config.fp8:
-        operations = companion("fp8", "--fp8").with_fp8(operations, name)
+        operations = companion("fp8", "--fp8").with_fp8(operations, name, config.bugs)
     if name != "triton":
         return name, operations
     if config.compile:  # the compiler cannot look into kernels, and does not see where they write gradients
@@ -2179,10 +2182,8 @@ class TrainStep:
     def check(cls, config, device):
         """Whether loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
         batch = next(batches(config))
-        verdict, exact, _ = check_batch(config, device, batch)
+        verdict, _ = check_batch(config, device, batch)
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
-        if config.fp8:
-            companion("fp8").print_errors(verdict.errors, exact, config, device, batch)
         return not verdict.failed
 
     def __init__(self, config, device):
@@ -2378,11 +2379,12 @@ def exact_loss_and_gradients(config, device, batch):
 
 
 def check_batch(config, device, batch):
-    """Return the Verdict on the loss and gradients of a batch, their exact values, and the errors of plain PyTorch."""
-    plain = dataclasses.replace(config, impl="torch", shard=None)
+    """Return the Verdict on the loss and gradients of a batch, and their exact values."""
+    plain = dataclasses.replace(config, impl="torch", shard=None, fp8_wide_margin=False)
     exact = exact_loss_and_gradients(config, device, batch)
     errors, plain_errors = (relative_errors(loss_and_gradients(c, device, batch), exact) for c in (config, plain))
-    return judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)]), exact, plain_errors
+    verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
+    return companion("fp8").compare_with_bf16(verdict, exact, config, device, batch) if config.fp8 else verdict, exact
 
 
 def print_verdict(verdict, reference):

@@ -23,6 +23,7 @@ def inert_flags(step):
     is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
+        ("fp8_wide_margin", not config.fp8, "has no effect without --fp8"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         ("noncontiguous_kv", not is_triton, for_kernels),
         ("triton_matmul_swiglu", not is_triton, for_kernels),

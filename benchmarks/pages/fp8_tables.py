@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of docs/fp8.md: how fast FP8 is, and whether it learns as well as bf16.
+"""Writes the tables and the picture of docs/fp8.md: what FP8 saves and costs, how exact it is, whether it learns.
 
 The functions of a folder of results are called by `python -m benchmarks.pages.publish`.
 """
@@ -14,7 +14,7 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenanc
 
 IN_FP8 = "triton fp8 graph"
 SPEED_ROWS = [name for name, row in ROWS.items() if name == "triton graph" or is_fp8(row.implementation)]
-STYLES = {"bf16": (drawing.BLUE, "-"), "fp8": (drawing.RED, "--")}
+STYLES = {"bf16": (drawing.BLUE, "-"), "fp8": (drawing.RED, "--"), "fp8-wide-margin": (drawing.VIOLET, ":")}
 MISSING = "not measured"
 
 
@@ -59,9 +59,10 @@ def newest_runs(folder):
     return newest
 
 
-def learning_row(runs):
-    """The cells of the runs of one size and data: means over the seeds that have both precisions, if there are any."""
-    done = {p: {run["seed"]: run for run in runs if run["precision"] == p and not run["error"]} for p in PRECISIONS}
+def learning_row(runs, precision):
+    """The cells of the runs of one size and data in bf16 and in a precision: means over the seeds that have both."""
+    both = "bf16", precision
+    done = {p: {run["seed"]: run for run in runs if run["precision"] == p and not run["error"]} for p in both}
     bf16, fp8 = done.values()
     pairs = {seed: (bf16[seed], fp8[seed]) for seed in bf16 if seed in fp8}
     shown = list(zip(*pairs.values(), strict=True)) or [list(found.values()) for found in done.values()]
@@ -83,12 +84,13 @@ def learning_row(runs):
 def learning_section(folder):
     rows, notes, sources = [], [], {}
     for (size, data), (name, result, runs) in newest_runs(folder).items():
-        rows.append([f"{size}, {data}", *learning_row(runs)])
+        found = {run["precision"] for run in runs}
+        rows += [[f"{size}, {data}, {p}", *learning_row(runs, p)] for p in PRECISIONS[1:] if p == "fp8" or p in found]
         notes += [f"- {size} {data} seed {r['seed']} {r['precision']}: {r['error']}" for r in runs if r["error"]]
         notes += [f"- {label}: {MISSING}" for label in result["missing"] if label.startswith(f"{size} {data} ")]
         sources[name] = result
-    header = ["", "final loss, bf16", "fp8", "difference (each seed)", "bf16 over the seeds", "ms a step, bf16 / fp8"]
-    table = markdown_table([*header, "s to bf16's loss, bf16 / fp8", "ratio"], rows)
+    header = ["", "final loss, bf16", "FP8", "difference (each seed)", "bf16 over the seeds", "ms a step, bf16 / FP8"]
+    table = markdown_table([*header, "s to bf16's loss, bf16 / FP8", "ratio"], rows)
     parts = [table, "\n".join(notes), *(provenance(*item) for item in sources.items())]
     return "\n\n".join(filter(None, parts)) if rows else NOT_MEASURED
 
@@ -106,23 +108,66 @@ def speed_section(folder):
     return "\n\n".join([table, *sources]) if rows else NOT_MEASURED
 
 
+def contender_cell(contenders, name, unit, ceiling):
+    """A time, a rate and its share of the ceiling, if there is one; empty without the contender."""
+    found = contenders.get(name)
+    if found is None or found["error"]:
+        return cell(found["error"]) if found else ""
+    share = f" ({found['rate'] / ceiling:.0%})" if ceiling else ""
+    return f"{number(found['us'])} us, {number(found['rate'])} {unit}{share}"
+
+
+def layer_section(folder):
+    """Of each part of a layer, ours and others beside the ceiling: of bytes a copy, of products the datasheet."""
+    results = newest_first(folder, "fp8_layer")
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    (copy, *parts), rows = result["parts"], []
+    for part in parts:
+        unit, contenders = part["unit"], part["contenders"]
+        is_rounding = unit == copy["unit"]
+        ceilings = [copy["contenders"]["torch"]["rate"]] * 2 if is_rounding else result["peaks"]
+        names = ("triton", "torch") if is_rounding else ("fp8", "bf16")
+        cells = [contender_cell(contenders, *own) for own in zip(names, (unit, unit), ceilings, strict=True)]
+        rows.append([part["part"], *cells, contender_cell(contenders, "compile", unit, ceilings[0])])
+    header = ["of one layer", "--fp8", "plain PyTorch (products: bf16)", "torch.compile"]
+    return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
+
+
+def recipes_section(folder):
+    """Of each recipe and size the error of the gradients, the median and the worst."""
+    results = newest_first(folder, "fp8_recipes")
+    if not results:
+        return NOT_MEASURED
+    name, result = results[0]
+    sizes = result["sizes"]
+    rows = [
+        [recipe, *("{median:.3f} ({worst:.3f})".format(**sizes[size][recipe]) for size in sizes)]
+        for recipe in next(iter(sizes.values()))
+    ]
+    return f"{markdown_table(['', *sizes], rows)}\n\n{provenance(name, result)}"
+
+
 def draw(folder, path):
-    """Draws the smoothed losses of the largest size on text over steps and over time, if there is a result."""
+    """Draws smoothed losses on text: over steps of the size with the most precisions, over time of the largest size."""
     found = [runs for (_, data), (_, _, runs) in newest_runs(folder).items() if data == "text"]
-    runs = [run for run in found[-1] if not run["error"]] if found else []
-    if not runs:
+    found = [[run for run in runs if not run["error"]] for runs in found]
+    found = [runs for runs in found if runs]
+    if not found:
         return
+    most = max(reversed(found), key=lambda runs: len({run["precision"] for run in runs}))
     with drawing.style():
         figure = drawing.new_figure(height=420, width=1200, unit=100)
-        left, right = figure.subplots(1, 2, sharey=True)
-        for run in runs:
-            means, (color, dashes), name = smoothed(run["losses"]), STYLES[run["precision"]], run["precision"]
-            steps = range(len(run["losses"]) - len(means) + 1, len(run["losses"]) + 1)
-            for axes, scale in ((left, 1), (right, run["ms"]["median"] / 6e4)):
-                axes.plot([scale * n for n in steps], means, dashes, color=color, label=f"{run['size']}, {name}")
-        left.set(xlabel="step", ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")
-        left.set_ylim(top=means[len(means) // 20])  # without the first steep fall
-        right.set(xlabel="minutes of training")
-        lines = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-        right.legend(lines.values(), lines)
+        panels = zip(figure.subplots(1, 2), (most, found[-1]), ("step", "minutes of training"), strict=True)
+        for axes, runs, label in panels:
+            for run in runs:
+                means, (color, dashes) = smoothed(run["losses"]), STYLES[run["precision"]]
+                steps = range(len(run["losses"]) - len(means) + 1, len(run["losses"]) + 1)
+                scale = 1 if label == "step" else run["ms"]["median"] / 6e4
+                axes.plot([scale * n for n in steps], means, dashes, color=color, label=run["precision"])
+            axes.set(xlabel=label, ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)", title=runs[0]["size"])
+            axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall
+            lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+            axes.legend(lines.values(), lines)
         drawing.save_png(figure, path, dpi=100)

@@ -244,6 +244,8 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "scaling": scaling_tables.scaling_section,
     "scaling_model": scaling_tables.scaling_model_section,
     "fp8-speed": fp8_tables.speed_section,
+    "fp8-layer": fp8_tables.layer_section,
+    "fp8-recipes": fp8_tables.recipes_section,
     "fp8-learning": fp8_tables.learning_section,
     "overhead": overhead_section,
     "pictures": pictures_section,

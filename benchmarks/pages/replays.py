@@ -30,7 +30,7 @@ def device_of(summary):
 
 def own_mistake(stage):
     """The name of the mistake that this stage is the last to have; None if there is none."""
-    return next((name for name, bug in llama.BUGS.items() if max(bug.stages) == stage), None)
+    return next((name for name, bug in llama.BUGS.items() if stage in bug.stages[-1:]), None)
 
 
 def predecessor(stage):

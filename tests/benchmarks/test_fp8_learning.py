@@ -202,6 +202,7 @@ def test_the_table_of_learning(tmp_path):
     bf16, fp8 = {"precision": "bf16"}, {"precision": "fp8", "ms": 8.0}
     large = [run(falling(1.0), **bf16), run(falling(0.895), **fp8)]
     large += [run(falling(1.5), seed=2, **bf16), run([9.0], seed=2, precision="fp8") | {"error": "diverged: step 7"}]
+    large.append(run(falling(1.575), seed=2, precision="fp8-wide-margin"))
     medium = [run(falling(1.0), size="medium", data="markov", **bf16)]
     medium.append(run(falling(1.205), size="medium", data="markov", **fp8))
     alone = run(falling(3.0), size="small", data="markov", **bf16)
@@ -213,10 +214,12 @@ def test_the_table_of_learning(tmp_path):
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
     none = "not measured"
     assert rows == [
-        ["small, markov", "3.000", none, none, none, "10.0 / not measured", none, none],
-        ["medium, markov", "1.000", "1.205", "+20.50 % (+20.50)", none, "10.0 / 8.00",
+        ["small, markov, fp8", "3.000", none, none, none, "10.0 / not measured", none, none],
+        ["medium, markov, fp8", "1.000", "1.205", "+20.50 % (+20.50)", none, "10.0 / 8.00",
          "not reached in 200 steps (seed 1)", "1.12 to the worse of both final losses"],
-        ["large, text", "1.000", "0.8950", "-10.50 % (-10.50)", "40.00 %", "10.0 / 8.00", "2.00 / 1.52", "1.32"],
+        ["large, text, fp8", "1.000", "0.8950", "-10.50 % (-10.50)", "40.00 %", "10.0 / 8.00", "2.00 / 1.52", "1.32"],
+        ["large, text, fp8-wide-margin", "1.500", "1.575", "+5.00 % (+5.00)", "40.00 %", "10.0 / 10.0",
+         "not reached in 200 steps (seed 2)", "0.96 to the worse of both final losses"],
     ]  # fmt: skip
     assert [line for line in lines if line.startswith("- ")] == [
         "- large text seed 2 fp8: diverged: step 7", "- large text seed 3 bf16: not measured",
@@ -252,21 +255,56 @@ def test_the_table_of_speed(tmp_path):
 
 def test_the_page_and_its_picture(tmp_path, monkeypatch):
     page, picture = tmp_path / "page.md", tmp_path / "fp8.png"
-    names = "fp8-speed", "fp8-learning"
+    names = "fp8-speed", "fp8-layer", "fp8-recipes", "fp8-learning"
     page.write_text("".join(f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in names))
     monkeypatch.setattr(publish, "PAGES", [page])
     monkeypatch.setattr(publish, "DRAWN", {picture: fp8_tables.draw})
     (tmp_path / "other.json").write_text("{}")
     assert publish.main(["--results", str(tmp_path)]) == 0
-    assert page.read_text().count(publish.NOT_MEASURED) == 2 and not picture.exists()
+    assert page.read_text().count(publish.NOT_MEASURED) == 4 and not picture.exists()
     drawn = []
     monkeypatch.setattr(fp8_tables.drawing, "save_png", lambda figure, path, dpi: drawn.append(figure))
     sizes = [run(falling(1.0), precision=p, size=size) for size in ("large", "medium") for p in ("bf16", "fp8")]
     save(tmp_path, 1, runs=[*sizes, run(falling(5.0), seed=2) | {"error": "diverged"}])
     assert publish.main(["--results", str(tmp_path)]) == 0
-    assert "| large, text | 1.000 | 1.000 |" in page.read_text()
+    assert "| large, text, fp8 | 1.000 | 1.000 |" in page.read_text()
     left, right = drawn[0].axes
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["large, bf16", "large, fp8"]
+    for axes in (left, right):
+        assert axes.get_title("left") == "large"
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp8"]
     assert len(left.lines) == 2 and list(left.lines[0].get_xdata())[::150] == [50, 200]
     assert right.lines[0].get_xdata()[-1] == pytest.approx(200 * 10 / 6e4)
     assert left.lines[0].get_ydata()[-1] == pytest.approx(1.0)
+    mistaken = run(falling(1.0), precision="fp8-wide-margin", size="medium")
+    save(tmp_path, 2, runs=[*sizes, mistaken])
+    fp8_tables.draw(tmp_path, picture)
+    left, right = drawn[1].axes
+    assert [axes.get_title("left") for axes in (left, right)] == ["medium", "large"] and len(left.lines) == 3
+
+
+def test_the_table_of_a_layer(tmp_path):
+    def part(name, unit, **contenders):
+        rows = {n: {"error": None, "us": us, "rate": rate} for n, (us, rate) in contenders.items()}
+        return {"part": name, "unit": unit, "contenders": rows}
+
+    rounding = part("rounding", "TB/s", triton=(100.0, 3.0), torch=(400.0, 0.75))
+    rounding["contenders"]["compile"] = {"error": "no compiler"}
+    parts = [
+        part("copy", "TB/s", torch=(1.0, 4.0)),
+        rounding,
+        part("products", "TFLOP/s", fp8=(50, 1500.0), bf16=(100, 750)),
+    ]
+    for peaks, shares in (([2000.0, 1000.0], (" (75%)", " (75%)")), ([None, None], ("", ""))):
+        save(tmp_path, 1, "fp8_layer", parts=parts, peaks=peaks)
+        lines = fp8_tables.layer_section(tmp_path).splitlines()
+        assert lines[2:4] == [
+            "| rounding | 100 us, 3.00 TB/s (75%) | 400 us, 0.750 TB/s (19%) | no compiler |",
+            "| products | 50.0 us, 1,500 TFLOP/s{} | 100 us, 750 TFLOP/s{} |  |".format(*shares),
+        ]
+
+
+def test_the_table_of_recipes(tmp_path):
+    sizes = {size: {"bf16": {"median": 0.01, "worst": worst}} for size, worst in (("small", 0.02), ("large", 0.03))}
+    save(tmp_path, 1, "fp8_recipes", sizes=sizes)
+    lines = fp8_tables.recipes_section(tmp_path).splitlines()
+    assert lines[0] == "|  | small | large |" and lines[2] == "| bf16 | 0.010 (0.020) | 0.010 (0.030) |"

@@ -296,7 +296,7 @@ def test_a_colour_that_has_no_dark_one_is_refused():
 # --- the lines of the script
 
 
-@pytest.mark.parametrize("flag", llama.BUGS)
+@pytest.mark.parametrize("flag", [name for name, bug in llama.BUGS.items() if bug.stages])
 def test_an_excerpt_is_the_script_s_own_lines(flag):
     excerpts = list(bug_excerpts.excerpts(flag))
     marks = [n for n, line in enumerate(SCRIPT, 1) if f"BUG {flag}" in line]
@@ -319,7 +319,7 @@ def test_an_excerpt_of_a_mark_in_a_docstring_is_the_function():
 
 def test_a_card_s_flag_is_the_one_that_its_stage_is_the_last_to_have():
     for stage, lesson in report_cards.LESSONS.items():
-        last = [name for name, bug in llama.BUGS.items() if max(bug.stages) == stage]
+        last = [name for name, bug in llama.BUGS.items() if stage in bug.stages[-1:]]
         assert [lesson.flag] == (last or [None])
     page = html.unescape(re.sub(r"<[^>]+>", "", whole_page()))
     for line in ("k, v = badly_strided(k), badly_strided(v)", "graph = torch.cuda.CUDAGraph()"):

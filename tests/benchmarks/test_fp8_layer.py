@@ -1,0 +1,64 @@
+"""benchmarks.fp8_layer on a CPU: what is compared before it is timed, and what is counted."""
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+from benchmarks import fp8_layer
+from measure.timing import Bench
+from tiny_llama import fp8
+
+pytestmark = [
+    pytest.mark.usefixtures("right_fp8_rounding"),
+    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
+]
+TOKENS, HIDDEN, FFN = 32, 16, 48
+
+
+def parts():
+    torch.manual_seed(0)
+    device = llama.get_device("cpu")
+    return {part: rest for part, *rest in fp8_layer.parts(Bench(device), fp8.OCP, TOKENS, HIDDEN, FFN)}
+
+
+def test_work_is_counted_once():
+    found = {part: (amount, unit) for part, (amount, unit, _) in parts().items()}
+    weights = HIDDEN * (2 * HIDDEN + HIDDEN + 2 * FFN + FFN)
+    assert found == {
+        "read and write (negation)": (2 * 4 * TOKENS * FFN, "TB/s"),
+        "rounding the inputs": (TOKENS * (3 * HIDDEN * 6 + FFN * (2 * 4 + 2)), "TB/s"),
+        "rounding the weights": (6 * weights, "TB/s"),
+        "rounding the gradients": (TOKENS * (4 * HIDDEN * 6 + FFN * (3 * 4 + 2 * 2)), "TB/s"),
+        "the twelve products": (3 * 2 * TOKENS * weights, "TFLOP/s"),
+    }
+
+
+def test_every_contender_runs():
+    for part, (_, _, contenders) in parts().items():
+        assert set(contenders) == {"read and write (negation)": {"torch"}, "the twelve products": {"fp8", "bf16"}}.get(
+            part, {"triton", "torch"}
+        )
+        assert all(call() is not None for calls in contenders.values() for call in calls)
+
+
+@pytest.mark.parametrize("fault", ["a transposed copy", "SwiGLU", "a product"])
+def test_what_is_wrong_is_not_timed(fault, monkeypatch):
+    quantize, product = fp8.quantize, fp8.product
+
+    def wrong_quantize(x, guess, dtype, source=fp8.MATRIX, hidden_grad=None):
+        scaled = quantize(x, guess, dtype, source, hidden_grad)
+        is_swiglu = source.value == fp8.SWIGLU.value
+        if fault == "a transposed copy" or fault == "SwiGLU" and is_swiglu:
+            scaled = scaled._replace(transposed=scaled.transposed.flip(0))
+        return scaled
+
+    monkeypatch.setattr(fp8, "quantize", wrong_quantize)
+    if fault == "a product":
+        monkeypatch.setattr(fp8, "product", lambda *args, **options: 1.1 * product(*args, **options))
+    with pytest.raises(ArithmeticError, match="is wrong: error"):
+        parts()
+
+
+def test_a_device_without_fp8_is_refused(capsys, monkeypatch):
+    assert fp8_layer.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
