@@ -1,4 +1,4 @@
-"""The pictures of the puzzles and of the online softmax as SVG, drawn from the cases of their checks.
+"""The pictures of the puzzles and of the online softmax as SVG, drawn from the cases of their checks, and of a GPU.
 
 A picture is 480 wide, so that its letters can be read on a telephone, and has a background of its own, light or dark as
 the reader's system is. A colour is a program, a dashed cell one that the mask leaves out.
@@ -280,7 +280,29 @@ def online_softmax():
     return picture("Scores of one query, two at a time; values 10, 20, ... 80", bottom + 28, *parts)
 
 
+LEVELS = (  # (name, who uses it) and two lines each of an H100 (SXM) and an MI300X
+    ("multiprocessors", "run the programs", ("132", "64 warps of 32"), ("304", "32 waves of 64")),
+    ("registers", "of each thread", ("256 KiB", "each"), ("512 KiB", "each")),
+    ("shared memory, LDS", "of one program", ("228 KiB", "each"), ("64 KiB", "each")),
+    ("L2 cache", "of all programs", ("50 MB", ""), ("8 x 4 MB", "and 256 MB")),
+    ("HBM", "of all programs", ("80 GB", "3.35 TB/s"), ("192 GB", "5.3 TB/s")),
+)
+
+
+def gpu():
+    parts, height, gap = [text(208, 58, "H100", "faint"), text(344, 58, "MI300X", "faint")], 56, 18
+    for index, (name, users, *sizes) in enumerate(LEVELS):
+        y = 70 + index * (height + gap)
+        parts += [box(12, y, WIDTH - 24, height, f"p{index}" if index < 4 else "cell")]
+        for x, lines in zip((22, 208, 344), ((name, users), *sizes), strict=True):
+            parts += [text(x, y + 23 + 22 * line, words) for line, words in enumerate(lines)]
+        if index:
+            parts += [f'<line x1="60" x2="60" y1="{y - gap}" y2="{y}"/>']
+    return picture("Where a kernel runs, and where its data lies", 70 + len(LEVELS) * (height + gap), *parts)
+
+
 DRAWINGS = {
     "puzzle1": copy, "puzzle2": masked_copy, "puzzle3": grid_copy, "puzzle4": outer_sum, "puzzle5": transpose,
     "puzzle6": row_sum, "puzzle7": softmax, "puzzle8": row_max, "puzzle9": matmul, "online_softmax": online_softmax,
+    "gpu": gpu,
 }  # fmt: skip
