@@ -50,12 +50,11 @@ kernel-report: .venv/run.stamp ## compile every kernel for five GPU architecture
 	$(VENV_PYTHON) -m compiled.tiles
 
 # Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).
-MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files
-slides: .venv/run.stamp ## put the workshop on slides in build/, as Markdown, HTML and PDF, by Marp, which needs node
-	$(VENV_PYTHON) -m exercises.slides
-	@command -v npx >/dev/null || { echo 'make slides: there is no npx: install node, or open build/slides.md in an editor with Marp' >&2; exit 1; }
-	$(MARP) build/slides.md --output build/slides.html
-	$(MARP) build/slides.md --output build/slides.pdf
+MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files docs/slides.md
+slides: ## make build/slides.html and build/slides.pdf of docs/slides.md, by Marp, which needs node
+	@command -v npx >/dev/null || { echo 'make slides: there is no npx: install node, or open docs/slides.md in an editor with Marp' >&2; exit 1; }
+	$(MARP) --output build/slides.html
+	$(MARP) --output build/slides.pdf
 
 clean: ## remove .venv, the caches, the emulator and what pip built
 	rm -rf .venv .emulator .pytest_cache .ruff_cache .hypothesis build *.egg-info

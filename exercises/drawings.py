@@ -4,6 +4,7 @@ A picture is 480 wide, so that its letters can be read on a telephone, and has a
 the reader's system is. A colour is a program, a dashed cell one that the mask leaves out.
 """
 
+import functools
 import math
 from xml.sax.saxutils import escape
 
@@ -255,13 +256,17 @@ def matmul():
 SCORES, VALUES, TILE = (1, 3, 5, 2, 0, 4, 6, 1), (10, 20, 30, 40, 50, 60, 70, 80), 2
 
 
-def online_softmax():
+def online_softmax(shown_tiles=range(4)):
+    """The frames of these tiles of keys; all, with what follows from them, or one large frame for a slide."""
     scores, values = torch.tensor([SCORES], dtype=torch.float64), torch.tensor(VALUES, dtype=torch.float64)[:, None]
     m, l, acc = torch.full((1,), -math.inf).double(), torch.zeros(1).double(), torch.zeros(1, 1).double()
     parts, height, scale = [], 128, 9
     for frame, start in enumerate(range(0, len(SCORES), TILE)):
-        end, top, before = start + TILE, 40 + frame * height, m
+        end, before = start + TILE, m
         m, l, acc = fold(m, l, acc, scores[:, start:end], values[start:end])
+        if frame not in shown_tiles:
+            continue
+        top = 40 + shown_tiles.index(frame) * height
         floor = top + 86
         for key, score in enumerate(SCORES):
             x, tall = 20 + 24 * key, 4 + scale * score
@@ -275,7 +280,9 @@ def online_softmax():
         parts += [text(228, top + 22 + 22 * index, words) for index, words in enumerate(lines)]
     wanted = (torch.softmax(scores, 1) @ values).item()
     assert math.isclose(wanted, (acc / l).item())
-    bottom = 40 + 4 * height
+    bottom = 40 + len(shown_tiles) * height
+    if len(shown_tiles) == 1:
+        return picture(f"Tile {shown_tiles[0] + 1} of {len(SCORES) // TILE}", bottom, *parts)
     parts += [text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")]
     return picture("Scores of one query, two at a time; values 10, 20, ... 80", bottom + 28, *parts)
 
@@ -301,8 +308,32 @@ def gpu():
     return picture("Where a kernel runs, and where its data lies", 70 + len(LEVELS) * (height + gap), *parts)
 
 
+LIMITS = (  # what limits a step, what of it shows that, and the shares of it in which host, memory and arithmetic work
+    ("launches", "gaps on the device", (1.0, 0.25, 0.15)),
+    ("memory", "as fast as a copy", (0.3, 0.95, 0.2)),
+    ("arithmetic", "close to the peak", (0.3, 0.35, 0.9)),
+)
+
+
+def limits():
+    parts, left, width = [], 132, WIDTH - 152
+    for index, (name, sign, shares) in enumerate(LIMITS):
+        y = 48 + 136 * index
+        parts += [text(12, y + 14, f"{name}: {sign}")]
+        for line, (worker, share) in enumerate(zip(("host", "memory", "arithmetic"), shares, strict=True)):
+            top, kind = y + 24 + 28 * line, f"p{1 if share == max(shares) else 0}"
+            parts += [text(left - 10, top + 17, worker, "end faint"), box(left, top, width, 22, "off")]
+            # What limits works without a break; the others work in bursts.
+            bursts = 1 if share == max(shares) else 6
+            parts += [
+                box(left + width * burst / bursts, top, width * share / bursts, 22, kind) for burst in range(bursts)
+            ]
+    return picture("One step: what works all the time?", 440, *parts)
+
+
 DRAWINGS = {
     "puzzle1": copy, "puzzle2": masked_copy, "puzzle3": grid_copy, "puzzle4": outer_sum, "puzzle5": transpose,
     "puzzle6": row_sum, "puzzle7": softmax, "puzzle8": row_max, "puzzle9": matmul, "online_softmax": online_softmax,
-    "gpu": gpu,
+    "gpu": gpu, "limits": limits,
+    **{f"online_softmax{tile + 1}": functools.partial(online_softmax, [tile]) for tile in (0, 1, 3)},
 }  # fmt: skip

@@ -181,6 +181,16 @@ def draw_steps(axes, sizes, device):
     axes.legend(loc="center right", frameon=False, labelcolor=INK, **beside_the_first_short_bars)
 
 
+def draw_learning(folder, path):
+    """Draws the losses alone, for a slide, if there are results."""
+    runs = [newest_first(folder, f"learning_{kind}") for kind in ("correct", "severed")]
+    if all(runs):
+        with drawing.style():
+            figure = drawing.new_figure(height=450, width=900, unit=100)
+            draw_losses(figure.subplots(), *(run[0][1] for run in runs))
+            drawing.save_png(figure, path, dpi=130)
+
+
 def draw(folder, path):
     """Writes the picture. UsageError if a result is missing."""
     newest = newest_sizes(folder)

@@ -257,6 +257,7 @@ PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md")]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "scaling", "fp8")]
 DRAWN = {  # {picture: function of the folder of results and the path that draws it}
     ROOT / "docs" / "front_page.png": front_page.draw,
+    ROOT / "docs" / "learning.png": front_page.draw_learning,
     ROOT / "docs" / "fp8_learning.png": fp8_tables.draw,
     ROOT / "docs" / "scaling_measured.png": scaling_tables.draw_measured,
     ROOT / "docs" / "scaling_model.png": scaling_tables.draw_model,
