@@ -18,6 +18,7 @@ PATH=${PATH//"$own_bin"/}
 parent=${PYTHON:-python3}
 python=.venv/bin/python
 : "${ROCM_PARENT:=/opt}" "${KFD_DEVICE:=/dev/kfd}" "${KFD_TOPOLOGY:=/sys/class/kfd/kfd/topology}"
+: "${NVIDIA_DEVICE:=/dev/nvidiactl}"
 
 "$parent" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "PYTHON=$parent is not Python 3.10 or newer"
 "$parent" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -50,6 +51,9 @@ choose_wheels() {
             TORCH_INDEX=https://stable.repo.amd.com/rocm/whl-next/ wanted+=("rocm==$release.*")
         fi
         echo "This machine has ${release:+ROCm $release and }an AMD GPU: torch comes from $TORCH_INDEX"
+    elif [[ -z ${TORCH_INDEX:-} && ! -e $NVIDIA_DEVICE && $(uname) == Linux ]]; then # or a login node of a cluster
+        echo "There is no GPU here, and torch brings some 3 GB of CUDA libraries. To do without them, press Ctrl-C and"
+        echo "give the target TORCH_INDEX=https://download.pytorch.org/whl/cpu"
     fi
     if [[ ${TORCH_INDEX:-} == *.amd.com/* ]]; then # where each architecture's code is a package of its own
         devices=$(cat "$KFD_TOPOLOGY"/nodes/*/properties 2>/dev/null | sort -u | awk '/^gfx_target_version [1-9]/ {

@@ -101,7 +101,7 @@ class Project:
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         self.env |= {"PIP_INDEX_URL": self.pypi.as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
         self.env |= {"ROCM_PATH": "", "ROCM_PARENT": str(folder), "KFD_DEVICE": str(folder / "kfd")}
-        self.env["KFD_TOPOLOGY"] = str(folder / "topology")
+        self.env |= {"KFD_TOPOLOGY": str(folder / "topology"), "NVIDIA_DEVICE": str(folder / "nvidia")}
         # User packages come before the base interpreter's, whatever those are.
         self.env["PYTHONUSERBASE"] = str(folder / "user")
 
@@ -291,6 +291,19 @@ def test_torch_is_the_one_for_the_release_of_rocm(project, tmp_path, installed, 
     assert asked("https://example.org/whl") == f"pip: --index-url https://example.org/whl {torch}"
     nightly = "https://rocm.nightlies.amd.com/whl-multi-arch/"
     assert asked(nightly) == f"pip: --index-url {nightly} {of_amd}"
+
+
+def test_what_is_downloaded_without_a_gpu_is_said_first(project, tmp_path):
+    python = tmp_path / "asked"
+    python.write_text(ASKED_PYTHON)
+    python.chmod(0o755)
+    cpu = "https://download.pytorch.org/whl/cpu"
+    assert f"give the target TORCH_INDEX={cpu}\npip: " in project.make(".venv/run.stamp", python=python).stdout
+    assert "CUDA" not in project.make(".venv/run.stamp", python=python, torch_index=cpu).stdout
+    for device in ("kfd", "nvidia"):
+        (tmp_path / device).touch()
+        assert "CUDA" not in project.make(".venv/run.stamp", python=python).stdout
+        (tmp_path / device).unlink()
 
 
 @pytest.mark.parametrize("installed", [True, False])
