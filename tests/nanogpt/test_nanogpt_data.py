@@ -224,6 +224,22 @@ def test_documents_end_where_the_next_begins(tmp_path, tiktoken):
     assert tokens["train"] == sum(([*f"text {n}".encode(), 50256] for n in range(4)), [])
 
 
+def test_openwebtext(tmp_path, tiktoken, monkeypatch, capsys):
+    """By the library datasets, with progress; what keeps it from loading is said in a line."""
+    documents = [{"text": f"text {number}"} for number in range(5)]
+    load, shown = Mock(return_value=documents), Mock(side_effect=lambda rows, unit: rows)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=shown))
+    assert run_prepare("openwebtext", "--output", tmp_path) == 0
+    assert dataset.read_meta(tmp_path)["tokens"] == {"train": 28, "val": 7} and shown.call_args.args == (documents,)
+    load.side_effect = RuntimeError("Dataset scripts are no longer supported,\nbut found x.py")
+    for words in ("(Dataset scripts are no longer supported, but found x.py): give --input", "pip install datasets"):
+        assert run_prepare("openwebtext", "--output", tmp_path) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+        monkeypatch.setitem(sys.modules, "datasets", None)
+
+
 def test_without_tiktoken(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert run_prepare("shakespeare", "--input", text_file, "--output", tmp_path) == 2
