@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from nanogpt_triton import checkpoint, sample, train
+from nanogpt_triton import bench, checkpoint, sample, train
 from nanogpt_triton import model as gpt
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.dataset import Batches, Characters, Writer, read_meta
@@ -715,6 +715,21 @@ def test_reports_to_wandb(data_dir, tmp_path, capsys, monkeypatch):
     wandb.init.side_effect = RuntimeError("No API key configured.\nUse `wandb login`")
     assert run(data_dir, tmp_path, wandb_log=True) == 2
     assert "configured. Use `wandb login`: set WANDB_MODE=offline" in error_line(capsys)
+
+
+@pytest.mark.parametrize("flags", [["--dataset=letters"], ["--real_data=False", "--n_embd=4"]])
+def test_bench_times_and_records(data_dir, tmp_path, capsys, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    small = "--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=2 --compile=False --device=cpu"
+    flags = [f"--data_dir={data_dir}", *small.split(), *flags]
+    assert bench.main(flags) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^time per iteration: [\d.]+ms, MFU: [\d.]+%\n\Z", out, flags=re.M)
+    numbers = re.findall(r"^(\d+/\d+) loss: [\d.]+$", out, flags=re.M)
+    assert numbers == [f"{k}/10" for k in range(10)] + [f"{k}/20" for k in range(20)]
+    assert bench.main([*flags, "--profile=True"]) == 0 and len(list(tmp_path.glob("bench_log/*.pt.trace.json"))) == 1
+    monkeypatch.setattr(train.Trainer, "step", FULL["a CPU"])
+    assert bench.main(flags) == 2 and "out of memory with batch_size=2" in error_line(capsys)
 
 
 FULL = {

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from nanogpt_triton import dataset, sample, train
+from nanogpt_triton import bench, dataset, sample, train
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.data import preparing
 from tiny_llama_v3 import UsageError
@@ -509,7 +509,7 @@ def test_unknown_dataset_lists_ours():
 
 
 def documented_commands():
-    programs = [FOLDER / f"{name}.py" for name in ("train", "sample")]
+    programs = [FOLDER / f"{name}.py" for name in ("train", "sample", "bench")]
     pages = [FOLDER / "README.md", *programs, *(FOLDER / "config").glob("*.py")]
     for page in pages:
         for line in page.read_text().splitlines():
@@ -523,7 +523,7 @@ def test_documented_commands_are_understood(page, command):
     script = next(word for word in words if word.endswith(".py"))
     assert (FOLDER / script).exists()
     arguments = [str(FOLDER / word) if word.endswith(".py") else word for word in words[words.index(script) + 1 :]]
-    if program := {"train.py": train, "sample.py": sample}.get(script):
+    if program := {"train.py": train, "sample.py": sample, "bench.py": bench}.get(script):
         configure(program.Settings, arguments, "")
 
 
