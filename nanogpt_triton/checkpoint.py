@@ -14,7 +14,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from nanogpt_triton.dataset import Characters, check_description, describe, description, fits
+from nanogpt_triton.dataset import DATA, Characters, check_description, describe, description, fits, read_meta
 from nanogpt_triton.model import GPTConfig
 from tiny_llama_v3 import UsageError
 
@@ -139,7 +139,7 @@ def model_args(given):
     return {name: given[name] for name in fields}
 
 
-def check_data(state, dataset, meta):
+def check_data(state, dataset, data_dir, meta):
     """UsageError if the weights are of other tokens than the data."""
     vocab_size, remedy = state["model_args"]["vocab_size"], "give the dataset that they were made with"
     if not fits(meta, vocab_size):
@@ -149,7 +149,8 @@ def check_data(state, dataset, meta):
     if "meta" in state:
         if state["meta"] != description(meta):
             raise UsageError(f"dataset={dataset} has other characters than the weights were made with: {remedy}")
-    elif meta["tokenizer"] == Characters.name and dataset != (theirs := state.get("config", {}).get("dataset")):
-        raise UsageError(
-            f"dataset={dataset}: the weights are of dataset={theirs}, and do not say which characters: {remedy}"
-        )
+    elif meta["tokenizer"] == Characters.name and dataset != (theirs := str(state.get("config", {}).get("dataset"))):
+        own = Path(data_dir or DATA) / theirs
+        if not own.is_dir() or description(read_meta(own)) != description(meta):
+            names = f"dataset={dataset}: the weights are of dataset={theirs}, and do not say which characters"
+            raise UsageError(f"{names}; {own} does not hold the same ones: {remedy}")

@@ -2,20 +2,29 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=False
 
-A config file consists of `key = literal` lines. It is parsed, never executed.
+A config file has lines `key = value`: a literal, arithmetic on literals, or text with str(time.time()) in it. It is
+parsed, never executed. For a script of nanoGPT's, which executes this file, it sets global variables in the same way.
 """
 
 import ast
 import dataclasses
 import difflib
 import math
+import operator
 import sys
 import textwrap
+import time
 from pathlib import Path
 
+from measure.command_line import exit_code_of
 from tiny_llama_v3 import UsageError
 
-NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what ast.literal_eval may raise
+# What ast.literal_eval and arithmetic may raise
+NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, ArithmeticError)
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 LARGEST = 2**31 - 1
 LONGEST = 1000
 
@@ -30,8 +39,8 @@ def setting(default, help, at_least=None, at_most=None, choices=None):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def configure(settings_class, argv, description):
-    """An instance of settings_class, and {key: value} of what argv set."""
+def configure(settings_class, argv, description, ignored=()):
+    """A settings_class, and {key: value} of what argv set. Config files may have keys of ignored (None: any)."""
     if any(argument in ("-h", "--help") for argument in argv):
         print_help(settings_class, description)
         raise SystemExit(0)
@@ -39,7 +48,8 @@ def configure(settings_class, argv, description):
     given = {}
     try:
         for argument in argv:
-            given |= (read_argument if argument.startswith("-") else read_file)(argument, fields)
+            is_file = not argument.startswith("-")
+            given |= read_file(argument, fields, ignored) if is_file else read_argument(argument, fields)
     except UsageError as error:
         text = str(error)
         raise UsageError(text if len(text) < LONGEST else f"{text[:300]} ... {text[-300:]}") from error
@@ -65,12 +75,15 @@ def read_argument(argument, fields):
     return {key: checked(value, field, argument)}
 
 
-def read_file(name, fields):
+def read_file(name, fields, ignored):
     path = Path(name)
     try:
-        body = ast.parse(path.read_text(encoding="utf-8"), name).body
+        text = path.read_text(encoding="utf-8")
+        body = ast.parse(text, name).body
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"config file {name} cannot be read ({error}): options are written --key=value") from error
+        ours = Path(__file__).parent
+        remedy = f"change to the folder {ours}" if (ours / name).exists() else "options are written --key=value"
+        raise UsageError(f"config file {name} cannot be read ({error}): {remedy}") from error
     except NOT_LITERAL as error:
         line = getattr(error, "lineno", "?")
         raise UsageError(f"{name}:{line}: not Python: {getattr(error, 'msg', error)}") from error
@@ -80,17 +93,39 @@ def read_file(name, fields):
         match statement:
             case ast.Expr(value=ast.Constant(value=str())):
                 continue  # a docstring
+            case ast.Import(names=names) if all(alias.name in sys.stdlib_module_names for alias in names):
+                continue  # which sets nothing, and is not carried out
+            case ast.Assign(targets=[ast.Name(id=key)]) if key not in fields and (ignored is None or key in ignored):
+                continue
             case ast.Assign(targets=[ast.Name(id=key)], value=expression):
                 field = known_field(key, fields, place)
                 try:
-                    value = ast.literal_eval(expression)
+                    value = folded(expression)
                 except NOT_LITERAL:
-                    source = ast.unparse(expression)
-                    raise UsageError(f"{place}: {key} = {source} is not a literal: write the value itself") from None
+                    source = " ".join(ast.get_source_segment(text, expression).split())
+                    reason = "cannot be computed from literals alone: write the value itself"
+                    raise UsageError(f"{place}: {key} = {source} {reason}") from None
                 given[key] = checked(value, field, f"{place}: {key}")
             case _:
-                raise UsageError(f"{place}: only lines of the form key = literal are read, and nothing is executed")
+                raise UsageError(f"{place}: only lines key = literal are read, none is executed: take this one out")
     return given
+
+
+def folded(expression):
+    """The value of literals, of arithmetic on them, and of str(time.time()); one of NOT_LITERAL for all else."""
+    match expression:
+        case ast.BinOp(left=left, op=op, right=right):
+            left, right = folded(left), folded(right)
+            texts = isinstance(left, str) and isinstance(right, str) and isinstance(op, ast.Add)
+            numbers = all(isinstance(side, int | float) and abs(side) <= sys.maxsize for side in (left, right))
+            if type(op) not in OPERATORS or not texts and (not numbers or isinstance(op, ast.Pow) and abs(right) > 100):
+                raise ValueError  # other types, or a number whose size would exhaust the machine
+            return OPERATORS[type(op)](left, right)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -folded(operand)
+        case ast.Call() if ast.unparse(expression) == "str(time.time())":
+            return str(time.time())
+    return ast.literal_eval(expression)
 
 
 def known_field(key, fields, place):
@@ -131,3 +166,20 @@ def print_help(settings_class, description):
         text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
         print(textwrap.fill(f"--{field.name}={field.default}", initial_indent="  "))
         print(textwrap.fill(text, 100, initial_indent="        ", subsequent_indent="        "))
+
+
+def configure_script(variables, argv):
+    """Sets those global variables of a script that are plain values; if it fails, one line and exit code 2."""
+    fields = [
+        (name, type(value), setting(value, ""))
+        for name, value in variables.items()
+        if type(value) in (bool, int, float, str) and name.islower() and not name.startswith("_")
+    ]
+    settings_class = dataclasses.make_dataclass("Settings", fields)
+    code = exit_code_of(lambda: variables.update(configure(settings_class, argv[1:], "", None)[1]), Path(argv[0]).name)
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":  # exec(open("configurator.py").read()), as in nanoGPT's scripts
+    configure_script(globals(), sys.argv)

@@ -147,7 +147,8 @@ def make_tokenizer(meta):
 
 def remedy(folder):
     script = folder / "prepare.py" if folder.parent != DATA else Path("data") / folder.name / "prepare.py"
-    return f"run python {script}"
+    without_network = ", or start with config/train_pysource.py" if folder == DATA / "openwebtext" else ""
+    return f"run python {script}{without_network}"
 
 
 def dataset_folder(dataset, data_dir):

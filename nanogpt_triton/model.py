@@ -1,21 +1,27 @@
 """GPT-2's architecture with LayerNorm on Triton kernels. Weights have the names of nanoGPT's checkpoints.
 
-Shapes: B sequences of T tokens, C = n_embd, V = vocab_size.
+Shapes: B sequences of T tokens, C = n_embd, V = vocab_size. Scripts in this folder may import it as `model`.
 """
 
 import dataclasses
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm
-from tiny_llama_v3 import INTERPRETED, UsageError
+if __name__ == "model":  # imported by a script in this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm  # noqa: E402
+from tiny_llama_v3 import INTERPRETED, UsageError  # noqa: E402
+
+A100_FLOPS = 312e12  # a second, in bf16: the unit of nanoGPT's MFU
 IGNORED = -1  # as a target: no loss
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
@@ -42,7 +48,14 @@ def torch_add_layer_norm(x, branch, weight, bias):
     return x, F.layer_norm(x, weight.shape, weight, bias)
 
 
-ADD_LAYER_NORM = {"triton": triton_add_layer_norm, "torch": torch_add_layer_norm}
+def auto_add_layer_norm(x, branch, weight, bias):
+    """Triton's on a GPU, wherever the model was made."""
+    add_layer_norm = triton_add_layer_norm if TRITON_AVAILABLE and x.is_cuda else torch_add_layer_norm
+    return add_layer_norm(x, branch, weight, bias)
+
+
+ADD_LAYER_NORM = {"auto": auto_add_layer_norm, "triton": triton_add_layer_norm, "torch": torch_add_layer_norm}
+USING = {"auto": "on a GPU Triton-accelerated", "triton": "Triton-accelerated", "torch": "PyTorch's"}
 
 
 class LayerNorm(nn.Module):
@@ -99,16 +112,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Made on the device given. layer_norm: "triton", "torch", or "auto" for the first where it can run."""
+    """Made on the device given. layer_norm: "triton", "torch", or "auto" for the first where it can run.
 
-    def __init__(self, config, layer_norm="auto", device="cpu"):
+    Without a device, "auto" is decided in each forward pass, so that the model can be moved to a GPU later.
+    """
+
+    def __init__(self, config, layer_norm="auto", device=None):
         super().__init__()
         if config.n_embd % config.n_head:
             raise UsageError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}: change one of them")
         self.config = config
-        self.layer_norm = choose_layer_norm(layer_norm, torch.device(device))
+        self.layer_norm = choose_layer_norm(layer_norm, device)
         add_layer_norm = ADD_LAYER_NORM[self.layer_norm]
-        with torch.device(device):
+        with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
                 dict(
                     wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -122,30 +138,37 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()
         if os.environ.get("RANK", "0") == "0":
-            print("using " + {"triton": "Triton-accelerated", "torch": "PyTorch's"}[self.layer_norm] + " LayerNorm")
-            print(f"number of parameters: {self.num_parameters() / 1e6:.2f}M")
+            print(f"using {USING[self.layer_norm]} LayerNorm")
+            print(f"number of parameters: {self.get_num_params() / 1e6:.2f}M")
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal, 0.02 wide; what adds to the residual stream less, by the square root of the number of additions."""
+        """Normal, 0.02 wide; what adds to the residual stream less, by the square root of the number of additions.
+
+        Weights are drawn in nanoGPT's order, tied and c_proj's twice: on a CPU a seed gives the same weights as there.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 parameter.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer))
-            elif parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            elif name.endswith("bias"):
-                parameter.zero_()
 
-    def num_parameters(self):
-        """Without the position embeddings, as is the custom."""
-        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+    def get_num_params(self, non_embedding=True):
+        """The number of parameters; non_embedding leaves out the position embeddings, as is the custom."""
+        positions = self.transformer.wpe.weight.numel() if non_embedding else 0
+        return sum(p.numel() for p in self.parameters()) - positions
 
-    def forward(self, tokens, targets=None):
-        """tokens, targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
-        T = tokens.shape[1]
+    num_parameters = get_num_params
+
+    def forward(self, idx, targets=None):
+        """Tokens idx and targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
+        T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
-        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe.weight[:T])
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe.weight[:T])
         branch = None
         for block in self.transformer.h:
             x, branch = block(x, branch)
@@ -156,37 +179,52 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
     def crop_block_size(self, block_size):
-        """Forgets the positions beyond block_size."""
+        """Forgets the positions beyond block_size. ValueError if there are not that many."""
+        if block_size > self.config.block_size:
+            raise ValueError(f"block_size={block_size} is more than the model's {self.config.block_size}")
         self.config = dataclasses.replace(self.config, block_size=block_size)
         self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
 
     @classmethod
-    def from_pretrained(cls, name, layer_norm="auto", device="cpu", dropout=0.0):
-        """OpenAI's weights of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", by transformers."""
+    def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None):
+        """OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout, nothing else."""
+        override_args = override_args or {}
+        if model_type not in GPT2_SIZES or override_args.keys() - {"dropout"}:
+            names = ", ".join(GPT2_SIZES)
+            raise UsageError(f"from_pretrained({model_type!r}, {override_args}): give one of {names}; or only dropout")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError:
-            raise UsageError(f"init_from={name} needs a library: pip install transformers") from None
+            raise UsageError(f"init_from={model_type} needs a library: pip install transformers") from None
         try:
-            theirs = GPT2LMHeadModel.from_pretrained(name).state_dict()
+            theirs = GPT2LMHeadModel.from_pretrained(model_type).state_dict()
         except OSError as error:
             raise UsageError(
-                f"init_from={name}: the weights cannot be fetched ({str(error).splitlines()[0]})"
+                f"init_from={model_type}: the weights cannot be fetched ({str(error).splitlines()[0]}): run this once "
+                "with a network, or point HF_HOME to a cache that has them"
             ) from error
-        config = GPTConfig(block_size=1024, vocab_size=50257, dropout=dropout, bias=True, **GPT2_SIZES[name])
+        config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **override_args)
         model = cls(config, layer_norm, device)
         model.load_state_dict(from_hugging_face(theirs))
         return model
 
-    def make_optimizer(self, weight_decay, learning_rate, betas):
-        """AdamW that decays matrices and embeddings, and neither biases nor norms."""
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type=None):
+        """AdamW, fused on device_type "cuda" (default: the weights'), that decays neither biases nor norms."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        fused = parameters[0].device.type == "cuda"
+        fused = (device_type or parameters[0].device.type) == "cuda"
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+
+    make_optimizer = configure_optimizers
+
+    def estimate_mfu(self, fwdbwd_per_iter, dt):
+        """nanoGPT's: the FLOPs of that many sequences in dt seconds, masked too, as a share of an A100's in bf16."""
+        config = self.config
+        flops_per_token = 6 * self.get_num_params() + 12 * config.n_layer * config.n_embd * config.block_size
+        return flops_per_token * config.block_size * fwdbwd_per_iter / dt / A100_FLOPS
 
     def flops_per_token(self):
         """Of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B), half of them masked.
@@ -194,33 +232,34 @@ class GPT(nn.Module):
         PaLM and nanoGPT count the masked half too; as in tiny_llama_v3.py, only what must be computed counts here.
         """
         config = self.config
-        return 6 * self.num_parameters() + 6 * config.n_layer * config.n_embd * config.block_size
+        return 6 * self.get_num_params() + 6 * config.n_layer * config.n_embd * config.block_size
 
     @torch.no_grad()
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, forward=None):
-        """tokens (B, T) -> (B, T + max_new_tokens), drawn from the model. forward: a compiled one, say."""
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, forward=None):
+        """Tokens idx (B, T) -> (B, T + max_new_tokens), drawn from the model. forward: a compiled one, say."""
         forward = forward or self
-        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+        if idx.numel() and not 0 <= idx.min() <= idx.max() < self.config.vocab_size:
             raise ValueError(f"a token is beyond the vocabulary of {self.config.vocab_size}")
         for _ in range(max_new_tokens):
-            logits, _ = forward(tokens[:, -self.config.block_size :])
+            logits, _ = forward(idx[:, -self.config.block_size :])
             logits = logits[:, -1].float() / temperature
             if not logits.isfinite().all():
                 raise UsageError("the model's logits are not finite: give another checkpoint, or --dtype=float32")
             if top_k:
                 kept, _ = logits.topk(min(top_k, logits.shape[-1]))
                 logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(dim=-1), 1)], dim=1)
-        return tokens
+            idx = torch.cat([idx, torch.multinomial(logits.softmax(dim=-1), 1)], dim=1)
+        return idx
 
 
 def choose_layer_norm(requested, device):
-    possible = TRITON_AVAILABLE and (device.type == "cuda" or INTERPRETED)
+    on_gpu = device is None or torch.device(device).type == "cuda"  # or may be later
+    possible = TRITON_AVAILABLE and (on_gpu or INTERPRETED)
     if requested == "triton" and not possible:
-        why = "Triton is not available" if device.type == "cuda" else f"the device is {device}"
+        why = "Triton is not available" if on_gpu else f"the device is {device}"
         raise UsageError(f"layer_norm=triton: {why}: use layer_norm=auto")
-    if requested == "auto":
-        return "triton" if possible and device.type == "cuda" else "torch"
+    if requested == "auto" and (device or not possible):
+        return "triton" if possible and on_gpu else "torch"
     return requested
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # not this folder, whose kernels would hide the library that transformers looks for
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
@@ -29,6 +30,7 @@ from nanogpt_triton.train import (  # noqa: E402
     select_device,
     select_dtype,
 )
+from nanogpt_triton.train import Settings as TrainingSettings  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402
 
 
@@ -48,7 +50,7 @@ class Settings:
     layer_norm: str = setting(
         "auto", "whose LayerNorm; auto: Triton's where it runs", choices=("auto", "triton", "torch")
     )
-    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    device: str = setting("auto", "cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu")
     dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
     compile: bool = setting(False, "torch.compile the model")
 
@@ -82,7 +84,7 @@ def meta_of(state, data_dir, path):
             f"{path} is for {vocab_size} tokens, and {folder} for {meta['vocab_size']}: give --data_dir, where the "
             f"folder {dataset} with its meta.json or meta.pkl lies"
         )
-    checkpoint.check_data(state, dataset, meta)
+    checkpoint.check_data(state, dataset, data_dir, meta)
     return meta
 
 
@@ -119,7 +121,7 @@ def sample(settings):
 
 @program("sample.py")
 def main(argv):
-    settings, _ = configure(Settings, argv, __doc__)
+    settings, _ = configure(Settings, argv, __doc__, TrainingSettings.__dataclass_fields__)
     try:
         sample(settings)
     except (RuntimeError, MemoryError) as error:

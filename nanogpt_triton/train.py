@@ -26,7 +26,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # not this folder, whose kernels would hide the library that transformers looks for
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
@@ -34,8 +35,7 @@ from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
-from tiny_llama.hardware import peak_tflops  # noqa: E402
-from tiny_llama_v3 import UsageError, dot_precision, get_device  # noqa: E402
+from tiny_llama_v3 import UsageError  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,7 +57,7 @@ class Settings:
     wandb_project: str = setting("owt", "its project")
     wandb_run_name: str = setting("gpt2", "its name for the run")
     # data
-    dataset: str = setting("pysource", "a folder of data/, prepared by its prepare.py")
+    dataset: str = setting("openwebtext", "a folder of data/, prepared by its prepare.py")
     data_dir: str = setting("", "where the folders of datasets lie; default: data/ beside train.py")
     gradient_accumulation_steps: int = setting(40, "batches an iteration, those of all processes together", at_least=1)
     batch_size: int = setting(12, "sequences a batch", at_least=1)
@@ -73,7 +73,7 @@ class Settings:
     )
     # optimizer
     learning_rate: float = setting(6e-4, "of AdamW, at its highest", at_least=0.0)
-    max_iters: int = setting(600000, "iterations in all", at_least=0)
+    max_iters: int = setting(600000, "the last iteration, counted from 0", at_least=0)
     weight_decay: float = setting(1e-1, "of matrices and embeddings", at_least=0.0)
     beta1: float = setting(0.9, "of AdamW", at_least=0.0, at_most=0.9999)
     beta2: float = setting(0.95, "of AdamW", at_least=0.0, at_most=0.9999)
@@ -84,7 +84,7 @@ class Settings:
     min_lr: float = setting(6e-5, "learning rate at the end", at_least=0.0)
     # system
     backend: str = setting("auto", "of torch.distributed; auto: nccl on GPUs", choices=("auto", "nccl", "gloo"))
-    device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
+    device: str = setting("auto", "cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu")
     dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
     comm_timeout: int = setting(
         600, "seconds that processes wait for each other, which one may need to write a checkpoint", at_least=1
@@ -117,7 +117,8 @@ def join(world, settings):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world.join(device, settings.comm_timeout, backend)
-    world.require_same(settings, flag_of=str)
+    # Only rank 0 uses the name of the run, which may hold the time.
+    world.require_same(dataclasses.replace(settings, wandb_run_name=""), flag_of=str)
     return device
 
 
@@ -128,8 +129,12 @@ def select_device(requested, local_rank, world_size):
         kind = "cuda" if available else "cpu"
     if kind == "cpu" and not index:
         return torch.device("cpu")
+    if requested == "mps":
+        if not torch.backends.mps.is_available() or world_size > 1:
+            raise UsageError("device=mps is for one process on a Mac with an Apple GPU: use device=cpu")
+        return torch.device("mps")
     if kind != "cuda" or index and not index.isdecimal():
-        raise UsageError(f"device={requested} is unknown: use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device={requested} is unknown: use auto, cpu, cuda, cuda:N or mps")
     number = local_rank if world_size > 1 else int(index or 0)
     if number >= available:
         raise UsageError(
@@ -141,7 +146,7 @@ def select_device(requested, local_rank, world_size):
 def select_dtype(requested, device):
     if requested != "auto":
         return requested
-    if device.type == "cpu":
+    if device.type != "cuda":
         return "float32"
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
@@ -222,10 +227,11 @@ class Trainer:
 
         folder = dataset_folder(settings.dataset, settings.data_dir)
         meta = read_meta(folder)
+        Batches(folder, "train", meta, 1, 1, settings.seed)  # UsageError before weights are downloaded
         state = None
         if settings.init_from == "resume":
             state = checkpoint.load(checkpoint.find(settings.out_dir, newest=True))
-            checkpoint.check_data(state, settings.dataset, meta)
+            checkpoint.check_data(state, settings.dataset, settings.data_dir, meta)
         self.raw_model = self.make_model(meta, state)
         self.description = description(meta)
         shape = settings.batch_size, self.raw_model.config.block_size
@@ -233,7 +239,7 @@ class Trainer:
         self.eval_batches = {split: Batches(folder, split, meta, *shape, settings.seed + 1) for split in SPLITS}
 
         betas = settings.beta1, settings.beta2
-        self.optimizer = self.raw_model.make_optimizer(settings.weight_decay, settings.learning_rate, betas)
+        self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
         torch.manual_seed(settings.seed + world.rank)  # dropout differs between processes
         if state:
@@ -250,7 +256,7 @@ class Trainer:
         if settings.init_from in GPT2_SIZES:
             if meta["tokenizer"] != BytePairs.name:
                 raise UsageError(f"init_from={settings.init_from} needs GPT-2's tokens, such as dataset=shakespeare")
-            model = GPT.from_pretrained(settings.init_from, dropout=settings.dropout, **where)
+            model = GPT.from_pretrained(settings.init_from, dict(dropout=settings.dropout), **where)
             if settings.block_size < model.config.block_size:
                 model.crop_block_size(settings.block_size)
             return model
@@ -333,8 +339,8 @@ class Trainer:
 
     def fetch(self, batches, number):
         inputs, targets = (torch.from_numpy(array).contiguous() for array in batches[number])
-        if self.device.type == "cpu":
-            return inputs, targets
+        if self.device.type != "cuda":
+            return inputs.to(self.device), targets.to(self.device)
         return [t.pin_memory().to(self.device, non_blocking=True) for t in (inputs, targets)]
 
     def step(self, stopped=lambda: False):
@@ -433,20 +439,13 @@ class StopRequest:
         os.close(self.reader)
 
 
-def peak_of(dtype):
-    """TFLOP/s that this GPU reaches in matrix products under autocast to dtype, or None where that is unknown."""
-    device = get_device("cuda")
-    fp32 = "tf32" if dot_precision(device) == "tf32" else "fp32"
-    return peak_tflops(device, fp32 if dtype == "float32" else "bf16")  # fp16 is as fast
-
-
 class Log:
     """The losses since the last line, read from the device only when a line is due."""
 
     def __init__(self, trainer, start):
         self.trainer, self.losses, self.start = trainer, [], time.perf_counter()
         self.saved_at = trainer.iteration if start == "resume" else None  # the iteration of the newest checkpoint
-        self.peak = peak_of(trainer.dtype) if trainer.device.type == "cuda" else None
+        self.mfu = -1.0  # of the last line
 
     def settle(self):
         """The last loss, the mean over the processes; raises Diverged if one of them all was no number."""
@@ -467,12 +466,10 @@ class Log:
         loss = self.settle()
         trainer = self.trainer
         seconds = (time.perf_counter() - self.start) / number
-        tokens = trainer.settings.batch_size * trainer.raw_model.config.block_size * trainer.count / seconds
-        mfu = tokens * trainer.raw_model.flops_per_token() / self.peak / 1e12 if self.peak else None
+        self.mfu = trainer.raw_model.estimate_mfu(trainer.settings.batch_size * trainer.count, seconds)
         if trainer.world.rank == 0:
             print(
-                f"iter {trainer.iteration - 1}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, "
-                f"{tokens * trainer.world.size:,.0f} tokens/s" + (f", mfu {100 * mfu:.2f}%" if mfu else ""),
+                f"iter {trainer.iteration - 1}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, mfu {100 * self.mfu:.2f}%",
                 flush=True,
             )
         self.start = time.perf_counter()
@@ -483,8 +480,14 @@ def start_wandb(settings):
     try:
         import wandb
     except ImportError:
-        raise UsageError("wandb_log=True needs a library: pip install wandb") from None
-    wandb.init(project=settings.wandb_project, name=settings.wandb_run_name, config=dataclasses.asdict(settings))
+        raise UsageError("wandb_log=True needs a library: pip install wandb, or give --wandb_log=False") from None
+    try:
+        wandb.init(project=settings.wandb_project, name=settings.wandb_run_name, config=dataclasses.asdict(settings))
+    except wandb.Error as error:
+        raise UsageError(
+            f"wandb_log=True: {' '.join(str(error).split())}: set WANDB_MODE=offline in the environment, or give "
+            "--wandb_log=False"
+        ) from error
     return wandb.log
 
 
@@ -512,7 +515,8 @@ def run(trainer, stop, report):
     settings, world = trainer.settings, trainer.world
     log = Log(trainer, settings.init_from)
     while True:
-        if trainer.iteration % settings.eval_interval == 0 or trainer.iteration >= settings.max_iters:
+        number = trainer.iteration
+        if number % settings.eval_interval == 0 or number == settings.max_iters or settings.eval_only:
             log.settle()
             losses = trainer.evaluate(stop.agreed)
             if losses is None:
@@ -526,7 +530,7 @@ def run(trainer, stop, report):
                     rate = learning_rate(settings, trainer.iteration)
                     report(
                         {f"{split}/loss": loss for split, loss in losses.items()}
-                        | {"iter": trainer.iteration, "lr": rate}
+                        | {"iter": trainer.iteration, "lr": rate, "mfu": 100 * log.mfu}
                     )
             if not all(map(math.isfinite, losses.values())):
                 log.losses = [torch.tensor(losses["train"] + losses["val"])]
@@ -541,13 +545,16 @@ def run(trainer, stop, report):
             if settings.target_loss and losses["val"] <= settings.target_loss:
                 break
             log.start = time.perf_counter()
-        if settings.eval_only or trainer.iteration >= settings.max_iters:
+        if settings.eval_only:
             break
         loss = trainer.step(stop.agreed)
         if loss is not None:
             log.losses.append(loss)
             if (trainer.iteration - 1) % settings.log_interval == 0:
                 log.line()
+        if trainer.iteration > settings.max_iters:  # as nanoGPT, which leaves the last update unsaved as well
+            log.settle()
+            break
         if loss is None or stop.agreed():
             return interrupted(trainer, log)
     if world.rank == 0:
@@ -580,12 +587,11 @@ def is_out_of_memory(error):
     return "DefaultCPUAllocator" in str(error) or "Storage size calculation overflowed" in str(error)
 
 
-def configure_and_train(argv, world):
-    settings, given = configure(Settings, argv, __doc__)
-    if given:
-        print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
+@contextlib.contextmanager
+def remedies(settings):
+    """Raises UsageError where the memory does not suffice for the settings, or torch.compile fails."""
     try:
-        return train(settings, world)
+        yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             remedy = "halve batch_size and double gradient_accumulation_steps, or " if settings.batch_size > 1 else ""
@@ -598,6 +604,14 @@ def configure_and_train(argv, world):
         else:
             raise
         raise UsageError(message) from error
+
+
+def configure_and_train(argv, world):
+    settings, given = configure(Settings, argv, __doc__)
+    if given:
+        print("overriding: " + ", ".join(f"{key} = {value!r}" for key, value in given.items()))
+    with remedies(settings):
+        return train(settings, world)
 
 
 @program("train.py")

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from nanogpt_triton import dataset, sample, train
+from nanogpt_triton import bench, dataset, sample, train
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.data import preparing
 from tiny_llama_v3 import UsageError
@@ -67,9 +67,12 @@ def test_later_settings_win(tmp_path):
     assert settings_of("--out_dir='a b'").out_dir == "a b"
 
 
-@pytest.mark.parametrize("name", ["train_gpt2", "train_shakespeare_char", "train_pysource"])
-def test_our_config_files(name):
-    assert settings_of(str(FOLDER / "config" / f"{name}.py")).dataset in ("openwebtext", "shakespeare_char", "pysource")
+@pytest.mark.parametrize("path", sorted((FOLDER / "config").glob("*.py")), ids=lambda path: path.stem)
+def test_our_config_files(path):
+    """They name prepared datasets; sample.py takes from them what it needs."""
+    assert (FOLDER / "data" / settings_of(str(path)).dataset / "prepare.py").exists()
+    given = configure(sample.Settings, [str(path)], "", train.Settings.__dataclass_fields__)[1]
+    assert given.keys() <= {"out_dir", "init_from", "compile"} and given
 
 
 @pytest.mark.parametrize(
@@ -125,12 +128,18 @@ def test_the_ends_of_ranges_are_possible():
     "text, words",
     [
         ("batch_size = 3\nbatchsize = 4\n", [":2:", "did you mean batch_size?"]),
-        ("batch_size = 3 * 4\n", [":1:", "3 * 4 is not a literal"]),
-        ("import os\n", [":1:", "nothing is executed"]),
-        ("batch_size = open('touched', 'w')\n", ["is not a literal"]),
+        ("batch_size = 3 * seed\n", [":1:", "3 * seed cannot be computed from literals", "write the value"]),
+        ("batch_size = 3 ** 9999\n", ["cannot be computed"]),
+        ("batch_size = (2 ** 64) * 2\n", ["cannot be computed"]),
+        ("batch_size = 1 // 0\n", ["cannot be computed"]),
+        ("out_dir = 'a' * 3\n", ["cannot be computed"]),
+        ("wandb_run_name = str(time.sleep(9))\n", ["cannot be computed"]),
+        ("import settings\n", [":1:", "none is executed: take this one out"]),
+        ("from time import *\n", [":1:", "none is executed"]),
+        ("batch_size = open('touched', 'w')\n", ["cannot be computed"]),
         ("batch_size = block_size = 3\n", ["key = literal"]),
         ("batch_size = \n", [":1:", "not Python"]),
-        ("batch_size = {[]: 1}\n", [":1:", "is not a literal"]),
+        ("batch_size = {[]: 1}\n", [":1:", "cannot be computed"]),
         (f"batch_size = {'-' * 100_000}1\n", ["not Python"]),
         ("batch_size = '3'\n", ["'3'", "not an integer"]),
     ],
@@ -142,6 +151,23 @@ def test_a_config_file_is_not_executed(tmp_path, monkeypatch, text, words):
         settings_of("c.py")
     assert all(word in str(error.value) for word in ["c.py", *words])
     assert not Path("touched").exists()
+
+
+def test_arithmetic_and_the_time_in_a_config_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1.5)
+    text = "import time, os\nbatch_size = 5 * 8 + 2 ** 3 // 3 - -1\nlearning_rate = (7 % 4) / 10\n"
+    (tmp_path / "c.py").write_text(text + "wandb_run_name = 'ft' + '-' + str(time.time())\n")
+    given = dict(batch_size=43, learning_rate=0.3, wandb_run_name="ft-1.5")
+    assert configure(train.Settings, [str(tmp_path / "c.py")], "")[1] == given
+
+
+def test_a_config_file_from_another_folder_or_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UsageError, match=f"cannot be read .*: change to the folder {FOLDER}"):
+        settings_of("config/train_gpt2.py")
+    with pytest.raises(UsageError, match="config.json:1: only lines key = literal are read"):
+        settings_of("config.json")
 
 
 def test_help_lists_every_key(capsys):
@@ -222,6 +248,22 @@ def test_documents_end_where_the_next_begins(tmp_path, tiktoken):
     tokens = {split: np.fromfile(tmp_path / "out" / f"{split}.bin", dataset.TOKEN).tolist() for split in dataset.SPLITS}
     assert tokens["val"] == [*b"text 4", 50256]
     assert tokens["train"] == sum(([*f"text {n}".encode(), 50256] for n in range(4)), [])
+
+
+def test_openwebtext(tmp_path, tiktoken, monkeypatch, capsys):
+    """By the library datasets, with progress; what keeps it from loading is said in a line."""
+    documents = [{"text": f"text {number}"} for number in range(5)]
+    load, shown = Mock(return_value=documents), Mock(side_effect=lambda rows, unit: rows)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=shown))
+    assert run_prepare("openwebtext", "--output", tmp_path) == 0
+    assert dataset.read_meta(tmp_path)["tokens"] == {"train": 28, "val": 7} and shown.call_args.args == (documents,)
+    load.side_effect = RuntimeError("Dataset scripts are no longer supported,\nbut found x.py")
+    for words in ("(Dataset scripts are no longer supported, but found x.py): give --input", "pip install datasets"):
+        assert run_prepare("openwebtext", "--output", tmp_path) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+        monkeypatch.setitem(sys.modules, "datasets", None)
 
 
 def test_without_tiktoken(tmp_path, text_file, monkeypatch, capsys):
@@ -458,6 +500,7 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
 
 
 def test_unknown_dataset_lists_ours():
+    assert dataset.remedy(dataset.DATA / "openwebtext").endswith("prepare.py, or start with config/train_pysource.py")
     with pytest.raises(UsageError, match="openwebtext, pysource, shakespeare, shakespeare_char"):
         dataset.dataset_folder("nothing", "")
 
@@ -466,7 +509,8 @@ def test_unknown_dataset_lists_ours():
 
 
 def documented_commands():
-    pages = [FOLDER / "README.md", FOLDER / "train.py", FOLDER / "sample.py", *(FOLDER / "config").glob("*.py")]
+    programs = [FOLDER / f"{name}.py" for name in ("train", "sample", "bench")]
+    pages = [FOLDER / "README.md", *programs, *(FOLDER / "config").glob("*.py")]
     for page in pages:
         for line in page.read_text().splitlines():
             if match := re.match(r"\s*((?:python|torchrun) .*?\.py.*?)(?:  .*)?$", line):
@@ -479,8 +523,8 @@ def test_documented_commands_are_understood(page, command):
     script = next(word for word in words if word.endswith(".py"))
     assert (FOLDER / script).exists()
     arguments = [str(FOLDER / word) if word.endswith(".py") else word for word in words[words.index(script) + 1 :]]
-    if script in ("train.py", "sample.py"):
-        configure({"train.py": train, "sample.py": sample}[script].Settings, arguments, "")
+    if program := {"train.py": train, "sample.py": sample, "bench.py": bench}.get(script):
+        configure(program.Settings, arguments, "")
 
 
 def test_keys_named_in_the_readme_exist():

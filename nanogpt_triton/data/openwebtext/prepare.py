@@ -17,6 +17,7 @@ from nanogpt_triton.data.preparing import read_text, run  # noqa: E402
 from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402
 
+REPOSITORY = "Skylion007/openwebtext"  # Parquet files: datasets refuses scripts since its version 4
 SEED = 2357
 DOCUMENTS_AT_ONCE = 1000
 
@@ -24,13 +25,15 @@ DOCUMENTS_AT_ONCE = 1000
 def openwebtext():
     try:
         from datasets import load_dataset
+        from tqdm import tqdm  # which datasets needs as well
     except ImportError:
         raise UsageError("OpenWebText needs a library: pip install datasets, or give --input FILE ...") from None
     try:
-        dataset = load_dataset("Skylion007/openwebtext", split="train")
+        dataset = load_dataset(REPOSITORY, split="train")
     except Exception as error:  # whatever its download raises
-        raise UsageError(f"cannot download OpenWebText ({error}): give --input FILE ... instead") from error
-    return (document["text"] for document in dataset)
+        reason = " ".join(str(error).split())
+        raise UsageError(f"cannot download OpenWebText ({reason:.300}): give --input FILE ... instead") from error
+    return (document["text"] for document in tqdm(dataset, unit=" documents"))
 
 
 def prepare(options):

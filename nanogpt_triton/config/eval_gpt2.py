@@ -1,0 +1,6 @@
+"""The loss of OpenAI's GPT-2 with 124 million weights on OpenWebText."""
+
+init_from = "gpt2"
+eval_only = True
+eval_iters = 500
+batch_size = 8
