@@ -11,6 +11,7 @@ there. Each task has a process of its own, so that a crash or an endless loop en
 tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
+import ast
 import bdb
 import faulthandler
 import importlib.util
@@ -41,7 +42,7 @@ try:
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-    from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, poisoned_masks
+    from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, strict_interpreter
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program
     from measure.device import require_triton
@@ -86,11 +87,27 @@ def load(path):
 
 
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
-ERROR_HINTS = {  # {pattern of an error: its usual cause}
+ADDRESSES = "a pointer is one address, pointer + offsets a block of them: tl.load(x_ptr + offsets, mask=mask)"
+ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usual cause}
     r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
     r"illegal memory access|misaligned address": OUTSIDE,
-    r"incompatible dimensions": "rows[:, None] is a column, keys[None, :] a row, and both together are a tile",
-    r"NoneType": "does the function return what its docstring says?",
+    r"incompatible dimensions|Inner dimensions|for dot|inner shape": "rows[:, None] is a column, keys[None, :] a row, "
+    "and both together are a tile; what is stored, its addresses and its mask have one shape",
+    r"_ptr\[|Unsupported ptr type|pointer argument is not a block|pointer<": ADDRESSES,
+    r"cannot cast": f"an address is not a value: is a tl.load missing? {ADDRESSES}",
+    r"'range' object": "tl.arange(0, BLOCK_SIZE) is a block of numbers, range is Python's",
+    r"axis .*out of bounds|axis \[|m(ax|in)imum\(\) got an unexpected": "tl.max(x, axis=0) finds the largest of a "
+    "block, tl.maximum(a, b) takes the larger of two",
+    r"must be Tensor, not tensor|\bmath\.|name 'torch'": "in a kernel, use tl: tl.sigmoid, tl.exp, tl.sqrt, tl.arange",
+    r"pow\(\)": "write x * x",
+    r"for @": "tl.dot multiplies tiles",
+    r"same dtype": "tl.dot takes two tiles of one type: p.to(v.dtype)",
+    r"return_types": ".max(dim=1) gives the values and their indices: .max(dim=1).values",
+    r"size of tensor a": "[:, None] makes a column of one number for each row",
+    r"not SiluMul": "SiluMul.apply(gate, up) runs it, SiluMul(gate, up) makes an object",
+    r"shapes cannot be multiplied": "F.linear(x, weight) is x @ weight.T",
+    r"is invalid for input": "take sizes from the arguments: the check has several",
+    r"unpack|not iterable|NoneType": "does the function return what its docstring says?",
 }
 
 
@@ -122,15 +139,30 @@ def describe(error, path):
     place = f" in line {line} of {path.name}" if line else ""
     shown = traceback.TracebackException(type(chain[-1]), chain[-1], None)  # str() of the participant's may raise
     said = (getattr(chain[-1], "error_message", None) or str(shown)).strip()
-    hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, said)), "")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if line else []
+    found = f"{lines[line - 1]}\n{said}" if line and line <= len(lines) else said
+    hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, found)), "")
     return f"{type(chain[-1]).__name__}{place}: {said.splitlines()[0] if said else ''}{hint}"
+
+
+def source_of(exercise, task):
+    function = getattr(exercise, task)
+    return inspect.getsource(getattr(function, "fn", function))
 
 
 def blanks_of(exercise, task):
     """The blanks in a task's function that are not filled in."""
-    function = getattr(exercise, task, None)
-    source = inspect.getsource(getattr(function, "fn", function)) if function else ""
-    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", source))
+    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", source_of(exercise, task)))
+
+
+def unparenthesised(exercise, task):
+    """Names a line of a task's function in which & takes its operands from between two comparisons, or ""."""
+    for node in ast.walk(ast.parse(textwrap.dedent(source_of(exercise, task)))):
+        if isinstance(node, ast.Compare):
+            sides = [side for side in (node.left, *node.comparators) if isinstance(side, ast.BinOp)]
+            if any(isinstance(side.op, ast.BitAnd | ast.BitOr) for side in sides):
+                return f"`{ast.unparse(node)}` needs parentheses around each comparison, as & comes before <. So "
+    return ""
 
 
 def judge(path, checks, task):
@@ -142,8 +174,10 @@ def judge(path, checks, task):
         exercise = load(path)
     except anything as error:
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
+    if not hasattr(exercise, task):
+        return Verdict(False, f"there is no {task} in {path.name}: in a notebook, run its cell first", begun=False)
     try:
-        with warnings.catch_warnings(), poisoned_masks(getattr(checks, "POISON", POISON)):
+        with warnings.catch_warnings(), strict_interpreter(getattr(checks, "POISON", POISON)):
             warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
             checks.TASKS[task](exercise)
     except NotYet as reason:
@@ -151,7 +185,7 @@ def judge(path, checks, task):
     except Wrong as wrong:
         blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
         left = f"not written yet, {blanks}; once it is, take the comment away"
-        return Verdict(False, left if blanks else str(wrong), begun=not blanks)
+        return Verdict(False, left if blanks else unparenthesised(exercise, task) + str(wrong), begun=not blanks)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:

@@ -6,12 +6,13 @@
 
 The program reads the files of `exercises/check.py` (progress.json, one for each participant) and of
 `exercises.sweep_swiglu --output`. It uses the newest file of a participant, and names the files that it leaves out.
-Files of `root`, as everybody in a container is called, count as different participants.
+Files of `root` and other names that everybody has in a container count as different participants.
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -60,6 +61,7 @@ def read_all(paths):
     The newest progress of a participant comes last.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+    top = os.path.commonpath([path.absolute() if path.is_dir() else path.absolute().parent for path in paths])
     progress, sweeps, left_out = {}, [], []
     for file in files:
         try:
@@ -69,7 +71,7 @@ def read_all(paths):
             continue
         if is_progress(content):
             who = content["participant"]
-            who += f" ({'/'.join(file.absolute().parts[-2:])})" * (who in NOBODY)
+            who += f" ({os.path.relpath(file, top)})" * (who.lower() in NOBODY)
             progress.setdefault(who, []).append(content)
         elif is_sweep(content):
             sweeps.append(content)

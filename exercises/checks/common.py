@@ -7,6 +7,7 @@ Mistakes are iterables, usually generators, so that they cost nothing where the 
 
 import contextlib
 import math
+import sys
 from unittest import mock
 
 import torch
@@ -45,8 +46,10 @@ def expect_passed(check, exercise, message):
 
 
 def expect_number(name, got, wanted, hint, mistakes=()):
-    """Compares numbers, or tuples of them. mistakes: pairs (number or tuple, words)."""
+    """Compares whole numbers, or tuples of them. mistakes: pairs (number or tuple, words)."""
     if got != wanted:
+        if any(isinstance(number, float) and number % 1 for number in (got if isinstance(got, tuple) else [got])):
+            hint = f"a count is a whole number: divide with //, which rounds down, not with /; {hint}"
         words = next((words for candidate, words in mistakes if candidate == got != wanted), hint)
         raise Wrong(f"{name} is {got!r}, expected {wanted!r}: {words}")
 
@@ -64,7 +67,9 @@ def expect_close(name, got, wanted, tolerance, hint, mistakes=(), behind=None):
     expect(isinstance(got, torch.Tensor), f"{name} is {got!r}, not a tensor: is it returned?")
     unstored = is_unwritten(got).cpu()
     got, wanted = got.detach().double().cpu(), wanted.detach().double().cpu()
-    expect(got.shape == wanted.shape, f"{name} has the shape {tuple(got.shape)}, expected {tuple(wanted.shape)}")
+    expect(
+        got.shape == wanted.shape, f"{name} has the shape {tuple(got.shape)}, expected {tuple(wanted.shape)}; {hint}"
+    )
     bad = differs(got, wanted, tolerance)
     if not bad.any():
         if behind is not None:
@@ -82,14 +87,75 @@ def expect_close(name, got, wanted, tolerance, hint, mistakes=(), behind=None):
     else:
         if behind is not None:
             expect_untouched(name, behind)
+        hint = "; ".join(filter(None, (symptom_of(got, wanted, bad), hint)))
     where = tuple(bad.nonzero()[0].tolist())
     value, good = got[where].item(), wanted[where].item()
-    described = "never stored" if unstored[where] else f"{value:.5g}"
+    digits = next((digits for digits in (5, 8, 12) if f"{value:.{digits}g}" != f"{good:.{digits}g}"), 17)
+    described = "never stored" if unstored[where] else f"{value:.{digits}g}"
     if math.isnan(value) and not unstored[where]:
         described = "NaN, of a computation (0 / 0, inf - inf, the root of a negative number)"
     kind = NothingStored if got.isnan().all() else Wrong
     count = f"{int(bad.sum())} of {bad.numel()} elements of {name} are wrong"
-    raise kind(f"{count}: at {where} it is {described}, expected {good:.5g}; {hint}")
+    raise kind(f"{count}: at {where} it is {described}, expected {good:.{digits}g}; {hint}")
+
+
+def symptom_of(got, wanted, bad):
+    """How got differs from wanted, both fp64, in words that hold whatever the cause is; "" where nothing stands out."""
+
+    def same(one, other):
+        return not differs(one, other, 1e-4).any()
+
+    def steady(values, neutral, dim):
+        """Whether values hardly vary along dim, as measured by how far they lie from neutral."""
+        middle = values.median(dim=dim, keepdim=True).values
+        return ((values - middle).abs() <= 0.02 * (middle - neutral).abs().max()).all()
+
+    kind, error, ratio = "rows" if got.ndim > 1 else "elements", got - wanted, got / wanted
+    off = error.abs().max() / wanted.abs().max()
+    if got.isfinite().all():
+        if not got.any():
+            return "it is all zeros"
+        if same(got, wanted.trunc()):
+            return "the fractions are cut off: is something converted to integers?"
+        if steady(ratio.flatten(), 1, 0):
+            return f"every element is {ratio.median():.4g} times what is expected"
+        if steady(error.flatten(), 0, 0):
+            return f"every element is {error.median():+.4g} away from what is expected"
+        if off > 0.01 and len(got) > 1 and same(got, got[:1].expand_as(got)):
+            return f"all {kind} are the same: does every program take its own?"
+        if got.ndim > 1 and steady(ratio, 1, -1):
+            return "each row is off by a factor of its own: look at what is computed once for a row (a sum, a root)"
+        if off < 0.01 and 0.1 < (error[bad] > 0).double().mean() < 0.9:
+            precision = "fp32, where the inputs are fp64" if off < 1e-6 else "fp16 or bf16"
+            return f"right but for the last digits: is something computed or stored in {precision}?"
+        if any(same(got, wanted.flip(axis)) for axis in range(got.ndim)):
+            return "the values are right, but in reverse order"
+        if same(got.flatten().sort().values, wanted.flatten().sort().values):
+            return "the values are right, but in another order: look at the offsets of loads and stores"
+    right = ~bad.flatten(1).any(dim=1) if bad.ndim > 1 else ~bad
+    return f"right are only the {kind} {ranges(right)}" if right.double().mean() > 0.1 else ""
+
+
+def ranges(true):
+    """The indices of what is True, "0 to 3, 7"; with ... after the third range."""
+    indices, parts = true.nonzero().flatten().tolist(), []
+    for index in indices:
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    told = [f"{first} to {last}" if last > first else str(first) for first, last in parts[:3]]
+    return ", ".join(told) + ", ..." * (len(parts) > 3)
+
+
+@contextlib.contextmanager
+def unchanged(**inputs):
+    """Wrong if the code within changes one of these tensors."""
+    before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    yield
+    for name, tensor in inputs.items():
+        expect(torch.equal(tensor, before[name]), f"{name} is an input, and was changed in place (by +=, *=, a method "
+               "whose name ends with _, or a store): make a new tensor instead")  # fmt: skip
 
 
 def randn(*shape, dtype=torch.float32):
@@ -152,10 +218,11 @@ def interpreter_works():
 
 
 @contextlib.contextmanager
-def poisoned_masks(poison=POISON):
-    """Of a masked load without `other`, the interpreter hands out poison for what is left out, not zeros.
+def strict_interpreter(poison=POISON):
+    """Has the interpreter refuse, or leave undefined, what a GPU does, and multiply bf16 as one does.
 
-    It is undefined: on a GPU it is what the register held before.
+    Of a masked load without `other` it hands out poison for what is left out, not zeros: on a GPU it is what the
+    register held before. The truth of a block (`and`, `or`, `not`, `if`) is an error, as it is to the compiler.
     """
     if ON_GPU:
         yield
@@ -163,7 +230,8 @@ def poisoned_masks(poison=POISON):
     import numpy as np
     from triton.runtime import interpreter
 
-    load = interpreter.InterpreterBuilder.create_masked_load
+    builder = interpreter.InterpreterBuilder
+    load, dot, patch_tensor = builder.create_masked_load, builder.create_dot, interpreter._patch_lang_tensor
 
     def create_masked_load(self, ptrs, mask, other, *rest):
         element = ptrs.get_element_ty()
@@ -174,15 +242,31 @@ def poisoned_masks(poison=POISON):
             other = interpreter.TensorHandle(np.full(ptrs.data.shape, value, dtype), element)
         return load(self, ptrs, mask, other, *rest)
 
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", create_masked_load):
+    def create_dot(self, a, b, *rest):
+        """The interpreter multiplies the bits of bf16 as integers."""
+        sides = [self.cast_impl(side, tl.float32) if side.dtype.scalar.is_bf16() else side for side in (a, b)]
+        return dot(self, *sides, *rest)
+
+    def truth(block):
+        one = block.handle.data.size == 1
+        if not one and not sys._getframe(1).f_globals.get("__name__", "").startswith("triton."):
+            raise ValueError("and, or, not and if take one True or False, not a block: combine masks by & and |, with "
+                             "parentheses around each comparison")  # fmt: skip
+        return not one or bool(block.handle.data)
+
+    def patch_lang_tensor(tensor, *rest):
+        patch_tensor(tensor, *rest)
+        tensor.__bool__ = truth
+
+    with (
+        mock.patch.multiple(builder, create_masked_load=create_masked_load, create_dot=create_dot),
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch_lang_tensor),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def counted_launches(*kernels):
-    """[launches] of each kernel within the block, in their order, once it is over."""
-    with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(mock.patch.object(kernel, "run", wraps=kernel.run)) for kernel in kernels]
-        counts = []
-        yield counts
-        counts += [run.call_count for run in runs]
+def recorded_launches(kernel):
+    """The calls of a kernel within the block, as those of unittest.mock: the arguments in order, then the grid."""
+    with mock.patch.object(kernel, "run", wraps=kernel.run) as run:
+        yield run.call_args_list

@@ -28,12 +28,9 @@ def for_each(cases):
 
 
 POISON = math.inf  # even 0 times it is seen
+MINUS_INFINITY = 'any number may be larger than a score; nothing is smaller than float("-inf")'
+EXP2 = "tl.exp2 is a power of 2: use tl.exp, or multiply the exponent by log2(e)"
 MAY_BE_ANYTHING = "what the mask leaves out may be anything, here infinity"
-
-
-def only_first(x, n):
-    """x with all but its first n elements as they were before: not stored."""
-    return torch.where(torch.arange(len(x), device=x.device) < n, x, math.nan)
 
 
 def padded(x, stride_row, stride_col=1):
@@ -53,16 +50,15 @@ COPY = [(8,), (64,)]  # BLOCK_SIZE
 @for_each(COPY)
 def check_copy_kernel(puzzles, block_size):
     x, (y, behind) = randn(block_size), unwritten(block_size)
-    launch(puzzles.copy_kernel, (1,), x, y, BLOCK_SIZE=block_size,
-           explain=lambda fault: "the offsets of a block run from 0 to BLOCK_SIZE - 1")  # fmt: skip
+    launch(puzzles.copy_kernel, (1,), x, y, BLOCK_SIZE=block_size, explain=lambda fault: "the offsets of a block run "
+           "from 0 to BLOCK_SIZE - 1, and count elements, not bytes")  # fmt: skip
     case = f"y of {block_size}"
     mistakes = [
         (x[:1].expand_as(x), "every element is x[0]: x_ptr is one address, x_ptr + offsets is a block of them"),
         (torch.arange(block_size, device=DEVICE), "these are the offsets: load what lies there, and store that"),
-        (only_first(x, 1), "only the first is stored: y_ptr is one address, y_ptr + offsets is a block of them"),
-        (only_first(x, 8), "only the first 8 are stored: a block has BLOCK_SIZE elements, whatever that is"),
     ]
-    expect_close(case, y, x, 0, "element i of y is element i of x", mistakes, behind)
+    hint = "element i of y is element i of x: y_ptr + offsets and x_ptr + offsets are blocks of BLOCK_SIZE addresses"
+    expect_close(case, y, x, 0, hint, mistakes, behind)
 
 
 def beyond_the_end(fault):
@@ -97,13 +93,16 @@ def check_grid_copy_kernel(puzzles, n_elements, block_size):
     programs = llama.cdiv(n_elements, block_size)
     launch(puzzles.grid_copy_kernel, (programs,), x, y, n_elements, BLOCK_SIZE=block_size, explain=beyond_the_end)
     case = f"y of {n_elements} in {programs} blocks of {block_size}"
-    mistakes = [
-        (only_first(x, block_size),
-         "only the first block is stored: all programs do the same; tl.program_id(0) tells them apart"),
-        (only_first(x, block_size + programs - 1),
-         "the blocks overlap: program 1 begins at element BLOCK_SIZE, not at element 1"),
-    ]  # fmt: skip
+    mistakes = [(x[:block_size].repeat(programs)[:n_elements], "every program loads the first block")]
     expect_close(case, y, x, 0, "program p copies the elements from p * BLOCK_SIZE on", mistakes, behind)
+
+
+def missing_lanes(fault, n_rows, n_cols):
+    """Which of rows and cols do not exist in all lanes of a fault in a tile; "" where something else is at fault."""
+    if len(fault.lanes) < 2:
+        return ""
+    rows, cols = fault.lanes[0] >= n_rows, fault.lanes[1] >= n_cols
+    return "cols" if cols.all() else "rows" if rows.all() else "rows and cols" if (rows | cols).all() else ""
 
 
 OUTER_SUM = [(3, 5, 4, 8), (5, 3, 8, 4), (4, 4, 4, 4), (1, 13, 2, 16)]  # n_rows, n_cols, BLOCK_M, BLOCK_N
@@ -114,10 +113,8 @@ def check_outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
     def explain(fault):
         if fault.tensor != "z":
             return f"{fault.tensor} has {fault.size} elements: which of rows and cols belongs to it, under which mask?"
-        lanes = dict(zip(("rows", "cols"), fault.lanes, strict=False))  # a block of one dimension has rows only
-        for name, length in (("cols", n_cols), ("rows", n_rows)):
-            if name in lanes and (lanes[name] >= length).all():
-                return f"{name} of the block that do not exist are stored: the mask needs {name} < n_{name}"
+        if missing := missing_lanes(fault, n_rows, n_cols):
+            return f"{missing} of the block that do not exist are stored: the store needs a mask of both, combined by &"
         return "row i of z begins at element i * n_cols, whatever the size of the block"
 
     x, y, (z, behind) = randn(n_rows), randn(n_cols), unwritten(n_rows, n_cols)
@@ -127,6 +124,9 @@ def check_outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
     mistakes = [
         (x[:, None].expand_as(z), "y is not in it"),
         (y.expand_as(z), "x is not in it"),
+        (x[:, None] * y, "this is the product of x and y, not their sum"),
+        (x[:, None] - y, "this is x - y"),
+        (y[:n_rows, None] + y if n_cols >= n_rows else z, "y is loaded twice: x_ptr belongs in the first load"),
     ]
     if n_rows == n_cols:
         mistakes += [(wanted.T, "rows and columns are exchanged: x is the column, [:, None], and y the row, [None, :]")]
@@ -134,13 +134,17 @@ def check_outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
     expect_close(case, z, wanted, 1e-6, hint, mistakes, behind)
 
 
+TILE = "a program's tile begins at row tl.program_id(0) * BLOCK_M and column tl.program_id(1) * BLOCK_N"
 # n_rows, n_cols, stride_row, stride_col, BLOCK_M, BLOCK_N
-TRANSPOSE = [(3, 5, 7, 1, 2, 4), (3, 5, 5, 1, 2, 4), (5, 3, 1, 6, 4, 2), (16, 16, 16, 1, 16, 16)]
+TRANSPOSE = [(3, 5, 7, 1, 2, 4), (3, 5, 5, 1, 2, 4), (5, 3, 1, 6, 4, 2), (16, 16, 16, 1, 16, 16), (20, 7, 8, 1, 4, 4)]
 
 
 @for_each(TRANSPOSE)
 def check_transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, block_m, block_n):
     def explain(fault):
+        first_row, first_col = fault.program[0] * block_m, fault.program[1] * block_n
+        if missing := missing_lanes(fault, n_rows - first_row, n_cols - first_col):
+            return f"{missing} of the tile do not exist: is there mask=mask?"
         if fault.tensor == "y":
             return "y has rows of n_rows elements: y[j, i] is element j * n_rows + i"
         if stride_col != 1:
@@ -151,12 +155,14 @@ def check_transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, bloc
     x, (y, behind) = padded(plain, stride_row, stride_col), unwritten(n_cols, n_rows)
     grid = llama.cdiv(n_rows, block_m), llama.cdiv(n_cols, block_n)
     launch(puzzles.transpose_kernel, grid, x, y, n_rows, n_cols, stride_row, stride_col, BLOCK_M=block_m,
-           BLOCK_N=block_n, explain=explain)  # fmt: skip
+           BLOCK_N=block_n, explain=explain,
+           share=f"y[j, i] is element j * n_rows + i, and {TILE}")  # fmt: skip
     case = f"y for x of {n_rows} x {n_cols} with strides {stride_row} and {stride_col}"
     mistakes = [(plain.reshape(y.shape), "this is x as it was: x[i, j] goes to row j and column i of y")]
     expect_close(case, y, plain.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides", mistakes, behind)
 
 
+ROW = "program p works on row p: y_ptr + row"
 ROW_SUM = [(3, 10, 12, 4), (2, 3000, 3000, 1024), (2, 5, 9, 16)]  # n_rows, n_cols, stride_row, BLOCK_SIZE
 
 
@@ -169,7 +175,8 @@ def check_row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
 
     x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
     y, behind = unwritten(n_rows)
-    launch(puzzles.row_sum_kernel, (n_rows,), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, explain=explain)
+    launch(puzzles.row_sum_kernel, (n_rows,), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, explain=explain,
+           share=ROW)  # fmt: skip
     case = f"y for rows of {n_cols}, BLOCK_SIZE {block_size}"
     if not y.any():
         raise NothingStored(f"{case} is 0, what total began with: add the sum of the block to it")
@@ -180,13 +187,16 @@ def check_row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
         (blocks[-1], "this is the sum of the last block only: total += ..., not ="),
         (blocks[0] * len(blocks), "this is the sum of the first block, again and again: cols moves with start"),
         (wanted + missing, f"{missing} too many: what the mask leaves out counts as 1"),
+        (wanted / n_cols, "this is the mean, not the sum"),
+        (wanted - blocks[-1], "the last block is missing: range(0, n_cols, BLOCK_SIZE) visits all"),
     ]
     if 1e-6 < ((y - wanted) / wanted).abs().max() < 5e-3:
         raise Wrong(f"{case}: nearly right, with the few digits of fp16: .to(tl.float32) comes before tl.sum")
     expect_close(case, y, wanted, 1e-6, "is every block of the row added once?", mistakes, behind)
 
 
-SOFTMAX = [((2, 1, 0, 1, -1), 8), ((-11, -10, -9), 4), ((1000, 999, 0, -1000), 4)]  # scores, BLOCK_SIZE
+LOW = (-3 * 10**10,) * 3  # below what often stands in for minus infinity
+SOFTMAX = [((2, 1, 0, 1, -1), 8), ((-11, -10, -9), 4), ((1000, 999, 0, -1000), 4), (LOW, 4)]  # scores, BLOCK_SIZE
 
 
 @for_each(SOFTMAX)
@@ -198,18 +208,25 @@ def check_softmax_kernel(puzzles, scores, block_size):
 
     x = torch.tensor([scores, scores[::-1]], device=DEVICE, dtype=torch.float32)
     (n_rows, n_cols), (y, behind) = x.shape, unwritten(*x.shape)
-    launch(puzzles.softmax_kernel, (n_rows,), x, y, n_cols, BLOCK_SIZE=block_size, explain=explain)
+    undefined = launch(puzzles.softmax_kernel, (n_rows,), x, y, n_cols, BLOCK_SIZE=block_size, explain=explain,
+                       share=ROW)  # fmt: skip
     case = f"y for the scores {', '.join(map(str, scores))}"
     largest, padding = x.max(1, keepdim=True).values, block_size - n_cols
     with_zeros, zero = torch.exp(x - largest.clamp(min=0)), torch.exp(-largest.clamp(min=0))
     mistakes = [
+        (x * 0.0 if scores is LOW else x, f"the {padding} lanes that do not exist take part: {MINUS_INFINITY}"),
         (torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
          "exp overflows, and inf / inf is not a number: subtract the row's maximum first"),
         (with_zeros / (with_zeros.sum(1, keepdim=True) + padding * zero),
          f"rows do not add up to 1: {padding} lanes that do not exist take part, as scores of 0; other=float('-inf')"),
         (torch.exp(x - largest), "not divided by the sum of the row"),
-        (torch.full_like(x, math.nan), f'not a number: {MAY_BE_ANYTHING}, give it a value with other=float("-inf")'),
+        (2 ** (x - largest) / (2 ** (x - largest)).sum(1, keepdim=True), EXP2),
+        (torch.log_softmax(x, 1), "this is the logarithm of the softmax"),
     ]  # fmt: skip
+    words = f'{MAY_BE_ANYTHING}, give it a value with other=float("-inf")'
+    if not undefined:
+        words = "0 / 0 or inf / inf, because what is subtracted from the scores is not the largest of their row"
+    mistakes += [(torch.full_like(x, math.nan), f"not a number: {words}")]
     expect_close(case, y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?", mistakes, behind)
 
 
@@ -219,22 +236,37 @@ ROW_MAX = [(6, 8, 4), (3, 8, 4)]  # n_cols, stride_row, BLOCK_SIZE
 
 @for_each(ROW_MAX)
 def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
-    x = padded(torch.tensor(ROWS_WITH_MAXIMA, device=DEVICE, dtype=torch.float32)[:, :n_cols], stride_row)
-    y, behind = unwritten(len(x))
-    launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size,
-           explain=lambda fault: "print cols and the mask: which lanes are True that should not be?")  # fmt: skip
-    case = f"y for rows of {n_cols} is {y.tolist()}"
-    wanted, first_block = x.max(1).values, x[:, :block_size].max(1).values
-    look = "print start and the mask in the loop: which columns does the second block load?"
-    if y.tolist() == first_block.clamp(min=0).tolist() != wanted.tolist():
-        raise NothingStored(f"{case}: wrong where the largest is not in the first block, or lies below zero; {look}")
-    mistakes = [
-        (first_block, f"wrong where the largest is not in the first block; {look}"),
-        (wanted.clamp(min=0),
-         "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?"),
-        (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"),
-    ]  # fmt: skip
-    expect_close(case, y, wanted, 0, "print x in the loop", mistakes, behind)
+    rows = torch.tensor(ROWS_WITH_MAXIMA, device=DEVICE, dtype=torch.float32)[:, :n_cols]
+    case = f"y for rows of {n_cols}"
+    for x, kind in ((rows, ""), ((rows - 10) * 1e11, ", all far below zero")):
+        x, (y, behind) = padded(x, stride_row), unwritten(len(x))
+        launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, share=ROW,
+               explain=lambda fault: "print cols and the mask: which lanes are True that should not be?")  # fmt: skip
+        wanted, blocks = x.max(1).values, [block.max(1).values for block in x.split(block_size, dim=1)]
+        look = "print start and the mask in the loop: which columns does the second block load?"
+        if not kind and y.tolist() == blocks[0].clamp(min=0).tolist() != wanted.tolist():
+            look = f"wrong where the largest is not in the first block, or lies below zero; {look}"
+            raise NothingStored(f"{case} is {y.tolist()}, expected {wanted.tolist()}: {look}")
+        mistakes = [
+            (blocks[0], f"wrong where the largest is not in the first block; {look}"),
+            (blocks[-1], "this is the largest of the last block: compare it with the largest so far, tl.maximum"),
+            (wanted.clamp(min=0),
+             "wrong where all lie below zero; 0 is not in that row: print x in the loop, where does it come from?"),
+            (y.expand_as(y) if kind and (y > wanted).all() else wanted, MINUS_INFINITY),
+            (torch.full_like(y, -math.inf), "this is minus infinity: tl.maximum takes the larger one, not tl.minimum"),
+            (wanted[:1].expand_as(y), "every program reads row 0: row * stride_row is missing"),
+            (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"),
+        ]  # fmt: skip
+        expect_close(case + kind, y, wanted, 0, "print x in the loop", mistakes, behind)
+
+
+def tiled(x, y, block, product):
+    """The sum over a product of square tiles of x and y, which zeros fill up."""
+    shape = len(x), y.shape[1]
+    x, y = (torch.nn.functional.pad(t, (0, -t.shape[1] % block, 0, -t.shape[0] % block)) for t in (x, y))
+    x, y = (t.unflatten(1, (-1, block)).unflatten(0, (-1, block)).transpose(1, 2) for t in (x, y))
+    z = product(x[:, :, None], y[None]).sum(dim=1)  # (blocks of rows, blocks of columns, block, block)
+    return z.transpose(1, 2).flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 MATMUL = [(24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)]  # n_rows, n_cols, n_inner, the block of all three
@@ -248,21 +280,28 @@ def check_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block):
 
     x, y, (z, behind) = randn(n_rows, n_inner), randn(n_inner, n_cols), unwritten(n_rows, n_cols)
     grid = llama.cdiv(n_rows, block), llama.cdiv(n_cols, block)
-    launch(puzzles.matmul_kernel, grid, x, y, z, n_rows, n_cols, n_inner, BLOCK_M=block, BLOCK_N=block, BLOCK_K=block,
-           explain=explain)  # fmt: skip
+    undefined = launch(puzzles.matmul_kernel, grid, x, y, z, n_rows, n_cols, n_inner, BLOCK_M=block, BLOCK_N=block,
+                       BLOCK_K=block, explain=explain, share=TILE)  # fmt: skip
     case = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
     if not z.any():
         raise NothingStored(f"{case}, is 0, what it began with: add the product of the tiles to it")
     steps, last = llama.cdiv(n_inner, block), (n_inner - 1) // block * block
     mistakes = [
-        (torch.full_like(z, math.nan), f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
+        (tiled(x, y, block, lambda x, y: y @ x), "tl.dot(x, y) is x @ y, in this order"),
+        (tiled(x, y, block, lambda x, y: x @ y.mT), "the tile of y is transposed"),
+        (tiled(x, y, block, lambda x, y: x * y), "x * y multiplies element by element: tl.dot multiplies matrices"),
         (x[:, last:] @ y[last:], "this is the product of the last two tiles only: z += ..., not ="),
         (steps * (x[:, :block] @ y[:block]),
          "this is the product of the first two tiles, again and again: inner moves with start"),
         (x @ y.reshape(n_cols, n_inner).T,
          "y is read as if its columns lay one after the other: y[k, j] is element k * n_cols + j"),
     ]  # fmt: skip
-    hint = 'z[i, j] = sum of x[i, k] * y[k, j]; with few right digits on a GPU, is input_precision="ieee" there?'
+    if undefined:
+        mistakes += [(z * math.nan, f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0")]
+    hint = (
+        "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x; with few right digits on a "
+    )
+    hint += 'GPU, is input_precision="ieee" there?'
     expect_close(case, z, x.double() @ y.double(), 1e-4, hint, mistakes, behind)
 
 

@@ -88,7 +88,10 @@ def test_nan_of_a_computation_is_told_from_what_was_never_stored(dtype):
 
     assert said_of(got) == (common.NothingStored, said_of(got)[1]) and "nothing is stored in y" in said_of(got)[1]
     got[0] = 1
-    assert said_of(got)[1] == "3 of 4 elements of y are wrong: at (1,) it is never stored, expected 1; hint"
+    assert (
+        said_of(got)[1]
+        == "3 of 4 elements of y are wrong: at (1,) it is never stored, expected 1; right are only the elements 0; hint"
+    )
     got[1] = torch.zeros((), dtype=dtype) / 0
     assert "at (1,) it is NaN, of a computation (0 / 0" in said_of(got)[1]
     got[1:] = 1
@@ -150,7 +153,7 @@ def test_an_endless_loop_ends_its_task_alone(mine, capsys):
     code = numbers("time.sleep(60)") + "def bytes_moved(*args):\n    return 1, 1\n"
     assert mine("exercise1", code, "--limit", "1.5") == 1
     lines = said(capsys).splitlines()
-    assert lines[0].startswith("FAIL  rmsnorm_kernel: AttributeError")
+    assert lines[0].startswith("FAIL  rmsnorm_kernel: there is no rmsnorm_kernel in exercise1_triton_basics.py")
     reason = "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"
     assert lines[1] == f"FAIL  memory_lines: {reason} (--limit gives it more)"
     assert "FAIL  bytes_moved: fused for" in lines[2]
@@ -165,8 +168,7 @@ def test_a_wild_store_ends_its_task_alone_and_is_told_with_its_line(mine, capsys
     code = solution_of("exercise1").replace("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row")
     assert mine("exercise1", code) == 1
     lines = said(capsys).splitlines()
-    where = f"in line {line_with(code, 'tl.store')} of exercise1_triton_basics.py"
-    assert lines[0].startswith(f"FAIL  rmsnorm_kernel: killed by SIGSEGV {where}: a load or store went outside")
+    assert lines[0].startswith(f"FAIL  rmsnorm_kernel: line {line_with(code, 'tl.store')} writes element")
     assert lines[1:3] == ["PASS  memory_lines", "PASS  bytes_moved"]
 
 

@@ -39,11 +39,13 @@ def edit(lines, old, new):
 
 
 RMSNORM = {
-    "no mask on the first load": (*edit(FIRST, ", mask=cols < n_cols, other=0.0", ""), "the end of a row is summed in"),
+    "no mask on the first load": (*edit(FIRST, ", mask=cols < n_cols, other=0.0", ""), "its mask is cols < n_cols"),
     "no other": (*edit(FIRST, ", other=0.0", ""), r"lacks other=0\.0"),
-    "no mask on the store": (STORED, STORED.replace(", mask=cols < n_cols", ""), "stored beyond the end of y"),
+    "no mask on the second load": (*edit(SECOND, ", mask=cols < n_cols, other=0.0", ""), "line 22 reads element"),
+    "no mask on the weight": ("weight_ptr + cols, mask=cols < n_cols, other=0.0", "weight_ptr + cols", "of weight,"),
+    "no mask on the store": (STORED, STORED.replace(", mask=cols < n_cols", ""), "program p stores row p, from y_ptr"),
     "no fp32": (LOAD, LOAD.replace(".to(tl.float32)", ""), r"overflows in fp16: \.to\(tl\.float32\)"),
-    "divided by the block": (ROOT, ROOT.replace("n_cols", "BLOCK_SIZE"), "divided by BLOCK_SIZE instead of n_cols"),
+    "divided by the block": (ROOT, ROOT.replace("n_cols", "BLOCK_SIZE"), "divided by BLOCK_SIZE, or a mult"),
     "not divided": (ROOT, ROOT.replace(" / n_cols", ""), "the sum is not divided by n_cols"),
     "eps outside the root": (ROOT, "rstd = 1.0 / (tl.sqrt(square_sum / n_cols) + eps)", "eps is outside the root"),
     "eps added at last": (ROOT, "rstd = 1.0 / tl.sqrt(square_sum / n_cols) + eps", "eps is outside the root"),
@@ -55,9 +57,9 @@ RMSNORM = {
     "no root": (ROOT, "rstd = 1.0 / (square_sum / n_cols + eps)", "the root is missing"),
     "no x": (STORED, STORED.replace("x * rstd", "rstd"), "x is missing"),
     "only the last block": (SUM, SUM.replace("+=", "="), r"the last block only: add to it with \+="),
-    "row stride": (LOAD, LOAD.replace("stride_row", "n_cols"), "row . n_cols instead of row . stride_row$"),
-    "row stride in the first loop": (*edit(FIRST, "stride_row", "n_cols"), "stride_row, in the first loop"),
-    "row stride in the second loop": (*edit(SECOND, "stride_row", "n_cols"), "stride_row, in the second loop"),
+    "row stride": (LOAD, LOAD.replace("stride_row", "n_cols"), r"rows of x begin stride_row elements apart"),
+    "row stride in the first loop": (*edit(FIRST, "stride_row", "n_cols"), "line 17 .*rows of x begin stride_row"),
+    "row stride in the second loop": (*edit(SECOND, "stride_row", "n_cols"), "line 22 .*rows of x begin stride_row"),
     "x's stride for y": (STORED, STORED.replace("row * n_cols", "row * stride_row"), "y is stored with x's stride"),
     "only row 0": (LOAD, LOAD.replace("row * stride_row + ", ""), "every program reads row 0"),
     "a weight for each row": ("weight_ptr + cols", "weight_ptr + row * n_cols + cols", "weight has one row"),
@@ -89,12 +91,14 @@ COUNTS = {
         "elements": ("(3 * inner + 3) * itemsize", "(3 * inner + 3)", "these are elements"),
     },
     "least_bytes": {
+        "rows in the weight": ("2 * cols * inner +", "2 * cols * rows +", "weight has 2 . cols rows of inner"),
         "one weight": ("2 * cols * inner + 3", "cols * inner + 3", "weight has 2 . cols rows"),
         "hidden alone": ("3 * rows * cols) * itemsize", "rows * cols) * itemsize", "gate_up is stored as well"),
         "nothing stored": (" + 3 * rows * cols)", ")", "what is stored moves as well"),
     },
     "matmul_flop": {
         "one product": ("2 * rows * inner * 2 * cols", "2 * rows * inner * cols", "there are two products"),
+        "rows for inner": ("rows * inner * 2", "rows * rows * 2", "each element of each takes inner"),
         "three products": ("2 * rows * inner * 2 * cols", "2 * rows * inner * 3 * cols", "the third product"),
     },
 }
@@ -111,16 +115,16 @@ def silu(new):
 
 
 SILU_MUL = {
-    "unmasked store": (SILU, SILU.replace(", mask=mask", ""), "stored beyond the end of out"),
+    "unmasked store": (SILU, SILU.replace(", mask=mask", ""), "beyond the end is to be left out: tl.store"),
     "sigmoid": (*silu("tl.sigmoid(gate) * up"), r"this is sigmoid\(gate\) \* up"),
     "gate and up swapped": (*silu("up * tl.sigmoid(up) * gate"), "gate and up are swapped"),
     "no up": (*silu("gate * tl.sigmoid(gate)"), "up is missing"),
     "no activation": (*silu("gate * up"), "the sigmoid is missing"),
     "relu": (*silu("tl.maximum(gate, 0.0) * up"), "this is relu"),
     "no minus": (*silu("gate / (1.0 + tl.exp(gate)) * up"), "the exponent lacks its minus"),
-    "no program": (OFFSETS, OFFSETS.replace("tl.program_id(0) * BLOCK_SIZE + ", ""), "works on the first block"),
+    "no program": (OFFSETS, OFFSETS.replace("tl.program_id(0) * BLOCK_SIZE + ", ""), "block begins at tl.program_id"),
     "no block size": (OFFSETS, OFFSETS.replace("tl.program_id(0) * BLOCK_SIZE", "tl.program_id(0)"),
-                      "BLOCK_SIZE is missing"),
+                      r"block begins at tl.program_id\(0\) \* BLOCK_SIZE"),
     "no fp32": (FORWARD_LOADS, FORWARD_LOADS.replace(".to(tl.float32)", ""),
                 r"ValueError in line \d+ of .*is \.to\(tl\.float32\) missing"),
     "in fp16": (*silu("(gate.to(tl.float16) * tl.sigmoid(gate).to(tl.float16)).to(tl.float32) * up"),
@@ -137,7 +141,7 @@ BACKWARD = {
     "no out_grad": ("out_grad * up * " + SLOPE, "up * " + SLOPE, "out_grad is missing"),
     "sigmoid for silu": (OF_UP, "out_grad * s, mask", "sigmoid instead of silu"),
     "up in the gradient of up": (OF_UP, "out_grad * up * gate * s, mask", "has no up in it"),
-    "unmasked store": (OF_UP + "=mask", "out_grad * gate * s", "stored beyond the end of up_grad"),
+    "unmasked store": (OF_UP + "=mask", "out_grad * gate * s", "of up_grad.*beyond the end is to be left out"),
     "up_grad never stored": ("    tl.store(up_grad_ptr + offsets, out_grad * gate * s, mask=mask)\n", "",
                              "nothing is stored in up_grad"),
 }  # fmt: skip
@@ -194,7 +198,7 @@ ATTENTION = {
     "its successor": (SEES, SEES + " + 1", "a query sees its successor"),
     "mask upside down": (SEES, SEES.replace("<=", ">="), "the wrong way round"),
     "head 0": ("head // GROUP_SIZE", "0", "every head reads head 0"),
-    "head h": ("head // GROUP_SIZE", "head", r"of head h instead of head h // GROUP_SIZE"),
+    "head h": ("head // GROUP_SIZE", "head", r"k has 2 heads: this program's is head // GROUP_SIZE"),
     "head % group": ("head // GROUP_SIZE", "head % GROUP_SIZE", "head % GROUP_SIZE, instead"),
     "l not rescaled": ("l = l * rescale +", "l = l +", "; l was not rescaled"),
     "acc not rescaled": ("acc = acc * rescale[:, None] +", "acc = acc +", "; acc was not rescaled"),
@@ -209,9 +213,15 @@ ATTENTION = {
                    "exp overflows unless"),
     "not divided": ("acc / l[:, None], mask", "acc, mask", "acc is not divided by l"),
     "unmasked store": ("acc / l[:, None], mask=(rows < seq_len)[:, None])", "acc / l[:, None])",
-                       "stored beyond the end of o"),
+                       r"writes .* of o.*is its mask \(rows < seq_len\)"),
     "axis": ("tl.max(scores, axis=1)", "tl.max(scores, axis=0)", r"in line 60 .*rows\[:, None\] is a column"),
 }  # fmt: skip
+AUTOGRAD = """    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    with torch.enable_grad():
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        out = torch.softmax((q @ k.T * scale).masked_fill(hidden, -torch.inf), 1) @ v
+    return torch.autograd.grad(out, (q, k, v), o_grad)
+"""
 GRADIENTS = {
     "no mask": (".masked_fill(future, 0.0)", "", "v_grad.*the causal mask is missing"),
     "no lse": (" - lse[:, None]", "", "p is not normalised by lse"),
@@ -228,6 +238,9 @@ GRADIENTS = {
     "score_grad for p": ("p.T @ o_grad", "score_grad.T @ o_grad", "v_grad comes from p"),
     "another order": ("return score_grad @ k * scale, score_grad.T @ q * scale, p.T @ o_grad",
                       "return p.T @ o_grad, score_grad @ k * scale, score_grad.T @ q * scale", "the order is"),
+    "softmax again": ("torch.exp(q @ k.T * scale - lse[:, None])",
+                      "torch.softmax((q @ k.T * scale).masked_fill(future, -torch.inf), 1)", "lse is not used"),
+    "autograd": ("    future = ", AUTOGRAD + "    future = ", "they are PyTorch's autograd's"),
     "nothing returned": ("return score_grad @ k", "result = score_grad @ k", "what its docstring says"),
 }  # fmt: skip
 BY_TASK = {
