@@ -126,15 +126,15 @@ def good_step(replay):
     return f"{text}; plain PyTorch's took {number(baseline['batch_ms']['p50'])}." if baseline else f"{text}."
 
 
-def cheap_backward(replay):
+def missing_gradients(replay):
+    stage = replay.stage(6)
+    if stage["gradient_share"] == 1.0:
+        return "None here: every weight receives a gradient."
+    text = f"Only {percent(stage['gradient_share'])} of the weights receive a gradient"
     severed, correct = (replay.stage(n)["phase_ms"].get("backward") for n in (6, OPTIMIZED))
-    loss = f"the first loss is {number(replay.stage(6)['first_loss'])}, as it should be"
-    if not (severed and correct) or replay.on_cpu():
-        return f"None: {loss}."
-    return (
-        f"None: {loss}, and backward, {number(correct)} ms in stage {OPTIMIZED}, takes {number(severed)} ms. "
-        "That looks like success."
-    )
+    if severed and correct and not replay.on_cpu():
+        text += f", so backward takes {number(severed)} ms instead of {number(correct)}"
+    return f"{text}. The first loss, {number(stage['first_loss'])}, does not show it."
 
 
 def slow_average(replay):
@@ -283,7 +283,7 @@ LESSONS = {
         baseline_changes,
     ),
     6: Lesson(
-        cheap_backward,
+        missing_gradients,
         "An autograd.Function around every kernel, and a test of every gradient. Count the weights that receive one.",
         gradient_changes, "severed_autograd",
     ),
