@@ -318,7 +318,7 @@ def test_a_table_that_says_nothing(tmp_path, capsys, header, rows, complaint):
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_guide_is_right_for_each_release(machine, type_commands, release):
     machine.with_rocm(release)
-    option = re.search(r"`profile` wants `(--\S+ \S+)`", GUIDE)[1] if release in ("7.1", "7.2") else ""
+    option = re.search(r"`profile` needs `(--\S+ \S+)`", GUIDE)[1] if release in ("7.1", "7.2") else ""
     commands = type_commands(
         "How well a kernel uses the GPU", edit=lambda line: re.sub("(?<=compute profile)", f" {option}", line)
     )
