@@ -95,7 +95,7 @@ class Contender:
             self.model = torch.compile(self.model) if world else compile_apart(self.model)
         settings = Settings()
         betas = settings.beta1, settings.beta2
-        self.optimizer = self.raw_model.make_optimizer(settings.weight_decay, settings.learning_rate, betas)
+        self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
         self.scaler = torch.amp.GradScaler(device.type, enabled=False)
         self.grad_clip = settings.grad_clip
 
@@ -211,13 +211,9 @@ def parse(argv):
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--windows", type=positive, default=15, metavar="N", help="of each row (default: 15)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="in a window (default: 8)")
-    parser.add_argument(
-        "--time-limit", type=time_limit, default=400, metavar="S", help="no row is started later (default: 400)"
-    )
+    parser.add_argument("--time-limit", type=time_limit, default=400, metavar="S", help="for starting rows (400)")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    parser.add_argument(
-        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
-    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     return parser.parse_args(argv)
 
 

@@ -123,9 +123,7 @@ def parse(argv):
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--widths", nargs="+", type=positive, default=list(WIDTHS), metavar="N")
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled F.layer_norm")
-    parser.add_argument(
-        "--time-limit", type=time_limit, default=480, metavar="S", help="no case is started later (default: 480)"
-    )
+    parser.add_argument("--time-limit", type=time_limit, default=480, metavar="S", help="for starting cases (480)")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     return parser.parse_args(argv)
 

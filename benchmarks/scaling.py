@@ -382,9 +382,7 @@ def parse(argv):
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
     default = f"{GPT_STEPS} of {GPT2}, {WINDOW_SECONDS} s of the others"
     parser.add_argument("--steps", type=positive, metavar="N", help=f"in a window (default: {default})")
-    parser.add_argument(
-        "--time-limit", type=time_limit, default=400, metavar="SECONDS", help="no row is started later (default: 400)"
-    )
+    parser.add_argument("--time-limit", type=time_limit, default=400, metavar="S", help="for starting rows (400)")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     if options.tiny:

@@ -143,9 +143,8 @@ def check_data(state, dataset, data_dir, meta):
     """UsageError if the weights are of other tokens than the data."""
     vocab_size, remedy = state["model_args"]["vocab_size"], "give the dataset that they were made with"
     if not fits(meta, vocab_size):
-        raise UsageError(
-            f"dataset={dataset} has {meta['vocab_size']} tokens, and the weights are for {vocab_size}: {remedy}"
-        )
+        tokens = f"{meta['vocab_size']} tokens, and the weights are for {vocab_size}"
+        raise UsageError(f"dataset={dataset} has {tokens}: {remedy}")
     if "meta" in state:
         if state["meta"] != description(meta):
             raise UsageError(f"dataset={dataset} has other characters than the weights were made with: {remedy}")

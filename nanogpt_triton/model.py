@@ -161,8 +161,6 @@ class GPT(nn.Module):
         positions = self.transformer.wpe.weight.numel() if non_embedding else 0
         return sum(p.numel() for p in self.parameters()) - positions
 
-    num_parameters = get_num_params
-
     def forward(self, idx, targets=None):
         """Tokens idx and targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
         T = idx.shape[1]
@@ -199,10 +197,9 @@ class GPT(nn.Module):
         try:
             theirs = GPT2LMHeadModel.from_pretrained(model_type).state_dict()
         except OSError as error:
-            raise UsageError(
-                f"init_from={model_type}: the weights cannot be fetched ({str(error).splitlines()[0]}): run this once "
-                "with a network, or point HF_HOME to a cache that has them"
-            ) from error
+            remedy = "run this once with a network, or point HF_HOME to a cache that has them"
+            reason = f"the weights cannot be fetched ({str(error).splitlines()[0]})"
+            raise UsageError(f"init_from={model_type}: {reason}: {remedy}") from error
         config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **override_args)
         model = cls(config, layer_norm, device)
         model.load_state_dict(from_hugging_face(theirs))
@@ -217,8 +214,6 @@ class GPT(nn.Module):
         ]
         fused = (device_type or parameters[0].device.type) == "cuda"
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
-
-    make_optimizer = configure_optimizers
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
         """nanoGPT's: the FLOPs of that many sequences in dt seconds, masked too, as a share of an A100's in bf16."""

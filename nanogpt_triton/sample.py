@@ -23,14 +23,9 @@ from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import LARGEST, configure, setting  # noqa: E402
 from nanogpt_triton.dataset import DATA, BytePairs, dataset_folder, fits, make_tokenizer, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
-from nanogpt_triton.train import (  # noqa: E402
-    DTYPES,
-    is_out_of_memory,
-    preferred_attention,
-    select_device,
-    select_dtype,
-)
+from nanogpt_triton.train import DTYPES, preferred_attention, select_device, select_dtype  # noqa: E402
 from nanogpt_triton.train import Settings as TrainingSettings  # noqa: E402
+from tiny_llama.hardware import is_out_of_memory  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402
 
 
@@ -38,18 +33,14 @@ from tiny_llama_v3 import UsageError  # noqa: E402
 class Settings:
     init_from: str = setting("resume", "a checkpoint of ours, or OpenAI's weights", choices=("resume", *GPT2_SIZES))
     out_dir: str = setting("out", "folder of the checkpoint")
-    data_dir: str = setting(
-        "", "where the folder of its dataset lies, for a checkpoint that does not keep its characters"
-    )
+    data_dir: str = setting("", "where the folder of its dataset lies, if the checkpoint does not keep its characters")
     start: str = setting("\n", "the text to go on from, or FILE:name for that of a file", at_most=LARGEST)
     num_samples: int = setting(10, "texts", at_least=1)
     max_new_tokens: int = setting(500, "tokens of each", at_least=1)
     temperature: float = setting(0.8, "below 1 more predictable, above 1 more random", at_least=1e-3)
     top_k: int = setting(200, "draw from the most likely tokens only; 0: from all", at_least=0)
     seed: int = setting(1337, "of the draws", at_least=0, at_most=2**32 - 1)
-    layer_norm: str = setting(
-        "auto", "whose LayerNorm; auto: Triton's where it runs", choices=("auto", "triton", "torch")
-    )
+    layer_norm: str = setting("auto", "whose code; auto: Triton's if it runs", choices=("auto", "triton", "torch"))
     device: str = setting("auto", "cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu")
     dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
     compile: bool = setting(False, "torch.compile the model")
@@ -80,10 +71,8 @@ def meta_of(state, data_dir, path):
     folder = dataset_folder(dataset, data_dir) if data_dir else Path(str(config["data_dir"]) or DATA) / dataset
     meta, vocab_size = read_meta(folder), state["model_args"]["vocab_size"]
     if not fits(meta, vocab_size):
-        raise UsageError(
-            f"{path} is for {vocab_size} tokens, and {folder} for {meta['vocab_size']}: give --data_dir, where the "
-            f"folder {dataset} with its meta.json or meta.pkl lies"
-        )
+        remedy = f"give --data_dir, where the folder {dataset} with its meta.json or meta.pkl lies"
+        raise UsageError(f"{path} is for {vocab_size} tokens, and {folder} for {meta['vocab_size']}: {remedy}")
     checkpoint.check_data(state, dataset, data_dir, meta)
     return meta
 

@@ -17,7 +17,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from nanogpt_triton.configurator import configure, setting  # noqa: E402
 from nanogpt_triton.dataset import SPLITS, Batches, BytePairs, dataset_folder, describe, description, read_meta  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
+from tiny_llama.hardware import is_out_of_memory  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,9 +48,7 @@ class Settings:
     log_interval: int = setting(1, "iterations between lines of the log", at_least=1)
     eval_iters: int = setting(200, "batches of each split that an evaluation takes", at_least=1)
     eval_only: bool = setting(False, "evaluate once, and end")
-    always_save_checkpoint: bool = setting(
-        True, "after every evaluation, not only when the validation loss is the best"
-    )
+    always_save_checkpoint: bool = setting(True, "after every evaluation, not only at the best validation loss")
     init_from: str = setting("scratch", "where the weights come from", choices=("scratch", "resume", *GPT2_SIZES))
     target_loss: float = setting(0.0, "end at a validation loss this low, and fail if it is not reached; 0: no target")
     wandb_log: bool = setting(False, "report to Weights & Biases")
@@ -68,9 +66,7 @@ class Settings:
     n_embd: int = setting(768, "width", at_least=1)
     dropout: float = setting(0.0, "share of activations dropped", at_least=0.0, at_most=0.99)
     bias: bool = setting(False, "biases in linear layers and norms")
-    layer_norm: str = setting(
-        "auto", "whose LayerNorm; auto: Triton's where it runs", choices=("auto", "triton", "torch")
-    )
+    layer_norm: str = setting("auto", "whose code; auto: Triton's if it runs", choices=("auto", "triton", "torch"))
     # optimizer
     learning_rate: float = setting(6e-4, "of AdamW, at its highest", at_least=0.0)
     max_iters: int = setting(600000, "the last iteration, counted from 0", at_least=0)
@@ -86,9 +82,7 @@ class Settings:
     backend: str = setting("auto", "of torch.distributed; auto: nccl on GPUs", choices=("auto", "nccl", "gloo"))
     device: str = setting("auto", "cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu")
     dtype: str = setting("auto", "of autocast; auto: bfloat16 or float16 on a GPU", choices=("auto", *DTYPES))
-    comm_timeout: int = setting(
-        600, "seconds that processes wait for each other, which one may need to write a checkpoint", at_least=1
-    )
+    comm_timeout: int = setting(600, "seconds that processes wait for each other, to write, for example", at_least=1)
     compile: bool = setting(True, "torch.compile the model")
     deterministic: bool = setting(False, "the same bits in every run on a GPU too, at some cost")
     seed: int = setting(1337, "of weights, batches and dropout", at_least=0, at_most=2**32 - 1)
@@ -102,10 +96,6 @@ class Diverged(Exception):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The processes that train together, and the device of this one
-
-
-def script_name(rank, size):
-    return "train.py" if size == 1 else f"train.py (rank {rank})"
 
 
 def join(world, settings):
@@ -137,9 +127,8 @@ def select_device(requested, local_rank, world_size):
         raise UsageError(f"device={requested} is unknown: use auto, cpu, cuda, cuda:N or mps")
     number = local_rank if world_size > 1 else int(index or 0)
     if number >= available:
-        raise UsageError(
-            f"device={requested}: PyTorch {torch.__version__} sees {available} GPUs here, and {number + 1} are needed"
-        )
+        seen = f"PyTorch {torch.__version__} sees {available} GPUs here"
+        raise UsageError(f"device={requested}: {seen}, and {number + 1} are needed")
     return torch.device("cuda", number)
 
 
@@ -215,10 +204,8 @@ class Trainer:
     def __init__(self, settings, world, device):
         self.settings, self.world, self.device = settings, world, device
         if settings.gradient_accumulation_steps % world.size:
-            raise UsageError(
-                f"gradient_accumulation_steps={settings.gradient_accumulation_steps} is not divisible by "
-                f"{world.size} processes: give a multiple"
-            )
+            steps = f"gradient_accumulation_steps={settings.gradient_accumulation_steps}"
+            raise UsageError(f"{steps} is not divisible by {world.size} processes: give a multiple")
         self.count = settings.gradient_accumulation_steps // world.size
         self.dtype = select_dtype(settings.dtype, self.device)
         self.iteration = self.position = 0  # position: batches drawn, by all processes
@@ -393,50 +380,19 @@ class Trainer:
 # The run
 
 
-class StopRequest:
-    """While it is open, Ctrl-C and SIGTERM end the run after the batch in work. Ctrl-C again ends it at once, unless it
-    comes within two seconds: torchrun repeats the first one."""
+@contextlib.contextmanager
+def stop_on_signals(world):
+    """Until its end, Ctrl-C and SIGTERM only ask for a stop, and a second one after two seconds ends the process.
 
-    SIGNALS = signal.SIGINT, signal.SIGTERM
-
-    def __init__(self, world):
-        self.world, self.time = world, None
-
-    def __enter__(self):
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self.handlers = [signal.signal(number, self.note) for number in self.SIGNALS]
-        self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self.acknowledge, daemon=True)
-        self.thread.start()
-        return self
-
-    def note(self, number, frame):
-        if number == signal.SIGINT and self.time and time.monotonic() - self.time > 2:
-            raise KeyboardInterrupt
-        self.time = self.time or time.monotonic()
-
-    def acknowledge(self):
-        """Says at once that a signal came, where note() waits for the end of a backward pass, say."""
-        while number := os.read(self.reader, 1):
-            if number[0] in self.SIGNALS:
-                name = script_name(self.world.rank, self.world.size)
-                text = f"{name}: {signal.Signals(number[0]).name} noted: the run ends after this batch\n"
-                with contextlib.suppress(OSError):
-                    os.write(2, text.encode())
-                return
-
-    def agreed(self):
-        """Whether a process was asked to stop: all of them ask at the same places, and get the same answer."""
-        return self.world.any(self.time is not None)
-
-    def __exit__(self, *exception):
-        signal.set_wakeup_fd(self.wakeup)
-        for number, handler in zip(self.SIGNALS, self.handlers, strict=True):
+    Yields a function that says whether a process was asked: all of them call it at the same places.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    world.handle_signals()
+    try:
+        yield lambda: world.any(world.stop_requested is not None)
+    finally:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.close(self.writer)
-        self.thread.join()
-        os.close(self.reader)
 
 
 class Log:
@@ -468,10 +424,8 @@ class Log:
         seconds = (time.perf_counter() - self.start) / number
         self.mfu = trainer.raw_model.estimate_mfu(trainer.settings.batch_size * trainer.count, seconds)
         if trainer.world.rank == 0:
-            print(
-                f"iter {trainer.iteration - 1}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, mfu {100 * self.mfu:.2f}%",
-                flush=True,
-            )
+            speed = f"time {seconds * 1e3:.2f}ms, mfu {100 * self.mfu:.2f}%"
+            print(f"iter {trainer.iteration - 1}: loss {loss:.4f}, {speed}", flush=True)
         self.start = time.perf_counter()
         return loss
 
@@ -484,10 +438,8 @@ def start_wandb(settings):
     try:
         wandb.init(project=settings.wandb_project, name=settings.wandb_run_name, config=dataclasses.asdict(settings))
     except wandb.Error as error:
-        raise UsageError(
-            f"wandb_log=True: {' '.join(str(error).split())}: set WANDB_MODE=offline in the environment, or give "
-            "--wandb_log=False"
-        ) from error
+        remedy = "set WANDB_MODE=offline in the environment, or give --wandb_log=False"
+        raise UsageError(f"wandb_log=True: {' '.join(str(error).split())}: {remedy}") from error
     return wandb.log
 
 
@@ -508,30 +460,26 @@ def train(settings, world):
         report = start_wandb(settings) if settings.wandb_log and world.rank == 0 else None
         trainer = Trainer(settings, world, device)
         stack.enter_context(preferred_attention(device, settings.deterministic))
-        return run(trainer, stack.enter_context(StopRequest(world)), report)
+        return run(trainer, stack.enter_context(stop_on_signals(world)), report)
 
 
-def run(trainer, stop, report):
+def run(trainer, stopped, report):
     settings, world = trainer.settings, trainer.world
     log = Log(trainer, settings.init_from)
     while True:
         number = trainer.iteration
         if number % settings.eval_interval == 0 or number == settings.max_iters or settings.eval_only:
             log.settle()
-            losses = trainer.evaluate(stop.agreed)
+            losses = trainer.evaluate(stopped)
             if losses is None:
                 return interrupted(trainer, log)
             if world.rank == 0:
-                print(
-                    f"step {trainer.iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
-                    flush=True,
-                )
+                found = f"train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
+                print(f"step {trainer.iteration}: {found}", flush=True)
                 if report:
                     rate = learning_rate(settings, trainer.iteration)
-                    report(
-                        {f"{split}/loss": loss for split, loss in losses.items()}
-                        | {"iter": trainer.iteration, "lr": rate, "mfu": 100 * log.mfu}
-                    )
+                    figures = {"iter": trainer.iteration, "lr": rate, "mfu": 100 * log.mfu}
+                    report(figures | {f"{split}/loss": loss for split, loss in losses.items()})
             if not all(map(math.isfinite, losses.values())):
                 log.losses = [torch.tensor(losses["train"] + losses["val"])]
                 log.settle()
@@ -547,7 +495,7 @@ def run(trainer, stop, report):
             log.start = time.perf_counter()
         if settings.eval_only:
             break
-        loss = trainer.step(stop.agreed)
+        loss = trainer.step(stopped)
         if loss is not None:
             log.losses.append(loss)
             if (trainer.iteration - 1) % settings.log_interval == 0:
@@ -555,7 +503,7 @@ def run(trainer, stop, report):
         if trainer.iteration > settings.max_iters:  # as nanoGPT, which leaves the last update unsaved as well
             log.settle()
             break
-        if loss is None or stop.agreed():
+        if loss is None or stopped():
             return interrupted(trainer, log)
     if world.rank == 0:
         print(f"best validation loss {trainer.best_val_loss:.4f} in {trainer.iteration} iterations")
@@ -581,12 +529,6 @@ def interrupted(trainer, log):
     return 130
 
 
-def is_out_of_memory(error):
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return "DefaultCPUAllocator" in str(error) or "Storage size calculation overflowed" in str(error)
-
-
 @contextlib.contextmanager
 def remedies(settings):
     """Raises UsageError where the memory does not suffice for the settings, or torch.compile fails."""
@@ -595,10 +537,9 @@ def remedies(settings):
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             remedy = "halve batch_size and double gradient_accumulation_steps, or " if settings.batch_size > 1 else ""
-            message = (
-                f"out of memory with batch_size={settings.batch_size}, block_size={settings.block_size}, "
-                f"n_layer={settings.n_layer}, n_embd={settings.n_embd}: {remedy}give a smaller model"
-            )
+            names = "batch_size", "block_size", "n_layer", "n_embd"
+            given = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
+            message = f"out of memory with {given}: {remedy}give a smaller model"
         elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             message = f"torch.compile failed ({str(error).strip().splitlines()[0]}): --compile=False does without"
         else:

@@ -165,9 +165,7 @@ def pictures_of(path, title):
 def parse(argv):
     parser = Parser("plot", __doc__)
     parser.add_argument("profiles", type=Path, nargs="+", metavar="profile", help="folder or file")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where the pictures go (default: beside the profile)"
-    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="of the pictures (default: beside the profile)")
     parser.add_argument("--title", help="default: the name of the profile")
     return parser.parse_args(argv)
 

@@ -50,7 +50,7 @@ def peak_tflops(device, precision):
 
 
 def count_matrix_weights(config):
-    """Weights of the model's matrices; the tied head counts once, and norms have less than a thousandth as many."""
+    """Weights of the matrices that are multiplied, with the head's; norms have less than a thousandth as many."""
     kv_width = config.num_kv_heads * config.head_dim
     layer = config.hidden_dim * (2 * config.hidden_dim + 2 * kv_width + 3 * config.ffn_dim)
     return config.num_layers * layer + config.vocab_size * config.hidden_dim
@@ -127,14 +127,18 @@ def require_host_memory(config, device):
         raise MemoryError
 
 
+def is_out_of_memory(error):
+    """Whether an error says so. On a CPU PyTorch has none of its own for that, nor for a size that exceeds 64 bits."""
+    words = "out of memory|can't allocate memory|Storage size calculation overflowed"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(re.search(words, str(error)))
+
+
 def remedied(config, function, *arguments):
     """function(config, *arguments), with a UsageError for an error of PyTorch or Triton that the user can remedy."""
     try:
         return function(config, *arguments)
     except (RuntimeError, MemoryError) as error:
-        # On a CPU, PyTorch has no exception of its own for memory, nor for a tensor whose size exceeds 64 bits.
-        memory = "out of memory|can't allocate memory|Storage size calculation overflowed"
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(memory, str(error)):
+        if is_out_of_memory(error):
             sizes = ("batch_size", "seq_len", "num_layers", "hidden_dim", "ffn_dim", "vocab_size")
             least = {field.name: field.metadata["least"] for field in dataclasses.fields(config)}
             lowerable = [name for name in sizes if getattr(config, name) > least[name]]

@@ -22,9 +22,8 @@ def run(script, description, prepare, argv=None, inputs=True):
     def main(argv):
         parser = Parser("prepare.py", description)
         if inputs:
-            parser.add_argument(
-                "--input", nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)"
-            )
+            own = dict(nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)")
+            parser.add_argument("--input", **own)
         folder = Path(script).resolve().parent
         parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
         options = parser.parse_args(argv)

@@ -230,6 +230,14 @@ def layer_norm_backward(
 # Autograd, twice: a Function with the cheaper launch, and operators that torch.compile traces without a graph break
 
 
+def keep(ctx, x, branch, bias, residual, weight, mean, rstd):
+    """In ctx, for the backward pass."""
+    ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
+    ctx.has_bias, ctx.x_dtype = bias is not None, x.dtype
+    ctx.branch_dtype = None if branch is None else branch.dtype
+    ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
+
+
 class TritonLayerNorm(torch.autograd.Function):
     """apply(x, weight, bias=None, eps=1e-5, dtype=None, branch=None) -> y, or (x + branch, y)."""
 
@@ -237,13 +245,7 @@ class TritonLayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias=None, eps=1e-5, dtype=None, branch=None):
         run = functools.partial(launch, layer_norm_kernel)
         residual, y, mean, rstd = layer_norm_forward(run, x, branch, weight, bias, eps, dtype or x.dtype)
-        ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
-        ctx.has_bias, ctx.x_dtype, ctx.branch_dtype = (
-            bias is not None,
-            x.dtype,
-            None if branch is None else branch.dtype,
-        )
-        ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
+        keep(ctx, x, branch, bias, residual, weight, mean, rstd)
         return y if branch is None else (residual, y)
 
     @staticmethod
@@ -321,13 +323,7 @@ if triton:
         x, branch, weight, bias, _, _ = inputs
         residual, _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
-        ctx.has_bias, ctx.x_dtype, ctx.branch_dtype = (
-            bias is not None,
-            x.dtype,
-            None if branch is None else branch.dtype,
-        )
-        ctx.set_materialize_grads(False)
+        keep(ctx, x, branch, bias, residual, weight, mean, rstd)
 
     def operator_backward(ctx, residual_grad, y_grad, mean_grad, rstd_grad):
         residual_grad = None if ctx.branch_dtype is None else residual_grad
@@ -374,13 +370,11 @@ def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
 
 def check_shapes(x, branch, weight, bias):
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"LayerNorm of {tuple(x.shape)} needs a weight of its last dimension, not {tuple(weight.shape)}"
-        )
+        weight = f"a weight of its last dimension, not {tuple(weight.shape)}"
+        raise ValueError(f"LayerNorm of {tuple(x.shape)} needs {weight}")
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
-        raise ValueError(
-            f"weight {tuple(weight.shape)} in {weight.dtype} and bias {tuple(bias.shape)} in {bias.dtype} must be alike"
-        )
+        weight, bias = (f"{tuple(t.shape)} in {t.dtype}" for t in (weight, bias))
+        raise ValueError(f"weight {weight} and bias {bias} must be alike")
     if branch is not None and branch.shape != x.shape:
         raise ValueError(f"x and branch must have one shape: {tuple(x.shape)}, {tuple(branch.shape)}")
 

@@ -150,15 +150,10 @@ def test_gradients_are_the_same_bits_every_time(randn):
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
 
 
-@pytest.mark.parametrize(
-    "dynamic, with_branch",
-    [
-        (True, False),
-        (False, True),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("dynamic, with_branch", [
+    (True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow),
+    pytest.param(False, False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_compiled_without_a_graph_break(randn, dynamic, with_branch):
     torch._dynamo.reset()
 
@@ -218,9 +213,7 @@ def test_empty_input(device, shape):
     assert y.shape == shape and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize(
-    "shapes", [((3, 4), (5,), None), ((3, 4), (4,), (3,)), ((), (1,), None), ((3, 4), (3, 4), None)]
-)
+@pytest.mark.parametrize("shapes", [((3, 4), (5,), None), ((3, 4), (4,), (3,)), ((), (1,), None), ((4,), (3, 4), None)])
 def test_shapes_that_do_not_fit(shapes):
     x, weight, bias = (None if shape is None else torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError):

@@ -452,6 +452,8 @@ def test_more_processes_than_gpus(monkeypatch):
     (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= in the environment is no number: "),
     (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is no number: "),
     (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 in the environment is not below WORLD_SIZE=2: "),
+    (dict(WORLD_SIZE="0"), "RANK=0 in the environment is not below WORLD_SIZE=0: "),
+    (dict(WORLD_SIZE="10000000000"), "WORLD_SIZE=10000000000 in the environment is too large: "),
     (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "do not find each"),
 ])  # fmt: skip
 def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, words):

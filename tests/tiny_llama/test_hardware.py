@@ -115,7 +115,7 @@ def test_flops_of_a_gpt_count_attention_without_its_masked_half():
     config = GPTConfig(block_size=16, vocab_size=32, n_layer=3, n_head=2, n_embd=8, bias=False)
     model = GPT(config, "torch")
     # A token and layer: 2 products of 2 * 8 * 16 FLOP, three times with backward, half of it masked.
-    assert model.flops_per_token() == 6 * model.num_parameters() + 3 * (3 * 2 * 2 * 8 * 16 // 2)
+    assert model.flops_per_token() == 6 * model.get_num_params() + 3 * (3 * 2 * 2 * 8 * 16 // 2)
 
 
 def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention():
