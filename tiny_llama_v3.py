@@ -39,10 +39,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
+try:
+    import numpy as np
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+except ModuleNotFoundError as error:
+    reason = f"tiny_llama_v3 needs numpy and torch, and {error.name} is missing: run make, or pip install numpy torch"
+    raise (SystemExit if __name__ == "__main__" else ModuleNotFoundError)(reason) from None
 
 # Fused multiply-adds, which are the default up to Triton 3.9: without them kernels have 3 to 8 % more instructions.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -57,7 +61,6 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton before 3.4
     TensorDescriptor = None
-
 
 __version__ = "3.0.0"
 __all__ = (
@@ -149,6 +152,9 @@ class Config:
     num_kv_heads: int | None = option(None, "key/value heads (grouped queries); default: half of --num-heads", 1)
     ffn_dim: int | None = option(None, "width of the feed-forward layer; default: 4 x hidden-dim", 1)
     vocab_size: int | None = option(None, "distinct tokens; default: 1000, or the 256 bytes of a file", 2)
+    rope_theta: float = option(10000.0, "base of the rotary embedding's frequencies", 1.0, FP32.max)
+    norm_eps: float = option(1e-5, "added to the mean square in norms", FP32.tiny, FP32.max)
+    untied_head: bool = option(False, "give the head weights of its own instead of the embedding's")
 
     batch_size: int = option(8, "sequences a step, of each process", 1)
     seq_len: int = option(256, "tokens a sequence", 1)
@@ -270,7 +276,6 @@ def parse_config(argv, program):
 # The device, and how kernels are launched on it. Every difference between vendors is in this section.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own variable: kernels run on the CPU, in Python
 
 
@@ -1286,9 +1291,9 @@ def triton_attention(
     return function.apply(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs)
 
 
-def rope_tables(seq_len, head_dim, device):
-    """cos, sin (seq_len, head_dim / 2) of the angles position * 10000^(-2i / head_dim), in fp32."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+def rope_tables(seq_len, head_dim, device, theta=10000.0):
+    """cos, sin (seq_len, head_dim / 2) of the angles position * theta^(-2i / head_dim), in fp32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
     return angles.cos().float(), angles.sin().float()
 
@@ -2067,9 +2072,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config, operations=None):
         super().__init__()
-        self.attention_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
+        self.attention_norm = TritonRMSNorm(config.hidden_dim, config.norm_eps, operations)
         self.attention = TritonAttention(config, operations)
-        self.ffn_norm = TritonRMSNorm(config.hidden_dim, operations=operations)
+        self.ffn_norm = TritonRMSNorm(config.hidden_dim, config.norm_eps, operations)
         self.feed_forward = TritonSwiGLU(config, operations)
 
     def forward(self, residual, branch, cos, sin):
@@ -2095,7 +2100,7 @@ class TransformerBlock(nn.Module):
 
 
 class TinyLlamaTriton(nn.Module):
-    """LLaMA with a head tied to the embedding. operations is the implementation, one of OPERATIONS."""
+    """LLaMA, by default with a head tied to the embedding. operations is the implementation, one of OPERATIONS."""
 
     def __init__(self, config, operations=None):
         super().__init__()
@@ -2104,9 +2109,10 @@ class TinyLlamaTriton(nn.Module):
         self.operations = operations or default_operations()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
-        self.norm = TritonRMSNorm(config.hidden_dim, operations=self.operations)
+        self.norm = TritonRMSNorm(config.hidden_dim, config.norm_eps, self.operations)
+        self.lm_head = nn.Linear(config.hidden_dim, config.vocab_size, bias=False) if config.untied_head else None
         self.groups = None  # [LayerGroup], for forward() to call in place of the layers
-        cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device)
+        cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         if not config.no_init:  # BUG no_init: leaves the embedding, and so the tied head, at N(0, 1)
@@ -2132,7 +2138,7 @@ class TinyLlamaTriton(nn.Module):
         for layer in self.groups or self.layers:
             residual, branch = layer(residual, branch, cos, sin)
         y, _ = self.norm.add_norm(residual, branch)
-        logits = self.operations.linear(y, self.embed_tokens.weight)
+        logits = self.operations.linear(y, (self.lm_head or self.embed_tokens).weight)
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
 
 
@@ -2627,7 +2633,7 @@ def print_configuration(step):
         f"Device: {device.name} ({device.arch}); {', '.join(software)}\n"
         f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
         f"({config.num_kv_heads} of K and V), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
-        f"{count_weights(step.model.parameters()):,} parameters\n"
+        f"{'untied head, ' * config.untied_head}{count_weights(step.model.parameters()):,} parameters\n"
         f"Training: batch {config.batch_size} x {config.seq_len} tokens{processes}, {config.num_steps} steps, "
         f"{precision_name(config, device)}, {config.data} data, seed {config.seed}\n"
         f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else "")

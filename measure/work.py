@@ -192,7 +192,7 @@ def kernel_work(config):
     token_numbers, losses_and_counts = tensor(tokens, dtype=torch.int64), tensor(2, tokens, dtype=torch.float32)
     kv_width = config.num_kv_heads * config.head_dim
     layer = hidden * (2 * hidden + 2 * kv_width + 3 * ffn) + 2 * hidden
-    param = tensor(config.num_layers * layer + (vocab + 1) * hidden)
+    param = tensor(config.num_layers * layer + (vocab * (1 + config.untied_head) + 1) * hidden)
     moment = tensor(*param.shape, dtype=torch.float32)
     remainder = tensor(*param.shape, dtype=torch.int16) if config.use_amp else None
     return {

@@ -260,7 +260,7 @@ class Bucket:
 
 
 def make_buckets(model):
-    """[Bucket] of all parameters in their order. The embedding, which is also the head, goes with the first layer.
+    """[Bucket] of all parameters in their order. The embedding goes with the first layer, an untied head with the last.
 
     No computation is left to hide the first layer's messages behind, so they are short. Each further bucket may be as
     large as all before it together, up to BUCKET_ELEMENTS; a larger layer has one of its own.
@@ -274,7 +274,7 @@ def make_buckets(model):
             buckets.append(Bucket([], []))
         buckets[-1].parameters += parameters
         buckets[-1].layers.append(layer)
-    buckets[-1].parameters += model.norm.parameters()
+    buckets[-1].parameters += [*model.norm.parameters(), *(model.lm_head.parameters() if model.lm_head else ())]
     return buckets
 
 

@@ -24,6 +24,7 @@ def inert_flags(step):
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
         ("fp8_wide_margin", not config.fp8, "has no effect without --fp8"),
+        ("no_init", config.untied_head, "does not show with --untied-head, which PyTorch initializes by small numbers"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         ("noncontiguous_kv", not is_triton, for_kernels),
         ("triton_matmul_swiglu", not is_triton, for_kernels),

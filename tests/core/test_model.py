@@ -120,6 +120,30 @@ def test_head_is_tied_to_the_embedding(make_step, impl):
     assert (gradients > 0).all()
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_another_head_rotary_embedding_and_norm(make_step, impl):
+    step = make_step(impl=impl, untied_head=True, rope_theta=50.0, norm_eps=0.1)
+    verdict, _ = llama.check_batch(step.config, step.device, (step.tokens, step.targets))
+    assert not verdict.failed and "lm_head.weight" in verdict.errors
+    default, angles = (
+        make_step(impl=impl, untied_head=True).model,
+        torch.arange(17.0).outer(50.0 ** -torch.arange(0, 1, 0.25)),
+    )
+    with torch.no_grad():
+        for parameter in (*default.parameters(), *step.model.parameters()):
+            parameter.mul_(10)  # so that positions matter
+        logits = step.model(step.tokens)
+        default.cos.copy_(angles.cos()), default.sin.copy_(angles.sin())
+        assert (default(step.tokens) - logits).abs().max() > 0.01  # by eps
+        for norm in [module for module in default.modules() if isinstance(module, llama.TritonRMSNorm)]:
+            norm.eps = 0.1
+        torch.testing.assert_close(default(step.tokens), logits, rtol=1e-4, atol=1e-4)
+    step.tokens.fill_(3)
+    gradients = loss_and_gradients(step)
+    assert gradients["embed_tokens.weight"].any(dim=1).nonzero().tolist() == [[3]]
+    assert gradients["lm_head.weight"].any(dim=1).all()
+
+
 def test_initial_weights(make_step):
     model = make_step(impl="torch", hidden_dim=128, num_heads=8, num_layers=8).model
     for name, p in model.named_parameters():

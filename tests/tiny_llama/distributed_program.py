@@ -23,8 +23,9 @@ CONFIG = llama.Config(
     num_steps=20, warmup_steps=1, learning_rate=4e-3, data="markov", comm_timeout=60,
 )  # fmt: skip
 RUNS = {  # of CONFIG
-    "sharded": {}, "one window": dict(timing="step"), "frozen": {}, "ddp": dict(impl="sdpa"),
-    "full": dict(impl="sdpa", shard="full"), "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
+    "sharded": {}, "one window": dict(timing="step"), "untied": dict(untied_head=True), "frozen": {},
+    "ddp": dict(impl="sdpa"), "full": dict(impl="sdpa", shard="full"),
+    "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
 }  # fmt: skip
 GPU_CONFIG = dataclasses.replace(
     CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
