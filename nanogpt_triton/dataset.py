@@ -55,10 +55,8 @@ class BytePairs:
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # whatever its download raises
-            raise UsageError(
-                f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}): run this once with a network, or "
-                "point TIKTOKEN_CACHE_DIR to a cache that has it"
-            ) from error
+            remedy = "run this once with a network, or point TIKTOKEN_CACHE_DIR to a cache that has it"
+            raise UsageError(f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}): {remedy}") from error
 
     def encode(self, text):
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
@@ -169,9 +167,8 @@ def open_tokens(folder, split, meta, block_size):
         promised = f", and meta.json promises {expected * TOKEN.itemsize}" if expected is not None else ""
         raise UsageError(f"{path} is truncated or from elsewhere: {size} bytes{promised}: {remedy(folder)}")
     if size // TOKEN.itemsize <= block_size:
-        raise UsageError(
-            f"{path} holds {size // TOKEN.itemsize} tokens, too few for block_size={block_size}: give a smaller one"
-        )
+        tokens = f"{size // TOKEN.itemsize} tokens, too few for block_size={block_size}"
+        raise UsageError(f"{path} holds {tokens}: give a smaller one")
     return np.memmap(path, TOKEN, "r")
 
 
@@ -192,17 +189,16 @@ class Batches:
         windows = np.stack([self.tokens[offset : offset + block_size + 1] for offset in offsets]).astype(np.int64)
         if windows.max() >= self.vocab_size:
             row, column = np.argwhere(windows >= self.vocab_size)[0]
-            raise UsageError(
-                f"{self.path}: token {windows[row, column]} at position {offsets[row] + column} is beyond the "
-                f"vocabulary of {self.vocab_size}: {remedy(self.path.parent)}"
-            )
+            token = f"token {windows[row, column]} at position {offsets[row] + column}"
+            beyond = f"is beyond the vocabulary of {self.vocab_size}"
+            raise UsageError(f"{self.path}: {token} {beyond}: {remedy(self.path.parent)}")
         return windows[:, :-1], windows[:, 1:]
 
 
 class Writer:
     """Writes a dataset's files; they appear at the end, together, and not at all if something fails before."""
 
-    NAMES = *(f"{split}.bin" for split in SPLITS), "meta.json"
+    NAMES = *(f"{split}.bin" for split in SPLITS), "meta.json", "meta.pkl"
 
     def __init__(self, folder):
         self.folder, self.files = folder, {}
@@ -224,12 +220,16 @@ class Writer:
             if not number:
                 raise UsageError(f"nothing would be left for {split}.bin: give more text")
         meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "tokens": self.tokens, **about}
-        if tokenizer.name == Characters.name:
+        are_characters = tokenizer.name == Characters.name
+        if are_characters:
             meta["characters"] = tokenizer.characters
+            theirs = {"vocab_size": tokenizer.vocab_size, "stoi": tokenizer.numbers}  # for nanoGPT's own scripts
+            theirs["itos"] = dict(enumerate(tokenizer.characters))
+            (self.folder / ".meta.pkl.tmp").write_bytes(pickle.dumps(theirs))
         (self.folder / ".meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         for file in self.files.values():
             file.close()  # which may fail on a full disk
-        for name in self.NAMES:
+        for name in self.NAMES if are_characters else self.NAMES[:-1]:
             os.replace(self.folder / f".{name}.tmp", self.folder / name)
         for split, number in self.tokens.items():
             print(f"{self.folder / split}.bin: {number:,} tokens of {tokenizer.vocab_size}")

@@ -75,40 +75,26 @@ def test_our_config_files(path):
     assert given.keys() <= {"out_dir", "init_from", "compile"} and given
 
 
-@pytest.mark.parametrize(
-    "argument, words",
-    [
-        ("--batchsize=3", ["batchsize", "did you mean batch_size?"]),
-        ("--batch-size=3", ["did you mean batch_size?"]),
-        ("--zzz=3", ["zzz", "--help"]),
-        ("--batch_size=x", ["--batch_size=x", "not an integer"]),
-        ("--batch_size=2.5", ["2.5", "not an integer"]),
-        ("--batch_size=True", ["not an integer"]),
-        ("--batch_size=0", ["below 1"]),
-        ("--batch_size=", ["--batch_size=", "not an integer"]),
-        ("--dropout=1.5", ["above 0.99"]),
-        ("--compile=yes", ["not True or False"]),
-        ("--learning_rate=fast", ["not a number"]),
-        ("--learning_rate=float('nan')", ["not a number"]),
-        ("--layer_norm=tritn", ["none of auto, triton, torch", "triton?"]),
-        ("--layer_norm=foo", ["'foo' is none of auto, triton, torch"]),
-        ("--init_from=foo", ["none of scratch, resume, gpt2"]),
-        ("--dtype=int8", ["none of auto, float32, bfloat16, float16"]),
-        ("--backend=mpi", ["none of auto, nccl, gloo"]),
-        ("--learning_rate=1e999", ["not a number"]),
-        (f"--learning_rate=1{'0' * 400}", ["not a number"]),
-        ("--n_embd=2147483648", ["above 2147483647"]),
-        ("--batch_size={[]: 1}", ["not an integer"]),
-        (f"--batch_size={'-' * 100_000}1", ["not an integer"]),
-        ("--out_dir=", ["--out_dir=: there are 0 characters: give 1 to 1000"]),
-        ("--dataset=", ["give 1 to 1000"]),
-        (f"--out_dir={'x' * 20_000}", ["--out_dir=xxx", "there are 20000 characters: give 1 to 1000"]),
-        (f"--batch_size={'x' * 20_000}", ["--batch_size=xxx", "not an integer"]),
-        ("--batch_size", ["lacks a value", "--batch_size=12"]),
-        ("-b=3", ["--key=value"]),
-        ("missing.py", ["missing.py cannot be read"]),
-    ],
-)
+@pytest.mark.parametrize("argument, words", [
+    ("--batchsize=3", ["batchsize", "did you mean batch_size?"]), ("--batch-size=3", ["did you mean batch_size?"]),
+    ("--zzz=3", ["zzz", "--help"]), ("--batch_size=x", ["--batch_size=x", "not an integer"]),
+    ("--batch_size=2.5", ["2.5", "not an integer"]), ("--batch_size=True", ["not an integer"]),
+    ("--batch_size=0", ["below 1"]), ("--batch_size=", ["--batch_size=", "not an integer"]),
+    ("--dropout=1.5", ["above 0.99"]), ("--compile=yes", ["not True or False"]),
+    ("--learning_rate=fast", ["not a number"]), ("--learning_rate=float('nan')", ["not a number"]),
+    ("--layer_norm=tritn", ["none of auto, triton, torch", "triton?"]),
+    ("--layer_norm=foo", ["'foo' is none of auto, triton, torch"]),
+    ("--init_from=foo", ["none of scratch, resume, gpt2"]),
+    ("--dtype=int8", ["none of auto, float32, bfloat16, float16"]), ("--backend=mpi", ["none of auto, nccl, gloo"]),
+    ("--learning_rate=1e999", ["not a number"]), (f"--learning_rate=1{'0' * 400}", ["not a number"]),
+    ("--n_embd=2147483648", ["above 2147483647"]), ("--batch_size={[]: 1}", ["not an integer"]),
+    (f"--batch_size={'-' * 100_000}1", ["not an integer"]),
+    ("--out_dir=", ["--out_dir=: there are 0 characters: give 1 to 1000"]), ("--dataset=", ["give 1 to 1000"]),
+    (f"--out_dir={'x' * 20_000}", ["--out_dir=xxx", "there are 20000 characters: give 1 to 1000"]),
+    (f"--batch_size={'x' * 20_000}", ["--batch_size=xxx", "not an integer"]),
+    ("--batch_size", ["lacks a value", "--batch_size=12"]), ("-b=3", ["--key=value"]),
+    ("missing.py", ["missing.py cannot be read"]),
+])  # fmt: skip
 def test_a_wrong_argument_is_named(argument, words):
     with pytest.raises(UsageError) as error:
         settings_of(argument)
@@ -124,26 +110,19 @@ def test_the_ends_of_ranges_are_possible():
         settings_of(f"--seed={2**32}")
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("batch_size = 3\nbatchsize = 4\n", [":2:", "did you mean batch_size?"]),
-        ("batch_size = 3 * seed\n", [":1:", "3 * seed cannot be computed from literals", "write the value"]),
-        ("batch_size = 3 ** 9999\n", ["cannot be computed"]),
-        ("batch_size = (2 ** 64) * 2\n", ["cannot be computed"]),
-        ("batch_size = 1 // 0\n", ["cannot be computed"]),
-        ("out_dir = 'a' * 3\n", ["cannot be computed"]),
-        ("wandb_run_name = str(time.sleep(9))\n", ["cannot be computed"]),
-        ("import settings\n", [":1:", "none is executed: take this one out"]),
-        ("from time import *\n", [":1:", "none is executed"]),
-        ("batch_size = open('touched', 'w')\n", ["cannot be computed"]),
-        ("batch_size = block_size = 3\n", ["key = literal"]),
-        ("batch_size = \n", [":1:", "not Python"]),
-        ("batch_size = {[]: 1}\n", [":1:", "cannot be computed"]),
-        (f"batch_size = {'-' * 100_000}1\n", ["not Python"]),
-        ("batch_size = '3'\n", ["'3'", "not an integer"]),
-    ],
-)
+@pytest.mark.parametrize("text, words", [
+    ("batch_size = 3\nbatchsize = 4\n", [":2:", "did you mean batch_size?"]),
+    ("batch_size = 3 * seed\n", [":1:", "3 * seed cannot be computed from literals", "write the value"]),
+    ("batch_size = 3 ** 9999\n", ["cannot be computed"]), ("batch_size = (2 ** 64) * 2\n", ["cannot be computed"]),
+    ("batch_size = 1 // 0\n", ["cannot be computed"]), ("out_dir = 'a' * 3\n", ["cannot be computed"]),
+    ("wandb_run_name = str(time.sleep(9))\n", ["cannot be computed"]),
+    ("import settings\n", [":1:", "none is executed: take this one out"]),
+    ("from time import *\n", [":1:", "none is executed"]),
+    ("batch_size = open('touched', 'w')\n", ["cannot be computed"]),
+    ("batch_size = block_size = 3\n", ["key = literal"]), ("batch_size = \n", [":1:", "not Python"]),
+    ("batch_size = {[]: 1}\n", [":1:", "cannot be computed"]), (f"batch_size = {'-' * 100_000}1\n", ["not Python"]),
+    ("batch_size = '3'\n", ["'3'", "not an integer"]),
+])  # fmt: skip
 def test_a_config_file_is_not_executed(tmp_path, monkeypatch, text, words):
     monkeypatch.chdir(tmp_path)
     Path("c.py").write_text(text)
@@ -191,7 +170,9 @@ def test_characters(folder):
     assert tokenizer.decode(tokenizer.encode("winter")) == "winter"
     with pytest.raises(UsageError, match="'!'"):
         tokenizer.encode("winter!")
-    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json", "meta.pkl"}
+    (folder / "meta.json").unlink()  # meta.pkl is for nanoGPT's scripts
+    assert dataset.description(dataset.read_meta(folder)) == dataset.description(meta)
 
 
 def test_pysource(tmp_path, monkeypatch):
@@ -403,27 +384,12 @@ def test_damaged_meta_is_refused(folder, text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(tokens=None),
-        dict(tokens={"train": 9}),
-        dict(tokens={"train": "9", "val": "9"}),
-        dict(tokens=[9, 9]),
-        dict(vocab_size="3"),
-        dict(vocab_size=0, characters=""),
-        dict(vocab_size=2),
-        dict(vocab_size=4),
-        dict(vocab_size=3.0),
-        dict(characters=None),
-        dict(characters="aab"),
-        dict(characters=["a", "b", "c"]),
-        dict(tokenizer="words"),
-        dict(tokenizer=3),
-        dict(tokenizer="gpt2"),
-        dict(tokenizer="gpt2", characters=None),
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    dict(tokens=None), dict(tokens={"train": 9}), dict(tokens={"train": "9", "val": "9"}), dict(tokens=[9, 9]),
+    dict(vocab_size="3"), dict(vocab_size=0, characters=""), dict(vocab_size=2), dict(vocab_size=4),
+    dict(vocab_size=3.0), dict(characters=None), dict(characters="aab"), dict(characters=["a", "b", "c"]),
+    dict(tokenizer="words"), dict(tokenizer=3), dict(tokenizer="gpt2"), dict(tokenizer="gpt2", characters=None),
+])  # fmt: skip
 def test_fields_of_meta_that_are_wrong(tmp_path, fields):
     meta = dict(tokenizer="characters", vocab_size=3, characters="abc", tokens={"train": 9, "val": 9})
     (tmp_path / "meta.json").write_text(json.dumps(meta))
@@ -474,24 +440,13 @@ def test_a_pickle_runs_no_code(tmp_path, monkeypatch, payload, protocol):
     assert "\n" not in str(error.value) and not Path("touched").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"text",
-        pickle.dumps(NANOGPT)[:-5],
-        pickle.dumps(3),
-        pickle.dumps(NANOGPT | {"vocab_size": 4}),
-        pickle.dumps(NANOGPT | {"vocab_size": 0}),
-        pickle.dumps(NANOGPT | {"vocab_size": "3"}),
-        pickle.dumps({"vocab_size": 3}),
-        pickle.dumps(NANOGPT | {"itos": ["a", "b", "a"]}),
-        pickle.dumps(NANOGPT | {"stoi": {"a": 0, "\n": 1, "b": 2}}),
-        pickle.dumps(NANOGPT | {"itos": ["a", "b", "cd"]}),
-        pickle.dumps(NANOGPT | {"itos": ["a", "b", 3]}),
-    ],
-    ids=itertools.count(),
-)
+@pytest.mark.parametrize("content", [
+    b"", b"text", pickle.dumps(NANOGPT)[:-5], pickle.dumps(3), pickle.dumps(NANOGPT | {"vocab_size": 4}),
+    pickle.dumps(NANOGPT | {"vocab_size": 0}), pickle.dumps(NANOGPT | {"vocab_size": "3"}),
+    pickle.dumps({"vocab_size": 3}), pickle.dumps(NANOGPT | {"itos": ["a", "b", "a"]}),
+    pickle.dumps(NANOGPT | {"stoi": {"a": 0, "\n": 1, "b": 2}}), pickle.dumps(NANOGPT | {"itos": ["a", "b", "cd"]}),
+    pickle.dumps(NANOGPT | {"itos": ["a", "b", 3]}),
+], ids=itertools.count())  # fmt: skip
 def test_a_damaged_pickle_is_refused(tmp_path, content):
     (tmp_path / "meta.pkl").write_bytes(content)
     with pytest.raises(UsageError, match="meta.pkl is damaged") as error:
