@@ -71,5 +71,6 @@ healthy := $(shell $(VENV_PYTHON) -c 'import sys; from importlib.util import fin
 
 # Reinstalled even where inherited: ruff and shellcheck must lie in .venv/bin.
 .venv/dev.stamp: .venv/run.stamp requirements-dev.txt
-	$(VENV_PYTHON) -m pip install --force-reinstall -c .venv/constraints.txt -r requirements-dev.txt
+	$(VENV_PYTHON) -m pip install $(if $(wildcard .venv/bin/ruff),,--force-reinstall) -c .venv/constraints.txt \
+		-r requirements-dev.txt
 	touch $@

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv anew and installs requirements.txt; a torch that PYTHON already imports is used as it is. Without one, a
-# machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's own index.
+# Makes .venv and installs requirements.txt. A .venv that imports torch is kept, whoever made it, and so is a torch that
+# PYTHON imports. Without one, a machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's
+# own index.
 # Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] ./setup_env.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -62,7 +63,9 @@ choose_wheels() {
     fi
 }
 
-if imports "$parent" torch; then
+if imports "$python" torch && grep -qF -e "$PWD/.venv" -e "$(pwd -P)/.venv" .venv/bin/activate; then # it was not moved
+    imports "$python" pip || "$python" -m ensurepip >/dev/null || die "make .venv with pip, as uv venv --seed does"
+elif imports "$parent" torch; then
     "$parent" -m venv --clear --system-site-packages .venv
     # The packages of a parent that is a venv itself are not among the system's: add them by a .pth file.
     "$parent" -c 'import site, sys

@@ -344,6 +344,43 @@ def test_bare_interpreter_gets_the_requirements_once(project, bare):
     assert project.make("-q", ".venv/run.stamp", python=bare).returncode == 1
 
 
+@pytest.mark.parametrize("made", ["uv", "system site packages"])
+def test_an_environment_of_the_user_s_own_is_kept(project, bare, made):
+    """`uv venv` makes one without pip."""
+    venv.create(project.venv, symlinks=True, with_pip=made != "uv", system_site_packages=made != "uv")
+    for wheel in rocm_wheels():
+        folder = project.venv.parents[1] / "base"
+        zipfile.ZipFile(make_wheel(folder, **wheel)).extractall(site_packages(project.venv) if made == "uv" else folder)
+    (site_packages(project.venv) / "base.pth").write_text("" if made == "uv" else str(folder))
+    seen = project.run(bare)
+    assert Path(seen["torch"]).parent in (site_packages(project.venv), folder)
+    assert "torch" not in owned(seen, project.venv) or owned(seen, project.venv)["torch"] == "2.7.1+rocm6.4"
+    assert {"numpy", "matplotlib"} <= owned(seen, project.venv).keys()
+    assert project.make("test", python=bare).returncode == 0
+    publish(project.pypi, "harmful", "1.0", requires=["triton"])
+    assert project.pip_install("harmful").returncode != 0
+
+
+def test_no_network_is_needed_where_everything_is_there(project, bare):
+    assert project.make("test", python=bare).returncode == 0
+    (project.venv / "bin/ruff").touch()  # which the fake of the package does not bring
+    shutil.rmtree(project.pypi)
+    for name in ("requirements.txt", "requirements-dev.txt", "setup_env.sh"):
+        (project.root / name).touch()
+        assert project.make("test", python=bare).returncode == 0
+
+
+def test_what_is_missing_is_said_in_a_line(bare):
+    text = "tiny_llama_v3 needs numpy and torch, and numpy is missing: run make, or pip install numpy torch"
+    for arguments, told in (
+        (["tiny_llama_v3.py"], text),
+        (["-c", "import nanogpt_triton"], f"ModuleNotFoundError: {text}"),
+    ):
+        done = subprocess.run([bare, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.splitlines()[-1] == told
+        assert ("Traceback" in done.stderr) == (arguments[0] == "-c")
+
+
 def test_failed_and_broken_installs_are_repaired(project, bare):
     (project.pypi / "matplotlib").rename(project.pypi / "hidden")
     assert project.make("run", python=bare).returncode != 0
