@@ -193,6 +193,12 @@ def ratio_of_medians(times, others, between=1.0):
     return Ratio(value, low / other_high / between, high / other_low * between)
 
 
+def spread_of_medians(sets):
+    """How many times as long the same work took in one of these sets of times as in another; 1 if there is only one."""
+    medians = [statistics.median(times) for times in sets]
+    return max(medians) / min(medians)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Between two measurements
 

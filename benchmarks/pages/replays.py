@@ -4,13 +4,12 @@ Every sentence follows from a figure. exercises/performance_debugging/ writes th
 """
 
 import math
-import statistics
 from typing import NamedTuple
 
 import tiny_llama_v3 as llama
 from measure.results import newest_first
 from measure.tables import markdown_table, number, percent, times
-from measure.timing import LEAST_TIMES, ratio_of_medians
+from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"
@@ -70,11 +69,11 @@ def spread_of_processes(summary):
 
     Clocks, temperatures and other jobs differ more between processes than between steps.
     """
-    medians = {}
+    same_work = {}
     for run in runs_of(summary):
         if len(run["step_ms"]) >= LEAST_TIMES:
-            medians.setdefault(work_of(run), []).append(statistics.median(run["step_ms"]))
-    return max((max(times) / min(times) for times in medians.values()), default=1.0)
+            same_work.setdefault(work_of(run), []).append(run["step_ms"])
+    return max(map(spread_of_medians, same_work.values()), default=1.0)
 
 
 def compare_speed(summary, run, other):

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what it is given belongs to the program that it runs
 NEEDED = {  # beside the flag
+    "benchmarks/diff.py": ["before", "after"],
     "exercises/check.py": ["exercise1"], "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
     "exercises/scoreboard.py": ["class"], "profilers/compare.py": ["before", "after"],
     "profilers/counters.py": ["profile"], "profilers/hotspots.py": ["profile"], "profilers/plot.py": ["profile"],

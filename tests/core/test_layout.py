@@ -23,6 +23,7 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
     "emulated": BELOW | {"compiled"},
     "benchmarks": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated"},
     "run_triton_profiling": BELOW | {"benchmarks", "compiled"},
+    "examples": BELOW | {"nanogpt_triton", "benchmarks"},
     "exercises": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated", "benchmarks"},
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
@@ -38,9 +39,10 @@ MOST_LINES = {
     "tiny_llama/notes.py": 40,
     "tiny_llama/data.py": 130,
     "tiny_llama/fp8.py": 450,
+    "tiny_llama/hugging_face.py": 120,
     "README.md": 130,
-    "all code": 25890,
-    "all tests": 19705,
+    "all code": 26340,
+    "all tests": 20005,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {
