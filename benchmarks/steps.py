@@ -68,6 +68,7 @@ ROWS = {
         Row("hf"),
         Row("hf liger"),
         Row("hf liger fused"),
+        Row(f"hf {OURS}"),
         Row(OURS, graph=True),
         Row("torch", graph=True),
         Row("torch", compile=True, graph=True),
@@ -82,9 +83,9 @@ ROWS = {
         Row("sdpa rowwise_with_gw_hp", compile=True, graph=True),
     )
 }
-# These separate the effects of kernels, optimizer and precision. They are no peers: one has our optimizer, one bf16
-# weights.
-YARDSTICKS = ("sdpa flat", "sdpa bf16")
+# These separate the effects of kernels, optimizer and precision. They are no peers: one has our kernels, one our
+# optimizer, one bf16 weights.
+YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger fused", f"{OURS} graph"]
 
@@ -100,6 +101,7 @@ HF_NAMES = {  # {our module: the modules whose weights it stacks}
     "feed_forward.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
     "feed_forward.down_proj": ["mlp.down_proj"],
     "norm": ["model.norm"],
+    "lm_head": ["lm_head"],
 }
 
 
@@ -112,12 +114,24 @@ def hf_names(name):
     return [f"{prefix}{counterpart}.weight" for counterpart in HF_NAMES[module]]
 
 
+@torch.no_grad()
+def copy_to_hugging_face(weights, model):
+    """Copies {name of our parameter: tensor} into a LlamaForCausalLM."""
+    theirs = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
+        for part, value in zip(parts, weight.split([len(part) for part in parts]), strict=True):
+            part.copy_(value)
+    if theirs:
+        raise RuntimeError(f"no counterpart of {', '.join(theirs)}")
+
+
 class HuggingFaceLlama(nn.Module):
     """LlamaForCausalLM with the interface of our model: tokens and targets -> mean loss."""
 
     pristine = None  # the contents of modeling_llama, which Liger patches
 
-    def __init__(self, config, weights, liger=False, fused=False):
+    def __init__(self, config, weights, liger=False, fused=False, ours=False):
         super().__init__()
         try:
             from transformers.models.llama import modeling_llama
@@ -138,9 +152,9 @@ class HuggingFaceLlama(nn.Module):
                 num_key_value_heads=config.num_kv_heads,
                 vocab_size=config.vocab_size,
                 max_position_embeddings=config.seq_len,
-                rms_norm_eps=1e-5,
-                rope_theta=10000.0,
-                tie_word_embeddings=True,
+                rms_norm_eps=config.norm_eps,
+                rope_theta=config.rope_theta,
+                tie_word_embeddings=not config.untied_head,
                 use_cache=False,
                 attn_implementation="sdpa",
             )
@@ -149,8 +163,13 @@ class HuggingFaceLlama(nn.Module):
         self.fused_cross_entropy = None  # Liger's, from hidden states and head, which never keeps all logits
         if liger:
             self.use_liger(fused)
+        if ours:
+            from tiny_llama import hugging_face
+
+            hugging_face.swap_kernels(self.llama)
+            self.cross_entropy = hugging_face.cross_entropy
         self.llama.train()
-        self.copy_weights(weights)
+        copy_to_hugging_face(weights, self.llama)
 
     def use_liger(self, fused):
         try:
@@ -165,16 +184,6 @@ class HuggingFaceLlama(nn.Module):
         apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
         self.cross_entropy = LigerCrossEntropyLoss()
         self.fused_cross_entropy = LigerFusedLinearCrossEntropyLoss() if fused else None
-
-    @torch.no_grad()
-    def copy_weights(self, weights):
-        theirs = dict(self.llama.named_parameters())
-        for name, weight in weights.items():
-            parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
-            for part, value in zip(parts, weight.split([len(part) for part in parts]), strict=True):
-                part.copy_(value)
-        if theirs:
-            raise RuntimeError(f"no counterpart of {', '.join(theirs)}")
 
     def gradients(self, names):
         """The gradients under the names of our parameters."""
@@ -192,12 +201,12 @@ class HuggingFaceLlama(nn.Module):
 class HuggingFaceStep(llama.TrainStep):
     """The training step of --impl torch with Hugging Face's model."""
 
-    def __init__(self, config, device, liger=False, fused=False):
+    def __init__(self, config, device, **variant):
         super().__init__(dataclasses.replace(config, impl="torch"), device)
         weights = dict(self.model.named_parameters())
         self.names = list(weights)
         with torch.device(device.type):
-            self.model = HuggingFaceLlama(config, weights, liger, fused)
+            self.model = HuggingFaceLlama(config, weights, **variant)
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
         self.run_model = torch.compile(self.model) if config.compile else self.model
@@ -286,7 +295,10 @@ def make_step(row, config, device):
     config = dataclasses.replace(config, compile=row.compile, graph=row.graph)
     implementation, *variant = row.implementation.split()
     if implementation == "hf":
-        return HuggingFaceStep(config, device, liger="liger" in variant, fused="fused" in variant)
+        if OURS in variant and (obstacle := llama.triton_obstacle(device)):
+            raise Unavailable(obstacle)
+        variant = dict(liger="liger" in variant, fused="fused" in variant, ours=OURS in variant)
+        return HuggingFaceStep(config, device, **variant)
     if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(device.arch)):
         raise Unavailable(f"FP8 is for bf16, and for a GPU that has it ({device.arch})")
     obstacle = llama.triton_obstacle(device, config.use_amp) if OURS == implementation or "flat" in variant else None
@@ -446,9 +458,8 @@ def summarize(contender, windows, config, reference=None, reference_windows=None
     if reference:
         row["reference"] = reference.row.name
         row["reference_windows_ms"] = [device_ms for device_ms, _ in reference_windows]
-        row["ratio"] = percentiles(
-            [ours / theirs for ours, theirs in zip(row["reference_windows_ms"], ms, strict=True)]
-        )
+        pairs = zip(row["reference_windows_ms"], ms, strict=True)
+        row["ratio"] = percentiles([ours / theirs for ours, theirs in pairs])
     return row
 
 
@@ -585,39 +596,6 @@ def print_table(name, result):
         print(f"{pair['ours']} takes {pair['time_ratio']:.3f} of the time of {pair['peer']}{memory}")
 
 
-def draw(sizes, device_name, path):
-    """Draws time and memory of every row as bars. Returns False without Matplotlib."""
-    try:
-        from measure.drawing import plt, save_png
-    except ImportError:
-        return False
-
-    heights = [1 + 0.28 * len(result["rows"]) for result in sizes.values()]
-    figure, axes = plt.subplots(
-        len(sizes), 2, figsize=(12, 0.5 + sum(heights)), height_ratios=heights, squeeze=False, sharey="row",
-        layout="constrained",
-    )  # fmt: skip
-    for (name, result), (time_axis, memory_axis) in zip(sizes.items(), axes, strict=True):
-        rows = result["rows"]
-        colors = ["tab:orange" if row["implementation"] == OURS else "tab:gray" for row in rows.values()]
-        times = [0 if row["error"] else row["ms"]["median"] for row in rows.values()]
-        memory = [0 if row["error"] else (row["peak_memory_mib"] or 0) / 1024 for row in rows.values()]
-        for axis, values, label in ((time_axis, times, "ms per step"), (memory_axis, memory, "peak memory, GiB")):
-            bars = axis.barh(list(rows), values, color=colors)
-            texts = [f" {value:,.{0 if value >= 100 else 2}f}" if value else " not measured" for value in values]
-            axis.bar_label(bars, texts, fontsize=8)
-            axis.set_xlim(0, 1.15 * max(values) or 1)
-            axis.set_xlabel(label)
-            axis.spines[["top", "right"]].set_visible(False)
-        time_axis.invert_yaxis()  # shared by the row: the first at the top
-        size = llama.Config(**result["config"])
-        title = f"{name}: {size.batch_size} x {size.seq_len} tokens, hidden {size.hidden_dim}, {size.num_layers} layers"
-        time_axis.set_title(title, fontsize=10)
-    figure.suptitle(f"One training step on {device_name} (ours in orange; shorter is better)")
-    save_png(figure, path, dpi=150)
-    return True
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
@@ -633,9 +611,7 @@ def parse(argv):
     parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
     parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
     parser.add_argument("--steps", type=positive, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
-    parser.add_argument(
-        "--time-limit", type=time_limit, default=1200, metavar="SECONDS", help="no row is started later (default: 1200)"
-    )
+    parser.add_argument("--time-limit", type=time_limit, default=1200, metavar="S", help="for starting rows (1200)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     return parser.parse_args(argv)
@@ -688,9 +664,6 @@ def main(argv):
             measured = measure_size(config, rows, device, options, deadline, save)
         print_table(name, measured)
     print(f"\nResults: {file.path}")
-    picture = file.path.with_suffix(".png")
-    if draw(result["sizes"], device.name, picture):
-        print(f"Picture: {picture}")
     verdicts = [verdict for size in result["sizes"].values() for verdict in size["gate"].values()]
     return 1 if any("worst" in verdict and not verdict["passed"] for verdict in verdicts) else 0
 

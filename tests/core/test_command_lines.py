@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what it is given belongs to the program that it runs
+WITHOUT_FLAGS = {"profilers/host_profile.py", "examples/tritonbench_rows.py"}  # what they are given is another's
 NEEDED = {  # beside the flag
-    "benchmarks/diff.py": ["before", "after"],
+    "benchmarks/diff.py": ["before", "after"], "examples/hf_weights.py": ["folder"],
     "exercises/check.py": ["exercise1"], "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
     "exercises/scoreboard.py": ["class"], "profilers/compare.py": ["before", "after"],
     "profilers/counters.py": ["profile"], "profilers/hotspots.py": ["profile"], "profilers/plot.py": ["profile"],
@@ -21,7 +21,7 @@ BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "
 
 def scripts():
     """Our Python files that can be run; those of the exercises that are to be filled in have no command line."""
-    folders = ("benchmarks", "compiled", "emulated", "exercises", "nanogpt_triton", "profilers")
+    folders = ("benchmarks", "compiled", "emulated", "examples", "exercises", "nanogpt_triton", "profilers")
     files = [path for name in folders for path in (ROOT / name).rglob("*.py")] + list(ROOT.glob("*.py"))
     runnable = [path for path in files if not path.is_symlink() and 'if __name__ == "__main__":' in path.read_text()]
     names = {str(path.relative_to(ROOT)) for path in runnable}

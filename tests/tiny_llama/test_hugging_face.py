@@ -1,0 +1,113 @@
+"""A LLaMA of transformers with our kernels: the same loss and gradients, the same parameters, refusals by name."""
+
+import copy
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+
+transformers = pytest.importorskip("transformers")
+if llama.triton is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+hugging_face = pytest.importorskip("tiny_llama.hugging_face")
+
+SIZES = dict(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=32, attn_implementation="sdpa")
+
+
+def make_model(device="cpu", **changes):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | changes)).to(device)
+
+
+@pytest.fixture
+def models(device):
+    """The same model with the code of transformers and with our kernels; its embeddings have scaled positions."""
+    theirs = make_model(device, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1000.0))
+    return theirs, hugging_face.swap_kernels(copy.deepcopy(theirs))
+
+
+@pytest.fixture
+def tokens(device):
+    return torch.randint(37, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def loss_and_gradients(model, tokens, **keywords):
+    model.zero_grad()
+    labels = tokens.masked_fill(tokens == 5, -100)
+    loss = model(input_ids=tokens, labels=labels, **keywords).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("keywords", [{}, {"num_items_in_batch": 7}])
+def test_loss_and_gradients_are_those_of_transformers(models, tokens, keywords):
+    expected, actual = (loss_and_gradients(model, tokens, **keywords) for model in models)
+    assert max(llama.relative_errors(actual, expected).values()) < 1e-5
+    assert {type(module).__module__ for module in models[1].model.layers[1].children()} == {"tiny_llama.hugging_face"}
+
+
+def test_weights_are_stacked_once_and_stay_those_of_transformers(models, tokens, tmp_path):
+    theirs, ours = models
+    mlp, names = ours.model.layers[0].mlp, [name for name, _ in theirs.named_parameters()]
+    with torch.inference_mode():
+        ours(tokens)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(2):
+            loss_and_gradients(model, tokens)
+            optimizer.step()
+    stack = mlp.stack
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert mlp.stack is stack and stack.data_ptr() == mlp.gate_proj.weight.data_ptr()
+        assert [name for name, _ in ours.named_parameters()] == names == list(theirs.state_dict())
+        ours.save_pretrained(tmp_path)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(tokens.device)
+        torch.testing.assert_close(ours(tokens).logits, again(tokens).logits, rtol=1e-4, atol=1e-5)
+        mlp.up_proj.weight = torch.nn.Parameter(2 * mlp.up_proj.weight)  # replaced: what was stacked is old
+        again.model.layers[0].mlp.up_proj.weight *= 2
+        torch.testing.assert_close(ours(tokens).logits, again(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("operations", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_autocast_rounds_as_with_transformers(models, tokens, monkeypatch, operations):
+    """The interpreter multiplies bf16 wrongly."""
+    monkeypatch.setattr(hugging_face, "OPERATIONS", llama.OPERATIONS[operations])
+    exact = copy.deepcopy(loss_and_gradients(models[0], tokens))
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        plain, ours = (llama.relative_errors(loss_and_gradients(model, tokens), exact) for model in models)
+    assert not llama.judge(ours, plain, llama.CHECK_ATOL["bf16"]).failed
+
+
+def test_tensors_are_cast_where_the_kernels_refuse_autocast():
+    def seen(x):
+        return x.dtype, torch.is_autocast_enabled("cpu")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        types = [hugging_face.outside_autocast(seen, torch.ones(3), cast=cast) for cast in (True, False)]
+    assert types == [(torch.bfloat16, False), (torch.float32, False)]
+
+
+@pytest.mark.parametrize("changes", [
+    dict(attention_bias=True), dict(mlp_bias=True), dict(hidden_act="gelu"), dict(attention_dropout=0.1),
+])  # fmt: skip
+def test_another_model_is_refused(changes):
+    with pytest.raises(llama.UsageError, match="hidden_act must be 'silu', without biases"):
+        hugging_face.swap_kernels(make_model(**changes))
+
+
+def test_what_our_attention_lacks_is_refused(models, tokens, monkeypatch):
+    masks = transformers.masking_utils.create_causal_mask  # which benchmarks.steps replaces
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", masks)
+    _, ours = models
+    padded = torch.ones_like(tokens)
+    padded[0, :3] = 0
+    shifted = torch.arange(17, device=tokens.device) + torch.tensor([[0], [1]], device=tokens.device)
+    for keywords in (dict(attention_mask=padded), dict(use_cache=True), dict(position_ids=shifted)):
+        with pytest.raises(ValueError, match="no padding and no cache|same positions in all rows"):
+            ours(input_ids=tokens, **keywords)
+    prompt = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    first = tokens[:1, :9]  # without a padding token
+    torch.testing.assert_close(ours.generate(first, **prompt), models[0].generate(first, **prompt))
