@@ -93,9 +93,9 @@ def scale_of(maximum, largest):
 # Rounding to FP8: one kernel, for matrices as they are and for those that SwiGLU computes on the way
 
 MATRIX, SWIGLU, SWIGLU_GRADIENT = map(tl.constexpr, range(3))  # what is rounded: see load_values()
-# Of each: rows and columns of a tile, warps, and the most programs for each multiprocessor. The fastest of 40 each,
-# measured on an H200 for 8,192 tokens and a hidden size of 2,048. Loads take most of the time, so that many of them have
-# to be under way: SwiGLU keeps more values in registers, and is faster with fewer programs that have more of these.
+# Rows and columns of a tile, warps, and at most so many programs for each multiprocessor: the fastest of some fifty
+# combinations, measured on an H200 for 8,192 tokens and a hidden size of 2,048. The kernel waits for its loads, so many
+# of them have to be under way. SwiGLU and its gradient hold more values in registers, so fewer of their programs fit.
 TILES = {MATRIX.value: (64, 128, 4, 32), SWIGLU.value: (64, 64, 2, 8), SWIGLU_GRADIENT.value: (32, 128, 4, 4)}
 
 
