@@ -39,7 +39,7 @@ MOST_LINES = {
     "tiny_llama/data.py": 130,
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
-    "all code": 25890,
+    "all code": 26340,
     "all tests": 19940,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
