@@ -39,8 +39,8 @@ MOST_LINES = {
     "tiny_llama/data.py": 130,
     "tiny_llama/fp8.py": 450,
     "README.md": 130,
-    "all code": 25970,
-    "all tests": 19840,
+    "all code": 26430,
+    "all tests": 20100,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {
