@@ -22,7 +22,10 @@ from measure.command_line import Parser, program
 from measure.device import require_triton
 from measure.results import ROOT
 
-TESTS = ("tests/core/test_kernels.py", "tests/nanogpt/test_nanogpt_kernels.py", "tests/emulated/inside")
+TESTS = (
+    "tests/core/test_kernels.py", "tests/nanogpt/test_nanogpt_kernels.py", "tests/tiny_llama/test_fp8.py",
+    "tests/emulated/inside",
+)  # fmt: skip
 ARCHITECTURES = [arch for arch in CHIPS if is_amd(arch)]
 
 

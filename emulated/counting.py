@@ -9,18 +9,13 @@ import tiny_llama_v3 as llama
 from compiled.compiler import memory_access
 from emulated.counts import Counts, class_of, local_access
 from emulated.driver import emulating
-from emulated.machine import EXEC, REGISTERS, Machine
+from emulated.machine import REGISTERS, Machine
 from emulated.memory_system import LANES, LDS_BANKS, LINE_BYTES, bank_conflicts, lines_touched
 
 NO_REGISTER = 124  # and above: no pair of scalar registers with an address
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Instructions as tinygrad decodes them: which lanes take part, and the address of each
-
-
-def active_lanes(wave):
-    """EXEC as (LANES,) of bools."""
-    return np.unpackbits(wave.scalar[EXEC : EXEC + 2].view(np.uint8), bitorder="little").astype(bool)
 
 
 def vector_register(wave, field, of_64_bits=False):
@@ -38,8 +33,8 @@ def global_addresses(inst, wave):
     """(addresses, lanes that take part) of a GLOBAL or FLAT instruction."""
     offset = (inst.offset ^ 0x1000) - 0x1000 if type(inst).__name__ == "GLOBAL" else inst.offset
     if inst.saddr.offset < NO_REGISTER:  # the base is in scalar registers, and the offsets of the lanes have 32 bits
-        return scalar_pair(wave, inst.saddr.offset) + vector_register(wave, inst.addr) + offset, active_lanes(wave)
-    return vector_register(wave, inst.addr, of_64_bits=True) + offset, active_lanes(wave)
+        return scalar_pair(wave, inst.saddr.offset) + vector_register(wave, inst.addr) + offset, wave.active
+    return vector_register(wave, inst.addr, of_64_bits=True) + offset, wave.active
 
 
 def buffer_addresses(inst, wave):
@@ -51,7 +46,7 @@ def buffer_addresses(inst, wave):
     code = inst.soffset.offset
     scalar_offset = int(wave.scalar[code]) if code < 128 else code - 128
     offsets = inst.offset + (vector_register(wave, inst.vaddr) if inst.offen else np.zeros(LANES, np.int64))
-    return base + scalar_offset + offsets, active_lanes(wave) & (offsets < in_range)
+    return base + scalar_offset + offsets, wave.active & (offsets < in_range)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,7 +107,7 @@ class CountingMachine(Machine):
             counts.local_accesses += 1
             for offset in local.offsets:
                 counts.local_conflicts += bank_conflicts(
-                    vector_register(wave, inst.addr) + offset, active_lanes(wave), local.width, local.kind,
+                    vector_register(wave, inst.addr) + offset, wave.active, local.width, local.kind,
                     LDS_BANKS[self.arch],
                 )  # fmt: skip
         return local is not None

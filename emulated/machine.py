@@ -32,7 +32,8 @@ ISA = "cdna"  # as in tinygrad, which distinguishes MI200, MI300 and MI350 only 
 REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
 TURNS = (1, 7, 40, 300)  # numbers of instructions that a wave executes before another wave is chosen
 MOST_INSTRUCTIONS = 50_000_000  # of a wave; one that executes more is taken not to end
-EXEC, PROGRAM_COUNTER = 126, 256  # as tinygrad numbers the special registers
+EXEC, PROGRAM_COUNTER, ONE = 126, 256, 242  # as tinygrad numbers the special registers; ONE is the constant 1.0
+FP16_OVFL = 1 | 23 << 6  # the operand of s_setreg: one bit of MODE, which is register 1
 TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
 POISON = 0xFF
 
@@ -147,7 +148,8 @@ class TensorMemory:
 class Wave:
     """The registers of 64 lanes."""
 
-    def __init__(self):
+    def __init__(self, arch):
+        self.fp8_is_fnuz = arch == "gfx942"  # gfx950 has the types of OCP
         self.state = emu.WaveState(LANES, LANES)
         buffers = [self.state.sgpr_buf, self.state.vgpr_buf, None, None, None, self.state.accvgpr_buf]
         self.addresses = [buffer._buf.va_addr if buffer else 0 for buffer in buffers]
@@ -166,6 +168,12 @@ class Wave:
             ctypes.memset(registers, POISON, 4 * REGISTERS * LANES)
         self.vector[0] = LANES * index + np.arange(LANES)
         self.buffers[3] = lds_address
+        self.fp8_saturates = False  # MODE.FP16_OVFL
+
+    @property
+    def active(self):
+        """EXEC as (LANES,) of bools."""
+        return np.unpackbits(self.scalar[EXEC : EXEC + 2].view(np.uint8), bitorder="little").astype(bool)
 
     @property
     def program_counter(self):
@@ -176,7 +184,8 @@ class Wave:
         self.scalar[PROGRAM_COUNTER : PROGRAM_COUNTER + 2] = value & 0xFFFFFFFF, value >> 32
 
 
-# Instructions that tinygrad does not translate. Each function gets the wave and its LDS, as 16-bit words.
+# Instructions that tinygrad does not translate, or not as the chips execute them: its conversions to FP8 have no fnuz
+# types, no subnormal numbers and no MODE. Each function gets the wave and its LDS, as 16-bit words.
 
 
 def swap_rows(inst, rows):
@@ -208,10 +217,57 @@ def read_transposed(inst):
     return execute
 
 
+def set_mode(inst):
+    """s_setreg_imm32_b32 of MODE.FP16_OVFL."""
+    if inst.simm16 != FP16_OVFL:
+        raise NotImplementedError(f"{inst!r} is not emulated")
+
+    def execute(wave, lds):
+        wave.fp8_saturates = bool(inst.literal)
+
+    return execute
+
+
+def fp8_codes(numbers, exponent_bits, is_fnuz, saturates):
+    """The codes of fp32 numbers in FP8, rounded to the nearest even. What is too large, infinity too, becomes the
+    largest number if saturates is set, otherwise infinity, or NaN in a type without infinities.
+    """
+    mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1 + is_fnuz
+    largest = 0x7F if is_fnuz else {4: 0x7E, 5: 0x7B}[exponent_bits]
+    magnitudes = np.clip(np.abs(numbers), 2.0**-20, 2.0**17)  # the former becomes 0, the latter is too large
+    exponents = np.maximum(np.frexp(magnitudes)[1] - 1 + bias, 1)  # as stored, but 1 for subnormal numbers too
+    codes = np.rint(np.ldexp(magnitudes, mantissa_bits + bias - exponents)) + (exponents - 1 << mantissa_bits)
+    codes = np.minimum(codes, largest + (not saturates))  # in every type the next code is that of infinity or NaN
+    codes = np.where(np.isnan(numbers), 0x80 if is_fnuz else 0x7F, codes).astype(np.uint16)
+    has_sign = np.signbit(numbers) & ~(is_fnuz & (codes == 0))  # fnuz has no -0
+    return codes | has_sign.astype(np.uint16) << 7
+
+
+def round_to_fp8(inst, exponent_bits):
+    """v_cvt_pk_fp8_f32, v_cvt_scalef32_pk_fp8_f32 with scale 1, and bf8: two numbers become one half of vdst."""
+    sources, half = [inst.src0.offset, inst.src1.offset], inst.opsel >> 3
+    is_scaled = "SCALEF32" in inst.op.name and inst.src2.offset != ONE
+    if is_scaled or min(sources) < REGISTERS or inst.abs or inst.neg or inst.omod or inst.clmp:
+        raise NotImplementedError(f"{inst!r} is not emulated")
+
+    def execute(wave, lds):
+        numbers = wave.vector[[source % REGISTERS for source in sources]].view(np.float32)
+        low, high = fp8_codes(numbers, exponent_bits, wave.fp8_is_fnuz, wave.fp8_saturates)
+        halves = wave.vector[inst.vdst.offset % REGISTERS].view(np.uint16)[half::2]
+        halves[wave.active] = (low | high << 8)[wave.active]
+
+    return execute
+
+
 IN_PYTHON = {
     "V_PERMLANE16_SWAP_B32_E32": functools.partial(swap_rows, rows=16),
     "V_PERMLANE32_SWAP_B32_E32": functools.partial(swap_rows, rows=32),
     "DS_READ_B64_TR_B16": read_transposed,
+    "S_SETREG_IMM32_B32": set_mode,
+    "V_CVT_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
+    "V_CVT_PK_BF8_F32": functools.partial(round_to_fp8, exponent_bits=5),
+    "V_CVT_SCALEF32_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
+    "V_CVT_SCALEF32_PK_BF8_F32": functools.partial(round_to_fp8, exponent_bits=5),
 }
 
 
@@ -323,7 +379,7 @@ class Machine:
         )
         held = ctypes.create_string_buffer(arguments, len(arguments))
         user_registers = self.user_registers(code, ctypes.addressof(held), arguments)
-        self.waves += [Wave() for _ in range(len(self.waves), n_waves)]
+        self.waves += [Wave(self.arch) for _ in range(len(self.waves), n_waves)]
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
         with emu._MXCSRContext() if code.flushes_denormals else contextlib.nullcontext():

@@ -4,6 +4,8 @@
     python exercises/check.py exercise1                 your code in exercises/exercise1_triton_basics.py
     python exercises/check.py exercise1 --task rms      one of its tasks, by the beginning of its name
     python exercises/check.py exercise1 --solution      the solution, at the end
+    python exercises/check.py exercise1 --time          time your kernels that pass, or count what they move
+    python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
     python exercises/check.py                           the progress and the next task
 
 Kernels run in Triton's interpreter, in seconds; if there is a GPU, kernels that pass are then compiled and checked
@@ -77,6 +79,7 @@ class Verdict(NamedTuple):
     message: str | None = None  # the reason why it fails
     begun: bool = True  # False if the function is not filled in
     obstacle: str | None = None  # "file" or "interpreter", if the task could not be judged
+    report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
 
 
 def load(path):
@@ -93,14 +96,17 @@ ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usua
     r"illegal memory access|misaligned address": OUTSIDE,
     r"incompatible dimensions|Inner dimensions|for dot|inner shape": "rows[:, None] is a column, keys[None, :] a row, "
     "and both together are a tile; what is stored, its addresses and its mask have one shape",
+    r"cannot be block type": "a block is stored at one address: is tl.sum missing, or + offsets behind the pointer?",
     r"_ptr\[|Unsupported ptr type|pointer argument is not a block|pointer<": ADDRESSES,
     r"cannot cast": f"an address is not a value: is a tl.load missing? {ADDRESSES}",
     r"'range' object": "tl.arange(0, BLOCK_SIZE) is a block of numbers, range is Python's",
-    r"axis .*out of bounds|axis \[|m(ax|in)imum\(\) got an unexpected": "tl.max(x, axis=0) finds the largest of a "
+    r"axis .*out of bounds": "a block of one dimension has axis 0 alone, a tile axis 0 and 1",
+    r"axis \[|m(ax|in)imum\(\) got an unexpected": "tl.max(x, axis=0) finds the largest of a "
     "block, tl.maximum(a, b) takes the larger of two",
     r"must be Tensor, not tensor|\bmath\.|name 'torch'": "in a kernel, use tl: tl.sigmoid, tl.exp, tl.sqrt, tl.arange",
     r"pow\(\)": "write x * x",
     r"for @": "tl.dot multiplies tiles",
+    r"reduction dimensions": "tl.dot multiplies (M, K) with (K, N): does one of them need tl.trans?",
     r"same dtype": "tl.dot takes two tiles of one type: p.to(v.dtype)",
     r"return_types": ".max(dim=1) gives the values and their indices: .max(dim=1).values",
     r"size of tensor a": "[:, None] makes a column of one number for each row",
@@ -147,7 +153,9 @@ def describe(error, path):
 
 def source_of(exercise, task):
     function = getattr(exercise, task)
-    return inspect.getsource(getattr(function, "fn", function))
+    while hasattr(function, "fn"):  # of an autotuner, and of a kernel
+        function = function.fn
+    return inspect.getsource(function)
 
 
 def blanks_of(exercise, task):
@@ -198,6 +206,22 @@ def judge(path, checks, task):
     return Verdict(True)
 
 
+def report(path, exercise, task, extra):
+    """Verdict.report for the file at path; extra: "time" or "show"."""
+    from exercises import own_kernels, touched
+
+    _, solution, checks = EXERCISES[exercise]
+    if extra == "time":
+        try:
+            return own_kernels.report(task, load(path), load(HERE / solution))
+        except Exception as error:
+            return [f"no time: {describe(error, path)}"], None, None
+    watch = touched.watched(getattr(checks, "SHOWN", {}).get(task, checks.TASKS[task]), load(path))
+    if not watch:
+        return ["it loads and stores nothing"], None, None
+    return list(touched.described(watch)), touched.picture(watch, task), None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Judging a task in a process of its own
 
@@ -219,8 +243,11 @@ def end_with_parent():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def judge_and_send(connection, path, exercise, task, trace):
-    """Runs in the process and sends the Verdict. trace: a file for the stack if a signal kills the process."""
+def judge_and_send(connection, path, exercise, task, trace, extra):
+    """Runs in the process and sends the Verdict. trace: a file for the stack if a signal kills the process.
+
+    extra: "show", "time" or None. What fails is not timed.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     if sys.stdout:  # None if it is closed
@@ -229,6 +256,8 @@ def judge_and_send(connection, path, exercise, task, trace):
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
         verdict = judge(path, EXERCISES[exercise].checks, task)
+        if extra and not verdict.obstacle and (verdict.passed or extra == "show"):
+            verdict = verdict._replace(report=report(path, exercise, task, extra))
         connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
 
 
@@ -238,12 +267,12 @@ def place_in(trace, path):
     return f" in line {line} of {path.name}" if line else ""
 
 
-def judge_apart(context, path, exercise, task, limit):
+def judge_apart(context, path, exercise, task, limit, extra=None):
     """The Verdict of a process of the context; after limit seconds SIGABRT makes it write its stack."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=judge_and_send, args=(theirs, path, exercise, task, trace), daemon=True)
+        process = context.Process(target=judge_and_send, args=(theirs, path, exercise, task, trace, extra), daemon=True)
         process.start()
         theirs.close()
         try:
@@ -266,17 +295,20 @@ def judge_apart(context, path, exercise, task, limit):
     return Verdict(False, f"killed by {name}{place}: {hints.get(name, 'what raised it?')}")
 
 
-def judge_everywhere(path, exercise, task, limit):
+def judge_everywhere(path, exercise, task, limit, extra=None):
     """Judges a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
-    verdict = judge_apart(interpreting(), path, exercise, task, limit)
     checks = EXERCISES[exercise].checks
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
+    timed = extra if to_compile and extra == "time" else None
+    verdict = judge_apart(interpreting(), path, exercise, task, limit, None if timed else extra)
     if not (to_compile and (verdict.passed or verdict.obstacle == "interpreter")):
         return verdict
-    compiled = judge_apart(multiprocessing.get_context("spawn"), path, exercise, task, limit)
+    compiled = judge_apart(
+        multiprocessing.get_context("spawn"), path, exercise, task, limit * (5 if timed else 1), timed
+    )
     if verdict.passed and not compiled.passed:
-        return compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
-    return compiled
+        compiled = compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
+    return compiled if extra == "time" else compiled._replace(report=verdict.report)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -328,6 +360,11 @@ def parse(argv):
     parser = Parser("check.py", __doc__)
     parser.add_argument("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
     parser.add_argument("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
+    for flag, words in (("time", "time your kernels that pass beside others; without a GPU, count"),
+                        ("show", "draw which elements each program of a kernel touches")):  # fmt: skip
+        parser.add_argument(f"--{flag}", dest="extra", action="store_const", const=flag, help=words)
+    parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR",
+                        help="for the pictures of --time and --show (default: the current folder)")  # fmt: skip
     parser.add_argument("--solution", action="store_true", help="check the solution, without keeping the progress")
     parser.add_argument("--file", help="check this file instead of the one in exercises/")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=LIMIT,
@@ -338,8 +375,9 @@ def parse(argv):
     parser.add_argument("--name", type=participant_name, help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
     if options.exercise is None:
-        for flag in ("task", "solution", "file", "debug"):
+        for flag in ("task", "extra", "solution", "file", "debug"):
             if getattr(options, flag):
+                flag = options.extra or flag
                 raise llama.UsageError(f"--{flag} needs an exercise: {', '.join(EXERCISES)}")
     if options.solution and options.progress is not None:
         raise llama.UsageError("--progress is not for --solution, of which nothing is remembered")
@@ -348,6 +386,10 @@ def parse(argv):
         raise llama.UsageError(f"--file {options.file} {reason}")
     if not 0 < options.limit <= MOST:
         raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}")
+    if options.extra and options.debug:
+        raise llama.UsageError(f"--{options.extra} and --debug exclude each other")
+    if options.extra:
+        llama.writable_folder("--output-dir", options.output_dir)
     if options.debug and ON_GPU:
         raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
     return options
@@ -370,6 +412,13 @@ def main(argv):
         return 0
     file, solution, checks = EXERCISES[options.exercise]
     tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
+    if options.extra == "time":
+        from exercises.own_kernels import CASES
+
+        tasks = [task for task in tasks if task in CASES]
+        if not tasks:
+            known = ", ".join(task for task in checks.TASKS if task in CASES)
+            raise llama.UsageError(f"--time cannot be used for {options.task}: it is for {known}")
     progress = None if options.solution else open_progress(options)
     given = options.file and Path(options.file).resolve()
     path = HERE / (solution if options.solution else given or file)
@@ -378,7 +427,7 @@ def main(argv):
         if options.debug:
             verdict = judge(path, checks, task)
         else:
-            verdict = judge_everywhere(path, options.exercise, task, options.limit)
+            verdict = judge_everywhere(path, options.exercise, task, options.limit, options.extra)
         if verdict.obstacle == "interpreter":
             raise llama.UsageError("Triton's interpreter fails, whatever the kernel: is NumPy too new for this Triton?")
         if verdict.obstacle == "file":
@@ -386,9 +435,18 @@ def main(argv):
             return 1
         passed += verdict.passed
         show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
+        lines, svg, us = verdict.report
+        if options.extra == "time" and not verdict.passed:
+            lines = ["no time: a wrong kernel is not timed"]
+        if svg:
+            picture = options.output_dir / f"{task}_{options.extra}.svg"
+            picture.write_text(svg, encoding="utf-8")
+            lines = [*lines, f"picture: {picture}"]
+        print("".join(f"      {line}\n" for line in lines), end="", flush=True)
         if progress is not None:
-            progress.record(options.exercise, task, *verdict[:3])
-    if options.task is None:
+            time = {"us": us, "device": llama.select_device("auto").name} if us else {}
+            progress.record(options.exercise, task, *verdict[:3], **time)
+    if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
     if progress is not None:
         print(summary(progress, options.exercise))

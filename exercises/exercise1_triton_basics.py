@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def rmsnorm_kernel(x_ptr, weight_ptr, y_ptr, stride_row, n_cols, eps, BLOCK_SIZE: tl.constexpr):
-    """y = x / sqrt(mean(x^2) + eps) * weight of one row a program, BLOCK_SIZE columns at a time.
+    """y = x / sqrt(mean(x^2) + eps) * weight. Each program computes one row, BLOCK_SIZE columns at a time.
 
-    x has rows stride_row elements apart; y has rows of n_cols elements, one right after the other.
+    The rows of x begin stride_row elements apart. Those of y have n_cols elements and follow each other without gaps.
     """
     row = tl.program_id(0)
     square_sum = 0.0
@@ -26,16 +26,16 @@ def rmsnorm_kernel(x_ptr, weight_ptr, y_ptr, stride_row, n_cols, eps, BLOCK_SIZE
 
 
 def memory_lines(block_size, itemsize, stride, line=128):
-    """Lines of memory that a load of block_size elements touches.
+    """The number of memory lines that a load of block_size elements touches.
 
-    The elements are itemsize bytes long and begin stride elements apart, the first at the beginning of a line. A line
-    of line bytes is what the memory hands out at once.
+    The elements are itemsize bytes long and begin stride elements apart, the first at the beginning of a line. Memory
+    transfers whole lines of line bytes.
     """
     raise NotImplementedError("FILL ME IN (1 line)")
 
 
 def bytes_moved(n_rows, n_cols, itemsize):
-    """(fused, separate): bytes read and written for an RMSNorm of (n_rows, n_cols), single rows and columns left out.
+    """(fused, separate): bytes that an RMSNorm of (n_rows, n_cols) reads and writes, without single rows and columns.
 
     separate is the sum over the kernels of x.pow(2), .mean(-1), x * rstd and (...) * weight.
     """

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def naive_bytes(rows, inner, cols, itemsize):
-    """Bytes that swiglu_kernel of tiny_llama_v3.py asks the memory for.
+    """Bytes that swiglu_kernel of tiny_llama_v3.py loads and stores.
 
     Each of its rows * cols programs loads a row of x (rows, inner) and two of weight (2 cols, inner), and stores three
     elements.
@@ -25,7 +25,7 @@ def least_bytes(rows, inner, cols, itemsize):
 
 
 def matmul_flop(rows, inner, cols):
-    """FLOP of the two matrix products, an addition and a multiplication counted as two."""
+    """FLOP of the two matrix products. An addition and a multiplication count as two."""
     raise NotImplementedError("FILL ME IN (1 line)")
 
 

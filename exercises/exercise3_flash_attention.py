@@ -10,18 +10,20 @@ import triton.language as tl
 
 
 def fold(m, l, acc, scores, values):
-    """Folds one more tile of keys into the running softmax of one block of queries, and returns m, l and acc.
+    """Adds one more tile of keys to the running softmax of a block of queries, and returns the new m, l and acc.
 
     m (rows,) is the largest score so far, -inf before the first tile; l (rows,) is the sum of exp(score - m), and
-    acc (rows, d) that of exp(score - m) * value. scores (rows, keys), values (keys, d). The output is acc / l at last.
+    acc (rows, d) that of exp(score - m) * value. scores (rows, keys), values (keys, d). In the end, the output is
+    acc / l.
     """
     raise NotImplementedError("FILL ME IN (4 lines)")
 
 
 def key_blocks(block, block_m, block_n, seq_len):
-    """(full, masked): how many blocks of block_n keys the block-th block of block_m queries sees.
+    """(full, masked): the numbers of blocks of block_n keys that block number `block` of block_m queries visits.
 
-    full ones are seen by every query of the block, masked ones by some only. Those that no query sees are not visited.
+    Every query of the block sees all keys of a full block. Of a masked block, some queries see only a part or nothing.
+    Blocks that no query sees are not visited.
     """
     raise NotImplementedError("FILL ME IN (4 lines)")
 
@@ -59,8 +61,35 @@ def attention_kernel(
 
 
 def attention_gradients(q, k, v, o, lse, o_grad, scale):
-    """(q_grad, k_grad, v_grad) of one head, all (seq, d), without having kept the probabilities.
+    """(q_grad, k_grad, v_grad) of one head, all (seq, d), without stored probabilities.
 
-    lse (seq,) is what forward kept instead: the log of the sum of exp(score), natural, of each row.
+    lse (seq,) is what the forward pass stored instead: for each row, the natural log of the sum of exp(score).
     """
     raise NotImplementedError("FILL ME IN (5 lines)")
+
+
+@triton.jit
+def key_value_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, seq_len, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """k_grad and v_grad of one head under the causal mask. Grid: (blocks of BLOCK_N keys,).
+
+    lse, delta (seq,), with delta = rowsum(o * o_grad). The others are (seq, HEAD_DIM), without gaps between rows.
+    """
+    keys, dims = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
+    k_offsets, k_mask = keys[:, None] * HEAD_DIM + dims[None, :], (keys < seq_len)[:, None]
+    k = tl.load(k_ptr + k_offsets, mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + k_offsets, mask=k_mask, other=0.0)
+    k_grad, v_grad = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    first = tl.program_id(0) * BLOCK_N // BLOCK_M * BLOCK_M  # no query before these sees one of the keys
+    for start in range(first, seq_len, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q_offsets, q_mask = rows[:, None] * HEAD_DIM + dims[None, :], (rows < seq_len)[:, None]
+        q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+        o_grad = tl.load(o_grad_ptr + q_offsets, mask=q_mask, other=0.0)
+        lse = tl.load(lse_ptr + rows, mask=rows < seq_len, other=0.0)
+        delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
+        # FILL ME IN (6 lines): scores, p under the causal mask, and what they add to v_grad and k_grad.
+    tl.store(k_grad_ptr + k_offsets, k_grad, mask=k_mask)
+    tl.store(v_grad_ptr + k_offsets, v_grad, mask=k_mask)

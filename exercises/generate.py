@@ -10,6 +10,7 @@ Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
 """
 
 import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 if not __package__:
     print("run it from the root as python -m exercises.generate", file=sys.stderr)
     sys.exit(2)
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
 import tiny_llama_v3 as llama
 from exercises import check, drawings
 from exercises.jupyter import source_of
@@ -25,14 +27,18 @@ from measure.command_line import Parser, program, replacing
 HERE = Path(__file__).resolve().parent
 SETUP = """\
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-here = Path.cwd()
+REPOSITORY = ""  # in Colab: where to clone the project from; elsewhere, open the notebook inside a copy of it
+if REPOSITORY and not Path("project").exists():
+    subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, "project"], check=True)
+here = Path("project" if REPOSITORY else "").resolve()
 os.chdir(next((folder for folder in (here, *here.parents) if (folder / "tiny_llama_v3.py").exists()), here))
 sys.path.insert(0, os.getcwd())
 
-from exercises.jupyter import start  # not found? Open the notebook inside a copy of the project
+from exercises.jupyter import start  # not found? See REPOSITORY above
 
 check = start("{exercise}")
 
@@ -88,11 +94,16 @@ def cells_of(exercise):
             calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
             cells += [("code", calls)] if calls else []
             asked = []
+        check_of = language == "sh" and re.fullmatch(
+            rf"python exercises/check.py {exercise}(?: --task (\w+))?(?: --(time|show))?", content
+        )
         if language == "sh" and re.match(r"\. \S+/activate$", content):
             cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
-        elif language == "sh" and re.match(rf"python exercises/check.py {exercise}$", content):
-            cells.append(("code", "check()"))
-        elif language == "sh" and "--task" not in content:  # each task has its own check
+        elif check_of:
+            task, extra = check_of.groups()
+            words = [f'"{task}"'] * bool(task) + [f"{extra}=True"] * bool(extra)
+            cells += [("code", f"check({', '.join(words)})")] * bool(extra or not task)  # each task has its own check
+        elif language == "sh":
             cells.append(("code", f"%%terminal\n{content}"))
         elif language == "python":
             code = re.sub(rf"(?m)^from exercises(\.{stub.module} import .*| import {stub.module}\b.*)\n+", "", content)
@@ -125,10 +136,8 @@ def notebook(exercise):
     import nbformat  # `make test` and `make notebooks` install it
 
     made = nbformat.v4.new_notebook()
-    made.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     for number, (kind, source) in enumerate(cells_of(exercise)):
         new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
         metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # as long as its functions are incomplete

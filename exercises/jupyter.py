@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
+from shutil import which
 
 import torch
 
@@ -64,8 +65,8 @@ def execute(command):
 
 def terminal(line, cell):
     """The magic %%terminal: runs a cell in bash, unless it says that it needs what is not here."""
-    lacking = {"a GPU": not torch.cuda.is_available(), "ROCm": not torch.version.hip}
-    for what, reason in re.findall("^# needs (a GPU|ROCm): (.*)", cell, flags=re.M):
+    lacking = {"a GPU": not torch.cuda.is_available(), "ROCm": not torch.version.hip, "clang": not which("clang")}
+    for what, reason in re.findall("^# needs (a GPU|ROCm|clang): (.*)", cell, flags=re.M):
         if lacking[what]:
             print(f"not run without {what}: {reason}")
             return
@@ -76,15 +77,12 @@ def terminal(line, cell):
 def with_lines_shown(told, source):
     """What a check told, with the lines of source in place of their numbers, which are none of the notebook."""
     lines = dict(enumerate(source.splitlines(), start=1))
-    return re.sub(
-        r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?",
-        lambda found: f"`{lines[int(found[1])].strip()}`" if int(found[1]) in lines else found[0],
-        told,
-    )
+    pattern = r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?"
+    return re.sub(pattern, lambda m: f"`{lines[int(m[1])].strip()}`" if int(m[1]) in lines else m[0], told)
 
 
 def start(exercise):
-    """Prepares the notebook of an exercise; returns check(task=None), which judges what its cells define.
+    """Prepares the notebook of an exercise; returns check(task=None, ...), which judges what its cells define.
 
     Kernels of its cells are interpreted, also where there is a GPU, so that print and breakpoint() work in them.
     """
@@ -93,7 +91,7 @@ def start(exercise):
     shell = get_ipython()  # noqa: F821 (a notebook has it)
     shell.register_magic_function(terminal, "cell")
 
-    def check(task=None):
+    def check(task=None, time=False, show=False):
         found = definitions(shell.user_ns["In"])
         if task and task not in found:
             print(f"FAIL  {task}: run the cell that defines it first")
@@ -103,8 +101,14 @@ def start(exercise):
             path = Path(folder) / f"{exercise}.py"
             path.write_text(source, encoding="utf-8")
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
-            output = deque(execute(command + (["--task", task] if task else [])), maxlen=10_000)  # may be endless
-        told = "".join(output)
+            command += ["--task", task] * bool(task) + ["--time"] * time + ["--show"] * show
+            output = deque(execute([*command, "--output-dir", folder]), maxlen=10_000)  # may be endless
+            pictures = [picture.read_text(encoding="utf-8") for picture in sorted(Path(folder).glob("*.svg"))]
+        told = "".join(line for line in output if folder not in line)
         print(with_lines_shown(told, source))
+        if pictures:
+            from IPython.display import SVG, display
+
+            display(*map(SVG, pictures))
 
     return check

@@ -1,10 +1,11 @@
 """What a participant has done, as a file: which tasks of the exercises pass, and after how many attempts.
 
     {"participant": name, "date": of the last check,
-     "exercises": {exercise: {task: {"passed", "attempts", "passed_at", "message"}}}}
+     "exercises": {exercise: {task: {"passed", "attempts", "passed_at", "message", "us", "device"}}}}
 
 An attempt is a check of something that was written, up to the first that passes. message is why the task failed when it
-was last checked, passed_at when it passed first, since it last failed. Dates are ISO's, in local time.
+was last checked, passed_at when it passed first, since it last failed. us is the time that was measured last, on the
+device; without one, neither is there. Dates are ISO's, in local time.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from datetime import datetime
 import tiny_llama_v3 as llama
 from measure.results import write_json
 
-FIELDS = {"passed": (bool,), "attempts": (int,), "passed_at": (str, type(None)), "message": (str, type(None))}
+FIELDS = {"passed": (bool,), "attempts": (int,), "passed_at": (str, type(None)), "message": (str, type(None)),
+          "us": (float, type(None)), "device": (str, type(None))}  # fmt: skip
 LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
@@ -98,7 +100,7 @@ class Progress:
     def state(self, exercise, task):
         return self.content["exercises"].get(exercise, {}).get(task, BLANK)
 
-    def record(self, exercise, task, passed, message, begun=True):
+    def record(self, exercise, task, passed, message, begun=True, **time):
         """Writes the file with what a check has found. begun: whether there was anything to check."""
         before, date = self.state(exercise, task), now()
         if before["passed"] and not begun:
@@ -108,6 +110,7 @@ class Progress:
             "attempts": before["attempts"] + (begun and not before["passed"]),
             "passed_at": (before["passed_at"] or date) if passed else None,
             "message": None if passed else message,
+            **(time or {name: before[name] for name in ("us", "device") if name in before}),
         }
         self.content["date"] = date
         write_json(self.path, self.content)

@@ -1,11 +1,11 @@
-"""Show the progress of a class: the tasks that each participant has passed, frequent failures, and the best sweep.
+"""Show the progress of a class: the tasks that each participant has passed, frequent failures, the fastest kernels.
 
     python -m exercises.scoreboard class/                        every JSON file below a folder
     python -m exercises.scoreboard class/ --html board.html      also as a page
     python -m exercises.scoreboard class/ --watch 30             repeat every 30 seconds, until Ctrl-C
 
-The program reads the files of `exercises/check.py` (progress.json, one for each participant) and of
-`exercises.sweep_swiglu --output`. It uses the newest file of a participant, and names the files that it leaves out.
+The program reads the files of `exercises/check.py`: progress.json, one for each participant. Times are those of
+--time. It uses the newest file of a participant, and names the files that it leaves out.
 Files of `root` and other names that everybody has in a container count as different participants.
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
@@ -27,14 +27,12 @@ if not __package__:
     sys.exit(2)
 import jinja2
 
-from exercises.progress_file import NOBODY, has_fields, is_name, is_progress
+from exercises.progress_file import NOBODY, is_progress
 from measure.command_line import Failure, Parser, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 WIDTH = 100
 CUT = 1000  # characters of a message
-SWEEP = {"device": (str, type(None)), "rows": (list,)}
-ROW = {"kernel": (str,), "block_size": (int, type(None)), "us": (float, type(None))}
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 
 
@@ -49,20 +47,14 @@ class Stuck:
     count: int  # the number of participants with it, apart from numbers in it
 
 
-def is_sweep(content):
-    """Whether it is {"participant", "device", "rows": [{"kernel", "block_size", "us"}]}."""
-    named = has_fields(content, SWEEP) and is_name(content.get("participant"))
-    return named and all(has_fields(row, ROW) for row in content["rows"])
-
-
 def read_all(paths):
-    """Reads files, and all JSON below folders: ({participant: [progress]}, [sweep], [(path, why it is left out)]).
+    """Reads files, and all JSON below folders: ({participant: [progress]}, [(path, why it is left out)]).
 
     The newest progress of a participant comes last.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
     top = os.path.commonpath([path.absolute() if path.is_dir() else path.absolute().parent for path in paths])
-    progress, sweeps, left_out = {}, [], []
+    progress, left_out = {}, []
     for file in files:
         try:
             content = json.loads(file.read_bytes())
@@ -73,12 +65,10 @@ def read_all(paths):
             who = content["participant"]
             who += f" ({os.path.relpath(file, top)})" * (who.lower() in NOBODY)
             progress.setdefault(who, []).append(content)
-        elif is_sweep(content):
-            sweeps.append(content)
         else:
-            left_out.append((file, "neither a participant's progress nor a sweep"))
+            left_out.append((file, "not a participant's progress"))
     in_order = {who: sorted(files, key=lambda file: str(file.get("date"))) for who, files in sorted(progress.items())}
-    return in_order, sweeps, left_out
+    return in_order, left_out
 
 
 def tasks_of(progress):
@@ -102,11 +92,8 @@ def stuck_at(progress):
     found = []
     for exercise, tasks in tasks_of(progress).items():
         for task in tasks:
-            here = {
-                who: content["exercises"][exercise][task]
-                for who, content in progress.items()
-                if mark_of(content, exercise, task) == TRIED
-            }
+            here = {who: content["exercises"][exercise][task] for who, content in progress.items()
+                    if mark_of(content, exercise, task) == TRIED}  # fmt: skip
             if here:
                 messages = [" ".join((state.get("message") or "no message")[:CUT].split()) for state in here.values()]
                 (kind, count), *_ = Counter(NUMBER.sub("#", message) for message in messages).most_common(1)
@@ -116,15 +103,16 @@ def stuck_at(progress):
     return sorted(found, key=lambda stuck: len(stuck.participants), reverse=True)
 
 
-def best_sweeps(sweeps):
-    """[(kernel, device, row, participant)]: the fastest timed row for each kernel on each device."""
+def fastest(progress):
+    """Lines with the fastest kernel of each task on each device."""
     best = {}
-    for sweep in sweeps:
-        for row in sweep["rows"]:
-            key = row["kernel"], sweep.get("device") or "unknown device"
-            if (row.get("us") or 0) > 0 and (key not in best or row["us"] < best[key][0]["us"]):  # not NaN either
-                best[key] = row, sweep["participant"]
-    return [(kernel, device, row, who) for (kernel, device), (row, who) in sorted(best.items())]
+    for who, content in progress.items():
+        for tasks in content["exercises"].values():
+            for task, state in tasks.items():
+                key, us = (task, state.get("device") or "unknown device"), state.get("us")
+                if state["passed"] and us and us > 0 and (key not in best or us < best[key][0]):  # not NaN either
+                    best[key] = us, who
+    return [f"{task}: {us:.1f} us, {who} ({device})" for (task, device), (us, who) in sorted(best.items())]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,54 +121,41 @@ def best_sweeps(sweeps):
 
 def summary_of(paths):
     """A dict with the contents of the table and the page; Failure if there is nothing to show."""
-    files, sweeps, left_out = read_all(paths)
+    files, left_out = read_all(paths)
     progress = {who: contents[-1] for who, contents in files.items()}
-    if not progress and not sweeps:
+    if not progress:
         named = "".join(f"; {path}: {why}" for path, why in left_out)
         given = ", ".join(map(str, paths))
-        raise Failure(f"no progress.json and no sweep in {given}{named}: have the class run exercises/check.py first")
+        raise Failure(f"no progress.json in {given}{named}: have the class run exercises/check.py first")
     tasks = tasks_of(progress)
-    marks = {}
-    for who, content in progress.items():
-        marks[who] = {
-            exercise: "".join(mark_of(content, exercise, task) for task in tasks[exercise]) for exercise in tasks
-        }
+    marks = {who: {exercise: "".join(mark_of(content, exercise, task) for task in names)
+                   for exercise, names in tasks.items()} for who, content in progress.items()}  # fmt: skip
     passed = {f"{exercise} {task}": sum(marks[who][exercise][index] == PASSED for who in marks)
               for exercise, names in tasks.items() for index, task in enumerate(names)}  # fmt: skip
     return {"tasks": tasks, "marks": marks, "passed": passed, "stuck": stuck_at(progress),
-            "sweeps": best_sweeps(sweeps), "untimed": bool(sweeps), "left_out": left_out,
+            "fastest": fastest(progress), "left_out": left_out,
             "several": [f"{len(contents)} files of {who}: the newest counts. Several people? Each has to give a --name."
                         for who, contents in files.items() if len(contents) > 1]}  # fmt: skip
-
-
-def sweep_line(kernel, device, row, participant):
-    size = f"BLOCK_SIZE {row['block_size']}" if row.get("block_size") else "no block size"
-    return f"{kernel}: {row['us']:.1f} us, {size}, {participant} ({device})"
 
 
 def text_of(board):
     """The lines for a terminal."""
     tasks, marks = board["tasks"], board["marks"]
-    lines = []
-    if marks:
-        width = max(map(len, ("participant", *marks)))
-        columns = {exercise: max(len(exercise), len(names)) for exercise, names in tasks.items()}
-        lines += ["  ".join([f"{'participant':{width}}", *(f"{name:{size}}" for name, size in columns.items())])]
-        for who, row in marks.items():
-            lines.append("  ".join([f"{who:{width}}", *(f"{row[name]:{size}}" for name, size in columns.items())]))
-        lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
-        for exercise, names in tasks.items():
-            counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
-            lines += [f"  {exercise}: {'; '.join(counts)}"]
-        lines += board["several"]
-        lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
-        for stuck in board["stuck"]:
-            lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]
-            lines += [f"    {stuck.count} of {len(stuck.participants)}: {stuck.message}"]
-    if board["sweeps"]:
-        lines += ["", "Best of the class's sweeps:", *(f"  {sweep_line(*best)}" for best in board["sweeps"])]
-    elif board["untimed"]:
-        lines += ["", "The sweeps of the class are interpreted: nothing was timed."]
+    width = max(map(len, ("participant", *marks)))
+    columns = {exercise: max(len(exercise), len(names)) for exercise, names in tasks.items()}
+    lines = ["  ".join([f"{'participant':{width}}", *(f"{name:{size}}" for name, size in columns.items())])]
+    for who, row in marks.items():
+        lines.append("  ".join([f"{who:{width}}", *(f"{row[name]:{size}}" for name, size in columns.items())]))
+    lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
+    for exercise, names in tasks.items():
+        counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
+        lines += [f"  {exercise}: {'; '.join(counts)}"]
+    lines += board["several"]
+    lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
+    for stuck in board["stuck"]:
+        lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]
+        lines += [f"    {stuck.count} of {len(stuck.participants)}: {stuck.message}"]
+    lines += ["", "The fastest kernels:", *(f"  {line}" for line in board["fastest"])] if board["fastest"] else []
     return "\n".join(wrapped.rstrip() for line in lines for wrapped in wrap(line))
 
 
@@ -198,8 +173,7 @@ def page_of(board, refresh):
     )
     names = {PASSED: "passed", TRIED: "tried", UNTRIED: "untried"}
     template = environment.get_template("scoreboard.html.jinja")
-    best = [sweep_line(*row) for row in board["sweeps"]]
-    return template.render(board=board, names=names, best=best, refresh=refresh, now=time.strftime("%H:%M"))
+    return template.render(board=board, names=names, refresh=refresh, now=time.strftime("%H:%M"))
 
 
 def seconds(text):

@@ -28,6 +28,14 @@ def markdown_table(header, rows, right=None):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def text_table(header, rows):
+    """Yields lines with the first column aligned to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for first, *others in [header, *rows]:
+        line = f"{first:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
+        yield line.rstrip()
+
+
 def cell(text):
     """Text as it can stand in a cell of a table."""
     return text.replace("|", "/")

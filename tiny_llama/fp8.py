@@ -93,9 +93,10 @@ def scale_of(maximum, largest):
 # Rounding to FP8: one kernel, for matrices as they are and for those that SwiGLU computes on the way
 
 MATRIX, SWIGLU, SWIGLU_GRADIENT = map(tl.constexpr, range(3))  # what is rounded: see load_values()
-# The fastest of twelve for all matrices of a layer, measured on an H200 for 8,192 tokens and a hidden size of 2,048.
-TILE = (64, 64, 4)  # rows, columns, warps
-PROGRAMS_PER_SM = 16
+# Rows and columns of a tile, warps, and at most so many programs for each multiprocessor: the fastest of some fifty
+# combinations, measured on an H200 for 8,192 tokens and a hidden size of 2,048. The kernel waits for its loads, so many
+# of them have to be under way. SwiGLU and its gradient hold more values in registers, so fewer of their programs fit.
+TILES = {MATRIX.value: (64, 128, 4, 32), SWIGLU.value: (64, 64, 2, 8), SWIGLU_GRADIENT.value: (32, 128, 4, 4)}
 
 
 @jit
@@ -217,13 +218,13 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None, bugs=()):
     """The Scaled of what source makes of x (rows, n), contiguous rows, and of hidden_grad: see load_values().
     guess is the scale of the last call, () in fp32, to be kept for the next; it costs time if wrong, and nothing else.
     """
-    (n_rows, n_cols), (rows, cols, warps) = x.shape, TILE
+    (n_rows, n_cols), (rows, cols, warps, programs_per_sm) = x.shape, TILES[source.value]
     n_cols, width = n_cols if source == MATRIX else n_cols // 2, n_cols // 2 if source == SWIGLU else n_cols
     if n_rows % DIVISOR or width % DIVISOR:
         raise ValueError(f"a matrix of shape ({n_rows}, {width}) has no products in FP8: give multiples of {DIVISOR}")
     data, transposed = (x.new_empty(shape, dtype=dtype) for shape in ((n_rows, width), (width, n_rows)))
     num_sms = llama.get_device(x.device.type).num_sms
-    programs = min(llama.cdiv(n_rows, rows) * llama.cdiv(n_cols, cols), PROGRAMS_PER_SM * num_sms)
+    programs = min(llama.cdiv(n_rows, rows) * llama.cdiv(n_cols, cols), programs_per_sm * num_sms)
     n_found = llama.next_power_of_2(programs)
     scale, found = x.new_empty((), dtype=torch.float32), x.new_empty(2, n_found, dtype=torch.int32)
     tensors = x, x if hidden_grad is None else hidden_grad, data, transposed, scale, guess, found

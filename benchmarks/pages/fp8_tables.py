@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of docs/fp8.md: what FP8 saves and costs, how exact it is, whether it learns.
+"""Writes the tables and pictures of docs/fp8.md: what FP8 saves and costs, how exact it is, whether it learns.
 
 The functions of a folder of results are called by `python -m benchmarks.pages.publish`.
 """
@@ -15,6 +15,7 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenanc
 IN_FP8 = "triton fp8 graph"
 SPEED_ROWS = [name for name, row in ROWS.items() if name == "triton graph" or is_fp8(row.implementation)]
 STYLES = {"bf16": (drawing.BLUE, "-"), "fp8": (drawing.RED, "--"), "fp8-wide-margin": (drawing.VIOLET, ":")}
+FILLINGS = [drawing.Filling(drawing.BLUE), *map(drawing.Filling, (drawing.RED, drawing.GREEN, drawing.VIOLET), "/x.")]
 MISSING = "not measured"
 
 
@@ -117,6 +118,9 @@ def contender_cell(contenders, name, unit, ceiling):
     return f"{number(found['us'])} us, {number(found['rate'])} {unit}{share}"
 
 
+WORK = {"TB/s": (1e6, "MB"), "TFLOP/s": (1e12, "TFLOP")}  # by the unit of its rate: how the work of a part is shown
+
+
 def layer_section(folder):
     """Of each part of a layer, ours and others beside the ceiling: of bytes a copy, of products the datasheet."""
     results = newest_first(folder, "fp8_layer")
@@ -130,9 +134,32 @@ def layer_section(folder):
         ceilings = [copy["contenders"]["torch"]["rate"]] * 2 if is_rounding else result["peaks"]
         names = ("triton", "torch") if is_rounding else ("fp8", "bf16")
         cells = [contender_cell(contenders, *own) for own in zip(names, (unit, unit), ceilings, strict=True)]
-        rows.append([part["part"], *cells, contender_cell(contenders, "compile", unit, ceilings[0])])
-    header = ["of one layer", "--fp8", "plain PyTorch (products: bf16)", "torch.compile"]
+        scale, of_what = WORK[unit]
+        work = f"{number(part['amount'] / scale)} {of_what}"
+        rows.append([part["part"], work, *cells, contender_cell(contenders, "compile", unit, ceilings[0])])
+    header = ["of one layer", "work", "--fp8", "plain PyTorch (products: bf16)", "torch.compile"]
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
+
+
+def draw_layer(folder, path):
+    """Draws the times of the products of a layer in bf16, and in FP8 with rounding; a diamond marks the roofline."""
+    results = newest_first(folder, "fp8_layer")
+    if not results or None in results[0][1]["peaks"]:
+        return
+    (copy, *rounding, products), peaks = results[0][1]["parts"], results[0][1]["peaks"]
+    fp8_floor, bf16_floor = (products["amount"] / peak / 1e6 for peak in peaks)
+    fp8_floor += sum(part["amount"] for part in rounding) / copy["contenders"]["torch"]["rate"] / 1e6
+    fillings = dict(zip((part["part"] for part in (products, *rounding)), FILLINGS, strict=True))
+    parts = [(part["contenders"]["triton"]["us"], fillings[part["part"]]) for part in rounding]
+    in_fp8, in_bf16 = ((products["contenders"][name]["us"], FILLINGS[0]) for name in ("fp8", "bf16"))
+    with drawing.style():
+        figure = drawing.new_figure(drawing.bars_height(2, rest=70), width=720)
+        axes = figure.subplots()
+        bars = [("bf16", [in_bf16], bf16_floor), ("FP8", [in_fp8, *parts], fp8_floor)]
+        drawing.bars(axes, [drawing.Bar(label, own, mark=floor) for label, own, floor in bars])
+        axes.set_xlabel("us a layer, forward and backward (diamond: what the roofline allows)")
+        drawing.legend_below(figure, fillings, columns=4)
+        drawing.save_png(figure, path)
 
 
 def recipes_section(folder):
@@ -150,13 +177,13 @@ def recipes_section(folder):
 
 
 def draw(folder, path):
-    """Draws smoothed losses on text: over steps of the size with the most precisions, over time of the largest size."""
+    """Draws smoothed losses on text: over steps of the size with the most runs, over time of the largest size."""
     found = [runs for (_, data), (_, _, runs) in newest_runs(folder).items() if data == "text"]
     found = [[run for run in runs if not run["error"]] for runs in found]
     found = [runs for runs in found if runs]
     if not found:
         return
-    most = max(reversed(found), key=lambda runs: len({run["precision"] for run in runs}))
+    most = max(reversed(found), key=lambda runs: (len({run["precision"] for run in runs}), len(runs)))
     with drawing.style():
         figure = drawing.new_figure(height=420, width=1200, unit=100)
         panels = zip(figure.subplots(1, 2), (most, found[-1]), ("step", "minutes of training"), strict=True)

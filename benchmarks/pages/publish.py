@@ -258,6 +258,7 @@ PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "scaling", "fp8"
 DRAWN = {  # {picture: function of the folder of results and the path that draws it}
     ROOT / "docs" / "front_page.png": front_page.draw,
     ROOT / "docs" / "learning.png": front_page.draw_learning,
+    ROOT / "docs" / "fp8_layer.png": fp8_tables.draw_layer,
     ROOT / "docs" / "fp8_learning.png": fp8_tables.draw,
     ROOT / "docs" / "scaling_measured.png": scaling_tables.draw_measured,
     ROOT / "docs" / "scaling_model.png": scaling_tables.draw_model,

@@ -11,6 +11,7 @@ import sys
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
 import tiny_llama_v3 as llama
@@ -67,17 +68,19 @@ def expect_close(name, got, wanted, tolerance, hint, mistakes=(), behind=None):
     expect(isinstance(got, torch.Tensor), f"{name} is {got!r}, not a tensor: is it returned?")
     unstored = is_unwritten(got).cpu()
     got, wanted = got.detach().double().cpu(), wanted.detach().double().cpu()
-    expect(
-        got.shape == wanted.shape, f"{name} has the shape {tuple(got.shape)}, expected {tuple(wanted.shape)}; {hint}"
-    )
+    shapes = f"{tuple(got.shape)}, expected {tuple(wanted.shape)}"
+    expect(got.shape == wanted.shape, f"{name} has the shape {shapes}; {hint}")
     bad = differs(got, wanted, tolerance)
     if not bad.any():
         if behind is not None:
             expect_untouched(name, behind)
         return
+    if rounded_to_tf32 and not differs(got, wanted, 1e-2).any():
+        raise Wrong(f"{name} has few right digits: tl.dot multiplies fp32 with 10 bits of mantissa (TF32) on NVIDIA "
+                    'GPUs unless input_precision="ieee"')  # fmt: skip
     if unstored.all():
         raise NothingStored(
-            f"nothing is stored in {name}: is there a tl.store, and does its mask let anything through?"
+            f"nothing is stored in {name}: is there a tl.store, and does its mask let any lane through?"
         )
     for candidate, words in mistakes:
         candidate = candidate.detach().double().cpu()
@@ -95,7 +98,7 @@ def expect_close(name, got, wanted, tolerance, hint, mistakes=(), behind=None):
     if math.isnan(value) and not unstored[where]:
         described = "NaN, of a computation (0 / 0, inf - inf, the root of a negative number)"
     kind = NothingStored if got.isnan().all() else Wrong
-    count = f"{int(bad.sum())} of {bad.numel()} elements of {name} are wrong"
+    count = f"{int(bad.sum())} of {bad.numel()} elements of {name} {'is' if bad.sum() == 1 else 'are'} wrong"
     raise kind(f"{count}: at {where} it is {described}, expected {good:.{digits}g}; {hint}")
 
 
@@ -133,7 +136,7 @@ def symptom_of(got, wanted, bad):
         if same(got.flatten().sort().values, wanted.flatten().sort().values):
             return "the values are right, but in another order: look at the offsets of loads and stores"
     right = ~bad.flatten(1).any(dim=1) if bad.ndim > 1 else ~bad
-    return f"right are only the {kind} {ranges(right)}" if right.double().mean() > 0.1 else ""
+    return f"only these {kind} are right: {ranges(right)}" if right.double().mean() > 0.1 else ""
 
 
 def ranges(true):
@@ -194,10 +197,31 @@ def expect_untouched(name, behind):
     expect(bool(is_unwritten(behind).all()), f"something was stored beyond the end of {name}: is there a mask?")
 
 
+class CountBytes(TorchFunctionMode):
+    """Bytes of the tensors that PyTorch's operators read and write, and the products of matrices; views cost nothing.
+
+    smallest: the elements of a tensor from which on it counts.
+    """
+
+    def __init__(self, smallest=0):
+        super().__init__()
+        self.smallest, self.bytes, self.products = smallest, 0, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
+        if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
+            self.bytes += sum(t.nbytes for t in (*operands, result) if t.numel() >= self.smallest)
+            if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+                self.products += result.numel() * operands[0].shape[-1]
+        return result
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels
 
 POISON = 12288.0  # exact in fp16 and bf16
+rounded_to_tf32 = []  # not empty if a product of the task that is checked was rounded as on an NVIDIA GPU
 
 
 @llama.jit
@@ -217,13 +241,24 @@ def interpreter_works():
     return True
 
 
+def has_scaled_products():
+    """Whether the interpreter knows tl.dot_scaled, as from Triton 3.9 on."""
+    if llama.triton is None:
+        return False
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    return hasattr(InterpreterBuilder, "create_dot_scaled")
+
+
 @contextlib.contextmanager
 def strict_interpreter(poison=POISON):
     """Has the interpreter refuse, or leave undefined, what a GPU does, and multiply bf16 as one does.
 
-    Of a masked load without `other` it hands out poison for what is left out, not zeros: on a GPU it is what the
-    register held before. The truth of a block (`and`, `or`, `not`, `if`) is an error, as it is to the compiler.
+    fp32 is multiplied in TF32 unless input_precision says otherwise. Of a masked load without `other` it hands out
+    poison for what is left out, not zeros: on a GPU it is what the register held before. The truth of a block (`and`,
+    `or`, `not`, `if`) is an error, as it is to the compiler.
     """
+    rounded_to_tf32.clear()
     if ON_GPU:
         yield
         return
@@ -243,8 +278,12 @@ def strict_interpreter(poison=POISON):
         return load(self, ptrs, mask, other, *rest)
 
     def create_dot(self, a, b, *rest):
-        """The interpreter multiplies the bits of bf16 as integers."""
+        """The interpreter multiplies the bits of bf16 as integers, and fp32 always with all of its digits."""
         sides = [self.cast_impl(side, tl.float32) if side.dtype.scalar.is_bf16() else side for side in (a, b)]
+        if a.dtype.scalar.is_fp32() and getattr(rest[1], "name", "") == "TF32":
+            rounded_to_tf32.append(True)
+            bits = [(side.data.view(np.int32) + 0x1000) & ~0x1FFF for side in sides]
+            sides = [interpreter.TensorHandle(b.view(np.float32), tl.float32) for b in bits]
         return dot(self, *sides, *rest)
 
     def truth(block):

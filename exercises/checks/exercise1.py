@@ -3,10 +3,10 @@
 import itertools
 
 import torch
-from torch.overrides import TorchFunctionMode
+import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from exercises.checks.common import DEVICE, POISON, expect, expect_close, expect_number, randn, unwritten
+from exercises.checks.common import DEVICE, POISON, CountBytes, expect, expect_close, expect_number, randn, unwritten
 from exercises.checks.memory import launch
 
 GAP = 7  # elements between two rows
@@ -38,6 +38,17 @@ def rmsnorm_mistakes(x, weight, block_size, eps, undefined):
     yield normalised(square_sum, weight=weight[:1]), "all of a row is multiplied with weight[0]: weight_ptr + cols"
     yield normalised(x.abs().sum(dim=1)), "this takes the mean of |x|, not of x^2"
     yield normalised(x.sum(dim=1)), "this takes the mean of x, not of x^2"
+    yield normalised(x.sum(dim=1).square()), "this is the square of the sum: the sum adds squares, x * x"
+    yield normalised(square_sum / n_cols), "the sum is divided by n_cols twice: that comes behind the loop"
+    yield normalised(square_sum + padded - n_cols), "what the mask leaves out counts as 1: other=0.0"
+    yield x * weight, "x is not divided by the root: times rstd"
+    if len(x) <= n_cols:
+        yield normalised(square_sum, weight=weight[: len(x), None]), "a weight for each row: weight_ptr + cols"
+    yield x[:1] * torch.rsqrt(mean + eps) * weight, "the second load reads row 0: row * stride_row + cols"
+    blocks = F.pad(x, (0, padded - n_cols)).unflatten(1, (-1, block_size))
+    again = blocks[:, -1:].expand_as(blocks).flatten(1)[:, :n_cols]
+    yield again * torch.rsqrt(mean + eps) * weight, "x is still the last block of the first loop: load it again"
+    yield normalised(blocks[:, 0].square().sum(dim=1)), "square_sum is that of the first block only: cols < n_cols"
     yield normalised(x.square().amax(dim=1)), "this takes the largest square: tl.sum adds them"
     yield x * (mean + eps).sqrt() * weight, "x is multiplied with the root instead of divided by it"
     yield x / (mean + eps) * weight, "the root is missing"
@@ -77,7 +88,8 @@ def check_rmsnorm_kernel(exercise):
         x = (randn(n_rows, stride) * (500 if dtype == half else 1)).to(dtype)[:, :n_cols]
         weight, (y, behind) = randn(n_cols, dtype=dtype), unwritten(n_rows, n_cols, dtype=dtype)
         undefined = launch(exercise.rmsnorm_kernel, (n_rows,), x, weight, y, stride, n_cols, eps, BLOCK_SIZE=block_size,
-                           explain=explain, share="program p stores row p, from y_ptr + row * n_cols on")  # fmt: skip
+                           explain=explain,
+                           share="program p stores row p: y_ptr + row * n_cols + cols, cols < n_cols")  # fmt: skip
         wanted, _ = llama.torch_rmsnorm(x.double(), None, weight.double(), eps)
         name = f"y for {n_rows} rows of {n_cols} in {str(dtype).removeprefix('torch.')}, BLOCK_SIZE {block_size}"
         mistakes = [*rmsnorm_mistakes(x.double(), weight.double(), block_size, eps, undefined)]
@@ -103,9 +115,7 @@ def memory_lines_mistakes(block_size, itemsize, stride, line):
     yield lines_touched(block_size, itemsize, stride, 128), "a line has line bytes, not always 128"
     yield lines_touched(block_size, 4, stride, line), "an element has itemsize bytes, not always 4"
     between = "the lines between are not touched: count those in which an element begins"
-    behind = (
-        "the last element begins (block_size - 1) * stride elements behind the first, and what follows is not touched"
-    )
+    behind = "the last element begins (block_size - 1) * stride elements behind the first: nothing behind it is touched"
     words = between if stride * itemsize > line else behind
     yield from ((count, words) for count in (elements * stride // line, -(-stride * elements // line)))
     yield (block_size - 1) * stride * itemsize // line + 1, between
@@ -131,20 +141,6 @@ def check_memory_lines(exercise):
         name = f"memory_lines({', '.join(map(str, sizes))}{'' if line == 128 else f', line={line}'})"
         expect_number(name, exercise.memory_lines(*sizes, **other_line), lines_touched(*sizes, line), hint,
                       memory_lines_mistakes(*sizes, line))  # fmt: skip
-
-
-class CountBytes(TorchFunctionMode):
-    """Bytes of the matrices that PyTorch's operators read and write; rows and columns count as nothing."""
-
-    def __init__(self, smallest):
-        super().__init__()
-        self.smallest, self.bytes = smallest, 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
-        self.bytes += sum(t.nbytes for t in tensors if t.numel() >= self.smallest)
-        return result
 
 
 def bytes_moved_mistakes(matrix, row, itemsize):
@@ -184,10 +180,12 @@ def check_bytes_moved(exercise):
         expect_number(f"separate {case}", separate, counted.bytes, hint, mistakes[1])
 
 
-TASKS = {
-    "rmsnorm_kernel": check_rmsnorm_kernel,
-    "memory_lines": check_memory_lines,
-    "bytes_moved": check_bytes_moved,
-}
+def show_rmsnorm_kernel(exercise):
+    x, weight, (y, _) = randn(3, 14)[:, :10], randn(10), unwritten(3, 10)
+    launch(exercise.rmsnorm_kernel, (3,), x, weight, y, 14, 10, 1e-5, BLOCK_SIZE=4)
 
+
+SHOWN = {"rmsnorm_kernel": show_rmsnorm_kernel}  # small enough to be drawn
+CHECKS = check_rmsnorm_kernel, check_memory_lines, check_bytes_moved
+TASKS = {check.__name__.removeprefix("check_"): check for check in CHECKS}
 COMPILED = {"rmsnorm_kernel"}

@@ -15,7 +15,7 @@ from exercises.checks.common import (
     recorded_launches,
     unchanged,
     unwritten,
-)
+)  # fmt: skip
 from exercises.checks.memory import launch
 
 SIZES = (1031, 509, 2053, 4), (7, 13, 5, 2)  # rows, inner, cols, itemsize: primes, so that no product is another one
@@ -78,6 +78,7 @@ def check_matmul_flop(exercise):
             *((wanted // i, "there are two products, and a multiplication and an addition are two operations")
               for i in (2, 4)),
             (wanted * 3 // 2, "the third product, with down, is not the kernel's"),
+            (wanted * inner, "inner counts twice: each element takes inner multiplications and additions"),
             (wanted * itemsize, "FLOP are no bytes: an element's size has no part in them"),
         ]  # fmt: skip
         hint = "two products; each element of each takes inner multiplications and additions"
@@ -107,7 +108,7 @@ def explain(fault):
     if fault.element == fault.size and len(fault.lanes[0]) == 1:
         return f"one too many; the last element is {fault.size - 1}, so is it < or <=?"
     how = "tl.load" if fault.verb == "reads" else "tl.store"
-    return f"what lies beyond the end is to be left out: {how}(..., mask=mask)"
+    return f"leave out what lies beyond the end: {how}(..., mask=mask)"
 
 
 def check_silu_mul_kernel(exercise):
@@ -141,6 +142,7 @@ def gradient_mistakes(out_grad, gate, up):
         (out_grad * up * (s - gate * s * (1 - s)), "the derivative of silu is s + gate * s * (1 - s), with a plus"),
         (out_grad * up * (s + s * (1 - s)), "gate is missing from the derivative's second term: gate * s * (1 - s)"),
         (out_grad * up * gate * s, "this takes silu for its derivative"),
+        (out_grad * up * (s + gate * (1 - s)), "s is missing from the derivative's second term: gate * s * (1 - s)"),
         (out_grad * slope, "up is missing: the gradient of gate is out_grad * up * silu'(gate)"),
         (up * slope, "out_grad is missing"),
         (out_grad * up * (s + gate * s * (1 + s)), "the derivative of silu is s + gate * s * (1 - s), not (1 + s)"),
@@ -180,12 +182,10 @@ def hybrid_mistakes(x, gate, up, down):
     yield swiglu(x, gate, gate, down), "gate_weight is used twice, up_weight is not"
     yield swiglu(x, up, up, down), "up_weight is used twice, gate_weight is not"
     yield swiglu(x, gate, up, down, lambda gate, up: gate * up), "the activation is missing"
+    yield x + swiglu(x, gate, up, down), "x is added to it: the layer returns the product with down_weight alone"
     twice = swiglu(x, gate, up, down, lambda gate, up: F.silu(F.silu(gate)) * up)
     yield twice, "gate goes through silu twice: SiluMul does it"
-    yield (
-        F.silu(swiglu(x, gate, up, down)),
-        "silu(gate) * up comes before the product with down_weight, and nothing after",
-    )
+    yield F.silu(swiglu(x, gate, up, down)), "silu comes before the product with down_weight, and nothing behind it"
 
 
 def check_hybrid_swiglu(exercise):
@@ -230,13 +230,14 @@ def check_hybrid_of(exercise, shape, inner):
     expect(backward, f"the gradients are right, but silu_mul_backward_kernel was not launched: {hint}")
 
 
-TASKS = {
-    "naive_bytes": check_naive_bytes,
-    "least_bytes": check_least_bytes,
-    "matmul_flop": check_matmul_flop,
-    "silu_mul_kernel": check_silu_mul_kernel,
-    "silu_mul_backward_kernel": check_silu_mul_backward_kernel,
-    "hybrid_swiglu": check_hybrid_swiglu,
-}
+def show_silu_mul_kernel(exercise):
+    launch(exercise.silu_mul_kernel, (3,), randn(10), randn(10), unwritten(10)[0], 10, BLOCK_SIZE=4)
 
+
+SHOWN = {"silu_mul_kernel": show_silu_mul_kernel}  # small enough to be drawn
+CHECKS = (
+    check_naive_bytes, check_least_bytes, check_matmul_flop, check_silu_mul_kernel, check_silu_mul_backward_kernel,
+    check_hybrid_swiglu,
+)  # fmt: skip
+TASKS = {check.__name__.removeprefix("check_"): check for check in CHECKS}
 COMPILED = {"silu_mul_kernel", "silu_mul_backward_kernel", "hybrid_swiglu"}

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from exercises.checks.common import DEVICE, expect, expect_close, expect_number, randn, unchanged, unwritten
+from exercises.checks.common import (
+    DEVICE,
+    NothingStored,
+    expect,
+    expect_close,
+    expect_number,
+    randn,
+    unchanged,
+    unwritten,
+)
 from exercises.checks.memory import launch
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -42,17 +51,11 @@ def fold_mistakes(m, l, acc, scores, values):
             ((before + sum_of(p)) * factor, twice),
             (before * factor, "the tile itself is missing"),
             (before * factor + sum_of(scores.exp()), "the maximum is not subtracted from the scores"),
-            *(
-                (before * old + sum_of(new), EXP2)
-                for old in (factor, factor.log().exp2())
-                for new in (p, p.log().exp2())
-            ),
-            (
-                before * factor + sum_of(torch.softmax(scores, dim=1)),
-                "this is the softmax of the tile by itself: p is "
-                "exp(score - m_new), and the division by l comes last of all",
-            ),
-        ]
+            *((before * old + sum_of(p), EXP2) for old in (factor.log().exp2(), factor)),
+            *((before * old + sum_of(p.log().exp2()), EXP2) for old in (factor.log().exp2(), factor)),
+            (before * factor + sum_of(torch.softmax(scores, dim=1)), "this is the softmax of the tile by itself: p is "
+             "exp(score - m_new), and the division by l comes last of all"),
+        ]  # fmt: skip
 
     of_m = [
         (tile_max, "this is the largest score of the tile: the larger of it and m"),
@@ -100,10 +103,7 @@ def key_blocks_mistakes(block, block_m, block_n, seq_len, full, masked):
     yield (visited, 0), "blocks that some queries see only in part need a mask"
     yield (full, untrimmed - full), "the last block of queries may end before its size does: at seq_len"
     short = last // block_n
-    yield (
-        (full, short - full),
-        "the last key that is seen, of number i, lies in block i // block_n: that makes one more",
-    )
+    yield (full, short - full), "the last key that is seen, i, lies in block i // block_n: that makes one more"
     short = block * block_m // block_n
     yield (short, visited - short), "query i sees i + 1 keys, so (first + 1) // block_n blocks are full"
     yield (block, visited - block), "a block of keys has block_n, one of queries block_m: they are not of one size"
@@ -184,6 +184,8 @@ KERNEL_MISTAKES = {  # words: what of kernel_like they change
     "the head is divided by GROUP_SIZE, which is not always 2": dict(kv_head=lambda head, group: head // 2),
     "rows and keys count from the beginning of the sequence: tl.arange alone counts within the block":
         dict(sees=lambda key, row, start_m: key <= row - start_m),
+    "the positions of rows and keys are those in the sequence, rows and keys, not tl.arange alone":
+        dict(sees=lambda key, row, start_m: key % 32 <= row - start_m),
     "every query of the block sees up to its last one: compare with rows[:, None]":
         dict(sees=lambda key, row, start_m: key <= start_m + 15),
     "what the mask hides has a finite score, and takes part where others are lower: give it float('-inf')":
@@ -196,7 +198,7 @@ KERNEL_MISTAKES = {  # words: what of kernel_like they change
     "tl.min takes the smallest score: m is the largest": dict(largest=torch.amin),
     "acc is divided by l in each round: that comes once, behind the loop": dict(divide_each=True),
     "this takes k and v of head % GROUP_SIZE, instead of //": dict(kv_head=lambda head, group: head % group),
-    f"neither acc nor l {UNRESCALED}": dict(rescale_l=False, rescale_acc=False),
+    f"neither acc nor l {UNRESCALED.replace(' not', '')}": dict(rescale_l=False, rescale_acc=False),
     f"l {UNRESCALED}": dict(rescale_l=False),
     f"acc {UNRESCALED}": dict(rescale_acc=False),
     "m keeps its first value: m = m_new belongs at the end of the loop": dict(keep_m=False),
@@ -254,6 +256,8 @@ def check_attention_kernel(exercise):
         name = f"o for {seq_len} tokens, {heads} heads on {kv_heads}, tiles {block_m} x {block_n}"
         exact = [t.double() for t in (q, k, v)]
         mistakes = kernel_mistakes(*exact, block_m, block_n, scale)
+        if o.isnan().all() and size == 2:
+            hint = "before the first tile m is -inf: exp(m - m_new) is then 0, and exp(m_new - m) infinite"
         expect_close(name, o, kernel_like(*exact, block_m, block_n, scale), 1e-4 * v_size, hint, mistakes, behind)
 
 
@@ -265,17 +269,19 @@ def gradients_like(
     q, k, v, o, lse, o_grad, scale,
     hidden=1, normaliser=lambda scores, lse: lse, score_scale=1, delta=lambda o, o_grad: (o * o_grad).sum(dim=1),
     q_scale=1, k_scale=1, v_scale=0, from_p=True, transposed=True, with_p=True, earlier=False, base=math.e,
-    columns=(slice(None), None),
+    columns=(slice(None), None), rows=slice(None), visited=True,
 ):  # fmt: skip
     """What attention_gradients returns, right unless told otherwise; *_scale are exponents of the scale.
 
-    Keys from `hidden` behind the query on have no part.
+    Keys from `hidden` behind the query on have no part, nor have queries other than rows and what is not visited.
     """
     scores = q @ k.T * scale**score_scale
     p = base ** (scores - normaliser(scores, lse[:, None]))
     p = p.triu() if earlier else p.tril(hidden - 1)
-    score_grad = (p if with_p else 1.0) * (o_grad @ v.T - delta(o, o_grad)[columns])
+    p = p * visited
+    score_grad = (p if with_p else visited) * (o_grad @ v.T - delta(o, o_grad)[columns])
     of_v = p if from_p else score_grad
+    score_grad, of_v, q, o_grad = [t[rows] for t in (score_grad, of_v, q, o_grad)]
     if transposed:
         of_k, of_v = score_grad.T @ q, of_v.T @ o_grad
     else:
@@ -312,11 +318,11 @@ GRADIENT_MISTAKES = {  # words: what of gradients_like they change
 }  # fmt: skip
 
 
-def gradient_mistakes(index, arguments, wanted):
-    """Of the gradient of number index."""
+def gradient_mistakes(index, arguments, wanted, visited=True):
+    """Of the gradient of number index; visited: see gradients_like."""
     q, k, v, o, lse, o_grad, scale = arguments
     for words, changes in GRADIENT_MISTAKES.items():
-        yield gradients_like(*arguments, **changes)[index], words
+        yield gradients_like(*arguments, **changes, visited=visited)[index], words
     yield from ((other, "the order is (q_grad, k_grad, v_grad)") for other in wanted)
     yield gradients_like(*arguments[:-1], q.shape[1] ** -0.5)[index], "the scale is an argument, not always d**-0.5"
     yield gradients_like(q, k, v, v, lse, o_grad, scale)[index], "delta is the sum of o * o_grad, not of v * o_grad"
@@ -351,11 +357,40 @@ def check_attention_gradients(exercise):
                      "lse), without another sum over the row, as softmax and autograd take it")  # fmt: skip
 
 
-TASKS = {
-    "fold": check_fold,
-    "key_blocks": check_key_blocks,
-    "attention_kernel": check_attention_kernel,
-    "attention_gradients": check_attention_gradients,
-}
+def check_key_value_gradient_kernel(exercise):
+    for seq_len, d, scale, block_m, block_n in ((37, 32, 0.7, 16, 32), (40, 16, 0.3, 16, 16), (50, 16, 0.2, 32, 16)):
+        q, k, v, o_grad = (randn(seq_len, d) for _ in range(4))
+        *exact, exact_o_grad = (t.double() for t in (q, k, v, o_grad))
+        scores = (exact[0] @ exact[1].T * scale).masked_fill(torch.ones_like(q @ k.T).triu(1).bool(), -math.inf)
+        o, lse = torch.softmax(scores, dim=1) @ exact[2], torch.logsumexp(scores, dim=1)
+        delta, outputs = (o * exact_o_grad).sum(dim=1), [unwritten(seq_len, d) for _ in range(2)]
+        launch(exercise.key_value_gradient_kernel, (llama.cdiv(seq_len, block_n),), q, k, v, o_grad, lse.float(),
+               delta.float(), *(grad for grad, _ in outputs), seq_len, scale, HEAD_DIM=d, BLOCK_M=block_m,
+               BLOCK_N=block_n, share="a program stores the gradients of its block of keys")  # fmt: skip
+        if not outputs[0][0].any() and not outputs[1][0].any():
+            raise NothingStored("k_grad and v_grad are 0, what they began with")
+        arguments = (*exact, o, lse, exact_o_grad, scale)
+        wanted, numbers = gradients_like(*arguments), torch.arange(seq_len, device=DEVICE)
+        visited = numbers[:, None] >= numbers[None, :] // block_n * block_n // block_m * block_m
+        for index, name, hint in (
+            (2, "v_grad", "v_grad adds p^T o_grad of each block of queries"),
+            (1, "k_grad", "v_grad is right, so p is; k_grad adds score_grad^T q * scale of each block of queries"),
+        ):
+            case, (got, behind) = f"{name} for {seq_len} tokens, tiles {block_m} x {block_n}", outputs[index - 1]
+            mistakes = [(wanted[3 - index], "k_grad and v_grad are swapped")]
+            mistakes += gradient_mistakes(index, arguments, wanted, visited)
+            last = (seq_len - 1) // block_m * block_m
+            part = gradients_like(*arguments, rows=slice(last, None))[index]
+            mistakes += [(part, "this is what the last block of queries adds: +=, not =")]
+            expect_close(case, got, wanted[index], 1e-4, hint, mistakes, behind)
 
-COMPILED = {"attention_kernel"}
+
+CHECKS = (
+    check_fold,
+    check_key_blocks,
+    check_attention_kernel,
+    check_attention_gradients,
+    check_key_value_gradient_kernel,
+)
+TASKS = {check.__name__.removeprefix("check_"): check for check in CHECKS}
+COMPILED = {"attention_kernel", "key_value_gradient_kernel"}

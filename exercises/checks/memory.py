@@ -27,9 +27,21 @@ class Fault(NamedTuple):
     def describe(self, grid_dimensions, explain):
         count, program = len(self.lanes[0]), ", ".join(map(str, self.program[:grid_dimensions]))
         return (
-            f"line {self.line} {self.verb} element {self.element} of {self.tensor}, which is none of its {self.size}, "
+            f"line {self.line} {self.verb} offset {self.element} of {self.tensor}, where {self.tensor} has no element, "
             f"in {count} {'lane' if count == 1 else 'lanes'} of program {program}: {explain(self)}"
         )
+
+
+class Access(NamedTuple):
+    """What one load or store of a program touched."""
+
+    line: int  # of the participant's file
+    verb: str  # "reads" or "writes"
+    tensor: str
+    program: int  # its number, in the order in which the interpreter runs them
+    offsets: np.ndarray  # for each lane that the mask lets through: how many elements from the tensor's first it lies
+    lanes: np.ndarray
+    masked: np.ndarray  # the offsets of the lanes that the mask leaves out
 
 
 def addresses(tensor):
@@ -46,6 +58,8 @@ class Watch:
     outputs: names of the tensors in which nothing is stored yet. share: what a program of the kernel is to store.
     """
 
+    kept = None  # a list, while watches are kept, each with its accesses
+
     def __init__(self, kernel, tensors, outputs, share, explain, grid, builder):
         self.file, self.tensors, self.outputs, self.builder = kernel.fn.__code__.co_filename, tensors, outputs, builder
         self.share, self.explain, self.grid = share, explain, grid
@@ -56,6 +70,19 @@ class Watch:
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
         self.single, self.stores = Counter(), {}  # {(line, program): loads of one element}, {tensor: lines that store}
         self.real_load, self.real_store = builder.create_masked_load, builder.create_masked_store
+        self.accesses = []
+        if self.kept is not None:
+            self.kept.append(self)
+
+    def program(self):
+        return int(np.ravel_multi_index(self.builder.grid_idx[: len(self.grid)], self.grid))
+
+    def record(self, verb, name, pointers, wanted):
+        """Adds an Access; pointers: addresses, wanted: what the mask lets through."""
+        tensor, lanes = self.tensors[name], np.flatnonzero(wanted)
+        offsets = (pointers.astype(np.int64).ravel() - tensor.data_ptr()) // tensor.element_size()
+        masked = np.delete(offsets, lanes)
+        self.accesses.append(Access(self.line(), verb, name, self.program(), offsets[lanes], lanes, masked))
 
     def line(self):
         """That of the participant's file which is being executed."""
@@ -70,12 +97,13 @@ class Watch:
     def tell(self, words):
         self.fault = self.fault or words
 
-    def meant(self, touched):
+    def meant(self, verb, touched):
         """The name of the tensor that most of what was touched belongs to, else that of the nearest to the first."""
         hits = {name: np.isin(touched, own).sum() for name, own in self.elements.items()}
         if any(hits.values()):
             return max(hits, key=hits.get)
-        return min(self.elements, key=lambda name: np.abs(self.elements[name] - touched[0]).min())
+        likely = self.outputs if verb == "writes" and self.outputs else self.elements
+        return min(likely, key=lambda name: np.abs(self.elements[name] - touched[0]).min())
 
     def inside(self, verb, pointers, mask):
         """(the mask without what lies outside, the indices in self.known of what lies inside, the tensor's name)"""
@@ -84,7 +112,9 @@ class Watch:
         outside = wanted & ~np.isin(touched, self.known)
         if not wanted.any():
             return mask, np.zeros(0, dtype=np.int64), None
-        name = self.meant(np.concatenate([touched[outside], touched[wanted]]))
+        name = self.meant(verb, np.concatenate([touched[outside], touched[wanted]]))
+        if self.kept is not None:
+            self.record(verb, name, pointers.data, wanted)
         if verb == "writes":
             self.stores.setdefault(name, set()).add(self.line())
             if name not in self.outputs:
@@ -114,7 +144,7 @@ class Watch:
 
     def store(self, pointers, value, mask, *rest):
         inside, indices, name = self.inside("writes", pointers, mask)
-        program = int(np.ravel_multi_index(self.builder.grid_idx[: len(self.grid)], self.grid))
+        program = self.program()
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"
@@ -122,6 +152,10 @@ class Watch:
                       f"has stored in {name}, but an element belongs to one program: {self.share}")  # fmt: skip
         self.owner[indices] = program
         return self.real_store(pointers, value, inside, *rest)
+
+    def owners(self, name):
+        """The number of the program that stored each element of a tensor last."""
+        return self.owner[np.searchsorted(self.known, self.elements[name])].reshape(self.tensors[name].shape)
 
     def verdict(self):
         """The words for what is wrong once the kernel is through, or None."""
@@ -132,13 +166,13 @@ class Watch:
             return self.fault  # where nothing at all is stored, perhaps nothing is written yet
         for empty in self.outputs - self.stores.keys():
             twice = ((name, sorted(lines)) for name, lines in self.stores.items() if len(lines) > 1)
-            told = "".join(
-                f", and lines {' and '.join(map(str, lines))} both store into {name}" for name, lines in twice
-            )
+            told = "".join(f", and lines {' and '.join(map(str, own))} both store into {name}" for name, own in twice)
             return f"nothing is stored in {empty}{told}"
         idle = np.setdiff1d(np.arange(math.prod(self.grid)), stored)
         if len(idle):
-            return f"program {self.shown(idle[0])} stores nothing, and others do its work: {self.share}"
+            left = any((self.owners(name) < 0).any() for name in self.outputs)
+            what = "and elements are left out: is its mask right?" if left else "and others do its work:"
+            return f"program {self.shown(idle[0])} stores nothing, {what} {self.share}"
         return None
 
 

@@ -1,13 +1,27 @@
 """Checks of the puzzles. The first case of each is the one that its picture shows."""
 
+import contextlib
 import functools
 import math
+from unittest import mock
 
 import torch
 
 import tiny_llama_v3 as llama
-from exercises.checks.common import DEVICE, NothingStored, Wrong, expect_close, randn, unwritten
-from exercises.checks.memory import launch
+from exercises.checks import ON_GPU
+from exercises.checks.common import (
+    DEVICE,
+    NothingStored,
+    Wrong,
+    differs,
+    expect,
+    expect_close,
+    expect_passed,
+    has_scaled_products,
+    randn,
+    unwritten,
+)  # fmt: skip
+from exercises.checks.memory import Watch, launch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a result looks like
@@ -65,8 +79,8 @@ def beyond_the_end(fault):
     if fault.element == fault.size and len(fault.lanes[0]) == 1:
         return f"one too many; the last element is {fault.size - 1}, so is it < or <=?"
     if fault.verb == "reads":
-        return "what lies beyond the end is to be left out, tl.load(..., mask=mask), and then in the store"
-    return "what lies beyond the end is to be left out, tl.store(..., mask=mask)"
+        return "leave out what lies beyond the end: tl.load(..., mask=mask), and then the same in the store"
+    return "leave out what lies beyond the end: tl.store(..., mask=mask)"
 
 
 MASKED_COPY = [(5, 8), (8, 8), (100, 128)]  # n_elements, BLOCK_SIZE
@@ -185,7 +199,15 @@ def check_row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     mistakes = [
         (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}, give it a value with other=0.0"),
         (blocks[-1], "this is the sum of the last block only: total += ..., not ="),
-        (blocks[0] * len(blocks), "this is the sum of the first block, again and again: cols moves with start"),
+        *(
+            (
+                sum(x[:, : len(b)].float().sum(1) for b in part),
+                "this is the sum of the first block, again and again: cols moves with start",
+            )
+            for part in (x[0].split(block_size), [x[0, :block_size]] * len(blocks))
+        ),
+        (blocks[0], "this is the sum of the first block only: the mask of the others is cols < n_cols"),
+        (sum(block.float().amax(1) for block in x.split(block_size, dim=1)), "tl.max for tl.sum: the sum adds all"),
         (wanted + missing, f"{missing} too many: what the mask leaves out counts as 1"),
         (wanted / n_cols, "this is the mean, not the sum"),
         (wanted - blocks[-1], "the last block is missing: range(0, n_cols, BLOCK_SIZE) visits all"),
@@ -214,7 +236,7 @@ def check_softmax_kernel(puzzles, scores, block_size):
     largest, padding = x.max(1, keepdim=True).values, block_size - n_cols
     with_zeros, zero = torch.exp(x - largest.clamp(min=0)), torch.exp(-largest.clamp(min=0))
     mistakes = [
-        (x * 0.0 if scores is LOW else x, f"the {padding} lanes that do not exist take part: {MINUS_INFINITY}"),
+        (x * 0.0 if scores is LOW else x, f"lanes that do not exist take part: {MINUS_INFINITY}"),
         (torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
          "exp overflows, and inf / inf is not a number: subtract the row's maximum first"),
         (with_zeros / (with_zeros.sum(1, keepdim=True) + padding * zero),
@@ -222,7 +244,14 @@ def check_softmax_kernel(puzzles, scores, block_size):
         (torch.exp(x - largest), "not divided by the sum of the row"),
         (2 ** (x - largest) / (2 ** (x - largest)).sum(1, keepdim=True), EXP2),
         (torch.log_softmax(x, 1), "this is the logarithm of the softmax"),
+        ((torch.exp(x) - largest) / ((torch.exp(x) - largest).sum(1, keepdim=True) - padding * largest),
+         "the maximum is subtracted before exp, not after it"),
+        (torch.exp(x - largest) / torch.exp(x).sum(1, keepdim=True), "the sum lacks the maximum: it adds p"),
+        (x * 0.0, "the sum is infinite: it adds p = exp(x - max), not x and not exp(max - x)"),
     ]  # fmt: skip
+    if padding and not differs(y / y.sum(1, keepdim=True), torch.softmax(x, 1), 1e-5).any():
+        mistakes += [(y, f"the sum of a row is too large: the {padding} lanes that do not exist take part; "
+                      'other=float("-inf")')]  # fmt: skip
     words = f'{MAY_BE_ANYTHING}, give it a value with other=float("-inf")'
     if not undefined:
         words = "0 / 0 or inf / inf, because what is subtracted from the scores is not the largest of their row"
@@ -240,8 +269,9 @@ def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
     case = f"y for rows of {n_cols}"
     for x, kind in ((rows, ""), ((rows - 10) * 1e11, ", all far below zero")):
         x, (y, behind) = padded(x, stride_row), unwritten(len(x))
-        launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size, share=ROW,
-               explain=lambda fault: "print cols and the mask: which lanes are True that should not be?")  # fmt: skip
+        undefined = launch(puzzles.row_max_kernel, (len(x),), x, y, n_cols, stride_row, BLOCK_SIZE=block_size,
+                           share=ROW, explain=lambda fault: "print cols and the mask: which lanes are True that "
+                           "should not be?")  # fmt: skip
         wanted, blocks = x.max(1).values, [block.max(1).values for block in x.split(block_size, dim=1)]
         look = "print start and the mask in the loop: which columns does the second block load?"
         if not kind and y.tolist() == blocks[0].clamp(min=0).tolist() != wanted.tolist():
@@ -255,7 +285,8 @@ def check_row_max_kernel(puzzles, n_cols, stride_row, block_size):
             (y.expand_as(y) if kind and (y > wanted).all() else wanted, MINUS_INFINITY),
             (torch.full_like(y, -math.inf), "this is minus infinity: tl.maximum takes the larger one, not tl.minimum"),
             (wanted[:1].expand_as(y), "every program reads row 0: row * stride_row is missing"),
-            (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"),
+            (torch.full_like(y, math.inf), f"infinite: {MAY_BE_ANYTHING}; which value is never the largest?"
+             if undefined else "infinite: what becomes of the -inf of the lanes that the mask leaves out?"),
         ]  # fmt: skip
         expect_close(case + kind, y, wanted, 0, "print x in the loop", mistakes, behind)
 
@@ -273,7 +304,7 @@ MATMUL = [(24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)]  # n_rows, n_cols
 
 
 @for_each(MATMUL)
-def check_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block):
+def check_multiply_tile(puzzles, n_rows, n_cols, n_inner, block):
     def explain(fault):
         rows, cols = {"x": ("rows", "inner"), "y": ("inner", "cols"), "z": ("rows", "cols")}[fault.tensor]
         return f"its mask is {rows} < n_{rows} and {cols} < n_{cols}, and its rows have n_{cols} elements"
@@ -296,23 +327,120 @@ def check_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block):
         (x @ y.reshape(n_cols, n_inner).T,
          "y is read as if its columns lay one after the other: y[k, j] is element k * n_cols + j"),
     ]  # fmt: skip
-    if undefined:
-        mistakes += [(z * math.nan, f"not a number: {MAY_BE_ANYTHING}, give it a value with other=0.0")]
-    hint = (
-        "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x; with few right digits on a "
-    )
-    hint += 'GPU, is input_precision="ieee" there?'
+    tiles = [(x[:, i : i + block], y[i : i + block]) for i in range(0, last + 1, block)]
+    stuck = "the tile of {} is the first one, again and again: inner moves with start"
+    mistakes += [(sum(tiles[0][0][:, : len(b)] @ b for _, b in tiles), stuck.format("x")),
+                 (sum(a @ tiles[0][1][: a.shape[1]] for a, _ in tiles), stuck.format("y"))]  # fmt: skip
+    if undefined and not z.isfinite().all():
+        mistakes += [(z, f"not a finite number: {MAY_BE_ANYTHING}, give it a value with other=0.0")]
+    hint = "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x"
     expect_close(case, z, x.double() @ y.double(), 1e-4, hint, mistakes, behind)
 
 
-TASKS = {
-    "copy_kernel": check_copy_kernel,
-    "masked_copy_kernel": check_masked_copy_kernel,
-    "grid_copy_kernel": check_grid_copy_kernel,
-    "outer_sum_kernel": check_outer_sum_kernel,
-    "transpose_kernel": check_transpose_kernel,
-    "row_sum_kernel": check_row_sum_kernel,
-    "softmax_kernel": check_softmax_kernel,
-    "row_max_kernel": check_row_max_kernel,
-    "matmul_kernel": check_matmul_kernel,
-}
+GROUPS = (
+    "a group has GROUP rows of tiles, the last one perhaps fewer, and so many programs times tiles_across; in a group "
+    "column is its program // rows of the group, and row is its first row + its program % rows of the group"
+)
+
+
+def order_of_programs(tile_rows, tile_cols, group):
+    """The number of the program that computes each tile, in groups of so many rows of tiles."""
+    bands = torch.arange(tile_rows * tile_cols).view(tile_rows, tile_cols).split(group)
+    return torch.cat([band.flatten().view(-1, len(band)).T for band in bands])
+
+
+GROUPED = [(5, 3, 2), (4, 4, 4), (3, 5, 8), (5, 3, 3)]  # tiles down, tiles across, GROUP
+
+
+@for_each(GROUPED)
+def check_grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=16):
+    expect_passed(check_multiply_tile, puzzles, "not checked before multiply_tile passes")
+    x, y = randn(tile_rows * block - 3, 2 * block), randn(2 * block, tile_cols * block - 5)
+    z, behind = unwritten(len(x), y.shape[1])
+    with mock.patch.object(Watch, "kept", []) as kept:
+        launch(puzzles.grouped_matmul_kernel, (tile_rows * tile_cols,), x, y, z, *z.shape, 2 * block, BLOCK_M=block,
+               BLOCK_N=block, BLOCK_K=block, GROUP=group, share=GROUPS)  # fmt: skip
+    case = f"z of {tile_rows} x {tile_cols} tiles, GROUP {group}"
+    expect_close(case, z, x.double() @ y.double(), 1e-4, GROUPS, behind=behind)
+    for watch in kept:  # none on a GPU
+        tiles = torch.from_numpy(watch.owners("z")[::block, ::block])
+        if torch.equal(tiles, order_of_programs(tile_rows, tile_cols, 1)):
+            raise NothingStored(f"{case}: programs go row after row, as without groups: {GROUPS}")
+        wanted = order_of_programs(tile_rows, tile_cols, group)
+        at = (tiles != wanted).nonzero().tolist()
+        if at:
+            row, col = at[0]
+            raise Wrong(f"{case}: program {tiles[row, col]} computes tile {row, col}, expected program "
+                        f"{wanted[row, col]}; {GROUPS}")  # fmt: skip
+
+
+def check_tuned_matmul_kernel(puzzles):
+    expect_passed(check_grouped_matmul_kernel, puzzles, "not checked before grouped_matmul_kernel passes")
+    kernel, chosen, tried = puzzles.tuned_matmul_kernel, [], []
+    if not kernel.keys:
+        raise NothingStored("key is empty: the fastest tile depends on the sizes")
+    expect(len(kernel.configs) > 1, 'configs has fewer than two of triton.Config({"BLOCK_M": 64, ...}, num_warps=4)')
+
+    def check_sizes(M, K, N):
+        x, y, (z, behind) = randn(M, K), randn(K, N), unwritten(M, N)
+        kernel[lambda tile: (llama.cdiv(M, tile["BLOCK_M"]) * llama.cdiv(N, tile["BLOCK_N"]),)](x, y, z, M, N, K)
+        case = f"z of {M} x {N} with {kernel.best_config}"
+        expect_close(case, z, x.double() @ y.double(), 1e-4, "are these names of constants?", behind=behind)
+
+    def bench(tuner, *args, config, **rest):
+        tried.append(config)
+        return [float(config is not chosen[0])]
+
+    with contextlib.nullcontext() if ON_GPU else mock.patch.object(type(kernel), "_bench", bench):
+        for config in kernel.configs:
+            chosen[:] = [config]
+            kernel.cache.clear()
+            check_sizes(40, 33, 24)
+        for name, sizes in (("M", (41, 33, 24)), ("K", (40, 32, 24)), ("N", (40, 33, 25))):
+            tried.clear()
+            check_sizes(*sizes)
+            expect(ON_GPU or tried, f"another {name} takes the tile of the last size: is {name} in key?")
+
+
+def quantised(x):
+    """(bytes of e4m3, bytes of the scales of 32 each, the numbers that they stand for in fp64)"""
+    blocks = x.unflatten(1, (-1, 32))
+    exponents = torch.ceil(torch.log2(blocks.abs().amax(2) / 448))
+    numbers = (blocks * 2.0 ** -exponents[:, :, None]).to(torch.float8_e4m3fn)
+    exact = numbers.double() * 2.0 ** exponents[:, :, None].double()
+    return numbers.flatten(1).view(torch.uint8), (exponents + 127).to(torch.uint8), exact.flatten(1)
+
+
+SCALED = [(16, 16, 64, 64), (32, 16, 192, 64), (16, 48, 128, 32)]  # n_rows, n_cols, n_inner, BLOCK_K
+
+
+@for_each(SCALED)
+def check_scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
+    spread = torch.logspace(-2, 2, n_inner, base=2, device=DEVICE)
+    (x, x_scale, exact_x), (y, y_scale, exact_y) = (quantised(randn(n, n_inner) * spread) for n in (n_rows, n_cols))
+    z, behind = unwritten(n_rows, n_cols)
+    launch(puzzles.scaled_matmul_kernel, (n_rows // 16, n_cols // 16), x, x_scale, y, y_scale, z, n_cols, n_inner,
+           BLOCK_M=16, BLOCK_N=16, BLOCK_K=block_k, share=TILE,
+           explain=lambda fault: "a row has n_inner bytes, and n_inner // 32 scales")  # fmt: skip
+    case = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
+    if not z.any():
+        raise NothingStored(f"{case}, is 0, what it began with: add the product of the tiles to it")
+    plain_x, plain_y = (t.view(torch.float8_e4m3fn).double() for t in (x, y))
+    last = n_inner - block_k
+    mistakes = [
+        (plain_x @ plain_y.T, "neither operand is scaled"),
+        (exact_x @ plain_y.T, "y is not scaled: y_scale is the fifth argument of tl.dot_scaled"),
+        (plain_x @ exact_y.T, "x is not scaled: x_scale is the second argument of tl.dot_scaled"),
+        (exact_x[:, last:] @ exact_y[:, last:].T, "this is the last tile only: z is tl.dot_scaled's last argument"),
+        (x.view(torch.float8_e5m2).double() @ y.view(torch.float8_e5m2).double().T, "the format is e4m3, not e5m2"),
+    ]
+    hint = 'z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z), and scales are 2^(byte - 127) of 32 numbers'
+    expect_close(case, z, exact_x @ exact_y.T, 1e-4, hint, mistakes, behind)
+
+
+CHECKS = (
+    check_copy_kernel, check_masked_copy_kernel, check_grid_copy_kernel, check_outer_sum_kernel, check_transpose_kernel,
+    check_row_sum_kernel, check_softmax_kernel, check_row_max_kernel, check_multiply_tile, check_grouped_matmul_kernel,
+    check_tuned_matmul_kernel, *[check_scaled_matmul_kernel] * (ON_GPU or has_scaled_products()),
+)  # fmt: skip
+TASKS = {check.__name__.removeprefix("check_"): check for check in CHECKS}

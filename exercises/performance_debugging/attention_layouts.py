@@ -36,10 +36,8 @@ def layouts(config, bench, seq_len):
 
 def measure_length(config, bench, seq_len):
     """Returns {"seq_len", and for each layout the us of one call in every replay}."""
-    calls = {
-        layout: functools.partial(llama.flash_attention_forward, *tensors)
-        for layout, tensors in layouts(config, bench, seq_len).items()
-    }
+    inputs = layouts(config, bench, seq_len)
+    calls = {layout: functools.partial(llama.flash_attention_forward, *tensors) for layout, tensors in inputs.items()}
     single = replay_ms(bench.capture([calls["contiguous"]], 1))
     in_graph = max(1, min(8, round(GRAPH_MS / single)))
     graphs = [bench.capture([call], in_graph) for call in calls.values()]
@@ -56,10 +54,8 @@ def measure(config, device):
     for seq_len in LENGTHS:
         rows.append(measure_length(config, bench, seq_len))
         contiguous, strided = (statistics.median(rows[-1][layout]) for layout in ("contiguous", "strided"))
-        print(
-            f"{seq_len} tokens: {number(contiguous)} us contiguous, {number(strided)} us badly strided, "
-            f"{times(strided / contiguous)}"
-        )
+        slow = f"{number(strided)} us badly strided, {times(strided / contiguous)}"
+        print(f"{seq_len} tokens: {number(contiguous)} us contiguous, {slow}")
     return {"precision": llama.precision_name(config, device), "batch_size": config.batch_size, "lengths": rows}
 
 

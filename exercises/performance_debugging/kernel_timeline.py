@@ -45,19 +45,12 @@ def record(config, device):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             step.run()
             step.synchronize()
-        kernels = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
-        begin, end = kernels[0][0], max(end for _, end in kernels)
-        timelines.append(
-            {
-                "step_us": end - begin,
-                "start_us": [round(start - begin, 3) for start, _ in kernels],
-                "length_us": [round(end - start, 3) for start, end in kernels],
-            }
-        )
+        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = sorted((event.time_range.start, event.time_range.end) for event in events)
+        begin = kernels[0][0]
+        starts = [round(start - begin, 3) for start, _ in kernels]
+        lengths = [round(end - start, 3) for start, end in kernels]
+        timelines.append({"step_us": max(end for _, end in kernels) - begin, "start_us": starts, "length_us": lengths})
     return sorted(timelines, key=lambda timeline: timeline["step_us"])[STEPS // 2]
 
 

@@ -39,33 +39,42 @@ def distinct_in_rows(values):
     return (is_new & (ordered != NOTHING)).sum(axis=1)
 
 
-class Loads:
-    """The loads of all launches of one kernel."""
+class Accesses:
+    """The addresses of loads, or of stores, of all launches of one kernel."""
 
     def __init__(self):
-        self.programs, self.itemsize, self.waves = 0, None, []
+        self.waves = {}  # {bytes of an element: [addresses, a row for each wave]}
 
     def add(self, addresses, itemsize):
         """Adds the addresses of a tile of any shape; a wave has neighbours in the last dimension."""
         lanes = np.full(-(-addresses.size // LANES) * LANES, NOTHING)
         lanes[: addresses.size] = addresses.ravel()
-        self.waves.append(lanes.reshape(-1, LANES))
-        self.itemsize = itemsize  # these kernels load only fp32
+        self.waves.setdefault(itemsize, []).append(lanes.reshape(-1, LANES))
 
     def figures(self):
         """The figures for summary.json; distinct_bytes counts each byte once."""
-        waves = np.concatenate(self.waves)
-        waves = waves[(waves != NOTHING).any(axis=1)]
-        asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * self.itemsize
-        lines = {size: np.where(waves == NOTHING, NOTHING, waves // size) for size in LINE_BYTES}
-        return {
-            "programs": self.programs,
-            "waves": len(waves),
-            "bytes": asked.size * self.itemsize,
-            "distinct_bytes": np.unique(asked).size * self.itemsize,
-            "lines": {size: int(distinct_in_rows(lines[size]).sum()) for size in LINE_BYTES},
-            "fewest_lines": {size: int((-(-distinct // size)).sum()) for size in LINE_BYTES},
-        }
+        total = {"waves": 0, "bytes": 0, "distinct_bytes": 0}
+        total |= {name: dict.fromkeys(LINE_BYTES, 0) for name in ("lines", "fewest_lines")}
+        for itemsize, parts in self.waves.items():
+            waves = np.concatenate(parts)
+            waves = waves[(waves != NOTHING).any(axis=1)]
+            asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * itemsize
+            total["waves"] += len(waves)
+            total["bytes"] += asked.size * itemsize
+            total["distinct_bytes"] += np.unique(asked).size * itemsize
+            for size in LINE_BYTES:
+                lines = np.where(waves == NOTHING, NOTHING, waves // size)
+                total["lines"][size] += int(distinct_in_rows(lines).sum())
+                total["fewest_lines"][size] += int((-(-distinct // size)).sum())
+        return total
+
+
+class Launches:
+    """What all launches of one kernel do."""
+
+    def __init__(self):
+        self.programs, self.loads, self.stores = 0, Accesses(), Accesses()
+        self.products = 0  # pairs of numbers that tl.dot multiplies
 
 
 class AddressSpace:
@@ -86,35 +95,46 @@ class AddressSpace:
 
 
 @contextlib.contextmanager
-def observed_loads():
-    """Yields {kernel: Loads} of the launches in this context."""
-    from triton.runtime.interpreter import InterpreterBuilder
+def observed_launches():
+    """Yields {kernel: Launches} of what the interpreter runs in this context."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
-    loads, running = collections.defaultdict(Loads), []
-    launch, load = llama.launch, InterpreterBuilder.create_masked_load
+    launches, running = collections.defaultdict(Launches), []
+    execute, load = GridExecutor.__call__, InterpreterBuilder.create_masked_load
+    store, dot = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_dot
 
-    def observed_launch(kernel, grid, tensors, *args, **kwargs):
-        kernel_loads = loads[kernel.fn.__name__]
-        kernel_loads.programs += math.prod(grid)
-        running.append((kernel_loads, AddressSpace(tensors)))
-        launch(kernel, grid, tensors, *args, **kwargs)
-        running.pop()
+    def observed_execute(executor, *args, **kwargs):
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        running.append((launches[executor.fn.__name__], AddressSpace(tensors)))
+        execute(executor, *args, **kwargs)
+        running.pop()[0].programs += math.prod(interpreter_builder.grid_dim)
 
-    def observed_load(builder, pointers, mask, *args, **kwargs):
-        value = load(builder, pointers, mask, *args, **kwargs)
+    def add(kind, pointers, mask):
         addresses, taking_part = pointers.data.astype(np.int64), np.broadcast_to(mask.data, pointers.data.shape)
         if taking_part.any():
-            kernel_loads, space = running[-1]
+            kernel, space = running[-1]
             placed = np.full(addresses.shape, NOTHING)
             placed[taking_part] = space.place(addresses[taking_part])
-            kernel_loads.add(placed, value.data.itemsize)
-        return value
+            getattr(kernel, kind).add(placed, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def observed_load(builder, pointers, mask, *args, **kwargs):
+        add("loads", pointers, mask)
+        return load(builder, pointers, mask, *args, **kwargs)
+
+    def observed_store(builder, pointers, value, mask, *args, **kwargs):
+        add("stores", pointers, mask)
+        return store(builder, pointers, value, mask, *args, **kwargs)
+
+    def observed_dot(builder, a, b, *args, **kwargs):
+        running[-1][0].products += a.data.size * b.data.shape[-1]
+        return dot(builder, a, b, *args, **kwargs)
 
     with (
-        mock.patch.object(llama, "launch", observed_launch),
-        mock.patch.object(InterpreterBuilder, "create_masked_load", observed_load),
-    ):
-        yield loads
+        mock.patch.object(GridExecutor, "__call__", observed_execute),
+        mock.patch.multiple(InterpreterBuilder, create_masked_load=observed_load, create_masked_store=observed_store,
+                            create_dot=observed_dot),
+    ):  # fmt: skip
+        yield launches
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,10 +179,10 @@ def count(stages):
     for first in sorted(stages & set(PAIRS)):
         outputs = []
         for stage, execute in enumerate(PAIRS[first], first):
-            with observed_loads() as loads:
+            with observed_launches() as launches:
                 outputs.append(execute())
-            ((kernel, seen),) = loads.items()
-            cases.append({"stage": stage, "kernel": kernel, **seen.figures()})
+            ((kernel, seen),) = launches.items()
+            cases.append({"stage": stage, "kernel": kernel, "programs": seen.programs, **seen.loads.figures()})
             print(f"stage {stage}, {kernel}: {cases[-1]['bytes']:,} bytes in {cases[-1]['waves']:,} loads", flush=True)
         for case in cases[-2:]:
             case["same_result"] = torch.allclose(*outputs, atol=1e-5)

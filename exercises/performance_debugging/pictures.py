@@ -41,9 +41,11 @@ def config_of(replay, stage):
     return llama.Config(**replay.stage(stage).get("config", replay.summary["config"]))
 
 
-def spread_of(spread):
-    """The p20 and p80 of the times of a run or a measurement."""
-    return spread["p20"], spread["p80"]
+def step_bar(name, run, filling):
+    """The Bar of the median step of a run, with its p20 and p80."""
+    low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
+    label = f"{name}: {number(middle)} ms ({number(low)} – {number(high)})"
+    return Bar(label, [(middle, filling)], spread=(low, high))
 
 
 def in_words(labels):
@@ -142,10 +144,8 @@ def phases_in_step(replay):
     for stage in (replay.stage(3), replay.stages.get(4)):
         if stage and stage["phases_share"]:
             step = stage["batch_ms"]["p50"]
-            label = (
-                f"stage {stage['stage']}: phases {number(sum(stage['phase_ms'].values()))} of "
-                f"{number(step)} ms, {percent(stage['phases_share'])}"
-            )
+            together, share = number(sum(stage["phase_ms"].values())), percent(stage["phases_share"])
+            label = f"stage {stage['stage']}: phases {together} of {number(step)} ms, {share}"
             rows.append(Bar(label, [(stage["phase_ms"][name], PHASES[name]) for name in PHASES], outline=step))
     return bar_picture("The phases, inside the outline of their step", rows, PHASES, "ms")
 
@@ -183,20 +183,15 @@ def step_and_baseline(replay):
     for name, run in (("plain PyTorch", replay.summary["baseline"]), (f"stage {OPTIMIZED}", replay.stage(OPTIMIZED))):
         if not run:
             continue
-        low, high = spread_of(run["batch_ms"])
-        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
         parts = [(run["phase_ms"][phase], PHASES[phase]) for phase in PHASES if phase in run["phase_ms"]]
-        rows.append(Bar(label, parts or [(run["batch_ms"]["p50"], RIGHT)], spread=(low, high)))
+        rows.append(step_bar(name, run, RIGHT)._replace(**{"parts": parts} if parts else {}))
     return bar_picture("A step by its phases: median, and p20 to p80", rows, PHASES, "ms")
 
 
 def module_of(parameter):
     """The kind of weights to which a parameter of TinyLlamaTriton belongs, by its name."""
-    if "norm" in parameter:
-        return "norms"
-    return {"embed_tokens": "embedding", "attention": "attention"}.get(
-        next((part for part in parameter.split(".") if part in ("embed_tokens", "attention")), None), "feed-forward"
-    )
+    kinds = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attention"}
+    return next((kind for part, kind in kinds.items() if part in parameter), "feed-forward")
 
 
 def gradient_shares(config, without_gradient):
@@ -218,11 +213,7 @@ def gradients_by_module(replay):
         raise NotMeasured("which weights receive a gradient was not recorded, only how many")
     shares = gradient_shares(config_of(replay, 6), stage["without_gradient"])
     rows = [
-        Bar(
-            f"{name}: {received:,} of {total:,} weights",
-            [(100 * received / total, RIGHT)],
-            outline=100,
-        )
+        Bar(f"{name}: {received:,} of {total:,} weights", [(100 * received / total, RIGHT)], outline=100)
         for name, (received, total) in shares.items()
     ]
     return bar_picture("Weights with a gradient, by module", rows, axis="%", limit=101)
@@ -244,9 +235,8 @@ def first_steps(replay):
         axes.margins(y=0.2)
         note = f"first step: {number(cold[0])} ms"
         axes.annotate(note, (1, cold[0]), (8, 0), textcoords="offset points", va="center")
-        axes.annotate(
-            f"median: {number(median)} ms", (len(cold), median), (0, 10), textcoords="offset points", ha="right"
-        )
+        note = f"median: {number(median)} ms"
+        axes.annotate(note, (len(cold), median), (0, 10), textcoords="offset points", ha="right")
         axes.legend(loc="center right")
 
     labels = [f"stage 7: first step {number(cold[0])} ms, median of all {len(cold)} {number(median)} ms"]
@@ -269,9 +259,7 @@ def within(spans, begin, length):
 def draw_spans(axes, spans, unit, level, filling):
     """Draws bars of (start, length) in us as one outline, which takes a tenth of the space of single shapes."""
     spans = [(start / unit, length / unit) for start, length in spans]
-    corners = [
-        (x, y) for a, b in spans for x, y in ((a, 0), (a + b, 0), (a + b, 0.55), (a, 0.55), (a, 0))
-    ]  # fmt: skip
+    corners = [(x, y) for a, b in spans for x, y in ((a, 0), (a + b, 0), (a + b, 0.55), (a, 0.55), (a, 0))]
     codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(spans)
     outline = Outline([(x, level + y) for x, y in corners], codes)
     axes.add_patch(PathPatch(outline, facecolor=filling.color, linewidth=0))
@@ -356,12 +344,8 @@ def step_times(replay):
     replay.require_times()
     runs = {"plain PyTorch": replay.summary["baseline"]} if replay.summary["baseline"] else {}
     runs |= {f"stage {n}": stage for n, stage in replay.stages.items()}
-    rows = []
-    for name, run in runs.items():
-        low, high = spread_of(run["batch_ms"])
-        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
-        filling = {"plain PyTorch": REFERENCE, f"stage {OPTIMIZED}": RIGHT}.get(name, Filling(MUTED))
-        rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
+    fillings = {"plain PyTorch": REFERENCE, f"stage {OPTIMIZED}": RIGHT}
+    rows = [step_bar(name, run, fillings.get(name, Filling(MUTED))) for name, run in runs.items()]
     return bar_picture("A step of every stage: median, and p20 to p80", rows, axis="ms")
 
 
@@ -371,24 +355,23 @@ def mistakes_alone(replay):
     runs = [(llama.flag_of(run["mistake"]), run) for run in replay.summary.get("isolated", []) if "batch_ms" in run]
     if not runs or OPTIMIZED not in replay.stages:
         raise NotMeasured("each mistake alone was not recorded")
-    rows = []
-    for name, run in [(f"stage {OPTIMIZED}, none", replay.stage(OPTIMIZED)), *runs]:
-        low, high = spread_of(run["batch_ms"])
-        label = f"{name}: {number(run['batch_ms']['p50'])} ms ({number(low)} – {number(high)})"
-        filling = RIGHT if run is replay.stage(OPTIMIZED) else WRONG
-        rows.append(Bar(label, [(run["batch_ms"]["p50"], filling)], spread=(low, high)))
+    rows = [step_bar(f"stage {OPTIMIZED}, none", replay.stage(OPTIMIZED), RIGHT)]
+    rows += [step_bar(name, run, WRONG) for name, run in runs]
     return bar_picture("A step with each mistake alone: median, and p20 to p80", rows, axis="ms")
 
 
 def losses(replay):
     """The loss over the steps; stages with the same losses share a line with all their names."""
+    if any("config" in stage for stage in replay.stages.values()):
+        raise NotMeasured("the stages differ in their sizes, and so in their floors")
     alike = {}
     for n, stage in replay.stages.items():
         alike.setdefault(tuple(stage["losses"]), []).append(str(n))
     curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
     colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
-    floor = replay.summary["entropy"]  # None of a file
-    highest = max(loss for curve in alike for loss in curve if loss is not None)
+    drawn = [loss for curve in alike for loss in curve if loss is not None]
+    highest, floor = max(drawn), replay.summary["entropy"]  # None of a file
+    floor = floor if floor and floor <= min(drawn) else None  # a few random tokens may lie below it
 
     def draw(figure):
         axes = figure.subplots()
@@ -416,13 +399,8 @@ def kernel_points(summary):
     for stage in Replay(summary).stages.values():
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:
-                amount = work[kernel["name"]]
-                yield (
-                    kernel["name"],
-                    stage["stage"],
-                    amount.flop / amount.bytes,
-                    amount.flop / kernel["average_us"] * 1e6,
-                )
+                flop, moved = work[kernel["name"]].flop, work[kernel["name"]].bytes
+                yield kernel["name"], stage["stage"], flop / moved, flop / kernel["average_us"] * 1e6
 
 
 def roofline(replay):

@@ -271,10 +271,10 @@ class Progress:
     @contextlib.contextmanager
     def part(self, title):
         left = self.remaining()
-        left = (
-            "" if left is None else f", about {left:.0f} s left" if left < 90 else f", about {left / 60:.0f} min left"
+        words = (
+            f", about {left:.0f} s left" if left and left < 90 else f", about {left / 60:.0f} min left" if left else ""
         )
-        print(f"[{len(self.seconds) + 1}/{len(self.parts)}] {title}{left}", flush=True)
+        print(f"[{len(self.seconds) + 1}/{len(self.parts)}] {title}{words}", flush=True)
         start = time.monotonic()
         yield
         self.seconds.append(time.monotonic() - start)

@@ -159,11 +159,8 @@ def with_spread(samples, unit="ms"):
     return f"{number(spread['median'])} {unit} ({number(spread['p20'])} – {number(spread['p80'])})"
 
 
-NO_DIFFERENCE = {
-    "same": "no difference beyond the spread",
-    "same work": "the same work: noise",
-    "too few steps": "too few steps to tell",
-}
+NO_DIFFERENCE = {"same": "no difference beyond the spread", "same work": "the same work: noise",
+                 "too few steps": "too few steps to tell"}  # fmt: skip
 
 
 def faster(factor):
@@ -253,51 +250,24 @@ def graph_changes(replay, *runs):
 # ----------------------------------------------------------------------------------------------------------------------
 
 LESSONS = {
-    1: Lesson(
-        wrong_loss,
-        "init_weights draws every matrix from N(0, 0.02), and less for the layers that add to the residual stream. In "
-        "a model with a tied head it counts twice: for what comes in and for what goes out.",
-        loss_changes, "no_init",
-    ),
-    2: Lesson(
-        slow_attention,
-        "Hand the kernel K and V whose last dimension has stride 1: here the views that split_heads makes. Ask for "
-        "stride(), not for is_contiguous().",
-        attention_changes, "noncontiguous_kv",
-    ),
-    3: Lesson(
-        fast_phases,
-        "Events on the device around each phase, and one synchronization a step to read them. The flag changes no "
-        "speed: it changes what you believe about it.",
-        timing_changes, "unsynced_timing",
-    ),
-    4: Lesson(
-        slow_forward,
-        "The library multiplies the matrices, a small kernel of ours does silu(gate) * up.",
-        kernel_changes, "triton_matmul_swiglu",
-    ),
-    5: Lesson(
-        good_step,
-        "Nothing left to mend by a flag. The comparison counts because the gradients agree (--check), and because "
-        "plain PyTorch was measured in the same replay, on the same data, from the same weights.",
-        baseline_changes,
-    ),
-    6: Lesson(
-        missing_gradients,
-        "An autograd.Function around every kernel, and a test of every gradient. Count the weights that receive one.",
-        gradient_changes, "severed_autograd",
-    ),
-    7: Lesson(
-        slow_average,
-        "Warm-up steps that are not measured, and the median beside the mean.",
-        warmup_changes, "no_warmup",
-    ),
-    8: Lesson(
-        waiting_device,
-        "Not a mistake but a cure: the step is captured once and replayed with one launch a phase. It helps as far as "
-        "the device waited for the host.",
-        graph_changes, code=llama.TrainStep.capture,
-    ),
+    1: Lesson(wrong_loss, "init_weights draws every matrix from N(0, 0.02), and less for the layers that add to the "
+              "residual stream. In a model with a tied head it counts twice: for what comes in and for what goes out.",
+              loss_changes, "no_init"),
+    2: Lesson(slow_attention, "Hand the kernel K and V whose last dimension has stride 1: here the views that "
+              "split_heads makes. Ask for stride(), not for is_contiguous().", attention_changes, "noncontiguous_kv"),
+    3: Lesson(fast_phases, "Events on the device around each phase, and one synchronization a step to read them. The "
+              "flag changes no speed: it changes what you believe about it.", timing_changes, "unsynced_timing"),
+    4: Lesson(slow_forward, "The library multiplies the matrices, a small kernel of ours does silu(gate) * up.",
+              kernel_changes, "triton_matmul_swiglu"),
+    5: Lesson(good_step, "Nothing left to mend by a flag. The comparison counts because the gradients agree (--check), "
+              "and because plain PyTorch was measured in the same replay, on the same data, from the same weights.",
+              baseline_changes),
+    6: Lesson(missing_gradients, "An autograd.Function around every kernel, and a test of every gradient. Count the "
+              "weights that receive one.", gradient_changes, "severed_autograd"),
+    7: Lesson(slow_average, "Warm-up steps that are not measured, and the median beside the mean.", warmup_changes,
+              "no_warmup"),
+    8: Lesson(waiting_device, "No mistake but a remedy: the step is captured once and replayed with one launch "
+              "a phase. It helps if the device waits for the host.", graph_changes, code=llama.TrainStep.capture),
 }  # fmt: skip
 
 
@@ -371,7 +341,7 @@ def recorded_in(summary, stage):
 def evidence_of(summary, stage, seen):
     """Yields (Evidence, its Replay or None) for each observation of a stage.
 
-    The first of the recorded replays has a picture unless the measurement of this machine has one.
+    The first recorded replay that shows the stage's sign has a picture, unless the measurement of this machine has one.
     """
     recorded = iter(recorded_in(summary, stage))
     is_drawn = False  # or the reason is given
@@ -389,8 +359,9 @@ def evidence_of(summary, stage, seen):
         else:
             replay = next(recorded)
             place, text = recorded_on(replay.summary), text.removeprefix(f"{replays.sizes(replay.summary)}: ")
-            picture, reason = (None, None) if is_drawn else attempt(pictures.STAGES[stage], replay)
-            is_drawn = True
+            is_first = observation["shown"] or not any(other["shown"] for other in seen)
+            picture, reason = attempt(pictures.STAGES[stage], replay) if is_first and not is_drawn else (None, None)
+            is_drawn = is_drawn or is_first
         yield Evidence(mark, place, text, picture, reason), replay
 
 
@@ -416,22 +387,10 @@ def card(summary, stage, seen):
         kernels = list(kernel_rows(replay, stage)) if stage in (4, OPTIMIZED) else []
     best = next((each for each in evidence if each.mark == replays.MARKS[True]), evidence[0])
     excerpts = [bug_excerpts.excerpt_of(lesson.code)] if lesson.code else []
-    return Card(
-        number=stage,
-        title=replays.short_title(stage),
-        mark=best.mark,
-        mark_source=best.source,
-        symptom=symptom,
-        symptom_source=source_name,
-        evidence=evidence,
-        flag=llama.flag_of(lesson.flag) if lesson.flag else None,
-        excerpts=[*excerpts, *(bug_excerpts.excerpts(lesson.flag) if lesson.flag else [])],
-        fix=lesson.fix,
-        changes=changes,
-        alone=alone,
-        not_alone=not_alone,
-        kernels=kernels,
-    )
+    excerpts += bug_excerpts.excerpts(lesson.flag) if lesson.flag else []
+    flag = llama.flag_of(lesson.flag) if lesson.flag else None
+    return Card(stage, replays.short_title(stage), best.mark, best.source, symptom, source_name, evidence, flag,
+                excerpts, lesson.fix, changes, alone, not_alone, kernels)  # fmt: skip
 
 
 def cards(summary):

@@ -29,7 +29,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import replays as shown
 from benchmarks.pages.replays import ATTENTION_KERNEL, HYBRID_SWIGLU, NAIVE_SWIGLU, short_title
 from measure.heartbeat import WIDTH
-from measure.tables import markdown_table
+from measure.tables import markdown_table, text_table
 from profilers.readers import read_kernel_stats
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -43,15 +43,9 @@ def kernel_figures(path):
     """
     if not path.exists():
         return None
-    return [
-        {
-            "name": row.Name,
-            "calls": int(row.Calls),
-            "average_us": row.AverageNs / 1e3,
-            "share": row.Percentage / 100,
-        }
-        for row in read_kernel_stats(path).itertuples()
-    ]
+    rows = read_kernel_stats(path).itertuples()
+    return [dict(name=row.Name, calls=int(row.Calls), average_us=row.AverageNs / 1e3, share=row.Percentage / 100)
+            for row in rows]  # fmt: skip
 
 
 def kernel_us(stage, *names):
@@ -206,10 +200,8 @@ COUNTED = (
 def laptop_line(summary):
     """A text about the measurements of --laptop."""
     how = "in Triton's interpreter, whose times are not the kernels'" if shown.is_interpreted(summary) else "as well"
-    return (
-        "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the full width of the model, the "
-        f"others with a tiny model {how}."
-    )
+    others = f"the others with a tiny model {how}."
+    return f"Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the model's full width, {others}"
 
 
 def recorded_line(replay):
@@ -239,13 +231,6 @@ ALONE_MAIN = {
 
 def wrapped(text, indent=""):
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def text_table(header, rows):
-    """Yields lines with the first column aligned to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for first, *others in [header, *rows]:
-        yield f"{first:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
 
 
 def figures_lines(table, names):

@@ -6,10 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def rmsnorm_kernel(x_ptr, weight_ptr, y_ptr, stride_row, n_cols, eps, BLOCK_SIZE: tl.constexpr):
-    """y = x / sqrt(mean(x^2) + eps) * weight of one row a program, BLOCK_SIZE columns at a time.
-
-    x has rows stride_row elements apart; y has rows of n_cols elements, one right after the other.
-    """
     row = tl.program_id(0)
     square_sum = 0.0
     for start in range(0, n_cols, BLOCK_SIZE):
@@ -25,19 +21,10 @@ def rmsnorm_kernel(x_ptr, weight_ptr, y_ptr, stride_row, n_cols, eps, BLOCK_SIZE
 
 
 def memory_lines(block_size, itemsize, stride, line=128):
-    """Lines of memory that a load of block_size elements touches.
-
-    The elements are itemsize bytes long and begin stride elements apart, the first at the beginning of a line. A line
-    of line bytes is what the memory hands out at once.
-    """
     return len({index * stride * itemsize // line for index in range(block_size)})
 
 
 def bytes_moved(n_rows, n_cols, itemsize):
-    """(fused, separate): bytes read and written for an RMSNorm of (n_rows, n_cols), single rows and columns left out.
-
-    separate is the sum over the kernels of x.pow(2), .mean(-1), x * rstd and (...) * weight.
-    """
     matrix = n_rows * n_cols * itemsize
     fused = 2 * matrix  # x in, y out
     separate = (2 + 1 + 2 + 2) * matrix  # the mean only reads

@@ -7,27 +7,19 @@ import triton.language as tl
 
 
 def naive_bytes(rows, inner, cols, itemsize):
-    """Bytes that swiglu_kernel of tiny_llama_v3.py asks the memory for.
-
-    Each of its rows * cols programs loads a row of x (rows, inner) and two of weight (2 cols, inner), and stores three
-    elements.
-    """
     return rows * cols * (3 * inner + 3) * itemsize
 
 
 def least_bytes(rows, inner, cols, itemsize):
-    """Bytes that must move if every element of x, weight, gate_up (rows, 2 cols) and hidden (rows, cols) moves once."""
     return (rows * inner + 2 * cols * inner + 3 * rows * cols) * itemsize
 
 
 def matmul_flop(rows, inner, cols):
-    """FLOP of the two matrix products, an addition and a multiplication counted as two."""
     return 2 * rows * inner * 2 * cols
 
 
 @triton.jit
 def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    """out = silu(gate) * up, computed in fp32; silu(x) = x * sigmoid(x)."""
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -39,7 +31,6 @@ def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.conste
 def silu_mul_backward_kernel(
     out_grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, n_elements, BLOCK_SIZE: tl.constexpr
 ):
-    """The gradients of gate and up. With s = sigmoid(gate), the derivative of silu is s + gate * s * (1 - s)."""
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     out_grad = tl.load(out_grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -51,8 +42,6 @@ def silu_mul_backward_kernel(
 
 
 class SiluMul(torch.autograd.Function):
-    """The two kernels as one differentiable operation of contiguous gate and up."""
-
     @staticmethod
     def forward(ctx, gate, up, block_size=1024):
         ctx.save_for_backward(gate, up)
@@ -74,5 +63,4 @@ class SiluMul(torch.autograd.Function):
 
 
 def hybrid_swiglu(x, gate_weight, up_weight, down_weight):
-    """The feed-forward layer: the library multiplies the matrices (F.linear), SiluMul does the rest."""
     return F.linear(SiluMul.apply(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)

@@ -6,11 +6,6 @@ import triton.language as tl
 
 
 def fold(m, l, acc, scores, values):
-    """Folds one more tile of keys into the running softmax of one block of queries, and returns m, l and acc.
-
-    m (rows,) is the largest score so far, -inf before the first tile; l (rows,) is the sum of exp(score - m), and
-    acc (rows, d) that of exp(score - m) * value. scores (rows, keys), values (keys, d). The output is acc / l at last.
-    """
     m_new = torch.maximum(m, scores.max(dim=1).values)
     p = torch.exp(scores - m_new[:, None])
     rescale = torch.exp(m - m_new)
@@ -18,10 +13,6 @@ def fold(m, l, acc, scores, values):
 
 
 def key_blocks(block, block_m, block_n, seq_len):
-    """(full, masked): how many blocks of block_n keys the block-th block of block_m queries sees.
-
-    full ones are seen by every query of the block, masked ones by some only. Those that no query sees are not visited.
-    """
     first, last = block * block_m, min((block + 1) * block_m, seq_len) - 1
     full = (first + 1) // block_n
     visited = last // block_n + 1
@@ -35,11 +26,6 @@ def attention_kernel(
     seq_len, scale,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(q k^T * scale) v under the causal mask.  Grid: (heads, blocks of queries).
-
-    q and o (seq, heads, HEAD_DIM) share their strides, k and v (seq, heads / GROUP_SIZE, HEAD_DIM) theirs; the last
-    dimension is contiguous.
-    """
     head = tl.program_id(0)
     block = tl.program_id(1)
     kv_head = head // GROUP_SIZE
@@ -67,12 +53,36 @@ def attention_kernel(
 
 
 def attention_gradients(q, k, v, o, lse, o_grad, scale):
-    """(q_grad, k_grad, v_grad) of one head, all (seq, d), without having kept the probabilities.
-
-    lse (seq,) is what forward kept instead: the log of the sum of exp(score), natural, of each row.
-    """
     future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     p = torch.exp(q @ k.T * scale - lse[:, None]).masked_fill(future, 0.0)
     delta = (o * o_grad).sum(dim=1)
     score_grad = p * (o_grad @ v.T - delta[:, None])
     return score_grad @ k * scale, score_grad.T @ q * scale, p.T @ o_grad
+
+
+@triton.jit
+def key_value_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, seq_len, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    keys, dims = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
+    k_offsets, k_mask = keys[:, None] * HEAD_DIM + dims[None, :], (keys < seq_len)[:, None]
+    k = tl.load(k_ptr + k_offsets, mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + k_offsets, mask=k_mask, other=0.0)
+    k_grad, v_grad = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    first = tl.program_id(0) * BLOCK_N // BLOCK_M * BLOCK_M  # no query before these sees one of the keys
+    for start in range(first, seq_len, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q_offsets, q_mask = rows[:, None] * HEAD_DIM + dims[None, :], (rows < seq_len)[:, None]
+        q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+        o_grad = tl.load(o_grad_ptr + q_offsets, mask=q_mask, other=0.0)
+        lse = tl.load(lse_ptr + rows, mask=rows < seq_len, other=0.0)
+        delta = tl.load(delta_ptr + rows, mask=rows < seq_len, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        p = tl.where(keys[None, :] <= rows[:, None], tl.exp(scores - lse[:, None]), 0.0)
+        v_grad += tl.dot(tl.trans(p.to(q.dtype)), o_grad, input_precision="ieee")
+        p_grad = tl.dot(o_grad, tl.trans(v), input_precision="ieee")
+        score_grad = p * (p_grad - delta[:, None])
+        k_grad += tl.dot(tl.trans(score_grad.to(q.dtype)), q, input_precision="ieee") * scale
+    tl.store(k_grad_ptr + k_offsets, k_grad, mask=k_mask)
+    tl.store(v_grad_ptr + k_offsets, v_grad, mask=k_mask)

@@ -1,4 +1,4 @@
-"""Puzzles: from a block that is copied to a product of tiles, one idea each."""
+"""Puzzles: from a block that is copied to a product in 8 bits, one idea each."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def copy_kernel(x_ptr, y_ptr, BLOCK_SIZE: tl.constexpr):
-    """y = x, both (BLOCK_SIZE,). One program."""
     offsets = tl.arange(0, BLOCK_SIZE)
     x = tl.load(x_ptr + offsets)
     tl.store(y_ptr + offsets, x)
@@ -14,7 +13,6 @@ def copy_kernel(x_ptr, y_ptr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def masked_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    """y = x, both (n_elements,), with n_elements <= BLOCK_SIZE. One program."""
     offsets = tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     x = tl.load(x_ptr + offsets, mask=mask)
@@ -23,7 +21,6 @@ def masked_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def grid_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    """y = x, both (n_elements,). Grid: (blocks of BLOCK_SIZE elements, the last one perhaps not full)."""
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     x = tl.load(x_ptr + offsets, mask=mask)
@@ -32,11 +29,6 @@ def grid_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def outer_sum_kernel(x_ptr, y_ptr, z_ptr, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """z[i, j] = x[i] + y[j]. One program.
-
-    x (n_rows,), y (n_cols,), z (n_rows, n_cols) with one row right after the other; n_rows <= BLOCK_M and
-    n_cols <= BLOCK_N.
-    """
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + rows, mask=rows < n_rows)[:, None]
@@ -49,11 +41,6 @@ def outer_sum_kernel(x_ptr, y_ptr, z_ptr, n_rows, n_cols, BLOCK_M: tl.constexpr,
 def transpose_kernel(
     x_ptr, y_ptr, n_rows, n_cols, stride_row, stride_col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """y[j, i] = x[i, j]. Grid: (blocks of rows, blocks of columns).
-
-    x (n_rows, n_cols) has rows stride_row and columns stride_col elements apart; y (n_cols, n_rows) has one row right
-    after the other.
-    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
@@ -63,11 +50,6 @@ def transpose_kernel(
 
 @triton.jit
 def row_sum_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
-    """y[row] = the sum of x[row], kept in fp32. Grid: (n_rows,).
-
-    x (n_rows, n_cols) is fp16 with rows stride_row elements apart, y (n_rows,) is fp32. A row may be longer than a
-    block.
-    """
     row = tl.program_id(0)
     total = 0.0
     for start in range(0, n_cols, BLOCK_SIZE):
@@ -79,10 +61,6 @@ def row_sum_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
-    """y[row] = exp(x[row]) / sum(exp(x[row])). Grid: (n_rows,).
-
-    x and y (n_rows, n_cols) are fp32 with one row right after the other; n_cols <= BLOCK_SIZE.
-    """
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf"))
@@ -92,10 +70,6 @@ def softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def row_max_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
-    """y[row] = the largest element of x[row]. Grid: (n_rows,).
-
-    x (n_rows, n_cols) is fp32 with rows stride_row elements apart, y (n_rows,). A row may be longer than a block.
-    """
     row = tl.program_id(0)
     largest = float("-inf")
     for start in range(0, n_cols, BLOCK_SIZE):
@@ -106,15 +80,12 @@ def row_max_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def matmul_kernel(
-    x_ptr, y_ptr, z_ptr, n_rows, n_cols, n_inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """z = x @ y. Grid: (blocks of rows, blocks of columns).
-
-    x (n_rows, n_inner), y (n_inner, n_cols), z (n_rows, n_cols), fp32, each with one row right after the other.
-    """
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+def multiply_tile(
+    x_ptr, y_ptr, z_ptr, tile_row, tile_col, n_rows, n_cols, n_inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tile_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_col * BLOCK_N + tl.arange(0, BLOCK_N)
     z_mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, n_inner, BLOCK_K):
@@ -125,3 +96,56 @@ def matmul_kernel(
         y = tl.load(y_ptr + inner[:, None] * n_cols + cols[None, :], mask=y_mask, other=0.0)
         z += tl.dot(x, y, input_precision="ieee")
     tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z, mask=z_mask)
+
+
+@triton.jit
+def matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    multiply_tile(x_ptr, y_ptr, z_ptr, tl.program_id(0), tl.program_id(1), M, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x_ptr, y_ptr, z_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    program, tiles_down, tiles_across = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first_row = program // (GROUP * tiles_across) * GROUP
+    rows_here = min(tiles_down - first_row, GROUP)
+    tile_row = first_row + program % (GROUP * tiles_across) % rows_here
+    tile_col = program % (GROUP * tiles_across) // rows_here
+    multiply_tile(x_ptr, y_ptr, z_ptr, tile_row, tile_col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=4),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=4),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=8),
+    ],
+    key=["M", "N", "K"],
+)
+@triton.jit
+def tuned_matmul_kernel(
+    x_ptr, y_ptr, z_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    grouped_matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+
+
+@triton.jit
+def scaled_matmul_kernel(
+    x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, z_ptr, n_cols, n_inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, n_inner, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        scales = start // 32 + tl.arange(0, BLOCK_K // 32)
+        x = tl.load(x_ptr + rows[:, None] * n_inner + inner[None, :])
+        y = tl.load(y_ptr + cols[None, :] * n_inner + inner[:, None])
+        x_scale = tl.load(x_scale_ptr + rows[:, None] * (n_inner // 32) + scales[None, :])
+        y_scale = tl.load(y_scale_ptr + cols[:, None] * (n_inner // 32) + scales[None, :])
+        z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z)
+    tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)

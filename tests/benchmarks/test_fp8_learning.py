@@ -275,32 +275,46 @@ def test_the_page_and_its_picture(tmp_path, monkeypatch):
     assert len(left.lines) == 2 and list(left.lines[0].get_xdata())[::150] == [50, 200]
     assert right.lines[0].get_xdata()[-1] == pytest.approx(200 * 10 / 6e4)
     assert left.lines[0].get_ydata()[-1] == pytest.approx(1.0)
-    mistaken = run(falling(1.0), precision="fp8-wide-margin", size="medium")
-    save(tmp_path, 2, runs=[*sizes, mistaken])
+    save(tmp_path, 2, runs=[*sizes, *(run(falling(1.0), size="medium", precision=p, seed=2) for p in ("bf16", "fp8"))])
     fp8_tables.draw(tmp_path, picture)
-    left, right = drawn[1].axes
+    assert drawn[1].axes[0].get_title("left") == "medium" and len(drawn[1].axes[0].lines) == 4
+    mistaken = run(falling(1.0), precision="fp8-wide-margin", size="medium")
+    save(tmp_path, 3, runs=[*sizes, mistaken])
+    fp8_tables.draw(tmp_path, picture)
+    left, right = drawn[2].axes
     assert [axes.get_title("left") for axes in (left, right)] == ["medium", "large"] and len(left.lines) == 3
 
 
-def test_the_table_of_a_layer(tmp_path):
-    def part(name, unit, **contenders):
+def test_the_table_and_the_picture_of_a_layer(tmp_path, monkeypatch):
+    def part(name, amount, unit, **contenders):
         rows = {n: {"error": None, "us": us, "rate": rate} for n, (us, rate) in contenders.items()}
-        return {"part": name, "unit": unit, "contenders": rows}
+        return {"part": name, "amount": amount, "unit": unit, "contenders": rows}
 
-    rounding = part("rounding", "TB/s", triton=(100.0, 3.0), torch=(400.0, 0.75))
+    rounding = part("rounding", 3e8, "TB/s", triton=(100.0, 3.0), torch=(400.0, 0.75))
     rounding["contenders"]["compile"] = {"error": "no compiler"}
-    parts = [
-        part("copy", "TB/s", torch=(1.0, 4.0)),
-        rounding,
-        part("products", "TFLOP/s", fp8=(50, 1500.0), bf16=(100, 750)),
-    ]
+    weights, gradients = (part(name, 1e8, "TB/s", triton=(40.0, 2.5)) for name in ("weights", "gradients"))
+    products = part("products", 7.5e10, "TFLOP/s", fp8=(50, 1500.0), bf16=(100, 750))
+    parts = [part("copy", 1e8, "TB/s", torch=(1.0, 4.0)), rounding, weights, gradients, products]
+    drawn = []
+    monkeypatch.setattr(fp8_tables.drawing, "save_png", lambda figure, path: drawn.append(figure.axes[0]))
     for peaks, shares in (([2000.0, 1000.0], (" (75%)", " (75%)")), ([None, None], ("", ""))):
         save(tmp_path, 1, "fp8_layer", parts=parts, peaks=peaks)
         lines = fp8_tables.layer_section(tmp_path).splitlines()
-        assert lines[2:4] == [
-            "| rounding | 100 us, 3.00 TB/s (75%) | 400 us, 0.750 TB/s (19%) | no compiler |",
-            "| products | 50.0 us, 1,500 TFLOP/s{} | 100 us, 750 TFLOP/s{} |  |".format(*shares),
+        assert [lines[2], lines[5]] == [
+            "| rounding | 300 MB | 100 us, 3.00 TB/s (75%) | 400 us, 0.750 TB/s (19%) | no compiler |",
+            "| products | 0.0750 TFLOP | 50.0 us, 1,500 TFLOP/s{} | 100 us, 750 TFLOP/s{} |  |".format(*shares),
         ]
+        fp8_tables.draw_layer(tmp_path, None)
+    (axes,) = drawn  # nothing is drawn without the peaks
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
+        (0, 100),
+        (0, 50),
+        (50, 100),
+        (150, 40),
+        (190, 40),
+    ]
+    floors = 7.5e10 / 1000 / 1e6, 7.5e10 / 2000 / 1e6 + 5e8 / 4 / 1e6  # in us, of peaks and rates per 1e12
+    assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx(floors)
 
 
 def test_the_table_of_recipes(tmp_path):

@@ -235,7 +235,7 @@ def test_blocks_are_of_a_kind_that_runs_and_say_what_they_need():
         if block.language in ("", "text"):  # a tree of files, an output
             assert not re.search(r"^(\$ |python |\./)", block.code, flags=re.M), f"{block} has commands of a sh block"
         for line in re.findall(r"^# needs .*", block.code, flags=re.M):
-            assert re.match(r"# needs (a GPU|ROCm): \S+ \S+ \S", line), f"{block}: {line} gives no reason"
+            assert re.match(r"# needs (a GPU|ROCm|clang): \S+ \S+ \S", line), f"{block}: {line} gives no reason"
         assert "# needs ROCm: " in block.code or not re.search("^roc", block.code, flags=re.M), block
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from tests.emulated.selection import EMULATED, needs_fp8
 from tests.tiny_llama.conftest import TINY
 from tiny_llama import fp8
 
@@ -17,12 +18,12 @@ SOURCES = {"matrix": fp8.MATRIX, "swiglu": fp8.SWIGLU, "swiglu gradient": fp8.SW
 CONFIG = llama.Config(
     hidden_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=37, batch_size=2, seq_len=24
 )
-pytestmark = pytest.mark.usefixtures("right_fp8_rounding")
+pytestmark = [pytest.mark.usefixtures("right_fp8_rounding"), needs_fp8]
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
 def supported(dtype, device):
-    if device == "cuda" and dtype not in (fp8.formats_of(llama.get_device("cuda").arch) or ()):
+    if (device == "cuda" or EMULATED) and dtype not in (fp8.formats_of(llama.get_device(device).arch) or ()):
         pytest.skip(f"this GPU has no {dtype}")
 
 
@@ -271,10 +272,10 @@ def test_shapes_without_products_are_refused(device):
 # --- the command line
 
 
-def test_a_run_on_a_cpu_emulates_fp8(run):
+def test_a_run_has_kernels_on_an_emulated_gpu_and_none_on_a_cpu(run):
     flags = "--fp8", "--impl", "triton", "--check"
     result = run(*flags)
-    assert "passed" in result.out and "emulated_attention" in result.out
+    assert "passed" in result.out and ("fp8_attention" if EMULATED else "emulated_attention") in result.out
     assert result.result["precision"] == "fp8" and result.result["config"]["use_amp"]
     assert result.losses == run(*flags).losses  # the same bits
     bf16 = run("--use-amp", "--impl", "torch")

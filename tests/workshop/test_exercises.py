@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from exercises import check, sweep_swiglu
+from exercises import check
 from exercises.checks import ON_GPU, common
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
@@ -60,18 +60,33 @@ def test_every_task_of_the_stub_is_said_to_be_not_written_yet(name, mine, capsys
     assert mine(name, code) == 1
     *lines, passed, summary = said(capsys).splitlines()
     assert [line[:4] for line in lines] == ["FAIL"] * len(check.EXERCISES[name].checks.TASKS)
-    assert all(re.search("not written yet, FILL ME IN|not checked before both kernels pass", line) for line in lines)
+    assert all(re.search("not written yet, FILL ME IN|not checked before", line) for line in lines)
     assert passed == f"{name}: 0 of {len(lines)} tasks pass"
     first = next(iter(check.EXERCISES[name].checks.TASKS))
     assert summary == f"0 of {TOTAL} done; next: {first} ({name})"
 
 
+def functions_of(code):
+    """{name: (arguments of a function, its lines without the docstring)} of what stands at the top of a module."""
+    found = {}
+    for node in ast.parse(code).body:
+        if hasattr(node, "name"):
+            docstring = ast.get_docstring(node, clean=False) or "no docstring"
+            lines = ast.get_source_segment(code, node).replace(f'"""{docstring}"""', "").splitlines()
+            found[node.name] = ast.unparse(getattr(node, "args", [])), [line for line in lines if line.strip()]
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_stub_and_solution_differ_in_the_blanks_only(name):
     stub, solution = (FOLDER / check.EXERCISES[name].file).read_text(), solution_of(name)
-    signature = re.compile(r'^(?:def|class) .*?"""(?:.*?)"""', flags=re.M | re.S)
-    assert signature.findall(stub) == signature.findall(solution)
-    assert stub.count("FILL ME IN") >= 3 and "FILL ME IN" not in solution
+    given, solved = functions_of(stub), functions_of(solution)
+    assert given.keys() == solved.keys() and stub.count("FILL ME IN") >= 3 and "FILL ME IN" not in solution
+    for function, (arguments, lines) in given.items():
+        assert arguments == solved[function][0]
+        kept = [line for line in lines if "FILL ME IN" not in line]
+        if function != "row_max_kernel":  # whose lines are to be corrected
+            assert [line for line in kept if line not in solved[function][1]] == [], function
 
 
 # --- comparing
@@ -88,10 +103,8 @@ def test_nan_of_a_computation_is_told_from_what_was_never_stored(dtype):
 
     assert said_of(got) == (common.NothingStored, said_of(got)[1]) and "nothing is stored in y" in said_of(got)[1]
     got[0] = 1
-    assert (
-        said_of(got)[1]
-        == "3 of 4 elements of y are wrong: at (1,) it is never stored, expected 1; right are only the elements 0; hint"
-    )
+    wrong = "3 of 4 elements of y are wrong: at (1,) it is never stored, expected 1"
+    assert said_of(got)[1] == f"{wrong}; only these elements are right: 0; hint"
     got[1] = torch.zeros((), dtype=dtype) / 0
     assert "at (1,) it is NaN, of a computation (0 / 0" in said_of(got)[1]
     got[1:] = 1
@@ -168,7 +181,7 @@ def test_a_wild_store_ends_its_task_alone_and_is_told_with_its_line(mine, capsys
     code = solution_of("exercise1").replace("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row")
     assert mine("exercise1", code) == 1
     lines = said(capsys).splitlines()
-    assert lines[0].startswith(f"FAIL  rmsnorm_kernel: line {line_with(code, 'tl.store')} writes element")
+    assert lines[0].startswith(f"FAIL  rmsnorm_kernel: line {line_with(code, 'tl.store')} writes offset")
     assert lines[1:3] == ["PASS  memory_lines", "PASS  bytes_moved"]
 
 
@@ -274,7 +287,7 @@ def test_the_interpreter_works_here(monkeypatch):
 def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(interpreted, monkeypatch):
     asked = []
 
-    def judge_apart(context, path, exercise, task, limit):
+    def judge_apart(context, path, exercise, task, limit, extra=None):
         asked.append((context.get_start_method(), task))
         forked = context.get_start_method() == "forkserver"
         return interpreted if forked else check.Verdict(False, "out of registers")
@@ -388,19 +401,3 @@ def test_git_does_not_see_the_progress():
     files = ["exercises/progress.json", "exercises/progress.json.20260101_000000"]
     done = subprocess.run(["git", "check-ignore", *files], cwd=FOLDER.parent, capture_output=True, text=True)
     assert done.stdout.split() == files or "not a git repository" in done.stderr
-
-
-# --- the sweep
-
-
-def test_the_sweep_checks_every_block_size(capsys):
-    assert sweep_swiglu.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == len(sweep_swiglu.NAIVE_BLOCKS) + 1 + len(sweep_swiglu.ACTIVATION_BLOCKS)
-    assert all((" us " if sweep_swiglu.ON_GPU else "right") in line for line in lines)
-
-
-def test_the_sweep_refuses_a_wrong_result(monkeypatch, capsys):
-    monkeypatch.setattr(sweep_swiglu.F, "silu", lambda x: x)
-    assert sweep_swiglu.main([]) == 1
-    assert "WRONG" in capsys.readouterr().out

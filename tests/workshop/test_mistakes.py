@@ -41,9 +41,9 @@ def edit(lines, old, new):
 RMSNORM = {
     "no mask on the first load": (*edit(FIRST, ", mask=cols < n_cols, other=0.0", ""), "its mask is cols < n_cols"),
     "no other": (*edit(FIRST, ", other=0.0", ""), r"lacks other=0\.0"),
-    "no mask on the second load": (*edit(SECOND, ", mask=cols < n_cols, other=0.0", ""), "line 22 reads element"),
+    "no mask on the second load": (*edit(SECOND, ", mask=cols < n_cols, other=0.0", ""), "line 18 reads offset"),
     "no mask on the weight": ("weight_ptr + cols, mask=cols < n_cols, other=0.0", "weight_ptr + cols", "of weight,"),
-    "no mask on the store": (STORED, STORED.replace(", mask=cols < n_cols", ""), "program p stores row p, from y_ptr"),
+    "no mask on the store": (STORED, STORED.replace(", mask=cols < n_cols", ""), "cols, cols < n_cols"),
     "no fp32": (LOAD, LOAD.replace(".to(tl.float32)", ""), r"overflows in fp16: \.to\(tl\.float32\)"),
     "divided by the block": (ROOT, ROOT.replace("n_cols", "BLOCK_SIZE"), "divided by BLOCK_SIZE, or a mult"),
     "not divided": (ROOT, ROOT.replace(" / n_cols", ""), "the sum is not divided by n_cols"),
@@ -58,15 +58,25 @@ RMSNORM = {
     "no x": (STORED, STORED.replace("x * rstd", "rstd"), "x is missing"),
     "only the last block": (SUM, SUM.replace("+=", "="), r"the last block only: add to it with \+="),
     "row stride": (LOAD, LOAD.replace("stride_row", "n_cols"), r"rows of x begin stride_row elements apart"),
-    "row stride in the first loop": (*edit(FIRST, "stride_row", "n_cols"), "line 17 .*rows of x begin stride_row"),
-    "row stride in the second loop": (*edit(SECOND, "stride_row", "n_cols"), "line 22 .*rows of x begin stride_row"),
+    "row stride in the first loop": (*edit(FIRST, "stride_row", "n_cols"), "line 13 .*rows of x begin stride_row"),
+    "row stride in the second loop": (*edit(SECOND, "stride_row", "n_cols"), "line 18 .*rows of x begin stride_row"),
     "x's stride for y": (STORED, STORED.replace("row * n_cols", "row * stride_row"), "y is stored with x's stride"),
     "only row 0": (LOAD, LOAD.replace("row * stride_row + ", ""), "every program reads row 0"),
     "a weight for each row": ("weight_ptr + cols", "weight_ptr + row * n_cols + cols", "weight has one row"),
     "nothing stored": (STORED, "pass", "nothing is stored in y"),
+    "square of the sum": (SUM, "square_sum += tl.sum(x, axis=0) * tl.sum(x, axis=0)", "this is the square of the sum"),
+    "divided twice": (SUM, SUM + " / n_cols", "divided by n_cols twice"),
+    "other=1": (*edit(FIRST, "other=0.0", "other=1.0"), "counts as 1"),
+    "not scaled": (STORED, STORED.replace(" * rstd", ""), "not divided by the root"),
+    "weight of the row": ("weight_ptr + cols, mask=cols < n_cols, other=0.0", "weight_ptr + row", "a weight for each"),
+    "row 0 in the second loop": (*edit(SECOND, "row * stride_row + ", ""), "the second load reads row 0"),
+    "x not loaded again": (SECOND, "weight", "the last block of the first loop"),
+    "first block only": (*edit(FIRST, "cols < n_cols", "cols < BLOCK_SIZE"), "the first block only"),
     "a root of the negative": (ROOT, "rstd = 1.0 / tl.sqrt(-square_sum)", "NaN, of a computation"),
 }  # fmt: skip
 LINES = {
+    "block or ceil": ("len({index * stride * itemsize // line for index in range(block_size)})",
+                      "min(block_size, -(-block_size * stride * itemsize // line))", "nothing behind it is touched"),
     "no stride": ("index * stride * itemsize", "index * itemsize", "the stride is missing"),
     "no itemsize": ("index * stride * itemsize", "index * stride", "itemsize is missing"),
     "always 128": ("itemsize // line", "itemsize // 128", "not always 128"),
@@ -91,6 +101,8 @@ COUNTS = {
         "elements": ("(3 * inner + 3) * itemsize", "(3 * inner + 3)", "these are elements"),
     },
     "least_bytes": {
+        "a coincidence": ("2 * cols * inner +", "2 * rows * cols +", "weight has 2 . cols rows of inner"),
+        "a constant": ("(rows * inner + 2 * cols * inner + 3 * rows * cols) * itemsize", "35858648", "is 35858648"),
         "rows in the weight": ("2 * cols * inner +", "2 * cols * rows +", "weight has 2 . cols rows of inner"),
         "one weight": ("2 * cols * inner + 3", "cols * inner + 3", "weight has 2 . cols rows"),
         "hidden alone": ("3 * rows * cols) * itemsize", "rows * cols) * itemsize", "gate_up is stored as well"),
@@ -103,8 +115,7 @@ COUNTS = {
     },
 }
 SILU = "tl.store(out_ptr + offsets, gate * tl.sigmoid(gate) * up, mask=mask)"
-OFFSETS = '''silu(x) = x * sigmoid(x)."""
-    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)'''
+OFFSETS = "offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)"
 FORWARD_LOADS = """tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out"""
@@ -115,7 +126,7 @@ def silu(new):
 
 
 SILU_MUL = {
-    "unmasked store": (SILU, SILU.replace(", mask=mask", ""), "beyond the end is to be left out: tl.store"),
+    "unmasked store": (SILU, SILU.replace(", mask=mask", ""), "leave out what lies beyond the end: tl.store"),
     "sigmoid": (*silu("tl.sigmoid(gate) * up"), r"this is sigmoid\(gate\) \* up"),
     "gate and up swapped": (*silu("up * tl.sigmoid(up) * gate"), "gate and up are swapped"),
     "no up": (*silu("gate * tl.sigmoid(gate)"), "up is missing"),
@@ -127,6 +138,9 @@ SILU_MUL = {
                       r"block begins at tl.program_id\(0\) \* BLOCK_SIZE"),
     "no fp32": (FORWARD_LOADS, FORWARD_LOADS.replace(".to(tl.float32)", ""),
                 r"ValueError in line \d+ of .*is \.to\(tl\.float32\) missing"),
+    "block of 1024": (OFFSETS, OFFSETS.replace("BLOCK_SIZE", "1024"), "begins at tl.program_id"),
+    "loads without a mask": (", mask=mask, other=0.0).to", ").to", "beyond the end: tl.load"),
+    "block at one address": (SILU, SILU.replace("out_ptr + offsets", "out_ptr"), "a block is stored at one address"),
     "in fp16": (*silu("(gate.to(tl.float16) * tl.sigmoid(gate).to(tl.float16)).to(tl.float32) * up"),
                 "elements of out for 256 elements in float32"),
 }  # fmt: skip
@@ -137,12 +151,16 @@ BACKWARD = {
     "slope of the sigmoid": (SLOPE, "(s * (1.0 - s))", "the derivative of the sigmoid"),
     "minus": (SLOPE, "(s - gate * s * (1.0 - s))", "with a plus"),
     "no gate": (SLOPE, "(s + s * (1.0 - s))", "gate is missing from the derivative"),
+    "no s": (SLOPE, "(s + gate * (1.0 - s))", "s is missing from the derivative"),
     "no up": ("out_grad * up * " + SLOPE, "out_grad * " + SLOPE, "up is missing"),
     "no out_grad": ("out_grad * up * " + SLOPE, "up * " + SLOPE, "out_grad is missing"),
     "sigmoid for silu": (OF_UP, "out_grad * s, mask", "sigmoid instead of silu"),
     "up in the gradient of up": (OF_UP, "out_grad * up * gate * s, mask", "has no up in it"),
-    "unmasked store": (OF_UP + "=mask", "out_grad * gate * s", "of up_grad.*beyond the end is to be left out"),
-    "up_grad never stored": ("    tl.store(up_grad_ptr + offsets, out_grad * gate * s, mask=mask)\n", "",
+    "added to what is there": (OF_UP, "tl.load(up_grad_ptr + offsets, mask=mask) + " + OF_UP, "before anything is"),
+    "one pointer": ("tl.store(up_grad_ptr", "tl.store(gate_grad_ptr", "nothing is stored in up_grad, and lines"),
+    "loads without a mask": (", mask=mask, other=0.0).to", ").to", "beyond the end: tl.load"),
+    "unmasked store": (OF_UP + "=mask", "out_grad * gate * s", "of up_grad.*leave out what lies beyond the end"),
+    "up_grad never stored": ("tl.store(up_grad_ptr + offsets, out_grad * gate * s, mask=mask)", "pass",
                              "nothing is stored in up_grad"),
 }  # fmt: skip
 HYBRID_LINE = "return F.linear(SiluMul.apply(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)"
@@ -159,6 +177,10 @@ HYBRID = {
     "no kernel": (*hybrid("return F.linear(F.silu(gate) * up, down_weight)"), "silu_mul_kernel was not launched"),
     "kernel without a Function": (*hybrid(NO_CONTEXT), "x receives no gradient: go through SiluMul.apply"),
     "swapped": (*hybrid("return F.linear(SiluMul.apply(up, gate), down_weight)"), "gate_weight and .* are swapped"),
+    "one shape": (*hybrid("return F.linear(SiluMul.apply(gate, up), down_weight).reshape(2, 3, 32)"), "has several"),
+    "chunks": (HYBRID_LINE, "gate, up = F.linear(x, torch.cat([gate_weight, up_weight])).chunk(2, dim=-1)\n"
+               "    return F.linear(SiluMul.apply(gate, up), down_weight)", "are views of a wider matrix"),
+    "residual": (*hybrid("return x + F.linear(SiluMul.apply(gate, up), down_weight)"), "x is added to it"),
     "gate twice": (*hybrid("return F.linear(SiluMul.apply(gate, gate), down_weight)"), "gate_weight is used twice"),
     "detached": (*hybrid("return F.linear(SiluMul.apply(gate.detach(), up), down_weight)"), "gate_weight receives no"),
     "nothing returned": (*hybrid("F.linear(SiluMul.apply(gate, up), down_weight)"), "is it returned"),
@@ -203,6 +225,14 @@ ATTENTION = {
     "l not rescaled": ("l = l * rescale +", "l = l +", "; l was not rescaled"),
     "acc not rescaled": ("acc = acc * rescale[:, None] +", "acc = acc +", "; acc was not rescaled"),
     "m kept": ("        m = m_new\n", "", "m keeps its first value"),
+    "own scale": ('input_precision="ieee") * scale', 'input_precision="ieee") * HEAD_DIM**-0.5', "not always HEAD_DIM"),
+    "fp16 in acc": ("        m = m_new\n", "        m = m_new\n        acc = acc.to(tl.float16).to(tl.float32)\n",
+                    "in fp16 or bf16"),
+    "p in bf16": ("p.to(v.dtype), v", "p.to(tl.bfloat16), v.to(tl.bfloat16)", "in fp16 or bf16"),
+    "finite mask": ('scores, float("-inf"))', "scores, -1e4)", "has a finite score|needs the score"),
+    "TF32": ('v, input_precision="ieee")', "v)", "few right digits"),
+    "places in the block": (SEES, "tl.arange(0, BLOCK_N)[None, :] <= tl.arange(0, BLOCK_M)[:, None]", "the sequence"),
+    "inverted": ("rescale = tl.exp(m - m_new)", "rescale = tl.exp(m_new - m)", "before the first tile m is -inf"),
     "acc overwritten": ("acc * rescale[:, None] + tl.dot", "tl.dot", "the last tile only"),
     "scale twice": ("scores = tl.where", "scores = scores * scale\n        scores = tl.where", "applied twice"),
     "no scale": (', input_precision="ieee") * scale', ', input_precision="ieee")', "the scale is missing"),
@@ -214,7 +244,7 @@ ATTENTION = {
     "not divided": ("acc / l[:, None], mask", "acc, mask", "acc is not divided by l"),
     "unmasked store": ("acc / l[:, None], mask=(rows < seq_len)[:, None])", "acc / l[:, None])",
                        r"writes .* of o.*is its mask \(rows < seq_len\)"),
-    "axis": ("tl.max(scores, axis=1)", "tl.max(scores, axis=0)", r"in line 60 .*rows\[:, None\] is a column"),
+    "axis": ("tl.max(scores, axis=1)", "tl.max(scores, axis=0)", r"in line 46 .*rows\[:, None\] is a column"),
 }  # fmt: skip
 AUTOGRAD = """    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
@@ -234,6 +264,9 @@ GRADIENTS = {
     "no p": ("p * (o_grad @ v.T", "(o_grad @ v.T", "p is missing from score_grad"),
     "q_grad without scale": ("score_grad @ k * scale", "score_grad @ k", "q_grad lacks the scale"),
     "k_grad without scale": ("score_grad.T @ q * scale", "score_grad.T @ q", "k_grad lacks the scale"),
+    "own scale": ("* scale", "* q.shape[1] ** -0.5", "the scale is an argument"),
+    "in fp32": ("torch.exp(q @ k.T * scale - lse[:, None])",
+                "torch.exp((q @ k.T * scale - lse[:, None]).float()).double()", "in fp32, where the inputs are fp64"),
     "not transposed": ("p.T @ o_grad", "p @ o_grad", "v_grad.*transpose p and score_grad"),
     "score_grad for p": ("p.T @ o_grad", "score_grad.T @ o_grad", "v_grad comes from p"),
     "another order": ("return score_grad @ k * scale, score_grad.T @ q * scale, p.T @ o_grad",
@@ -243,10 +276,29 @@ GRADIENTS = {
     "autograd": ("    future = ", AUTOGRAD + "    future = ", "they are PyTorch's autograd's"),
     "nothing returned": ("return score_grad @ k", "result = score_grad @ k", "what its docstring says"),
 }  # fmt: skip
+ADDED = 'score_grad.to(q.dtype)), q, input_precision="ieee") * scale'
+KEYS_AND_VALUES = {
+    "no mask": ("tl.where(keys[None, :] <= rows[:, None], tl.exp(scores - lse[:, None]), 0.0)",
+                "tl.exp(scores - lse[:, None])", "the causal mask is missing"),
+    "lse of the keys": ("lse[:, None]", "lse[None, :]", "lse belongs to the queries|is a column"),
+    "no delta": (" - delta[:, None]", "", "k_grad.*delta is missing"),
+    "no scale": (ADDED, ADDED.removesuffix(" * scale"), "k_grad lacks the scale"),
+    "scale of the scores": ('tl.trans(k), input_precision="ieee") * scale', 'tl.trans(k), input_precision="ieee")',
+                            "the scale is missing from the scores"),
+    "the last block": ("v_grad += tl.dot", "v_grad = tl.dot", "the last block of queries adds"),
+    "score_grad for p": ("tl.trans(p.to", "tl.trans((p * p).to", "v_grad adds p.T o_grad"),
+    "p for score_grad": ("score_grad = p * (p_grad - delta[:, None])", "score_grad = p_grad - delta[:, None]",
+                         "p is missing from score_grad"),
+    "k for v": ("tl.dot(o_grad, tl.trans(v)", "tl.dot(o_grad, tl.trans(k)", "v_grad is right, so p is"),
+    "not transposed": ("tl.dot(tl.trans(p.to(q.dtype)), o_grad", "tl.dot(p.to(q.dtype), o_grad", "need tl.trans"),
+    "swapped": ("tl.store(k_grad_ptr + k_offsets, k_grad", "tl.store(k_grad_ptr + k_offsets, v_grad",
+                "k_grad and v_grad are swapped"),
+    "unmasked store": ("v_grad, mask=k_mask", "v_grad", "writes .* of v_grad"),
+}  # fmt: skip
 BY_TASK = {
     "rmsnorm_kernel": RMSNORM, "memory_lines": LINES, "bytes_moved": MOVED, **COUNTS, "silu_mul_kernel": SILU_MUL,
     "silu_mul_backward_kernel": BACKWARD, "hybrid_swiglu": HYBRID, "fold": FOLD, "key_blocks": BLOCKS,
-    "attention_kernel": ATTENTION, "attention_gradients": GRADIENTS,
+    "attention_kernel": ATTENTION, "attention_gradients": GRADIENTS, "key_value_gradient_kernel": KEYS_AND_VALUES,
 }  # fmt: skip
 MISTAKES = {f"{task}: {name}": Mistake(task, *edit) for task, usual in BY_TASK.items() for name, edit in usual.items()}
 
@@ -266,20 +318,15 @@ def solution_of(task):
     return exercise, check.HERE / exercise.solution
 
 
-def functions(code):
-    """{name: source} of what stands at the top of a module."""
-    return {node.name: ast.unparse(node) for node in ast.parse(code).body if hasattr(node, "name")}
-
-
 def mistaken(mistake, folder):
     """A file with the mistake, which is in its task's function and nowhere else."""
     _, solution = solution_of(mistake.task)
     code = solution.read_text()
-    assert mistake.old in code and mistake.old != mistake.new
+    (node,) = (node for node in ast.parse(code).body if getattr(node, "name", None) == mistake.task)
+    right = ast.get_source_segment(code, node)
+    assert mistake.old in right and mistake.old != mistake.new
     path = folder / solution.name
-    path.write_text(code.replace(mistake.old, mistake.new))
-    right, wrong = functions(code), functions(path.read_text())
-    assert {name for name in right if right[name] != wrong[name]} == {mistake.task}
+    path.write_text(code.replace(right, right.replace(mistake.old, mistake.new)))
     return path
 
 

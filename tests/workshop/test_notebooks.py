@@ -136,14 +136,16 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
 
     printed = {id(cell): "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells}
     tasks = check.EXERCISES[name].checks.TASKS
+    (drawn,) = [cell.outputs for cell in notebook.cells if cell.source == "check(time=True)"][-1:]
+    assert any("image/svg+xml" in output.get("data", {}) for output in drawn)
     *before, after = (printed[id(cell)] for cell in notebook.cells if cell.source == "check()")
     assert f"{name}: {len(tasks)} of {len(tasks)} tasks pass" in after
     if name == "puzzles":
         (before,) = before
         assert f"{name}: 0 of {len(tasks)} tasks pass" in before
-        blank = re.findall(r"^FAIL  (\w+): not written yet", before, flags=re.M)
+        blank = re.findall(r"^FAIL  (\w+): not (?:written yet|checked before)", before, flags=re.M)
         assert blank == [task for task in tasks if task != "masked_copy_kernel"]
-        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes element 5 of y" in " ".join(before.split())
+        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes offset 5 of y" in " ".join(before.split())
         source, stopped = notebook.cells[-2:]
         assert "tl.store(y_ptr + offsets, x)" in printed[id(source)]
         errors = [output.ename for output in stopped.outputs if output.output_type == "error"]

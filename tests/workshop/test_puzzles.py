@@ -23,21 +23,22 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("x = tl.load(x_ptr + offsets)", "x = tl.load(x_ptr)", "every element is x[0]"),
         ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr + offsets, offsets)", "these are the offsets"),
         ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr, tl.max(tl.where(offsets == 0, x, float('-inf')), axis=0))",
-         "right are only the elements 0"),
-        ("tl.arange(0, BLOCK_SIZE)", "tl.arange(0, 8)", "right are only the elements 0 to 7"),
+         "only these elements are right: 0"),
+        ("tl.arange(0, BLOCK_SIZE)", "tl.arange(0, 8)", "only these elements are right: 0 to 7"),
         ("tl.arange(0, BLOCK_SIZE)", "1 + tl.arange(0, BLOCK_SIZE)", "run from 0 to BLOCK_SIZE - 1"),
         ("tl.arange(0, BLOCK_SIZE)", "tl.arange(1, BLOCK_SIZE)", "power of 2"),
-        ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr + offsets * 1000000000, x)", "element 1000000000 of y"),
+        ("tl.store(y_ptr + offsets, x)", "tl.store(y_ptr + offsets * 1000000000, x)", "offset 1000000000 of y"),
         ("tl.store(y_ptr + offsets, x)", "pass", "nothing is stored"),
+        ("tl.load(x_ptr + offsets)", "x_ptr[offsets]", "a pointer is one address"),
         ("tl.load(x_ptr + offsets)\n    tl.store(y_ptr", "tl.load(y_ptr + offsets)\n    tl.store(x_ptr",
          "loads from y before anything is stored there: it is a result"),
         ("tl.store(y_ptr + offsets, x)", "for i in range(BLOCK_SIZE): tl.store(y_ptr + i, tl.load(x_ptr + i))",
          "loads one element at a time, in a loop"),
     ],
     "masked_copy_kernel": [
-        (", mask=mask", "", "line .. reads element 5 of x, .* 3 lanes of program 0: .* tl.load(..., mask=mask)"),
-        (", x, mask=mask", ", x", "line .. writes element 5 of y, .* 3 lanes .* tl.store(..., mask=mask)"),
-        ("x_ptr + offsets, mask=mask", "x_ptr + offsets", "reads element 5 of x"),
+        (", mask=mask", "", "line .. reads offset 5 of x, .* 3 lanes of program 0: .* tl.load(..., mask=mask)"),
+        (", x, mask=mask", ", x", "line .. writes offset 5 of y, .* 3 lanes .* tl.store(..., mask=mask)"),
+        ("x_ptr + offsets, mask=mask", "x_ptr + offsets", "reads offset 5 of x"),
         ("offsets < n_elements", "offsets <= n_elements", "one too many; .* < or <=?"),
         ("offsets < n_elements", "offsets >= n_elements", "the wrong way round"),
         ("offsets < n_elements", "offsets < n_elements - 1", "1 of 5 elements"),
@@ -47,8 +48,9 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("tl.program_id(0) * BLOCK_SIZE + ", "tl.program_id(0) + ", "block begins at tl.program_id(0) * BLOCK_SIZE"),
         ("offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)", "offsets = tl.arange(0, 64)",
          "program 1 stores what program 0 has stored in y"),
-        (", mask=mask", "", "element 10 of x, .* 2 lanes of program 2"),
+        (", mask=mask", "", "offset 10 of x, .* 2 lanes of program 2"),
         ("mask = offsets <", "mask = tl.arange(0, BLOCK_SIZE) <", "beyond the end"),
+        ("offsets < n_elements", "offsets < BLOCK_SIZE", "elements are left out: is its mask right"),
         ("tl.program_id(0)", "tl.program_id(1)", "block begins at tl.program_id(0) * BLOCK_SIZE"),
     ],
     "outer_sum_kernel": [
@@ -63,6 +65,9 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("rows[:, None] * n_cols + cols[None, :], x", "cols[None, :] * n_cols + rows[:, None], x", "row i of z begins"),
         ("x + y, mask", "x + y * 0, mask", "y is not in it"),
         ("(rows < n_rows)[:, None] & (cols < n_cols)[None, :]", "(rows < n_rows) & (cols < n_cols)", "4 and 8"),
+        ("(rows < n_rows)[:, None] & (cols < n_cols)[None, :]", "rows[:, None] < n_rows & cols[None, :] < n_cols",
+         "needs parentheses around each comparison"),
+        ("(rows < n_rows)[:, None] & (cols", "(rows < n_rows)[:, None] and (cols", "combine masks by & and |"),
     ],
     "transpose_kernel": [
         (" * stride_col", "", "lie stride_col = 6 apart, not 1"),
@@ -74,6 +79,9 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
     "row_sum_kernel": [
         (", mask=cols < n_cols, other=0.0", "", "the last block of a row is not full"),
         (", other=0.0)\n        total", ")\n        total", "give it a value with other=0.0"),
+        ("tl.sum(x.to", "tl.max(x.to", "tl.max for tl.sum"),
+        ("cols < n_cols", "cols < BLOCK_SIZE", "the first block only"),
+        ("tl.sum(x.to(tl.float32), axis=0)", "x.to(tl.float32)", "a block is stored at one address"),
         ("other=0.0)\n        total", "other=1.0)\n        total", "2 too many: what the mask leaves out counts as 1"),
         ("total += tl.sum", "total = tl.sum", "the last block only"),
         ("cols = start + tl.arange(0, BLOCK_SIZE)", "cols = tl.arange(0, BLOCK_SIZE)", "cols moves with start"),
@@ -86,6 +94,12 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ('other=float("-inf"))\n    p', "other=0.0)\n    p", "3 lanes that do not exist take part, as scores of 0"),
         (', other=float("-inf"))\n    p', ")\n    p", "give it a value with other=float"),
         ("p / tl.sum(p, axis=0)", "p", "not divided by the sum"),
+        ('float("-inf")', "-1e4", "nothing is smaller than float"),
+        ('float("-inf")', "-1.0", "the 3 lanes that do not exist take part"),
+        ("tl.max(x", "tl.min(x", "what is subtracted from the scores is not the largest"),
+        ("tl.exp(", "tl.exp2(", "tl.exp2 is a power of 2"),
+        ("tl.sum(p, axis=0)", "tl.sum(tl.exp(x), axis=0)", "the sum lacks the maximum"),
+        ("tl.exp(x - tl.max(x, axis=0))", "tl.exp(x) - tl.max(x, axis=0)", "subtracted before exp"),
         ("row * n_cols + cols, p", "cols, p", "program p works on row p: y_ptr + row"),
         ("p / tl.sum(p, axis=0), mask=cols < n_cols", "p / tl.sum(p, axis=0)", "the block is longer than the row"),
     ],
@@ -100,7 +114,7 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         (', other=float("-inf"))\n        largest', ")\n        largest", "infinite: .* is never the largest?"),
         ("mask=cols < n_cols, ", "", "`other` cannot be provided without `mask`"),
     ],
-    "matmul_kernel": [
+    "multiply_tile": [
         ("z += tl.dot", "z = tl.dot", "the last two tiles only"),
         ("inner = start + ", "inner = ", "inner moves with start"),
         (", mask=x_mask, other=0.0", "", "its mask is rows < n_rows and inner < n_inner"),
@@ -109,14 +123,37 @@ MISTAKES = {  # the puzzle: (a line of the solution, what a participant might wr
         ("inner[:, None] * n_cols + cols[None, :]", "inner[:, None] + cols[None, :] * n_inner",
          "as if its columns lay one after the other"),
         ("z += tl.dot(x, y, input_precision=\"ieee\")", "pass", "is 0, what it began with: add the product"),
+        ("rows[:, None] * n_inner + inner", "rows[:, None] * n_inner + tl.arange(0, BLOCK_K)", "the tile of x is the"),
+        (', input_precision="ieee"', "", "few right digits: .* on NVIDIA GPUs unless input_precision"),
+    ],
+    "grouped_matmul_kernel": [
+        ("min(tiles_down - first_row, GROUP)", "GROUP", "the last one perhaps fewer"),
+        ("program % (GROUP * tiles_across) % rows_here", "program % rows_here", "expected program"),
+        ("% rows_here", "// tiles_across", "the last one perhaps fewer"),
+        ("program // (GROUP * tiles_across) * GROUP", "program // (GROUP * tiles_across)", "the last one perhaps"),
+        ("first_row + program % (GROUP * tiles_across) % rows_here", "program // tiles_across\n"
+         "    rows_here = 1\n    program = program % tiles_across", "row after row, as without groups"),
+    ],
+    "tuned_matmul_kernel": [
+        ('"M", "N", "K"', '"M", "N"', "is K in key?"),
+        ('key=["M", "N", "K"]', "key=[]", "key is empty"),
+        (', "GROUP": 8', "", "GROUP"),
+    ],
+    "scaled_matmul_kernel": [
+        ("x_scale, \"e4m3\", y, y_scale", "x_scale, \"e4m3\", y, x_scale", "elements of z of 16 x 16"),
+        ("x_scale, \"e4m3\", y, y_scale", "x_scale, \"e4m3\", y, None", "y is not scaled"),
+        ("x, x_scale, \"e4m3\"", "x, None, \"e4m3\"", "x is not scaled"),
+        ('"e4m3", z)', '"e4m3")', "this is the last tile only"),
+        ("cols[None, :] * n_inner + inner[:, None]", "cols[:, None] * n_inner + inner[None, :]", ""),
+        ("rows[:, None] * (n_inner // 32)", "rows[:, None] * n_inner", "n_inner // 32 scales"),
     ],
 }  # fmt: skip
 CASES = [(task, *mistake) for task, mistakes in MISTAKES.items() for mistake in mistakes]
 
 
 def kernel_source(code, name):
-    """The part of the file that defines a kernel, from its decorator to the next one."""
-    return re.search(rf"@triton\.jit\ndef {name}\(.*?(?=\n\n\n@|\Z)", code, flags=re.S)[0]
+    """The part of the file that defines a kernel, from its decorators to the next one."""
+    return next(part for part in re.split(r"\n\n\n(?=@)", code) if f"def {name}(" in part)
 
 
 @pytest.mark.skipif(ON_GPU, reason="what a kernel touches is seen in the interpreter")
@@ -136,7 +173,7 @@ def test_the_line_that_touches_what_no_tensor_holds_is_named(tmp_path):
     code = SOLUTION.read_text().replace("y_ptr + offsets, x, mask=mask", "y_ptr + offsets, x")
     (tmp_path / "puzzles.py").write_text(code)
     reason = check.judge(tmp_path / "puzzles.py", puzzles, "masked_copy_kernel").message
-    line = int(re.match(r"line (\d+) writes element 5 of y, which is none of its 5, in 3 lanes", reason)[1])
+    line = int(re.match(r"line (\d+) writes offset 5 of y, where y has no element, in 3 lanes", reason)[1])
     assert "tl.store(y_ptr + offsets, x)" in code.splitlines()[line - 1]
 
 
@@ -186,9 +223,12 @@ def stopping(x_ptr, BLOCK_SIZE: tl.constexpr):
 
 
 kernels = {name: kernel for name, kernel in vars(puzzles).items() if name.endswith("_kernel")}
+kernels["tuned_matmul_kernel"] = kernels["tuned_matmul_kernel"].fn  # without the autotuner
 for kernel in (*kernels.values(), printing, printing_without_a_string, stopping):
-    blocks = {name: 16 for name in kernel.arg_names if name.startswith("BLOCK")}
-    signature = {name: "constexpr" if name in blocks else "*fp32" if name.endswith("_ptr") else "i32"
+    scaled = "x_scale_ptr" in kernel.arg_names
+    blocks = {name: 64 if scaled else 16 for name in kernel.arg_names if name.startswith(("BLOCK", "GROUP"))}
+    pointer = {name: "*u8" if scaled and name != "z_ptr" else "*fp32" for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in blocks else pointer[name] if name.endswith("_ptr") else "i32"
                  for name in kernel.arg_names}
     for target in TARGETS:
         try:
@@ -206,7 +246,7 @@ def test_the_solutions_compile_for_gpus_and_debugging_is_as_the_page_says(tmp_pa
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # what is found there is not compiled, and prints nothing
     done = subprocess.run([sys.executable, tmp_path / "compile.py"], env=environment, capture_output=True, text=True)
-    for kernel in (*puzzles.TASKS, "printing"):
+    for kernel in (*(puzzles.TASKS.keys() - {"multiply_tile"}), "matmul_kernel", "printing"):
         assert f"compiled {kernel} 90\ncompiled {kernel} gfx942\n" in done.stdout.replace("fp32[constexpr[16]]\n", "")
     assert done.stdout.count("refused printing_without_a_string") == done.stdout.count("refused stopping") == 2
     assert "fp32[constexpr[16]]" in done.stdout  # of tl.static_print
@@ -253,10 +293,10 @@ def test_a_picture_is_drawn_from_its_check_and_fits(name):
     assert root.find("{*}title").text and root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
     assert "prefers-color-scheme: dark" in root.find("{*}style").text
     right, bottom = int(root.get("width")), int(root.get("height"))
-    for box in root.iter("{*}rect"):
+    for box in root.findall(".//{*}rect"):
         x, y, width, height = (float(box.get(side)) for side in ("x", "y", "width", "height"))
         assert 0 <= x and x + width <= right and 0 <= y and y + height <= bottom
-    for text in root.iter("{*}text"):
+    for text in root.findall(".//{*}text"):
         assert 0 <= float(text.get("x")) <= right and 16 <= float(text.get("y")) <= bottom - 2
 
 

@@ -190,6 +190,15 @@ def test_a_recorded_replay_of_an_earlier_release_still_makes_a_report():
     assert page.count("No picture: ") == 3 and page.count("Not recorded: ") == 3
 
 
+def test_of_several_recordings_the_first_that_shows_a_stage_is_drawn():
+    recorded = whole_summary() | {"date": "2030-01-02", "file": "x.json"}
+    summary = whole_summary() | {"recorded": [recorded, recorded, recorded]}
+    for shown, drawn in ([False, True, True], [False, True, False]), ([False] * 3, [True, False, False]):
+        seen = [{"source": "recorded on it", "shown": each, "text": "told"} for each in shown]
+        evidence = [each for each, _ in report_cards.evidence_of(summary, 8, seen)]
+        assert [each.picture is not None for each in evidence] == drawn
+
+
 # --- pictures of the whole
 
 
@@ -227,7 +236,7 @@ def test_losses_that_are_the_same_share_a_line_that_names_them():
     assert "stage 2, 3, 4, 5, 6, 7, 8: " in pictures.losses(Replay(summary)).description
 
 
-@pytest.mark.parametrize("entropy, floors", [(6.9, [6.9]), (None, [])])
+@pytest.mark.parametrize("entropy, floors", [(6.9, [6.9]), (None, []), (7.5, [])])  # the last above a loss
 def test_losses_have_the_floor_of_the_data_where_it_is_known(entropy, floors):
     figure = drawing.plt.figure()
     pictures.losses(Replay(whole_summary() | {"entropy": entropy})).draw(figure)

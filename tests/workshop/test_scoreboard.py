@@ -10,8 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-import tiny_llama_v3 as llama
-from exercises import scoreboard, sweep_swiglu
+from exercises import scoreboard
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL, LINES = "rmsnorm_kernel", "memory_lines"
@@ -27,11 +26,6 @@ def state(passed, attempts=1, message=None):
 
 def progress(participant, date="2030-01-02T03:04:05", **tasks):
     return {"participant": participant, "date": date, "exercises": {"exercise1": tasks}}
-
-
-def sweep(participant, us, device="Some GPU"):
-    rows = [{"kernel": "swiglu_kernel", "block_size": size, "right": True, "us": t} for size, t in us.items()]
-    return {"participant": participant, "date": "2030-01-02T03:04:05", "device": device, "rows": rows}
 
 
 CLASS = {
@@ -82,30 +76,19 @@ def test_the_newest_of_a_participant_s_files_counts(folder, capsys):
     assert "root (ada/mine.json)  +" in text and "root (bob/mine.json)  +" in text and "files of root" not in text
 
 
-def test_the_best_sweep_of_each_device_is_named_with_its_owner(folder, capsys):
-    (folder / "a.json").write_text(json.dumps(sweep("ada", {32: 90.0, 64: 70.0, 128: float("nan"), 256: -1.0})))
-    (folder / "b.json").write_text(json.dumps(sweep("bob", {64: 75.0, 128: 60.0})))
-    (folder / "c.json").write_text(json.dumps(sweep("cyd", {64: 800.0}, "Laptop GPU")))
+def timed(us, device="Some GPU"):
+    return state(True) | {"us": us, "device": device}
+
+
+def test_the_fastest_kernel_on_each_device_is_named_with_its_owner(folder, capsys):
+    assert "fastest" not in output_of(capsys, folder).out  # nothing was timed
+    times = {"ada": timed(70.0), "bob": timed(60.0), "cyd": timed(800.0, "Laptop GPU"), "dan": timed(-1.0),
+             "eve": timed(float("nan")), "fay": timed(1.0) | {"passed": False}}  # fmt: skip
+    for name, own in times.items():
+        (folder / f"{name}.json").write_text(json.dumps(progress(name, "2031-01-01T00:00:00", rmsnorm_kernel=own)))
     text = output_of(capsys, folder).out
-    assert "swiglu_kernel: 60.0 us, BLOCK_SIZE 128, bob (Some GPU)" in text and "ada (" not in text
-    assert "swiglu_kernel: 800.0 us, BLOCK_SIZE 64, cyd (Laptop GPU)" in text
-
-
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-def test_the_sweep_writes_what_the_board_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_swiglu, "NAIVE_BLOCKS", (64,))
-    monkeypatch.setattr(sweep_swiglu, "ACTIVATION_BLOCKS", (128, 256))
-    assert sweep_swiglu.main(["--output", str(tmp_path / "sweep.json"), "--name", "ada"]) == 0
-    sweep = json.loads((tmp_path / "sweep.json").read_text())
-    assert scoreboard.is_sweep(sweep) and sweep["participant"] == "ada"
-    assert [row["block_size"] for row in sweep["rows"]] == [64, None, 128, 256]
-    assert all(row["right"] and (row["us"] is not None) == sweep_swiglu.ON_GPU for row in sweep["rows"])
-
-
-def test_a_sweep_without_times_wins_nothing(tmp_path, capsys):
-    (tmp_path / "a.json").write_text(json.dumps(sweep("ada", {32: None})))
-    text = output_of(capsys, tmp_path).out
-    assert "nothing was timed" in text and "Best" not in text
+    assert f"{KERNEL}: 60.0 us, bob (Some GPU)" in text and f"{KERNEL}: 800.0 us, cyd (Laptop GPU)" in text
+    assert text.count(" us, ") == 2
 
 
 def test_broken_files_are_named_and_the_others_shown(folder, capsys):
@@ -115,8 +98,8 @@ def test_broken_files_are_named_and_the_others_shown(folder, capsys):
         "bytes.json": b"\xff\xfe", "deep.json": "[" * 100_000,
     }  # fmt: skip
     wrong = [*map(progress, ("x " * 5_000_000, 7, "eve\n", "")), progress("eve", **{"x" * 101: state(True)}),
-             progress("eve", memory_lines=state(False, 10**400)), sweep("eve", {}, []), sweep(None, {32: 1.0}),
-             sweep("eve", {True: 1.0}), sweep("eve", {32: "1"}), sweep("eve", {}) | {"rows": [{}]}]  # fmt: skip
+             progress("eve", memory_lines=state(False, 10**400)), progress("eve", memory_lines=timed("1")),
+             progress("eve", memory_lines=timed(1.0, ["a", "GPU"]))]  # fmt: skip
     broken |= {f"wrong{number}.json": json.dumps(content) for number, content in enumerate(wrong)}
     for name, content in broken.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)

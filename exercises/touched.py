@@ -1,0 +1,93 @@
+"""Which elements of its tensors each program of a kernel touches, and by which lanes, as text and as a picture."""
+
+from contextlib import suppress
+from unittest import mock
+
+import numpy as np
+
+from exercises import svg
+from exercises.checks.memory import Watch, addresses
+
+LARGEST, SMALLEST, READABLE = 44, 3, 34  # widths of a cell; from READABLE on it has numbers in it
+COLUMNS, MOST_ROWS = 12, 24  # of a tensor of one dimension; of any
+MOST_PROGRAMS = 4  # whose elements are listed
+
+
+def watched(check, exercise):
+    """The Watch of the first launch in a check, or None; whether the check passes does not matter."""
+    with mock.patch.object(Watch, "kept", []) as kept, suppress(Exception):
+        check(exercise)
+    return next((watch for watch in kept if watch.accesses), None)
+
+
+def offsets_of(tensor):
+    return (addresses(tensor) - tensor.data_ptr()) // tensor.element_size()
+
+
+def ranges(numbers):
+    """0-3, 8, 10-11"""
+    numbers = np.unique(numbers)
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    shown = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part)]
+    return ", ".join([*shown[:6], "..."] if len(shown) > 6 else shown)
+
+
+def panels(watch):
+    """{(line, verb, tensor): [Access]} in the order of the lines."""
+    found = {}
+    for access in watch.accesses:
+        found.setdefault((access.line, access.verb, access.tensor), []).append(access)
+    return dict(sorted(found.items()))
+
+
+def described(watch):
+    """Yields the lines for a terminal."""
+    for (line, verb, name), accesses in panels(watch).items():
+        yield f"line {line} {verb} {name}, {' x '.join(map(str, watch.tensors[name].shape))}:"
+        own = offsets_of(watch.tensors[name])
+        programs = sorted({access.program for access in accesses})
+        for program in programs[:MOST_PROGRAMS]:
+            mine = [access[4:] for access in accesses if access.program == program]
+            offsets, lanes, masked = map(np.concatenate, zip(*mine, strict=True))
+            outside = np.isin(offsets, own, invert=True).sum()
+            notes = f"; {len(masked)} masked" * bool(len(masked)) + f"; {outside} OUTSIDE of {name}" * bool(outside)
+            yield f"  program {watch.shown(program)}: offsets {ranges(offsets)} by lanes {ranges(lanes)}{notes}"
+        if len(programs) > MOST_PROGRAMS:
+            yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
+
+
+def panel(watch, top, name, words, accesses):
+    """(SVG, its lower edge) of one load or store: memory from the tensor's first element on, in rows of the tensor."""
+    tensor = watch.tensors[name]
+    own, last = {*offsets_of(tensor).tolist()}, int(offsets_of(tensor).max())
+    if tensor.ndim == 1:  # what a mask leaves out lies behind the end
+        last = max([last, *(i for access in accesses for i in access.masked.tolist() if i <= last + COLUMNS)])
+    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
+    size, rows = min(LARGEST, max(SMALLEST, (svg.WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
+    owners = {}  # {offset: {program: lane}}
+    for access in accesses:
+        for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
+            owners.setdefault(offset, {})[access.program] = lane
+    words += f", rows 0 to {rows - 1}" * (rows * columns <= last) + " and OUTSIDE of it" * bool(owners.keys() - own)
+    parts = [svg.text(12, top + 16, words)]
+    for offset in range(min(rows * columns, last + 1)):
+        x, y, programs = 12 + size * (offset % columns), top + 26 + size * (offset // columns), owners.get(offset, {})
+        for index, program in enumerate(sorted(programs)[:4]):  # one that several programs touch has a strip of each
+            width = size / min(len(programs), 4)
+            parts.append(svg.box(x + width * index, y, width, size, f"p{program % 4}"))
+        parts += [svg.box(x, y, size, size, "off")] * (offset not in own or not programs)
+        if size >= READABLE:
+            middle, faint, lanes = x + size / 2, " faint" * (not programs), {*programs.values()}
+            parts.append(svg.text(middle, y + size / 2, offset, "middle" + faint))
+            parts += [svg.text(middle, y + size - 7, lane, "middle small faint") for lane in lanes if len(lanes) == 1]
+    return "\n".join(parts), top + 26 + size * rows + 18
+
+
+def picture(watch, task, with_lines=True):
+    """The SVG of all loads and stores of a launch."""
+    parts, top = [], 62
+    for (line, verb, name), accesses in panels(watch).items():
+        drawn, top = panel(watch, top, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
+        parts.append(drawn)
+    legend = "a program has a color; in a cell: offset, and small the lane"
+    return svg.picture(task, top, svg.text(12, 48, legend, "faint"), *parts)
