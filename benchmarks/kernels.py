@@ -351,6 +351,8 @@ CASES = {
     "attention": attention_cases,
 }
 
+MEASURED = "benchmarks.kernels.CASES", "measure.timing.Bench"
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring and report
 
@@ -405,7 +407,7 @@ def main(argv):
         repeat_compiled_backward()
     torch.manual_seed(0)
     bench = KernelBench(device, options.compile_baselines)
-    result = header("kernels", device, argv) | {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
+    result = header("kernels", device, argv, MEASURED) | {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}", flush=True)
     all_right = True

@@ -31,6 +31,7 @@ from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 
+MEASURED = "benchmarks.layer_norm.measure_case", "nanogpt_triton.kernels.triton_layer_norm", "measure.timing.Bench"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 WALL_CALLS = 100
@@ -137,7 +138,7 @@ def main(argv):
     repeat_compiled_backward()
     torch.manual_seed(0)
     bench = Bench(device)
-    result = header("layer_norm", device, argv) | {"copy_rate": None, "cases": []}
+    result = header("layer_norm", device, argv, MEASURED) | {"copy_rate": None, "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
     if bench.on_gpu:

@@ -43,6 +43,7 @@ from tiny_llama import fp8, hardware
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
 OURS = "triton"
+MEASURED = "benchmarks.steps.Contender", "tiny_llama.fp8.with_fp8"
 
 
 class Row(NamedTuple):
@@ -647,7 +648,8 @@ def main(argv):
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
 
-    result = header("steps", device, argv)
+    in_fp8 = any(is_fp8(row.implementation) for row in rows)
+    result = header("steps", device, argv, MEASURED if in_fp8 else MEASURED[:1])
     result |= {"sweep": options.sweep, "peers": peer_versions(), "windows": options.windows, "sizes": {}}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tiny_llama_v3 as llama
 from measure.command_line import replacing
+from measure.digest import digest_of
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +29,16 @@ def describe(error):
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def header(benchmark, device, argv):
-    """The fields that every result begins with."""
+def header(benchmark, device, argv, measured):
+    """The fields that every result begins with. measured: the names of what is measured, for has_changed()."""
     arguments = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
         "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect
         "date": datetime.now().isoformat(timespec="seconds"),
         "environment": hardware.environment(device),
+        "measured": list(measured),
+        "digest": digest_of(tuple(measured)),
     }
 
 

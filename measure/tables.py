@@ -2,6 +2,8 @@
 
 import math
 
+from measure.digest import has_changed
+
 NOT_MEASURED = "_Not measured yet._"
 
 
@@ -47,7 +49,8 @@ def source(name, result):
     versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
     software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
     link = f"[{name}](benchmarks/results/{name})"
-    return f"{environment['device']}, {software}, {result['date'][:10]} ({link})"
+    changed = "; **the code that it measured has changed since**" if has_changed(result) else ""
+    return f"{environment['device']}, {software}, {result['date'][:10]} ({link}){changed}"
 
 
 def provenance(name, result):

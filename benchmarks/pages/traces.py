@@ -38,6 +38,7 @@ RECORDED = {  # {name of a result: flags of its run}
     "trace_stage8": ["--stage", "8", "--use-amp"],
 }
 KEPT = (*torch_trace.ON_DEVICE, *(category for kind in torch_trace.CATEGORIES.values() for category in kind))
+MEASURED = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train_in_phases"
 FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 
@@ -58,7 +59,7 @@ def record(name, flags, device, folder):
         command = ["tiny_llama_v3.py", *flags, *SIZES]
         own = ["--profile", scratch, "--output-dir", scratch]
         subprocess.run([sys.executable, *command, *own], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        result = header("traces", device, []) | {"benchmark": name, "command": " ".join(["python", *command])}
+        result = header("traces", device, [], MEASURED) | {"benchmark": name, "command": " ".join(["python", *command])}
         result |= {"displayTimeUnit": "ms", "traceEvents": one_step(Path(scratch) / "trace.json")}
     file = ResultFile(folder, result)
     file.save(result)

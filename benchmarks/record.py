@@ -1,0 +1,156 @@
+"""Measure again what the pages show, where the code that was measured has changed since.
+
+    python -m benchmarks.record                             list the results whose code has changed since
+    python -m benchmarks.record --stale                     measure these again
+    python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
+    python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
+
+A part is one command with one result. It is current if this kind of GPU has a result of the same command with the
+digest of today's code. Afterwards `make publish` writes the pages; older results of the same commands can be removed.
+
+Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request cannot be met, 130 interrupted.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+if not __package__:
+    print("run it from the root as python -m benchmarks.record", file=sys.stderr)
+    sys.exit(2)
+
+import tiny_llama_v3 as llama
+from measure.command_line import Parser, program, time_limit
+from measure.digest import digest_of, has_changed
+from measure.results import RESULTS, ROOT, ResultFile, read_result
+from tiny_llama import hardware
+
+TRAINING = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train_in_phases", "tiny_llama.data.batches"
+REPLAY = "exercises/performance_debugging/run_all_stages.sh"
+LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"
+
+
+class Part(NamedTuple):
+    command: str  # as its result has it
+    seconds: int  # that it takes on an H200
+    name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
+
+
+PARTS = [
+    *(
+        Part(f"python -m benchmarks.steps --sizes {size} --windows 5 --time-limit {seconds}", seconds + 40)
+        for size, seconds in (("small", 260), ("medium", 260), ("large", 420))
+    ),
+    Part("python -m benchmarks.kernels --compile-baselines", 240),
+    Part("python -m benchmarks.layer_norm --time-limit 300", 330),
+    Part("python -m benchmarks.gpt --time-limit 360", 400),
+    *(
+        Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 300", 340)
+        for sweep in ("length", "width", "vocab")
+    ),
+    Part("python -m benchmarks.fp8_layer", 60),
+    *(
+        Part(f"python -m benchmarks.fp8_learning --sizes {size}{more}", seconds)
+        for size, more, seconds in (("medium", " --data text", 260), ("medium", " --data markov", 260))
+    ),
+    Part("python -m benchmarks.pages.traces", 120),
+    Part(f"{REPLAY} --beyond", 150, "stages"),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 60, "stages"),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 60, "stages"),
+    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 60, "stages"),
+    Part(LEARNING, 30, "learning_correct"),
+    Part(f"{LEARNING} --severed-autograd", 30, "learning_severed"),
+]
+
+
+def is_current(part, results, device_name):
+    """Whether one of the results is of this part, this kind of GPU and today's code."""
+    alike = (r for r in results if r.get("command") == part.command and r["environment"]["device"] == device_name)
+    return any(not has_changed(result) for result in alike)
+
+
+def results_in(folder):
+    return [read_result(path) for path in sorted(folder.glob("*.json"))]
+
+
+def shown_results():
+    """[(page, path of a result)]: what the pages link to, in their order."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    links = (
+        (page, re.findall(r"\]\([./]*(benchmarks/results/\w[^)]*\.json)\)", page.read_text())) for page in sorted(pages)
+    )
+    return [(page, ROOT / link) for page, found in links for link in dict.fromkeys(found)]
+
+
+def list_stale():
+    """Prints the results that pages show and whose code has changed. Returns their commands."""
+    commands = []
+    for page, path in shown_results():
+        result = read_result(path)
+        if has_changed(result):
+            commands.append(result.get("command"))
+            print(f"{page.relative_to(ROOT)}: {path.name}: {commands[-1]}")
+    if not commands:
+        print("The code of every result on the pages is that of today.")
+    return commands
+
+
+def measure(part, device):
+    """Runs the command of a part, which writes its result. Returns whether it succeeded."""
+    program, *arguments = shlex.split(part.command)
+    command = [sys.executable, *arguments] if program == "python" else [str(ROOT / program), *arguments]
+    if part.name is None:
+        return subprocess.run(command, cwd=ROOT).returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        option = ["--output-dir", scratch] if program == "python" else ["--output", scratch]
+        place = command.index("--") if "--" in command else len(command)
+        if subprocess.run([*command[:place], *option, *command[place:]], cwd=ROOT).returncode:
+            return False
+        written = Path(scratch, "summary.json") if part.name == "stages" else next(Path(scratch).glob("*.json"))
+        result = json.loads(written.read_text())
+    result |= {"command": part.command, "measured": TRAINING, "digest": digest_of(TRAINING), "benchmark": part.name}
+    result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
+    result.setdefault("environment", hardware.environment(device))
+    ResultFile(RESULTS, result).save(result)
+    return True
+
+
+@program("record.py")
+def main(argv):
+    start = time.monotonic()
+    parser = Parser("record.py", __doc__)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--stale", action="store_true", help="measure the listed results again")
+    which.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
+    help = "no part starts that would end later (default: 36000)"
+    parser.add_argument("--time-limit", type=time_limit, default=36000, metavar="SECONDS", help=help)
+    options = parser.parse_args(argv)
+    stale = list_stale() if not options.all else []
+    if not (options.stale or options.all):
+        return 0
+    device = llama.select_device("auto")
+    if device.type == "cpu":
+        raise llama.UsageError("measuring needs a GPU, and there is none: leave --stale and --all out to list")
+    parts = [part for part in PARTS if options.all or part.command in stale]
+    parts = [part for part in parts if not is_current(part, results_in(RESULTS), device.name)]
+    failed, left = [], []
+    for part in parts:
+        if time.monotonic() - start + part.seconds > options.time_limit:
+            left.append(part.command)
+            continue
+        print(f"\n{part.command}", flush=True)
+        if not measure(part, device):
+            failed.append(part.command)
+    for title, commands in (("Failed", failed), ("Left for the next time", left)):
+        print("".join(f"{title}: {command}\n" for command in commands), end="")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""benchmarks.record: what is current, what is listed, what is measured again, and when it stops."""
+
+import importlib
+import json
+import shlex
+
+import pytest
+
+import tiny_llama_v3 as llama
+from benchmarks import record
+from exercises.performance_debugging import replay
+from measure.digest import digest_of
+
+GPU = llama.Device("cuda", "Some GPU", "sm_90", 100, 32)
+HERE = "tiny_llama_v3.StepClock"
+
+
+def result(command, **fields):
+    environment = {"device": GPU.name, "torch": "2.11", "triton": "3.6"}
+    current = {"measured": [HERE], "digest": digest_of((HERE,))}
+    return {"command": command, "date": "2030-01-02", "environment": environment} | current | fields
+
+
+@pytest.fixture
+def recording(tmp_path, monkeypatch):
+    """(folder of results, commands that were run) of a machine whose GPU is GPU, with two parts."""
+    results, commands = tmp_path / "benchmarks" / "results", []
+    results.mkdir(parents=True)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", results)
+    monkeypatch.setattr(record, "PARTS", [record.Part("python -m one", 10), record.Part("python -m two", 20)])
+    monkeypatch.setattr(llama, "select_device", lambda name: GPU)
+    monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
+    return results, commands
+
+
+def test_every_part_is_a_command_that_its_program_takes():
+    names = {part.command.split()[2] for part in record.PARTS if part.command.startswith("python -m")}
+    for part in record.PARTS:
+        words = shlex.split(part.command)
+        if words[:2] == ["python", "-m"]:
+            module = importlib.import_module(words[2])
+            assert digest_of(tuple(module.MEASURED))
+            if words[3:]:
+                module.parse(words[3:])
+            assert part.name is None and part.seconds <= 540
+        elif words[0] == record.REPLAY:
+            replay.parse(words[1:])
+            assert part.name == "stages"
+        else:
+            llama.parse_config(words[2:], words[1])
+    assert {"benchmarks.steps", "benchmarks.kernels", "benchmarks.gpt", "benchmarks.layer_norm"} <= names
+    assert digest_of(record.TRAINING)
+
+
+def test_all_measures_what_is_not_current_on_this_gpu(recording):
+    folder, commands = recording
+    (folder / "a.json").write_text(json.dumps(result("python -m one")))
+    assert record.main(["--all"]) == 0 and commands == ["python -m two"]
+    (folder / "a.json").write_text(json.dumps(result("python -m one", digest="0")))
+    (folder / "b.json").write_text(json.dumps(result("python -m two") | {"environment": {"device": "Another GPU"}}))
+    commands.clear()
+    assert record.main(["--all"]) == 0 and commands == ["python -m one", "python -m two"]
+
+
+def test_no_part_starts_that_would_end_too_late(recording, capsys, monkeypatch):
+    _, commands = recording
+    assert record.main(["--all", "--time-limit", "15"]) == 0
+    assert commands == ["python -m one"] and "Left for the next time: python -m two" in capsys.readouterr().out
+    monkeypatch.setattr(record, "measure", lambda part, device: part.command != "python -m one")
+    assert record.main(["--all"]) == 1
+    assert "Failed: python -m one\n" in capsys.readouterr().out
+
+
+def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsys):
+    folder, commands = recording
+    page = folder.parents[1] / "README.md"
+    page.write_text("".join(f"[{name}](benchmarks/results/{name}.json)\n" for name in "abb"))
+    (folder / "a.json").write_text(json.dumps(result("python -m one")))
+    (folder / "b.json").write_text(json.dumps(result("python -m two", digest="0")))
+    (folder / "c.json").write_text(json.dumps(result("python -m two", digest="0")))  # on no page
+    assert record.main([]) == 0 and not commands
+    assert capsys.readouterr().out == "README.md: b.json: python -m two\n"
+    assert record.main(["--stale"]) == 0 and commands == ["python -m two"]
+    (folder / "b.json").write_text(json.dumps(result("python -m two")))
+    assert record.main([]) == 0 and "is that of today" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_measuring_needs_a_gpu_and_listing_does_not(recording, capsys, monkeypatch):
+    monkeypatch.setattr(llama, "select_device", lambda name: llama.Device("cpu", "CPU", "cpu", 1, 1))
+    assert record.main([]) == 0
+    assert record.main(["--all"]) == 2
+    assert "measuring needs a GPU, and there is none" in capsys.readouterr().err
+
+
+def test_a_run_of_the_script_becomes_a_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    tiny = "--device cpu --hidden-dim 32 --num-layers 1 --num-heads 2 --vocab-size 32 --batch-size 1 --seq-len 8"
+    part = record.Part(f"python tiny_llama_v3.py {tiny} --num-steps 2", 1, "learning_correct")
+    assert record.measure(part, llama.get_device("cpu"))
+    (path,) = tmp_path.iterdir()
+    kept = json.loads(path.read_text())
+    assert path.name.startswith("learning_correct_") and len(kept["steps"]) == 2
+    assert kept["command"] == part.command and kept["date"] and not record.has_changed(kept)
+    assert not record.measure(part._replace(command="python tiny_llama_v3.py --num-steps 0"), llama.get_device("cpu"))
