@@ -1,24 +1,25 @@
-"""Time each kernel alone against PyTorch, on the device's clock.
+"""Time each kernel alone against PyTorch and libraries of kernels, on the device's clock.
 
-    python -m benchmarks.kernels                        bf16, against eager PyTorch
-    python -m benchmarks.kernels --compile-baselines    also against torch.compile of the same function
+    python -m benchmarks.kernels                        bf16
     python -m benchmarks.kernels --only attention
 
 Several calls are captured in one graph, and the time is that of the median replay, without launches. Buffers exceed the
 L2 cache, except for attention, which has the sizes of models. Bandwidth counts the least bytes that must be moved; the
 first row is the ceiling. Before a kernel is timed, its results are compared with those in higher precision, by the rule
-of tiny_llama_v3.py --check.
+of tiny_llama_v3.py --check. A peer is not timed either if its results are wrong.
 
-"flash" is the backend of PyTorch's attention, on AMD AOTriton. "aiter", on AMD alone, is AMD's library of kernels. Its
-results are compared as ours are, and it is not timed if they are wrong. Its RMSNorm and SwiGLU have no backward pass.
+The peers are eager PyTorch; torch.compile of the same function ("compile"), also with mode="max-autotune-no-cudagraphs"
+("max-autotune"); the backends of PyTorch's attention ("flash" is AOTriton on AMD); Liger-Kernel and QuACK ("liger",
+"quack"); and on AMD AMD's own library ("aiter"), whose RMSNorm and SwiGLU have no backward pass.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import functools
 import importlib
-import inspect
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -47,15 +48,17 @@ ATTENTION_SHAPES = (  # batch, seq, heads, kv_heads, head_dim
     (4, 2048, 16, 4, 128),
     (1, 8192, 16, 4, 128),
 )
-SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
 
 
 class KernelBench(Bench):
     """A Bench with the size of a tensor: 128 MiB in bf16, more than an L2 cache holds; small for the interpreter."""
 
-    def __init__(self, device, compile_baselines=False):
+    def __init__(self, device):
         super().__init__(device)
-        self.compile_baselines = compile_baselines
         self.elements = 2**26 if self.on_gpu else 2**11
 
 
@@ -70,40 +73,33 @@ def check(name, function, inputs, ours):
     require(named(ours), named(plain), named(exact), KERNEL_TOLERANCE[inputs[0].dtype])
 
 
-def gradients(function):
-    """Returns the backward pass of function: it takes the inputs and gradients of the outputs."""
+def gradients(function, number=1):
+    """Returns the backward pass of function: it takes a number of inputs, and the gradients of the outputs."""
 
     def backward(*arguments):
-        number = len(inspect.signature(function).parameters)
         inputs = [x.detach().requires_grad_() for x in arguments[:number]]
         return torch.autograd.grad(function(*inputs), inputs, arguments[number:])
 
     return backward
 
 
-def baselines(bench, function):
-    yield "torch", function
-    if bench.compile_baselines:
-        yield "compile", torch.compile(function, dynamic=False)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# AITER
+# Peers: functions with the same arguments as one in plain PyTorch
 
 
 def aiter_norm(aiter, x, weight):
-    return aiter.rms_norm(x, weight, EPS)
+    return aiter.rms_norm(x.detach(), weight.detach(), EPS)
 
 
 def aiter_add_norm(aiter, x, branch, weight):
     y, residual = torch.empty_like(x), torch.empty_like(x)
-    aiter.rmsnorm2d_fwd_with_add(y, x, branch, residual, weight, EPS)
+    aiter.rmsnorm2d_fwd_with_add(y, x.detach(), branch.detach(), residual, weight.detach(), EPS)
     return y, residual
 
 
 def aiter_activation(aiter, gate_up):
     hidden = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    aiter.silu_and_mul(hidden, gate_up)
+    aiter.silu_and_mul(hidden, gate_up.detach())
     return hidden
 
 
@@ -112,25 +108,97 @@ def aiter_attention(aiter, q, k, v):
     return aiter.flash_attn_func(q, k, v, causal=True, deterministic=False, return_lse=True)[0]
 
 
-def aiter_attention_gradients(aiter, q, k, v, o_grad):
-    return attention_gradients(functools.partial(aiter_attention, aiter), q, k, v, o_grad)
+def liger_norm(ops, x, weight):
+    return ops.LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
-def aiter_contender(bench, name, function, plain, sets):
-    """On AMD {"aiter": calls of function(aiter, *inputs) for each of the sets, or the exception that prevents them}.
+def liger_add_norm(ops, x, branch, weight):
+    return ops.LigerFusedAddRMSNormFunction.apply(x, branch, weight, EPS)
 
-    plain is the same function in plain PyTorch, without the first argument.
+
+def liger_activation(ops, gate_up):
+    return ops.LigerFusedGateUpSiLUMulFunction.apply(gate_up)
+
+
+def liger_cross_entropy(ops, logits, targets):
+    def loss(logits, targets):
+        # It overwrites its input with the gradient, so that a second call reads that, which takes the same time.
+        return ops.LigerCrossEntropyFunction.apply(logits, targets, None)[0]
+
+    return torch_loss_and_gradient(logits, targets, loss)
+
+
+def quack_norm(quack, x, weight):
+    return quack.rmsnorm(x, weight, eps=EPS)
+
+
+def quack_add_norm(quack, x, branch, weight):
+    return quack.rmsnorm(x, weight, residual=branch, eps=EPS, prenorm=True)
+
+
+def quack_cross_entropy(quack, logits, targets):
+    return torch_loss_and_gradient(logits, targets, quack.cross_entropy)
+
+
+class Library(NamedTuple):
+    package: str
+    arch: str | tuple  # of the devices that it is for, how it begins
+    norm: Callable | None = None
+    add_norm: Callable | None = None
+    activation: Callable | None = None
+    cross_entropy: Callable | None = None
+    attention: Callable | None = None
+    forward_only: tuple = ()  # the functions that have no backward pass
+
+
+LIBRARIES = {
+    "liger": Library("liger_kernel.ops", ("sm_", "gfx"), liger_norm, liger_add_norm, liger_activation,
+        liger_cross_entropy),
+    "quack": Library("quack", "sm_", quack_norm, quack_add_norm, cross_entropy=quack_cross_entropy),
+    "aiter": Library("aiter", "gfx", aiter_norm, aiter_add_norm, aiter_activation, attention=aiter_attention,
+        forward_only=("norm", "add_norm", "activation")),
+}  # fmt: skip
+COMPILED = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
+
+
+def library_functions(bench, operation, plain, inputs, upstream=None):
+    """{library: its function for a field of Library, or the exception that prevents it}, compared with plain PyTorch.
+
+    inputs are those of plain(*inputs). With the gradients of the outputs, upstream, gradients are compared as well, and
+    what has none is left out.
     """
-    if bench.device.family != "amd":
-        return {}
-    try:
-        call = functools.partial(function, importlib.import_module("aiter"))
-        check(f"AITER's {name}", plain, sets[0], call(*sets[0]))
-        return {"aiter": [functools.partial(call, *inputs) for inputs in sets]}
-    except ModuleNotFoundError as error:
-        return {"aiter": Unavailable(f"{error.name} is not installed")}
-    except Exception as error:  # of its compiler, too
-        return {"aiter": error}
+    found = {}
+    for name, library in LIBRARIES.items():
+        function = getattr(library, operation)
+        is_forward = not (upstream and operation in library.forward_only)
+        if function is None or not is_forward or not bench.device.arch.startswith(library.arch):
+            continue
+        try:
+            call = functools.partial(function, importlib.import_module(library.package))
+            copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+            check(f"{name}'s {operation}", plain, inputs, call(*copies))
+            if upstream:
+                arguments, backward = (*inputs, *upstream), functools.partial(gradients, number=len(inputs))
+                check(f"{name}'s gradient of {operation}", backward(plain), arguments, backward(call)(*arguments))
+            found[name] = call
+        except ModuleNotFoundError as error:
+            found[name] = Unavailable(f"{error.name} is not installed")
+        except Exception as error:  # of its compiler, too
+            found[name] = error
+    return found
+
+
+def compiled_functions(bench, function):
+    """{contender: torch.compile of the function} on a GPU."""
+    return {n: torch.compile(function, dynamic=False, mode=mode) for n, mode in COMPILED.items() if bench.on_gpu}
+
+
+def calls_of(functions, make_call, sets):
+    """{contender: calls of its function, make_call(function, *arguments) for each of the sets, or its exception}"""
+    return {
+        name: function if isinstance(function, Exception) else [make_call(function, *arguments) for arguments in sets]
+        for name, function in functions.items()
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,8 +226,8 @@ def rmsnorm_cases(bench):
         weight = bench.randn(n_cols)
         sets = [[bench.randn(*shape) for _ in range(4)] for _ in range(2)]  # x, branch, y_grad, residual_grad
         plain_sets = [(x, None, y, None) for x, _, y, _ in sets]
-        yield from rmsnorm_directions(bench, "", torch_norm, aiter_norm, weight, plain_sets)
-        yield from rmsnorm_directions(bench, "add + ", torch_add_norm, aiter_add_norm, weight, sets)
+        yield from rmsnorm_directions(bench, "", "norm", torch_norm, weight, plain_sets)
+        yield from rmsnorm_directions(bench, "add + ", "add_norm", torch_add_norm, weight, sets)
 
 
 def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
@@ -170,8 +238,8 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     return x_grad, weight_grad
 
 
-def rmsnorm_directions(bench, note, function, aiter_function, weight, sets):
-    """Yields forward and backward; the functions do not take a branch and a residual_grad that are None."""
+def rmsnorm_directions(bench, note, operation, function, weight, sets):
+    """Yields forward and backward; the function does not take a branch and a residual_grad that are None."""
     forward = [functools.partial(llama.rmsnorm_forward, x, branch, weight, EPS) for x, branch, *_ in sets]
     backward = []
     for call, (_, _, y_grad, residual_grad) in zip(forward, sets, strict=True):
@@ -185,19 +253,17 @@ def rmsnorm_directions(bench, note, function, aiter_function, weight, sets):
     added = branch is not None
     check("RMSNorm", function, inputs[0], (y, residual) if added else y)
     ours = (x_grad, x_grad, weight_grad) if added else (x_grad, weight_grad)
-    check("RMSNorm's gradient", gradients(function), (*inputs[0], *upstreams[0]), ours)
+    check("RMSNorm's gradient", gradients(function, len(inputs[0])), (*inputs[0], *upstreams[0]), ours)
 
-    calls = {"triton": forward}
-    for name, baseline in baselines(bench, function):
-        # Without no_grad(), as saving tensors for the backward pass is part of the forward pass.
-        calls[name] = [functools.partial(baseline, *x) for x in inputs]
-    calls |= aiter_contender(bench, "RMSNorm", aiter_function, function, [[t.detach() for t in x] for x in inputs])
+    plain = {"torch": function} | compiled_functions(bench, function)
+    # Without no_grad(), as saving tensors for the backward pass is part of the forward pass.
+    functions = plain | library_functions(bench, operation, function, inputs[0])
+    calls = {"triton": forward} | calls_of(functions, functools.partial, inputs)
     amount = work.rmsnorm(x, weight, y, rstd, branch, residual if added else None).bytes
     yield f"{note}rmsnorm forward, N = {len(weight)}", amount, "TB/s", calls
-    calls = {"triton": backward}
-    for name, baseline in baselines(bench, function):
-        with bench.on_stream():
-            calls[name] = [gradient_call(baseline, x, u) for x, u in zip(inputs, upstreams, strict=True)]
+    functions = plain | library_functions(bench, operation, function, inputs[0], upstreams[0])
+    with bench.on_stream():
+        calls = {"triton": backward} | calls_of(functions, gradient_call, list(zip(inputs, upstreams, strict=True)))
     amount = work.rmsnorm_backward(y_grad, x, weight, rstd, x_grad, residual_grad).bytes
     yield f"{note}rmsnorm backward, N = {len(weight)}", amount, "TB/s", calls
 
@@ -218,17 +284,17 @@ def swiglu_cases(bench):
         check("SwiGLU's gradient", gradients(torch_activation), (gate_up, hidden_grad), (grad,))
         del grad
 
+        plain = {"torch": torch_activation} | compiled_functions(bench, torch_activation)
+        functions = plain | library_functions(bench, "activation", torch_activation, (gate_up,))
         calls = {"triton": [functools.partial(llama.swiglu_activation, x.detach()) for x, _ in sets]}
-        for name, baseline in baselines(bench, torch_activation):
-            calls[name] = [functools.partial(baseline, x) for x, _ in sets]
-        calls |= aiter_contender(bench, "SwiGLU", aiter_activation, torch_activation, [(x.detach(),) for x, _ in sets])
+        calls |= calls_of(functions, functools.partial, [(x,) for x, _ in sets])
         yield f"swiglu forward, F = {n_cols}", work.swiglu_activation(gate_up, hidden_grad).bytes, "TB/s", calls
         # In place: a second call reads a gradient, which takes the same time.
         copies = [(grad, x.detach().clone()) for x, grad in sets]
         calls = {"triton": [functools.partial(llama.swiglu_activation_backward_, *pair) for pair in copies]}
-        for name, baseline in baselines(bench, torch_activation):
-            with bench.on_stream():
-                calls[name] = [gradient_call(baseline, (x,), (grad,)) for x, grad in sets]
+        functions = plain | library_functions(bench, "activation", torch_activation, (gate_up,), (hidden_grad,))
+        with bench.on_stream():
+            calls |= calls_of(functions, gradient_call, [((x,), (grad,)) for x, grad in sets])
         amount = work.swiglu_activation_backward(hidden_grad, gate_up).bytes
         yield f"swiglu backward, F = {n_cols}", amount, "TB/s", calls
 
@@ -247,10 +313,12 @@ def cross_entropy_cases(bench):
         losses = llama.cross_entropy_(grad, targets, 1.0 / n_rows)
         check("cross-entropy", torch_loss_and_gradient, (logits, targets), (losses[0].mean(), grad))
         calls = {"triton": [functools.partial(llama.cross_entropy_, grad, targets, 1.0 / n_rows)]}
-        calls["torch"] = [functools.partial(torch_loss_and_gradient, logits, targets)]
-        if bench.compile_baselines:
-            compiled = torch.compile(F.cross_entropy, dynamic=False)
-            calls["compile"] = [functools.partial(torch_loss_and_gradient, logits, targets, compiled)]
+        functions = {"torch": torch_loss_and_gradient} | {
+            name: functools.partial(torch_loss_and_gradient, cross_entropy=compiled)
+            for name, compiled in compiled_functions(bench, F.cross_entropy).items()
+        }
+        functions |= library_functions(bench, "cross_entropy", torch_loss_and_gradient, (logits, targets))
+        calls |= calls_of(functions, functools.partial, [(logits, targets)])
         amount = work.cross_entropy(logits, targets, losses).bytes
         yield f"cross-entropy, loss and gradient, V = {vocab}", amount, "TB/s", calls
 
@@ -322,7 +390,7 @@ def attention_cases(bench):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         forward = {"triton": [functools.partial(llama.flash_attention_forward, q, k, v)]}
         both = {"triton": [functools.partial(triton_attention_gradients, q, k, v, o_grad)]}
-        backends = ("flash",) if bench.device.family == "amd" else ("flash", "cudnn")
+        backends = ("flash", "efficient") if bench.device.family == "amd" else ("flash", "cudnn", "efficient")
         for backend in backends if bench.on_gpu else ("math",):
             # Gradients are required, as in training, so that the log-sum-exp is stored.
             attention = functools.partial(torch_attention, backend=backend)
@@ -333,8 +401,9 @@ def attention_cases(bench):
                 continue
             forward[backend] = [functools.partial(attention, *leaves)]
             both[backend] = [functools.partial(attention_gradients, attention, *leaves, o_grad)]
-        forward |= aiter_contender(bench, "attention", aiter_attention, plain_forward, [leaves])
-        both |= aiter_contender(bench, "attention", aiter_attention_gradients, plain, [(*leaves, o_grad)])
+        functions = library_functions(bench, "attention", plain_forward, leaves, (o_grad,))
+        forward |= calls_of(functions, functools.partial, [leaves])
+        both |= calls_of(functions, functools.partial(functools.partial, attention_gradients), [(*leaves, o_grad)])
         case = f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})"
         flop = work.attention(q, k, v, q, None).flop
         gradient = work.attention_backward(q, k, v, q, o_grad, None, q, k, v).flop
@@ -386,14 +455,13 @@ def measure_group(bench, name, entries):
         print(f"{name:45} {describe(error)}", flush=True)
         all_right &= not isinstance(error, ArithmeticError)
     finally:
-        release(bench.device, compiled=bench.compile_baselines)
+        release(bench.device, compiled=bench.on_gpu)
     return all_right
 
 
 def parse(argv):
     parser = Parser("kernels.py", __doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="groups (default: all)")
-    parser.add_argument("--compile-baselines", action="store_true", help="time torch.compile of the baselines too")
     parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     return parser.parse_args(argv)
 
@@ -403,10 +471,9 @@ def main(argv):
     options = parse(argv)
     device = kernel_device()
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    if options.compile_baselines:
-        repeat_compiled_backward()
+    repeat_compiled_backward()
     torch.manual_seed(0)
-    bench = KernelBench(device, options.compile_baselines)
+    bench = KernelBench(device)
     result = header("kernels", device, argv, MEASURED) | {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}", flush=True)

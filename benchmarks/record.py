@@ -47,7 +47,7 @@ PARTS = [
         Part(f"python -m benchmarks.steps --sizes {size} --windows 5 --time-limit {seconds}", seconds + 40)
         for size, seconds in (("small", 260), ("medium", 260), ("large", 420))
     ),
-    Part("python -m benchmarks.kernels --compile-baselines", 240),
+    Part("python -m benchmarks.kernels", 400),
     Part("python -m benchmarks.layer_norm --time-limit 300", 330),
     Part("python -m benchmarks.gpt --time-limit 360", 400),
     *(

@@ -120,13 +120,14 @@ def kernels_section(folder):
         ours = contenders.pop("triton", None)
         peer = min(contenders, key=lambda name: contenders[name]["us"], default=None)
         theirs = contenders.get(peer)
+        bold = "**" if ours and theirs and theirs["us"] < ours["us"] else ""
         rows.append(
             [
                 case["case"],
                 f"{number(ours['us'])} us, {number(ours['rate'])} {case['unit']}" if ours else "",
-                f"{number(theirs['us'])} us, {number(theirs['rate'])} {case['unit']}" if theirs else "",
-                peer or "",
-                f"{theirs['us'] / ours['us']:.2f}" if ours and theirs else "",
+                f"{bold}{number(theirs['us'])} us, {number(theirs['rate'])} {case['unit']}{bold}" if theirs else "",
+                f"{bold}{peer}{bold}" if peer else "",
+                f"{bold}{theirs['us'] / ours['us']:.2f}{bold}" if ours and theirs else "",
             ]
         )
     table = markdown_table([result["dtype"], "ours", "fastest peer", "which", "its time / ours"], rows)

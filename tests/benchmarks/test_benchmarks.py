@@ -210,6 +210,48 @@ def test_kernels_pass_their_checks(tmp_path):
     assert errors == []
 
 
+def applied(function):
+    return SimpleNamespace(apply=lambda *arguments: function(*arguments))
+
+
+def scaled_gradient(x, factor):
+    """x, whose gradient is multiplied by a factor."""
+    return x.detach() * (1 - factor) + x * factor
+
+
+def fake_liger(factor=1.0):
+    """Liger-Kernel's functions in PyTorch, their gradients times a factor."""
+
+    def cross_entropy(logits, targets, weight):
+        return (kernels.F.cross_entropy(scaled_gradient(logits, factor), targets),)
+
+    return SimpleNamespace(
+        LigerRMSNormFunction=applied(lambda x, w, *rest: kernels.torch_norm(scaled_gradient(x, factor), w)),
+        LigerFusedAddRMSNormFunction=applied(
+            lambda x, *rest: kernels.torch_add_norm(scaled_gradient(x, factor), *rest[:2])
+        ),
+        LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled_gradient(x, factor))),
+        LigerCrossEntropyFunction=applied(cross_entropy),
+    )
+
+
+def fake_quack(factor=1.0):
+    """QuACK's functions in PyTorch, their results times a factor."""
+
+    def rmsnorm(x, weight, residual=None, eps=0.0, prenorm=False):
+        assert eps == kernels.EPS and prenorm == (residual is not None)
+        added = residual is not None
+        return (
+            factor * kernels.torch_norm(x, weight)
+            if not added
+            else kernels.torch_add_norm(x, residual, weight * factor)
+        )
+
+    return SimpleNamespace(
+        rmsnorm=rmsnorm, cross_entropy=lambda x, targets: factor * kernels.F.cross_entropy(x, targets)
+    )
+
+
 def fake_aiter(factor=1.0):
     """AITER's functions in PyTorch, their results times a factor."""
 
@@ -232,21 +274,31 @@ def fake_aiter(factor=1.0):
 
 @pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-@pytest.mark.parametrize("aiter, expected, reason", [
-    (fake_aiter(), 0, "None"), (fake_aiter(1.01), 1, "ArithmeticError: output 1 of AITER's [A-Za-z]+ is wrong"),
-    (None, 0, "aiter is not installed"), (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+@pytest.mark.parametrize("library, fake, expected, reason", [
+    ("aiter", fake_aiter(), 0, "None"), ("aiter", SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+    ("aiter", fake_aiter(1.01), 1, "ArithmeticError: output 1 of aiter's [a-z_]+ is wrong"),
+    ("liger", fake_liger(), 0, "None"), ("liger", None, 0, "liger_kernel.ops is not installed"),
+    ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] of liger's (gradient of|cross_entropy)"),
+    ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [12] of quack's"),
 ])  # fmt: skip
-def test_amd_has_rows_of_aiter(monkeypatch, tmp_path, aiter, expected, reason):
-    device = dataclasses.replace(llama.select_device("auto"), arch="gfx942")
+def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, fake, expected, reason):
+    device = dataclasses.replace(llama.select_device("auto"), arch="gfx942" if library == "aiter" else "sm_90")
     monkeypatch.setattr(kernels, "kernel_device", lambda: device)
-    monkeypatch.setitem(sys.modules, "aiter", aiter)  # None: it cannot be imported
-    assert kernels.main(["--only", "rmsnorm", "swiglu", "attention", "--output-dir", str(tmp_path)]) == expected
+    for name in kernels.LIBRARIES:
+        own = fake if name == library else None  # None: it cannot be imported
+        monkeypatch.setitem(sys.modules, kernels.LIBRARIES[name].package, own)
+    groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
+    assert kernels.main(["--only", *groups, "--output-dir", str(tmp_path)]) == expected
     cases = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
-    rows = {case["case"]: case["contenders"].pop("aiter", None) for case in cases}
-    assert all(row["us"] > 0 for case in cases for row in case["contenders"].values())
+    rows = {case["case"]: case["contenders"].pop(library, None) for case in cases}
+    others = [(name, row) for case in cases for name, row in case["contenders"].items()]
+    assert all(row["error"].endswith("is not installed") for name, row in others if name in kernels.LIBRARIES)
+    assert all(row["us"] > 0 for name, row in others if name not in (*kernels.LIBRARIES, "efficient"))
+    lacking = {"aiter": (" backward,", "cross-entropy"), "liger": ("attention",), "quack": ("attention", "swiglu")}
     for case, row in rows.items():
-        assert (row is None) == (" backward" in case and "+ backward" not in case), case
+        assert (row is None) == any(part in case for part in lacking[library]), case
         assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
+    assert expected == 0 or any(row and row["error"] for row in rows.values())
 
 
 README = (
@@ -271,6 +323,9 @@ def synthetic(tmp_path):
     us = {"triton": 100.0, "torch": 125.0, "compile": 500.0}
     contenders = {name: {"us": each, "rate": 400 / each, "error": None} for name, each in us.items()}
     cases = [{"case": "rmsnorm forward", "unit": "TB/s", "contenders": contenders}]
+    cases.append(
+        {"case": "slower", "unit": "TB/s", "contenders": contenders | {"torch": contenders["triton"] | {"us": 50}}}
+    )
     header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
     results = {"steps": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
     for name, result in results.items():
@@ -290,6 +345,7 @@ def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
     assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in text
     # The fastest of several peers, and how many times as long it takes.
     assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in text
+    assert "| slower | 100 us, 4.00 TB/s | **50.0 us, 4.00 TB/s** | **torch** | **0.50** |" in text
     assert "Some GPU, PyTorch 2.11, Triton 3.6, 2026-01-02" in text
     assert publish.main([*flags, "--check"]) == 0
     number = TABLE_NUMBERS[name]
