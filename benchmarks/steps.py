@@ -76,6 +76,8 @@ ROWS = {
         Row("sdpa", graph=True),
         Row("sdpa", compile=True, graph=True),
         Row("hf", compile=True, graph=True),
+        Row("hf liger", compile=True, graph=True),
+        Row("sdpa max-autotune", compile=True, graph=True),
         Row("sdpa flat", compile=True, graph=True),
         Row("sdpa bf16", compile=True, graph=True),
         Row(f"{OURS} fp8", graph=True),
@@ -232,6 +234,14 @@ class FlatStep(llama.TrainStep):
             p.grad = p.main_grad
 
 
+class AutotunedStep(llama.TrainStep):
+    """PyTorch's model, for whose compiled kernels the fastest of many configurations is searched, in minutes."""
+
+    def __init__(self, config, device):
+        super().__init__(dataclasses.replace(config, compile=False), device)
+        self.run_model = torch.compile(self.model, mode="max-autotune-no-cudagraphs")
+
+
 class LowPrecisionStep(llama.TrainStep):
     """PyTorch's model and optimizer with weights and moments in bf16, the least work that PyTorch can do.
 
@@ -308,7 +318,7 @@ def make_step(row, config, device):
     config = dataclasses.replace(config, impl=implementation, fp8="fp8" in variant)
     if variant and variant[0] in TORCHAO_RECIPES:
         return TorchaoStep(config, device, variant[0])
-    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "fp8": llama.TrainStep}
+    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fp8": llama.TrainStep}
     return (steps[variant[0]] if variant else llama.TrainStep)(config, device)
 
 

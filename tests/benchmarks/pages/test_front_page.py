@@ -19,6 +19,7 @@ def step_result(date="2030-01-02T03:04:05", ours=10.0, size="small"):
         return {"error": None, "ms": times, "tokens_per_second": 1024e3 / ms, "peak_memory_mib": 100 * ms, "mfu": None}
 
     rows = {"triton graph": row(ours), "torch": row(80.0), "torch graph": row(60.0), "sdpa compile graph": row(20.0)}
+    rows["sdpa flat compile graph"] = row(25.0)
     pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": ours / 20, "memory_ratio": ours / 20}
     measured = {
         "config": MODEL | {"batch_size": 8, "seq_len": 128}, "precision": "bf16", "rows": rows,
@@ -59,7 +60,7 @@ def test_without_results_the_page_says_so(tmp_path):
 def test_the_table_has_ours_beside_the_strongest_peer(tmp_path):
     write(tmp_path, steps_new=step_result(), steps_old=step_result("2029-01-01T00:00:00", ours=15.0))
     text = front_page.front_section(tmp_path)
-    assert "| **small**: 8 x 128 tokens, 32.0 M weights | **10.0** / 20.0 | **0.50** |" in text
+    assert "| **small**: 8 x 128 tokens, 32.0 M weights | **10.0** / 20.0 | **0.50** | 0.40 |" in text
     assert "| **102,400** / 51,200 | **1,000** / 2,000 | `sdpa compile graph` |" in text
     assert "Some GPU, PyTorch 2.11, Triton 3.6, 2030-01-02 ([steps_new_some-gpu.json]" in text
     assert "15.0" not in text
