@@ -70,7 +70,7 @@ def bits_of(number):
 
 
 MARGIN = 2.0**14  # of BUG fp8_wide_margin
-COARSER = 32  # e5m2 has 3 significant bits, and bf16 has 8
+COARSER = 32  # e5m2 has 2 bits of mantissa, and bf16 has 7
 
 
 def largest_of(dtype, bugs=()):

@@ -92,7 +92,8 @@ def layout_results():
 
     def stage(number, speed, **figures):
         phases = {"forward": 1.0, "backward": 1.0, "optimizer": 1.0} | figures.pop("phase_ms", {})
-        return {"stage": number, "samples_per_second": speed, "batch_ms": {"p50": 1.0}, "phase_ms": phases} | figures
+        batch = {"p50": 14.5 * 440 / speed}  # in ms, if the baseline takes 14.5
+        return {"stage": number, "samples_per_second": speed, "batch_ms": batch, "phase_ms": phases} | figures
 
     speeds = {1: 100, 2: 100, 3: 110, 4: 110, 5: 880, 6: 1760, 7: 20}
     story = replay_result() | {"stages": [stage(number, speed) for number, speed in speeds.items()]}
