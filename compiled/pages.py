@@ -58,6 +58,11 @@ def instruction_cell(row):
     return ", ".join(f"{row['instructions'][name]} {name}" for name in names)
 
 
+def at_least(value, least=0.01):
+    """As number(), where smaller ones need no digits."""
+    return f"< {least}" if 0 < value < least else number(value)
+
+
 def report_line(row):
     spilled = row["scratch_bytes"] or row["vector_spills"] or 0
     held_by = row["occupancy"]["limit"]
@@ -65,13 +70,13 @@ def report_line(row):
         f"`{row['kernel'].removesuffix('_kernel')}`" + (f" {row['variant']}" if row["variant"] else ""),
         row["tile"],
         f"{row['registers']}" + (f", spills {spilled} bytes" if spilled else ""),
-        number(row["shared_bytes"] / 1024),
+        at_least(row["shared_bytes"] / 1024),
         f"{row['occupancy']['share']:.0%}" + (f", {held_by}" if held_by else ""),
         instruction_cell(row),
         f"{row['calls']}",
-        number(row["bytes"] / 1e6),
-        number(row["operations"] / 1e6),
-        f"{number(row['bound_us'])} us, {row['bound_by']}",
+        at_least(row["bytes"] / 1e6),
+        at_least(row["operations"] / 1e6),
+        f"{at_least(row['bound_us'])} us, {row['bound_by']}",
     ]
 
 
