@@ -90,7 +90,7 @@ ROWS = {
 # optimizer, one bf16 weights.
 YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger fused", f"{OURS} graph"]
+SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger compile graph", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's LLaMA with our sizes and initial weights

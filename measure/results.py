@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shlex
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -97,8 +98,15 @@ def damage_reported(folder, name):
         raise llama.UsageError(f"--results {folder}: {reason}") from error
 
 
-def newest_first(folder, benchmark):
-    """[(name, Record)] of a benchmark's results in a folder, the newest first."""
+def newest_first(folder, benchmark, device=None):
+    """[(name, Record)] of a benchmark's results in a folder, the newest first; of one device, if it is named."""
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
+    results = [item for item in results if device in (None, item[1]["environment"]["device"])]
     # A run of the script itself has its date in its name only.
     return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)
+
+
+def devices_of(folder, benchmark):
+    """The names of the devices that a benchmark's results are of, the one with the most results first."""
+    counts = Counter(result["environment"]["device"] for _, result in newest_first(folder, benchmark))
+    return [device for device, _ in counts.most_common()]

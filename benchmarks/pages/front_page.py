@@ -10,7 +10,7 @@ from typing import NamedTuple
 import tiny_llama_v3 as llama
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
-from measure.results import newest_first
+from measure.results import devices_of, newest_first
 from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source
 from tiny_llama import hardware
 
@@ -28,10 +28,14 @@ def is_complete(size):
     return "comparisons" in size and all(name in rows and not rows[name]["error"] for name in needed)
 
 
-def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES):
-    """{size: (name, result)}: for each of these sizes the newest measurement that is wanted."""
+def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES, device=None):
+    """{size: (name, result)}: for each of these sizes the newest measurement that is wanted, of a device.
+
+    By default it is the device with the most results of steps.
+    """
+    device = device or next(iter(devices_of(folder, "steps")), None)
     newest = {}
-    for name, result in newest_first(folder, "steps"):
+    for name, result in newest_first(folder, "steps", device):
         for size_name, size in result["sizes"].items():
             if is_wanted(size):
                 newest.setdefault(size_name, (name, result))

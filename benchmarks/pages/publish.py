@@ -23,8 +23,10 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import fp8_tables, front_page, published_claims, replays, scaling_tables, traces
+from benchmarks.steps import SWEEP_ROWS
+from measure import drawing
 from measure.command_line import Parser, program, replacing
-from measure.results import RESULTS, ROOT, damage_reported, newest_first, read_result
+from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 from measure.work import SIZES, SWEEPS
 
@@ -39,9 +41,9 @@ def ratio_line(pair):
     return f"{relation}."
 
 
-def steps_table(size_name, size, name, result):
-    config = size["config"]
-    rows = []
+def steps_table(size_name, name, result):
+    size = result["sizes"][size_name]
+    config, rows = size["config"], []
     for row_name, row in size["rows"].items():
         bold = "**" if row_name in ("triton graph", size["strongest_peer"]) else ""
         label = f"{bold}{row_name}{bold}"
@@ -60,8 +62,9 @@ def steps_table(size_name, size, name, result):
             ]
         )
     title = (
-        f"**{size_name}**: {config['batch_size']} x {config['seq_len']} tokens, hidden {config['hidden_dim']}, "
-        f"{config['num_layers']} layers, {config['num_heads']} heads, {size['precision']}"
+        f"**{size_name}**, {result['environment']['device']}: {config['batch_size']} x {config['seq_len']} tokens, "
+        f"hidden {config['hidden_dim']}, {config['num_layers']} layers, {config['num_heads']} heads, "
+        f"{size['precision']}"
     )
     table = markdown_table(["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB"], rows)
     ratios = " ".join(ratio_line(pair) for pair in size["comparisons"])
@@ -74,11 +77,14 @@ def was_timed(size):
 
 
 def steps_section(folder):
-    newest = front_page.newest_sizes(folder, was_timed, SIZES)
-    newest |= front_page.newest_sizes(folder, front_page.is_complete, SIZES)  # rather than a newer one of some rows
-    if len(newest) > 1:
-        newest.pop("tiny", None)  # a trial
-    tables = (steps_table(size, result["sizes"][size], name, result) for size, (name, result) in newest.items())
+    tables = []
+    for device in devices_of(folder, "steps"):
+        newest = front_page.newest_sizes(folder, was_timed, SIZES, device)
+        complete = front_page.newest_sizes(folder, front_page.is_complete, SIZES, device)
+        newest |= complete  # rather than a newer one of some rows
+        if len(newest) > 1:
+            newest.pop("tiny", None)  # a trial
+        tables += [steps_table(size, *item) for size, item in newest.items()]
     return "\n\n".join(tables) or NOT_MEASURED
 
 
@@ -106,11 +112,43 @@ def sweeps_section(folder):
     return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes) or NOT_MEASURED
 
 
+GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # the field of Config
+
+
+def draw_sweeps(folder, path):
+    """Draws how many times as long as ours the steps of the other rows take, over what grows, if it was measured."""
+    newest = {sweep: front_page.newest_sizes(folder, was_timed, sizes) for sweep, sizes in SWEEPS.items()}
+    newest = {sweep: sizes for sweep, sizes in newest.items() if len(sizes) > 1}
+    if not newest:
+        return
+    with drawing.style():
+        figure = drawing.new_figure(height=380, width=1200, unit=100)
+        for axes, (sweep, sizes) in zip(figure.subplots(1, len(newest), squeeze=False)[0], newest.items(), strict=True):
+            measured = [result["sizes"][size] for size, (_, result) in sizes.items()]
+            colors = (drawing.RED, drawing.BLUE, drawing.GREEN, drawing.VIOLET)
+            for row, color, marker in zip(SWEEP_ROWS, colors, "osD^", strict=True):
+                both = [
+                    size for size in measured if all("ms" in size["rows"].get(r, {}) for r in (row, SWEEP_ROWS[-1]))
+                ]
+                xs = [size["config"][GROWS[sweep]] for size in both]
+                ours, theirs = ([size["rows"][r]["ms"]["median"] for size in both] for r in (SWEEP_ROWS[-1], row))
+                ratios = [ms / own for own, ms in zip(ours, theirs, strict=True)]
+                axes.plot(xs, ratios, color=color, marker=marker, label=row)
+            axes.set(xscale="log", ylim=(0, None), title=f"{sweep} grows", ylabel="time of a step, ours = 1")
+            every = [size["config"][GROWS[sweep]] for size in measured]
+            axes.set_xticks(every, [f"{value:,}" for value in every])
+            axes.minorticks_off()
+            axes.set_xlabel(GROWS[sweep])
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SWEEP_ROWS))
+        drawing.save_png(figure, path, dpi=100)
+
+
 def kernels_section(folder):
-    results = newest_first(folder, "kernels")
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
+    newest = [newest_first(folder, "kernels", device)[0] for device in devices_of(folder, "kernels")]
+    return "\n\n".join(kernels_table(*item) for item in newest) or NOT_MEASURED
+
+
+def kernels_table(name, result):
     rows = []
     for case in result["cases"]:
         if case.get("error"):
@@ -258,6 +296,7 @@ PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md")]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "scaling", "fp8")]
 DRAWN = {  # {picture: function of the folder of results and the path that draws it}
     ROOT / "docs" / "front_page.png": front_page.draw,
+    ROOT / "docs" / "sweeps.png": draw_sweeps,
     ROOT / "docs" / "learning.png": front_page.draw_learning,
     ROOT / "docs" / "fp8_layer.png": fp8_tables.draw_layer,
     ROOT / "docs" / "fp8_learning.png": fp8_tables.draw,

@@ -301,6 +301,28 @@ def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, f
     assert expected == 0 or any(row and row["error"] for row in rows.values())
 
 
+def test_the_picture_of_the_sweeps(tmp_path, monkeypatch):
+    def size(ours, **others):
+        rows = {name: {"error": None, "ms": {"median": ms}} for name, ms in {"triton graph": ours, **others}.items()}
+        return {"config": {"seq_len": 128 * ours}, "rows": rows, "comparisons": []}
+
+    sizes = {"128 tokens": size(1, **{"torch graph": 2}), "512 tokens": size(4, **{"torch graph": 12})}
+    sizes["512 tokens"]["rows"]["sdpa compile graph"] = {"error": "no room"}
+    result = {"date": "2026", "environment": {"device": "Some GPU"}, "sizes": sizes}
+    drawn = []
+    monkeypatch.setattr(publish.drawing, "save_png", lambda figure, path, dpi: drawn.append(figure.axes))
+    publish.draw_sweeps(tmp_path, tmp_path / "picture.png")
+    (tmp_path / "steps_one.json").write_text(json.dumps(result))
+    publish.draw_sweeps(tmp_path, tmp_path / "picture.png")
+    ((axes,),) = drawn  # nothing without results, and only the sweep that was measured
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert lines["torch graph"] == ([128, 512], [2, 3]) and lines["triton graph"] == ([128, 512], [1, 1])
+    assert lines["sdpa compile graph"] == ([], []) and [text.get_text() for text in axes.get_xticklabels()] == [
+        "128",
+        "512",
+    ]
+
+
 README = (
     "# Title\n<!-- begin: steps -->\nold\n<!-- end: steps -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
 )

@@ -66,6 +66,18 @@ def test_the_table_has_ours_beside_the_strongest_peer(tmp_path):
     assert "15.0" not in text
 
 
+def test_results_of_another_gpu_stand_beside_ours(tmp_path):
+    other = {"environment": ENVIRONMENT | {"device": "Another GPU"}, "date": "2031-01-01T00:00:00"}
+    theirs, kernel = step_result(ours=5.0) | other, {"dtype": "bf16", "cases": [{"case": "copy", "error": "no room"}]}
+    write(tmp_path, steps_one=step_result(), steps_two=step_result("2029-01-01T00:00:00"), steps_sent=theirs)
+    write(tmp_path, kernels_one=step_result() | kernel, kernels_sent=theirs | kernel)
+    assert "**10.0** / 20.0" in front_page.front_section(tmp_path)
+    assert "Another GPU" not in front_page.front_section(tmp_path)
+    steps = publish.steps_section(tmp_path)
+    assert steps.index("**small**, Some GPU: 8 x 128") < steps.index("**small**, Another GPU: 8 x 128")
+    assert publish.kernels_section(tmp_path).count("| copy | no room |") == 2
+
+
 def test_a_measurement_without_our_row_does_not_count(tmp_path):
     broken = step_result()
     broken["sizes"]["small"]["rows"]["triton graph"] = {"error": "out of memory"}
