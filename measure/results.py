@@ -101,7 +101,7 @@ def damage_reported(folder, name):
 def newest_first(folder, benchmark, device=None):
     """[(name, Record)] of a benchmark's results in a folder, the newest first; of one device, if it is named."""
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
-    results = [item for item in results if device in (None, item[1]["environment"]["device"])]
+    results = [item for item in results if device is None or item[1]["environment"]["device"] == device]
     # A run of the script itself has its date in its name only.
     return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)
 

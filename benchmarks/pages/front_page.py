@@ -73,7 +73,7 @@ def front_section(folder):
     rows = [front_row(name, result["sizes"][name]) for name, (_, result) in sizes.items()]
     table = markdown_table(header, rows, [False, True, True, True, True, True, False])
     sources = dict.fromkeys(source(*item) for item in sizes.values())
-    return "\n\n".join([table, *sources])
+    return f"{table}\n\n{'; '.join(sources)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
