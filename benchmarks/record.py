@@ -93,7 +93,7 @@ def list_stale():
     commands = []
     for page, path in shown_results():
         result = read_result(path)
-        if has_changed(result):
+        if "environment" in result and has_changed(result):  # others were not measured, but compiled or emulated
             commands.append(result.get("command"))
             print(f"{page.relative_to(ROOT)}: {path.name}: {commands[-1]}")
     if not commands:
@@ -137,6 +137,8 @@ def main(argv):
     device = llama.select_device("auto")
     if device.type == "cpu":
         raise llama.UsageError("measuring needs a GPU, and there is none: leave --stale and --all out to list")
+    for command in sorted({*stale} - {part.command for part in PARTS}):
+        print(f"No part has this command, but one of --all may replace it: {command}")
     parts = [part for part in PARTS if options.all or part.command in stale]
     parts = [part for part in parts if not is_current(part, results_in(RESULTS), device.name)]
     failed, left = [], []

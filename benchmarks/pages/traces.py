@@ -59,7 +59,8 @@ def record(name, flags, device, folder):
         command = ["tiny_llama_v3.py", *flags, *SIZES]
         own = ["--profile", scratch, "--output-dir", scratch]
         subprocess.run([sys.executable, *command, *own], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        result = header("traces", device, [], MEASURED) | {"benchmark": name, "command": " ".join(["python", *command])}
+        run = {"benchmark": name, "command": "python -m benchmarks.pages.traces", "run": " ".join(["python", *command])}
+        result = header(name, device, [], MEASURED) | run
         result |= {"displayTimeUnit": "ms", "traceEvents": one_step(Path(scratch) / "trace.json")}
     file = ResultFile(folder, result)
     file.save(result)

@@ -81,7 +81,10 @@ def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsy
     (folder / "c.json").write_text(json.dumps(result("python -m two", digest="0")))  # on no page
     assert record.main([]) == 0 and not commands
     assert capsys.readouterr().out == "README.md: b.json: python -m two\n"
+    (folder / "a.json").write_text(json.dumps(result("python old.py", digest="0")))
     assert record.main(["--stale"]) == 0 and commands == ["python -m two"]
+    assert "one of --all may replace it: python old.py" in capsys.readouterr().out
+    (folder / "a.json").write_text(json.dumps({"command": "python -m compiled.pages"}))
     (folder / "b.json").write_text(json.dumps(result("python -m two")))
     assert record.main([]) == 0 and "is that of today" in capsys.readouterr().out.splitlines()[-1]
 
