@@ -26,6 +26,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.steps import ROWS, is_fp8
 from measure.command_line import Parser, program, time_limit
 from measure.digest import digest_of, has_changed
 from measure.results import RESULTS, ROOT, ResultFile, read_result
@@ -42,10 +43,16 @@ class Part(NamedTuple):
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
+APART = [name for name in ROWS if is_fp8(name)], [name for name in ROWS if "max-autotune" in name]  # with ours in bf16
+STEPS = "python -m benchmarks.steps --windows 5"
 PARTS = [
     *(
-        Part(f"python -m benchmarks.steps --sizes {size} --windows 5 --time-limit {seconds}", seconds + 40)
-        for size, seconds in (("small", 260), ("medium", 260), ("large", 420))
+        Part(f"{STEPS} --sizes {size} --rows {shlex.join(rows)}", seconds)
+        for size, seconds in (("small", 200), ("medium", 280), ("large", 400))
+        for rows in (
+            [name for name in ROWS if name not in sum(APART, [])],
+            *(["triton graph", *rows] for rows in APART),
+        )
     ),
     Part("python -m benchmarks.kernels", 400),
     Part("python -m benchmarks.layer_norm --time-limit 300", 330),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import tiny_llama_v3 as llama
+from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
 from measure.results import devices_of, newest_first
@@ -42,6 +43,26 @@ def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES, device=None):
     return {name: newest[name] for name in sizes if name in newest}
 
 
+def with_other_rows(folder, size_name, name, result):
+    """(the measurement of a size, [(name, result)]), with rows in bf16 of other results of this model and device.
+
+    What takes minutes to compile may be measured apart. Each row was timed in turns with ours of its own result.
+    """
+    size, sources = result["sizes"][size_name], [(name, result)]
+    rows = dict(size["rows"])
+    for other in newest_first(folder, "steps", result["environment"]["device"]):
+        theirs = other[1]["sizes"].get(size_name)
+        if theirs and theirs["config"] == size["config"]:
+            measured = {n: row for n, row in theirs["rows"].items() if not (row["error"] or is_fp8(n))}
+            added = {n: row for n, row in measured.items() if n not in rows or rows[n]["error"]}
+            rows |= added
+            sources += [other] * bool(added)
+    if len(sources) > 1:
+        size = size | {"rows": {n: rows[n] for n in ROWS if n in rows}}
+        conclude(size)
+    return size, sources
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The table: our step and that of the strongest peer
 
@@ -65,14 +86,14 @@ def front_row(size_name, size):
 
 
 def front_section(folder):
-    sizes = newest_sizes(folder)
+    sizes = {name: with_other_rows(folder, name, *item) for name, item in newest_sizes(folder).items()}
     if not sizes:
         return NOT_MEASURED
     header = ["**ours** / strongest peer", "ms a step", "ratio", "with our AdamW", "tokens/s", "peak memory, MiB"]
     header.append("which peer")
-    rows = [front_row(name, result["sizes"][name]) for name, (_, result) in sizes.items()]
+    rows = [front_row(name, size) for name, (size, _) in sizes.items()]
     table = markdown_table(header, rows, [False, True, True, True, True, True, False])
-    sources = dict.fromkeys(source(*item) for item in sizes.values())
+    sources = dict.fromkeys(source(*item) for _, items in sizes.values() for item in items)
     return f"{table}\n\n{'; '.join(sources)}"
 
 
@@ -210,7 +231,7 @@ def draw_learning(folder, path):
 def draw(folder, path):
     """Writes the picture. UsageError if a result is missing."""
     newest = newest_sizes(folder)
-    sizes = {name: result["sizes"][name] for name, (_, result) in newest.items()}
+    sizes = {name: with_other_rows(folder, name, *item)[0] for name, item in newest.items()}
     devices = dict.fromkeys(result["environment"]["device"] for _, result in newest.values())
     runs = [newest_first(folder, f"learning_{kind}") for kind in ("correct", "severed")]
     if not sizes or not all(runs):

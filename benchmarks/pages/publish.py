@@ -23,7 +23,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import fp8_tables, front_page, published_claims, replays, scaling_tables, traces
-from benchmarks.steps import SWEEP_ROWS
+from benchmarks.steps import SWEEP_ROWS, is_fp8
 from measure import drawing
 from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, read_result
@@ -41,10 +41,12 @@ def ratio_line(pair):
     return f"{relation}."
 
 
-def steps_table(size_name, name, result):
-    size = result["sizes"][size_name]
+def steps_table(folder, size_name, name, result):
+    size, sources = front_page.with_other_rows(folder, size_name, name, result)
     config, rows = size["config"], []
     for row_name, row in size["rows"].items():
+        if is_fp8(row_name):  # see fp8_tables
+            continue
         bold = "**" if row_name in ("triton graph", size["strongest_peer"]) else ""
         label = f"{bold}{row_name}{bold}"
         if row["error"]:
@@ -68,7 +70,7 @@ def steps_table(size_name, name, result):
     )
     table = markdown_table(["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB"], rows)
     ratios = " ".join(ratio_line(pair) for pair in size["comparisons"])
-    return "\n\n".join(part for part in (title, table, ratios, provenance(name, result)) if part)
+    return "\n\n".join(filter(None, (title, table, ratios, *(provenance(*item) for item in sources))))
 
 
 def was_timed(size):
@@ -84,7 +86,7 @@ def steps_section(folder):
         newest |= complete  # rather than a newer one of some rows
         if len(newest) > 1:
             newest.pop("tiny", None)  # a trial
-        tables += [steps_table(size, *item) for size, item in newest.items()]
+        tables += [steps_table(folder, size, *item) for size, item in newest.items()]
     return "\n\n".join(tables) or NOT_MEASURED
 
 
