@@ -5,8 +5,9 @@
     python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
     python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
 
-A part is one command with one result. It is current if this kind of GPU has a result of the same command with the
-digest of today's code. Afterwards `make publish` writes the pages; older results of the same commands can be removed.
+A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
+command with the digest of today's code. Afterwards `make publish` writes the pages; older results of the same commands
+can be removed.
 
 Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request cannot be met, 130 interrupted.
 """
@@ -14,6 +15,7 @@ Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request can
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -109,22 +111,25 @@ def list_stale():
 
 
 def measure(part, device):
-    """Runs the command of a part, which writes its result. Returns whether it succeeded."""
+    """Runs the command of a part, and keeps its results if it succeeds, so that none is incomplete. Returns whether."""
     program, *arguments = shlex.split(part.command)
     command = [sys.executable, *arguments] if program == "python" else [str(ROOT / program), *arguments]
-    if part.name is None:
-        return subprocess.run(command, cwd=ROOT).returncode == 0
     with tempfile.TemporaryDirectory() as scratch:
         option = ["--output-dir", scratch] if program == "python" else ["--output", scratch]
         place = command.index("--") if "--" in command else len(command)
         if subprocess.run([*command[:place], *option, *command[place:]], cwd=ROOT).returncode:
             return False
-        written = Path(scratch, "summary.json") if part.name == "stages" else next(Path(scratch).glob("*.json"))
-        result = json.loads(written.read_text())
-    result |= {"command": part.command, "measured": TRAINING, "digest": digest_of(TRAINING), "benchmark": part.name}
-    result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
-    result.setdefault("environment", hardware.environment(device))
-    ResultFile(RESULTS, result).save(result)
+        for path in Path(scratch).glob("summary.json" if part.name == "stages" else "*.json"):
+            result = json.loads(path.read_text())
+            if part.name:
+                result |= {"benchmark": part.name, "command": part.command}
+                result |= {"measured": TRAINING, "digest": digest_of(TRAINING)}
+                result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
+                result.setdefault("environment", hardware.environment(device))
+            file = ResultFile(RESULTS, result)
+            file.save(result)
+            if (picture := path.with_name("stages.png")).exists():  # of a replay; the page shows it with its result
+                shutil.copy(picture, file.path.with_suffix(".png"))
     return True
 
 

@@ -14,10 +14,10 @@ STAGES = range(1, 8)  # the stages in the table
 AT = "https://github.com/amd/HPCTrainingExamples/blob/aaaa72d4/MLExamples/TinyTransformer/version3_triton"
 PUBLISHED = f"""Published: [README_WORKSHOP.md]({AT}/README_WORKSHOP.md) and
 [WORKSHOP_GUIDE.md]({AT}/exercises/performance_debugging/WORKSHOP_GUIDE.md) of TinyTransformer in AMD's
-HPCTrainingExamples, at commit aaaa72d4. Its
-[lines 217]({AT}/tiny_llama_v3.py#L217) and [303]({AT}/tiny_llama_v3.py#L303) start kernels outside autograd,
-[lines 645]({AT}/tiny_llama_v3.py#L645) and 650 read the memory that is allocated after a step, and the 8 times of V4
-[are an expectation]({AT}/README_WORKSHOP.md#L325) that was not measured. AMD found the mistake in TinyOpenFold's
+HPCTrainingExamples, at commit aaaa72d4. Lines [217]({AT}/tiny_llama_v3.py#L217) and
+[303]({AT}/tiny_llama_v3.py#L303) of its script start kernels outside autograd, and lines
+[645 and 650]({AT}/tiny_llama_v3.py#L645) read the memory that is allocated after a step. The 8 times of V4
+[were expected]({AT}/README_WORKSHOP.md#L325), not measured. AMD found the mistake in TinyOpenFold's
 kernels as well, and mended it there with a test that gradients flow
 ([pull request 171](https://github.com/amd/HPCTrainingExamples/pull/171), July 2026)."""
 

@@ -3,6 +3,8 @@
 import importlib
 import json
 import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +108,20 @@ def test_a_run_of_the_script_becomes_a_result(tmp_path, monkeypatch):
     assert path.name.startswith("learning_correct_") and len(kept["steps"]) == 2
     assert kept["command"] == part.command and kept["date"] and not record.has_changed(kept)
     assert not record.measure(part._replace(command="python tiny_llama_v3.py --num-steps 0"), llama.get_device("cpu"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_of_a_benchmark_are_kept_as_they_are_and_only_if_it_succeeds(tmp_path, monkeypatch):
+    def run(command, cwd):
+        folder = command[command.index("--output-dir") + 1]
+        for name in ("one", "two"):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(result("python -m one", benchmark=name)))
+        (Path(folder) / "stages.png").touch()
+        return subprocess.CompletedProcess(command, returncode)
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record.subprocess, "run", run)
+    for returncode, names in ((1, []), (0, ["one", "one", "two", "two"])):
+        assert record.measure(record.Part("python -m one", 1), GPU) == (returncode == 0)
+        assert [path.name.split("_")[0] for path in sorted(tmp_path.iterdir())] == names
+    assert json.loads(next(tmp_path.glob("one_*.json")).read_text()) == result("python -m one", benchmark="one")
