@@ -55,6 +55,7 @@ except ImportError as error:
 WIDTH = 100  # of a line on the terminal
 LIMIT, MOST = 60, 86400  # seconds for a task
 LONGEST = 1000  # characters of a message
+INTERPRETER_FAILS = "Triton's interpreter fails at any loop: install numpy<2.4, or a newer Triton"
 
 
 class Exercise(NamedTuple):
@@ -173,6 +174,11 @@ def unparenthesised(exercise, task):
     return ""
 
 
+def interpreter_failed(error):
+    """Whether the error is of the interpreter, which fails with a correct kernel as well."""
+    return any(type(link).__name__ == "InterpreterError" for link in chain_of(error)) and not interpreter_works()
+
+
 def judge(path, checks, task):
     """The Verdict on a task of the file at path; checks: the module with its check."""
     torch.manual_seed(0)
@@ -184,11 +190,15 @@ def judge(path, checks, task):
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     if not hasattr(exercise, task):
         return Verdict(False, f"there is no {task} in {path.name}: in a notebook, run its cell first", begun=False)
+    if task not in checks.TASKS:  # this interpreter lacks an operation of it
+        return Verdict(False, obstacle="interpreter")
     try:
         with warnings.catch_warnings(), strict_interpreter(getattr(checks, "POISON", POISON)):
             warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
             checks.TASKS[task](exercise)
     except NotYet as reason:
+        if interpreter_failed(reason):  # at the task that comes first
+            return Verdict(False, obstacle="interpreter")
         return Verdict(False, str(reason), begun=False)
     except Wrong as wrong:
         blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
@@ -199,8 +209,7 @@ def judge(path, checks, task):
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
     except anything as error:
-        interpreted = any(type(link).__name__ == "InterpreterError" for link in chain_of(error))
-        if interpreted and not interpreter_works():
+        if interpreter_failed(error):
             return Verdict(False, obstacle="interpreter")
         return Verdict(False, describe(error, path))
     return Verdict(True)
@@ -308,6 +317,8 @@ def judge_everywhere(path, exercise, task, limit, extra=None):
     )
     if verdict.passed and not compiled.passed:
         compiled = compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
+    if extra == "show" and verdict.obstacle:
+        return compiled._replace(report=([f"nothing is drawn: {INTERPRETER_FAILS}"], None, None))
     return compiled if extra == "time" else compiled._replace(report=verdict.report)
 
 
@@ -429,7 +440,7 @@ def main(argv):
         else:
             verdict = judge_everywhere(path, options.exercise, task, options.limit, options.extra)
         if verdict.obstacle == "interpreter":
-            raise llama.UsageError("Triton's interpreter fails, whatever the kernel: is NumPy too new for this Triton?")
+            raise llama.UsageError(INTERPRETER_FAILS)
         if verdict.obstacle == "file":
             show(f"FAIL  {verdict.message}")
             return 1

@@ -18,7 +18,8 @@ from pathlib import Path
 if not __package__:
     print("run it from the root as python -m exercises.generate", file=sys.stderr)
     sys.exit(2)
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
 import tiny_llama_v3 as llama
 from exercises import check, drawings
 from exercises.jupyter import source_of

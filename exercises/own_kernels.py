@@ -211,7 +211,7 @@ def timed(case, calls):
 
 def counted(case, calls):
     """Yields the Rows of the interpreter, the bound last."""
-    from exercises.performance_debugging import memory_counts  # not on a GPU: it has Triton interpret
+    from exercises.performance_debugging import memory_counts
 
     for name, call in calls.items():
         with memory_counts.observed_launches() as launches, CountBytes() as operators:

@@ -20,7 +20,8 @@ if not __package__:
 import numpy as np
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
 from emulated.memory_system import LANES  # noqa: E402

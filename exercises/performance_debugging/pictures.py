@@ -370,6 +370,8 @@ def losses(replay):
     curves = {f"stage {', '.join(stages)}": curve for curve, stages in alike.items()}
     colors, dashes = itertools.cycle((BLUE, RED, GREEN, VIOLET)), itertools.cycle(("-", "--", "-.", ":"))
     drawn = [loss for curve in alike for loss in curve if loss is not None]
+    if not drawn:
+        raise NotMeasured("no stage has a finite loss")
     highest, floor = max(drawn), replay.summary["entropy"]  # None of a file
     floor = floor if floor and floor <= min(drawn) else None  # a few random tokens may lie below it
 

@@ -33,10 +33,11 @@ def tokens(device):
     return torch.randint(37, (2, 17), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def loss_and_gradients(model, tokens, **keywords):
+def loss_and_gradients(model, tokens, autocast=False, **keywords):
     model.zero_grad()
     labels = tokens.masked_fill(tokens == 5, -100)
-    loss = model(input_ids=tokens, labels=labels, **keywords).loss
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=labels, **keywords).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
@@ -76,8 +77,7 @@ def test_autocast_rounds_as_with_transformers(models, tokens, monkeypatch, opera
     """The interpreter multiplies bf16 wrongly."""
     monkeypatch.setattr(hugging_face, "OPERATIONS", llama.OPERATIONS[operations])
     exact = copy.deepcopy(loss_and_gradients(models[0], tokens))
-    with torch.autocast(tokens.device.type, torch.bfloat16):
-        plain, ours = (llama.relative_errors(loss_and_gradients(model, tokens), exact) for model in models)
+    plain, ours = (llama.relative_errors(loss_and_gradients(model, tokens, autocast=True), exact) for model in models)
     assert not llama.judge(ours, plain, llama.CHECK_ATOL["bf16"]).failed
 
 

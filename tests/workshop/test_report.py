@@ -234,6 +234,8 @@ def test_losses_that_are_the_same_share_a_line_that_names_them():
     summary = whole_summary()
     summary["stages"][0]["losses"] = [470.0, 40.0]
     assert "stage 2, 3, 4, 5, 6, 7, 8: " in pictures.losses(Replay(summary)).description
+    with pytest.raises(pictures.NotMeasured, match="no stage has a finite loss"):
+        pictures.losses(Replay(summary | {"stages": []}))
 
 
 @pytest.mark.parametrize("entropy, floors", [(6.9, [6.9]), (None, []), (7.5, [])])  # the last above a loss
