@@ -9,14 +9,14 @@ first row is the ceiling. Before a kernel is timed, its results are compared wit
 of tiny_llama_v3.py --check. A peer is not timed either if its results are wrong.
 
 The peers are eager PyTorch; torch.compile of the same function ("compile"), also with mode="max-autotune-no-cudagraphs"
-("max-autotune"); the backends of PyTorch's attention ("flash" is AOTriton on AMD); Liger-Kernel and QuACK ("liger",
-"quack"); and on AMD AMD's own library ("aiter"), whose RMSNorm and SwiGLU have no backward pass.
+("max-autotune"); the backends of PyTorch's attention ("flash" is AOTriton on AMD); Liger-Kernel, QuACK and
+FlashAttention 4 ("liger", "quack", "fa4"); and on AMD AMD's own library ("aiter"), whose RMSNorm and SwiGLU have no
+backward pass.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.command_line import Parser, program
 from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.results import RESULTS, ResultFile, describe, header, import_library, versions
 from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
 
 EPS = 1e-5
@@ -128,6 +128,10 @@ def liger_cross_entropy(ops, logits, targets):
     return torch_loss_and_gradient(logits, targets, loss)
 
 
+def fa4_attention(fa4, q, k, v):
+    return fa4.flash_attn_func(q, k, v, causal=True)[0]
+
+
 def quack_norm(quack, x, weight):
     return quack.rmsnorm(x, weight, eps=EPS)
 
@@ -155,6 +159,7 @@ LIBRARIES = {
     "liger": Library("liger_kernel.ops", ("sm_", "gfx"), liger_norm, liger_add_norm, liger_activation,
         liger_cross_entropy),
     "quack": Library("quack", "sm_", quack_norm, quack_add_norm, cross_entropy=quack_cross_entropy),
+    "fa4": Library("flash_attn.cute", ("sm_90", "sm_10"), attention=fa4_attention),
     "aiter": Library("aiter", "gfx", aiter_norm, aiter_add_norm, aiter_activation, attention=aiter_attention,
         forward_only=("norm", "add_norm", "activation")),
 }  # fmt: skip
@@ -174,15 +179,13 @@ def library_functions(bench, operation, plain, inputs, upstream=None):
         if function is None or not is_forward or not bench.device.arch.startswith(library.arch):
             continue
         try:
-            call = functools.partial(function, importlib.import_module(library.package))
+            call = functools.partial(function, import_library(library.package))
             copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             check(f"{name}'s {operation}", plain, inputs, call(*copies))
             if upstream:
                 arguments, backward = (*inputs, *upstream), functools.partial(gradients, number=len(inputs))
                 check(f"{name}'s gradient of {operation}", backward(plain), arguments, backward(call)(*arguments))
             found[name] = call
-        except ModuleNotFoundError as error:
-            found[name] = Unavailable(f"{error.name} is not installed")
         except Exception as error:  # of its compiler, too
             found[name] = error
     return found
@@ -360,6 +363,8 @@ def adamw_cases(bench):
 
 def torch_attention(q, k, v, backend):
     """q, k, v (batch, seq, heads, head_dim), the layout of our kernels."""
+    if backend == "efficient":  # it takes no fewer heads of K and V
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPA_BACKENDS[backend]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -474,7 +479,9 @@ def main(argv):
     repeat_compiled_backward()
     torch.manual_seed(0)
     bench = KernelBench(device)
-    result = header("kernels", device, argv, MEASURED) | {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
+    result = header("kernels", device, argv, MEASURED)
+    result["peers"] = versions(*(library.package.split(".")[0] for library in LIBRARIES.values()))
+    result |= {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {result['dtype']}", flush=True)
     all_right = True

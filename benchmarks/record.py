@@ -69,6 +69,7 @@ PARTS = [
         for size, more, seconds in (("medium", " --data text", 260), ("medium", " --data markov", 260))
     ),
     Part("python -m benchmarks.pages.traces", 120),
+    Part("python -m profilers.overhead", 60, "overhead"),
     Part(f"{REPLAY} --beyond", 150, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 60, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 60, "stages"),
@@ -103,7 +104,7 @@ def list_stale():
     for page, path in shown_results():
         result = read_result(path)
         if "environment" in result and has_changed(result):  # others were not measured, but compiled or emulated
-            commands.append(result.get("command"))
+            commands.append(result.get("command", ""))
             print(f"{page.relative_to(ROOT)}: {path.name}: {commands[-1]}")
     if not commands:
         print("The code of every result on the pages is that of today.")

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import math
 import sys
 import time
@@ -35,7 +34,7 @@ from measure.accuracy import require_finite
 from measure.command_line import Parser, positive, program, time_limit
 from measure.device import synchronize
 from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header, import_library, versions
 from measure.timing import in_turns, percentiles, release
 from measure.work import SIZES, SWEEPS
 from tiny_llama import fp8, hardware
@@ -78,6 +77,7 @@ ROWS = {
         Row("hf", compile=True, graph=True),
         Row("hf liger", compile=True, graph=True),
         Row("sdpa max-autotune", compile=True, graph=True),
+        Row("sdpa fa4", compile=True, graph=True),
         Row("sdpa flat", compile=True, graph=True),
         Row("sdpa bf16", compile=True, graph=True),
         Row(f"{OURS} fp8", graph=True),
@@ -89,12 +89,16 @@ ROWS = {
 # These separate the effects of kernels, optimizer and precision. They are no peers: one has our kernels, one our
 # optimizer, one bf16 weights.
 YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
+PEERS = "transformers", "liger_kernel", "flash_attn", "torchao"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger compile graph", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's LLaMA with our sizes and initial weights
 
+HF_SIZES = dict(hidden_dim="hidden_size", ffn_dim="intermediate_size", num_layers="num_hidden_layers",
+                num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", vocab_size="vocab_size",
+                norm_eps="rms_norm_eps")  # fmt: skip
 HF_NAMES = {  # {our module: the modules whose weights it stacks}
     "embed_tokens": ["model.embed_tokens"],
     "attention_norm": ["input_layernorm"],
@@ -136,10 +140,7 @@ class HuggingFaceLlama(nn.Module):
 
     def __init__(self, config, weights, liger=False, fused=False, ours=False):
         super().__init__()
-        try:
-            from transformers.models.llama import modeling_llama
-        except ModuleNotFoundError as error:
-            raise Unavailable(f"{error.name} is not installed") from error
+        modeling_llama = import_library("transformers.models.llama.modeling_llama")
         if HuggingFaceLlama.pristine is None:
             HuggingFaceLlama.pristine = dict(vars(modeling_llama))
         vars(modeling_llama).update(HuggingFaceLlama.pristine)
@@ -148,14 +149,8 @@ class HuggingFaceLlama(nn.Module):
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None
         self.llama = modeling_llama.LlamaForCausalLM(
             modeling_llama.LlamaConfig(
-                hidden_size=config.hidden_dim,
-                intermediate_size=config.ffn_dim,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                vocab_size=config.vocab_size,
+                **{theirs: getattr(config, ours) for ours, theirs in HF_SIZES.items()},
                 max_position_embeddings=config.seq_len,
-                rms_norm_eps=config.norm_eps,
                 rope_theta=config.rope_theta,
                 tie_word_embeddings=not config.untied_head,
                 use_cache=False,
@@ -175,18 +170,11 @@ class HuggingFaceLlama(nn.Module):
         copy_to_hugging_face(weights, self.llama)
 
     def use_liger(self, fused):
-        try:
-            from liger_kernel.transformers import (
-                LigerCrossEntropyLoss,
-                LigerFusedLinearCrossEntropyLoss,
-                apply_liger_kernel_to_llama,
-            )
-        except ModuleNotFoundError as error:
-            raise Unavailable(f"{error.name} is not installed") from error
+        liger = import_library("liger_kernel.transformers")
         # Its cross-entropy is called directly: a patch would replace F.cross_entropy for all rows.
-        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
-        self.cross_entropy = LigerCrossEntropyLoss()
-        self.fused_cross_entropy = LigerFusedLinearCrossEntropyLoss() if fused else None
+        liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
+        self.cross_entropy = liger.LigerCrossEntropyLoss()
+        self.fused_cross_entropy = liger.LigerFusedLinearCrossEntropyLoss() if fused else None
 
     def gradients(self, names):
         """The gradients under the names of our parameters."""
@@ -242,6 +230,22 @@ class AutotunedStep(llama.TrainStep):
         self.run_model = torch.compile(self.model, mode="max-autotune-no-cudagraphs")
 
 
+class FlashAttentionStep(llama.TrainStep):
+    """PyTorch's model with FlashAttention 4, for NVIDIA's GPUs from Hopper on."""
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        # torch.compile cannot look into its compiler. Captured, the parts of the graph cost no launches.
+        self.flash_attention = torch.compiler.disable(import_library("flash_attn.cute").flash_attn_func)
+        for layer in self.model.layers:
+            layer.attention.forward = functools.partial(self.attend, layer.attention)
+
+    def attend(self, module, x, cos, sin):
+        q, k, v = llama.split_heads(F.linear(x, module.qkv_proj.weight), module.num_heads, module.num_kv_heads)
+        q, k = (llama.torch_rope(t, cos, sin) for t in (q, k))
+        return F.linear(self.flash_attention(q, k, v, causal=True)[0].flatten(2), module.o_proj.weight)
+
+
 class LowPrecisionStep(llama.TrainStep):
     """PyTorch's model and optimizer with weights and moments in bf16, the least work that PyTorch can do.
 
@@ -266,11 +270,9 @@ class TorchaoStep(llama.TrainStep):
 
     def __init__(self, config, device, recipe):
         super().__init__(config, device)
-        try:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        except ModuleNotFoundError as error:
-            raise Unavailable(f"{error.name} is not installed") from error
-        convert_to_float8_training(self.model.layers, config=Float8LinearConfig.from_recipe_name(recipe))
+        float8 = import_library("torchao.float8")
+        recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
+        float8.convert_to_float8_training(self.model.layers, config=recipe)
         for layer in self.model.layers:  # it converts modules, and our operations take weights
             layer.attention.forward = functools.partial(self.attend, layer.attention)
             layer.feed_forward.forward = functools.partial(self.feed_forward, layer.feed_forward)
@@ -287,17 +289,6 @@ class TorchaoStep(llama.TrainStep):
 
 def is_fp8(implementation):
     return not {"fp8", *TORCHAO_RECIPES}.isdisjoint(implementation.split())
-
-
-def peer_versions():
-    """{library: version, or None where it is not installed}"""
-    versions = {}
-    for name in ("transformers", "liger-kernel", "torchao"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def make_step(row, config, device):
@@ -318,8 +309,8 @@ def make_step(row, config, device):
     config = dataclasses.replace(config, impl=implementation, fp8="fp8" in variant)
     if variant and variant[0] in TORCHAO_RECIPES:
         return TorchaoStep(config, device, variant[0])
-    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fp8": llama.TrainStep}
-    return (steps[variant[0]] if variant else llama.TrainStep)(config, device)
+    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fa4": FlashAttentionStep}
+    return steps.get("".join(variant), llama.TrainStep)(config, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -660,7 +651,7 @@ def main(argv):
 
     in_fp8 = any(is_fp8(row.implementation) for row in rows)
     result = header("steps", device, argv, MEASURED if in_fp8 else MEASURED[:1])
-    result |= {"sweep": options.sweep, "peers": peer_versions(), "windows": options.windows, "sizes": {}}
+    result |= {"sweep": options.sweep, "peers": versions(*PEERS), "windows": options.windows, "sizes": {}}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
     for name, size in sizes.items():

@@ -23,7 +23,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.steps import copy_to_hugging_face, hf_names
+from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
 from measure.command_line import Failure, Parser, positive, program
 from measure.results import describe
 from measure.timing import release
@@ -63,14 +63,8 @@ def config_of(model, **options):
         limit = f"the model's {given.max_position_embeddings} positions"
         raise Failure(f"--seq-len {options['seq_len']} is more than {limit}: give fewer")
     return llama.Config(
-        hidden_dim=given.hidden_size,
-        num_layers=given.num_hidden_layers,
-        num_heads=given.num_attention_heads,
-        num_kv_heads=given.num_key_value_heads,
-        ffn_dim=given.intermediate_size,
-        vocab_size=given.vocab_size,
+        **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
         rope_theta=float(rope["rope_theta"]),
-        norm_eps=given.rms_norm_eps,
         untied_head=not given.tie_word_embeddings,
         **options,
     )

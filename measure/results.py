@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import re
 import shlex
@@ -22,12 +23,26 @@ class Unavailable(Exception):
     """Something cannot run here; the message says why."""
 
 
+def import_library(name):
+    """A module of a library that need not be there."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{error.name} is not installed") from error
+
+
 def describe(error):
     """One line for a report."""
     if isinstance(error, Unavailable):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def versions(*packages):
+    """{distribution: version} of the packages that are installed."""
+    distributions = importlib.metadata.packages_distributions()
+    return {name: importlib.metadata.version(name) for package in packages for name in distributions.get(package, [])}
 
 
 def header(benchmark, device, argv, measured):

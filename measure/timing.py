@@ -54,9 +54,12 @@ class Bench:
             for call in calls:  # compiles, and initialises the libraries
                 call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            for call in itertools.islice(itertools.cycle(calls), number):
-                call()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                for call in itertools.islice(itertools.cycle(calls), number):
+                    call()
+        except Exception as error:  # of the end of the capture; the one before it tells why
+            raise (error.__context__ or error) from None
         return graph
 
     def microseconds(self, calls):

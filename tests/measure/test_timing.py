@@ -32,6 +32,15 @@ def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(fake_gpu):
     assert called == [0, 1, 2] + [index % 3 for index in range(timing.CALLS)]
 
 
+def test_a_failed_capture_has_the_reason_of_the_call(fake_gpu, monkeypatch):
+    """torch.cuda.graph raises another error at its end."""
+    graph = MagicMock()
+    graph.__exit__.side_effect = RuntimeError("failed due to a previous error")
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: graph)
+    call = MagicMock(side_effect=[None, RuntimeError("not permitted")])
+    assert fake_gpu.rate([call], 1.0) == {"error": "RuntimeError: not permitted"}
+
+
 def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_replay(fake_gpu, monkeypatch):
     buffer, called = MagicMock(), []
     monkeypatch.setattr(timing, "flush_buffer", lambda: buffer)

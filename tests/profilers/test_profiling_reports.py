@@ -368,7 +368,7 @@ def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys, python):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", python)
     sizes = "--hidden-dim 32 --num-layers 1 --num-heads 2 --vocab-size 64 --batch-size 2 --seq-len 16 --num-steps 2"
-    arguments = ["--scripts", "get_hotspots.sh", "--json", "overhead.json", "--", *sizes.split(), "--impl", "torch"]
+    arguments = ["--scripts", "get_hotspots.sh", "--output-dir", ".", "--", *sizes.split(), "--impl", "torch"]
     assert overhead.main(arguments) == 0
     result = json.loads(Path("overhead.json").read_text())
     row = result["scripts"]["get_hotspots.sh"]
@@ -464,7 +464,7 @@ def test_operators_of_two_threads_count_both(tmp_path):
 
 
 @pytest.mark.parametrize("module, arguments, file", [
-    (hotspots, "{0} --csv {0}/t.csv", "t.csv"), (overhead, "--json {0}/o.json", "o.json"),
+    (hotspots, "{0} --csv {0}/t.csv", "t.csv"), (overhead, "--output-dir {0}", "overhead.json"),
     (plot, "{0} --output {0}/new", "new/kernels.png"), (summary, "{0} --tool torch", "triton_analysis_summary.md"),
 ])  # fmt: skip
 def test_a_full_disk_leaves_no_half_file(session, monkeypatch, capsys, module, arguments, file):

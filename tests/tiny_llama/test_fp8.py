@@ -333,16 +333,13 @@ def test_the_check_finds_a_fault(fault, tmp_path, capsys, monkeypatch):
     assert "FAILED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "flags, line",
-    [
-        ("--impl sdpa", "--fp8 is for --impl triton, and for --impl torch, which emulates it: drop --fp8"),
-        ("--triton-matmul-swiglu", "--triton-matmul-swiglu multiplies without FP8: drop it or --fp8"),
-        ("--hidden-dim 24", "--hidden-dim 24 makes a matrix of 24 rows or columns: --fp8 needs multiples of 16"),
-        ("--ffn-dim 40", "--ffn-dim 40 makes a matrix of 40 rows or columns: --fp8 needs multiples of 16"),
-        ("--seq-len 9", "--seq-len 9 makes a matrix of 9 rows or columns: --fp8 needs multiples of 16"),
-    ],
-)
+@pytest.mark.parametrize("flags, line", [
+    ("--impl sdpa", "--fp8 is for --impl triton, and for --impl torch, which emulates it: drop --fp8"),
+    ("--triton-matmul-swiglu", "--triton-matmul-swiglu multiplies without FP8: drop it or --fp8"),
+    ("--hidden-dim 24", "--hidden-dim 24 makes a matrix of 24 rows or columns: --fp8 needs multiples of 16"),
+    ("--ffn-dim 40", "--ffn-dim 40 makes a matrix of 40 rows or columns: --fp8 needs multiples of 16"),
+    ("--seq-len 9", "--seq-len 9 makes a matrix of 9 rows or columns: --fp8 needs multiples of 16"),
+])  # fmt: skip
 def test_what_fp8_cannot_do_takes_one_line(flags, line, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny = "--fp8 --hidden-dim 32 --num-heads 2 --num-layers 1 --ffn-dim 32 --seq-len 16 --batch-size 1 --device cpu"

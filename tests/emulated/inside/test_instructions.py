@@ -104,16 +104,13 @@ def test_a_wave_begins_without_saturation(wave):
     assert result[:, :2].contiguous().view(FORMATS.forward).float().isnan().all()
 
 
-@pytest.mark.parametrize(
-    "name, operands",
-    [
-        ("s_setreg_imm32_b32", lambda: (s[0], FP16_OVFL | 1 << 11, 1)),
-        ("v_cvt_pk_fp8_f32", lambda: (v[2], s[0], v[1])),
-        ("v_cvt_pk_bf8_f32", lambda: (v[2], v[0], -v[1])),
-        ("v_cvt_scalef32_pk_fp8_f32", lambda: (v[2], v[0], v[1], 2.0)),
-        ("v_cvt_scalef32_pk_bf8_f32", lambda: (v[2], v[0], v[1], v[3])),
-    ],
-)
+@pytest.mark.parametrize("name, operands", [
+    ("s_setreg_imm32_b32", lambda: (s[0], FP16_OVFL | 1 << 11, 1)),
+    ("v_cvt_pk_fp8_f32", lambda: (v[2], s[0], v[1])),
+    ("v_cvt_pk_bf8_f32", lambda: (v[2], v[0], -v[1])),
+    ("v_cvt_scalef32_pk_fp8_f32", lambda: (v[2], v[0], v[1], 2.0)),
+    ("v_cvt_scalef32_pk_bf8_f32", lambda: (v[2], v[0], v[1], v[3])),
+])  # fmt: skip
 def test_what_is_not_emulated_is_refused(name, operands, wave):
     with pytest.raises(NotImplementedError, match=f"{name}.* is not emulated"):
         execute(wave, name, *operands())
