@@ -74,8 +74,9 @@ def peer_line(name, size):
     if not row_of(size, "weak", model.OURS) or not peers:
         return None
     fastest = min(peers, key=lambda peer: row_of(size, "weak", peer)["ms"]["exchanging"])
-    times = 1 / row_of(size, "weak", fastest)["ratio"]
-    return f"{name} {times:.2f} times those of {fastest}"
+    theirs, eager = row_of(size, "weak", fastest), row_of(size, "weak", "triton")
+    uncaptured = f" ({eager['tokens_per_second'] / theirs['tokens_per_second']:.2f} without)" if eager else ""
+    return f"{name} {1 / theirs['ratio']:.2f} times{uncaptured} those of {fastest}"
 
 
 def measured_table(processes, sizes):
@@ -95,7 +96,7 @@ def measured_table(processes, sizes):
         f"A reduce-scatter and an all-gather of 1 GiB, alone: {number(collectives['bandwidth'])} GB/s leave "
         f"each GPU; the shortest message takes {number(collectives['latency_us'])} us."
     )
-    summary = f"Tokens a second of `{model.OURS}` on {processes} GPUs: {lines}." if lines else ""
+    summary = f"Tokens a second of our step on {processes} GPUs with a captured graph: {lines}." if lines else ""
     sources = [provenance(*item) for item in sources.items()]
     return "\n\n".join(filter(None, [markdown_table(header, rows), summary, links, *sources]))
 

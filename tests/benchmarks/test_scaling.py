@@ -155,6 +155,9 @@ def test_the_table_holds_the_figures(results):
     assert text.count(ours) == 2 and "| large, triton | no room |" in text
     # The faster of the peers, by its windows in turns with ours.
     assert text.count(f"large {1 / 0.85:.2f} times those of FSDP2") == 2
+    large = result_of(2, 2)["sizes"]["large"]
+    large["weak"]["rows"]["triton"] = row(100.0, 120.0, 151.8e3, 0.9)
+    assert scaling_tables.peer_line("large", large) == f"large {1 / 0.85:.2f} times (1.10 without) those of FSDP2"
     assert text.index("2 GPUs, ms") < text.index("4 GPUs, ms") < text.index("nanogpt_triton")
     assert text.count("| eager | 20.0 ms | 25.0 ms | 2,000,000 | 80.0 % |") == 2 and "of 4 times one" in text
     assert "scaling_some-gpu_20260101" not in text  # superseded
