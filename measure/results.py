@@ -13,6 +13,7 @@ from pathlib import Path
 import tiny_llama_v3 as llama
 from measure.command_line import replacing
 from measure.digest import digest_of
+from measure.tables import NOT_MEASURED
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,20 @@ def newest_first(folder, benchmark, device=None):
     results = [item for item in results if device is None or item[1]["environment"]["device"] == device]
     # A run of the script itself has its date in its name only.
     return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)
+
+
+def of_newest(benchmark, is_wanted=lambda result: True):
+    """Makes a function of (name, result) one of a folder of results, which takes the newest one that is wanted."""
+
+    def decorate(table):
+        @functools.wraps(table)
+        def section(folder):
+            newest = next((item for item in newest_first(folder, benchmark) if is_wanted(item[1])), None)
+            return table(*newest) if newest else NOT_MEASURED
+
+        return section
+
+    return decorate
 
 
 def devices_of(folder, benchmark):

@@ -9,7 +9,7 @@ from benchmarks.fp8_learning import DATA, PRECISIONS, SMOOTHED, smoothed
 from benchmarks.pages.front_page import SIZES, newest_sizes
 from benchmarks.steps import ROWS, is_fp8
 from measure import drawing
-from measure.results import newest_first
+from measure.results import newest_first, of_newest
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 
 IN_FP8 = "triton fp8 graph"
@@ -121,12 +121,9 @@ def contender_cell(contenders, name, unit, ceiling):
 WORK = {"TB/s": (1e6, "MB"), "TFLOP/s": (1e12, "TFLOP")}  # by the unit of its rate: how the work of a part is shown
 
 
-def layer_section(folder):
+@of_newest("fp8_layer")
+def layer_section(name, result):
     """Of each part of a layer, ours and others beside the ceiling: of bytes a copy, of products the datasheet."""
-    results = newest_first(folder, "fp8_layer")
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
     (copy, *parts), rows = result["parts"], []
     for part in parts:
         unit, contenders = part["unit"], part["contenders"]
@@ -162,12 +159,9 @@ def draw_layer(folder, path):
         drawing.save_png(figure, path)
 
 
-def recipes_section(folder):
+@of_newest("fp8_recipes")
+def recipes_section(name, result):
     """Of each recipe and size the error of the gradients, the median and the worst."""
-    results = newest_first(folder, "fp8_recipes")
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
     sizes = result["sizes"]
     rows = [
         [recipe, *("{median:.3f} ({worst:.3f})".format(**sizes[size][recipe]) for size in sizes)]

@@ -11,7 +11,7 @@ import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
-from measure.results import devices_of, newest_first
+from measure.results import devices_of, newest_first, of_newest
 from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source
 from tiny_llama import hardware
 
@@ -147,11 +147,8 @@ def has_what_was_published(replay):
     return same_step and replay["baseline"] and {SEVERED, CORRECT} <= measured
 
 
-def published_section(folder):
-    replays = [item for item in newest_first(folder, "stages") if has_what_was_published(item[1])]
-    if not replays:
-        return NOT_MEASURED
-    name, replay = replays[0]
+@of_newest("stages", has_what_was_published)
+def published_section(name, replay):
     stages = {stage["stage"]: stage for stage in replay["stages"]}
     rows = []
     for line in PUBLISHED:

@@ -26,7 +26,7 @@ from benchmarks.pages import fp8_tables, front_page, published_claims, replays, 
 from benchmarks.steps import SWEEP_ROWS, is_fp8
 from measure import drawing
 from measure.command_line import Parser, program, replacing
-from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first
+from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, of_newest
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance, source
 from measure.work import SIZES, SWEEPS
 
@@ -197,11 +197,8 @@ def ratio_to(ours, theirs):
     return f"{theirs['us'] / ours['us']:.2f}" if theirs and not theirs["error"] else ""
 
 
-def layer_norm_section(folder):
-    results = newest_first(folder, "layer_norm")
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
+@of_newest("layer_norm")
+def layer_norm_section(name, result):
     copy_rate = result["copy_rate"]
     rows = []
     for case in result["cases"]:
@@ -226,11 +223,8 @@ def layer_norm_section(folder):
     return f"{markdown_table(header, rows)}\n\n{ceiling}{provenance(name, result)}"
 
 
-def gpt_section(folder):
-    results = [item for item in newest_first(folder, "gpt") if item[1]["size"] != "tiny"]
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
+@of_newest("gpt", lambda result: result["size"] != "tiny")
+def gpt_section(name, result):
     rows = []
     for row_name, row in result["rows"].items():
         if row["error"] or "ms" not in row:
@@ -252,11 +246,8 @@ def gpt_section(folder):
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-def overhead_section(folder):
-    results = newest_first(folder, "overhead")
-    if not results:
-        return NOT_MEASURED
-    name, result = results[0]
+@of_newest("overhead")
+def overhead_section(name, result):
     rows = [["no profiler", "", number(result["plain"]["ms"]), "1"]]
     for script, row in result["scripts"].items():
         rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
