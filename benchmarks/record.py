@@ -45,37 +45,38 @@ class Part(NamedTuple):
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
-APART = [name for name in ROWS if is_fp8(name)], [name for name in ROWS if "max-autotune" in name]  # with ours in bf16
-STEPS = "python -m benchmarks.steps --windows 5"
+IN_FP8 = ["triton graph", *(name for name in ROWS if is_fp8(name))]
+AUTOTUNED = ["triton graph", *(name for name in ROWS if "max-autotune" in name)]  # their compilation takes minutes
+OTHERS = [name for name in ROWS if name not in {*IN_FP8[1:], *AUTOTUNED[1:]}]
+
+
+def steps_with(rows, *seconds):
+    """A Part for each size of model."""
+    command = f"python -m benchmarks.steps --windows 5 --rows {shlex.join(rows)} --sizes"
+    return [Part(f"{command} {size}", each) for size, each in zip(("small", "medium", "large"), seconds, strict=True)]
+
+
 PARTS = [
-    *(
-        Part(f"{STEPS} --sizes {size} --rows {shlex.join(rows)}", seconds)
-        for size, seconds in (("small", 200), ("medium", 280), ("large", 400))
-        for rows in (
-            [name for name in ROWS if name not in sum(APART, [])],
-            *(["triton graph", *rows] for rows in APART),
-        )
-    ),
-    Part("python -m benchmarks.kernels", 400),
-    Part("python -m benchmarks.layer_norm --time-limit 300", 330),
-    Part("python -m benchmarks.gpt --time-limit 360", 400),
+    *steps_with(OTHERS, 200, 280, 400),
+    Part("python -m benchmarks.kernels", 430),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 300", 340)
         for sweep in ("length", "width", "vocab")
     ),
-    Part("python -m benchmarks.fp8_layer", 60),
-    *(
-        Part(f"python -m benchmarks.fp8_learning --sizes {size}{more}", seconds)
-        for size, more, seconds in (("medium", " --data text", 260), ("medium", " --data markov", 260))
-    ),
-    Part("python -m benchmarks.pages.traces", 120),
+    Part("python -m benchmarks.layer_norm --time-limit 300", 330),
+    Part("python -m benchmarks.gpt --time-limit 360", 400),
+    *steps_with(IN_FP8, 100, 150, 300),
+    Part("python -m benchmarks.fp8_layer", 70),
+    Part(f"{REPLAY} --beyond", 130, "stages"),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
+    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 50, "stages"),
+    Part(LEARNING, 20, "learning_correct"),
+    Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
+    Part("python -m benchmarks.pages.traces", 30),
     Part("python -m profilers.overhead", 60, "overhead"),
-    Part(f"{REPLAY} --beyond", 150, "stages"),
-    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 60, "stages"),
-    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 60, "stages"),
-    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 60, "stages"),
-    Part(LEARNING, 30, "learning_correct"),
-    Part(f"{LEARNING} --severed-autograd", 30, "learning_severed"),
+    *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
+    *steps_with(AUTOTUNED, 300, 400, 500),
 ]
 
 
