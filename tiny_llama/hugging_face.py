@@ -75,10 +75,11 @@ class Rotary(LlamaRotaryEmbedding):
 class Attention(LlamaAttention):
     """In the place of LlamaAttention."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **_):
+    def forward(self, hidden_states, position_embeddings, **others):
         """hidden_states (batch, seq, hidden) -> the same shape, and None"""
-        if attention_mask is not None or past_key_values is not None:
-            raise ValueError("our attention has no padding and no cache: give no attention_mask, and use_cache=False")
+        lacking = "attention_mask", "cu_seq_lens_q", "past_key_values", "cache"  # of transformers 5.24 on
+        if any(others.get(name) is not None for name in lacking):
+            raise ValueError("our attention has no padding, packing or cache: give no mask, and use_cache=False")
         shape = *position_embeddings, self.config.num_attention_heads, self.config.num_key_value_heads
         weights = stack_rows(self, self.q_proj, self.k_proj, self.v_proj), self.o_proj.weight
         return outside_autocast(lambda *tensors: OPERATIONS.attention(*tensors, *shape), hidden_states, *weights), None

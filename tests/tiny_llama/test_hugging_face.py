@@ -102,12 +102,14 @@ def test_what_our_attention_lacks_is_refused(models, tokens, monkeypatch):
     masks = transformers.masking_utils.create_causal_mask  # which benchmarks.steps replaces
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", masks)
     _, ours = models
-    padded = torch.ones_like(tokens)
-    padded[0, :3] = 0
+    padded = (torch.arange(17, device=tokens.device) > 2).long().repeat(2, 1)
     shifted = torch.arange(17, device=tokens.device) + torch.tensor([[0], [1]], device=tokens.device)
     for keywords in (dict(attention_mask=padded), dict(use_cache=True), dict(position_ids=shifted)):
-        with pytest.raises(ValueError, match="no padding and no cache|same positions in all rows"):
+        with pytest.raises(ValueError, match="no padding, packing or cache|same positions in all rows"):
             ours(input_ids=tokens, **keywords)
+    for name in ("past_key_values", "cache", "cu_seq_lens_q"):  # whichever this release has
+        with pytest.raises(ValueError, match="no padding, packing or cache"):
+            ours.model.layers[0].self_attn(None, None, **{name: 0})
     prompt = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
     first = tokens[:1, :9]  # without a padding token
     torch.testing.assert_close(ours.generate(first, **prompt), models[0].generate(first, **prompt))
