@@ -135,9 +135,7 @@ def scaling_model_section(folder):
         return NOT_MEASURED
     parts = []
     for machine in model.MACHINES.values():
-        title = (
-            f"**{machine.title}**: {machine.link:g} GB/s within a node, {machine.nic:g} GB/s between ({machine.source})"
-        )
+        title = f"**{machine.title}**: {machine.link:g} GB/s within a node, {machine.nic:g} between ({machine.source})"
         parts += [title, model.table(sizes, PAPER_GPUS, machine)]
     parts += ["The model beside what was measured:", model.check_table(sizes)]
     sources = dict.fromkeys(provenance(measured.source, measured.result) for measured in sizes.values())

@@ -208,11 +208,8 @@ def attention_inputs(randn, batch, seq_len, heads, kv_heads, head_dim):
     """(qkv, upstream) and the other arguments of attention; projections that change nothing let qkv in and o out."""
     qkv = randn(batch, seq_len, (heads + 2 * kv_heads) * head_dim)
     projections = torch.eye(qkv.shape[-1], device=qkv.device), torch.eye(heads * head_dim, device=qkv.device)
-    return (
-        qkv,
-        randn(batch, seq_len, heads * head_dim),
-        (*projections, *llama.rope_tables(seq_len, head_dim, qkv.device), heads, kv_heads),
-    )
+    others = (*projections, *llama.rope_tables(seq_len, head_dim, qkv.device), heads, kv_heads)
+    return qkv, randn(batch, seq_len, heads * head_dim), others
 
 
 def on_qkv(attention, arguments, **kwargs):
