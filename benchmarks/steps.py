@@ -160,7 +160,7 @@ class HuggingFaceLlama(nn.Module):
         self.cross_entropy = F.cross_entropy
         self.fused_cross_entropy = None  # Liger's, from hidden states and head, which never keeps all logits
         if liger:
-            self.use_liger(fused)
+            self.use_liger(fused, config.graph)
         if ours:
             from tiny_llama import hugging_face
 
@@ -169,11 +169,11 @@ class HuggingFaceLlama(nn.Module):
         self.llama.train()
         copy_to_hugging_face(weights, self.llama)
 
-    def use_liger(self, fused):
+    def use_liger(self, fused, captured):
         liger = import_library("liger_kernel.transformers")
-        # Its cross-entropy is called directly: a patch would replace F.cross_entropy for all rows.
+        # Its cross-entropy is called directly: a patch would be for all rows. The host waits for it, except in a graph.
         liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
-        self.cross_entropy = liger.LigerCrossEntropyLoss()
+        self.cross_entropy = F.cross_entropy if captured else liger.LigerCrossEntropyLoss()
         self.fused_cross_entropy = liger.LigerFusedLinearCrossEntropyLoss() if fused else None
 
     def gradients(self, names):

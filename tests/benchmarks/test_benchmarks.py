@@ -216,24 +216,17 @@ def applied(function):
     return SimpleNamespace(apply=lambda *arguments: function(*arguments))
 
 
-def scaled_gradient(x, factor):
-    """x, whose gradient is multiplied by a factor."""
-    return x.detach() * (1 - factor) + x * factor
-
-
 def fake_liger(factor=1.0):
     """Liger-Kernel's functions in PyTorch, their gradients times a factor."""
 
-    def cross_entropy(logits, targets, weight):
-        return (kernels.F.cross_entropy(scaled_gradient(logits, factor), targets),)
+    def scaled(x):
+        return x.detach() * (1 - factor) + x * factor
 
     return SimpleNamespace(
-        LigerRMSNormFunction=applied(lambda x, w, *rest: kernels.torch_norm(scaled_gradient(x, factor), w)),
-        LigerFusedAddRMSNormFunction=applied(
-            lambda x, *rest: kernels.torch_add_norm(scaled_gradient(x, factor), *rest[:2])
-        ),
-        LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled_gradient(x, factor))),
-        LigerCrossEntropyFunction=applied(cross_entropy),
+        LigerRMSNormFunction=applied(lambda x, w, *_: kernels.torch_norm(scaled(x), w)),
+        LigerFusedAddRMSNormFunction=applied(lambda x, b, w, _: kernels.torch_add_norm(scaled(x), b, w)),
+        LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled(x))),
+        LigerCrossEntropyFunction=applied(lambda x, targets, _: (kernels.F.cross_entropy(scaled(x), targets),)),
     )
 
 
@@ -306,6 +299,14 @@ def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, f
         assert (row is None) == any(part in case for part in lacking[library]), case
         assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
     assert expected == 0 or any(row and row["error"] for row in rows.values())
+
+
+def test_liger_captured_has_pytorch_s_cross_entropy(monkeypatch):
+    liger = SimpleNamespace(apply_liger_kernel_to_llama=lambda **_: None, LigerCrossEntropyLoss=lambda: "theirs")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    for captured, expected in ((False, "theirs"), (True, torch.nn.functional.cross_entropy)):
+        steps.HuggingFaceLlama.use_liger(model := SimpleNamespace(llama=None), False, captured)
+        assert model.cross_entropy == expected
 
 
 @pytest.mark.parametrize("fake, passed", [(fake_fa4(), True), (fake_fa4(1.2), False), (None, False)])

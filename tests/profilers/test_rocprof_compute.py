@@ -319,7 +319,6 @@ def test_a_table_that_says_nothing(tmp_path, capsys, header, rows, complaint):
 def test_the_guide_is_right_for_each_release(machine, type_commands, release):
     machine.with_rocm(release)
     option = re.search(r"`profile` needs `(--\S+ \S+)`", GUIDE)[1] if release in ("7.1", "7.2") else ""
-    commands = type_commands(
-        "How well a kernel uses the GPU", edit=lambda line: re.sub("(?<=compute profile)", f" {option}", line)
-    )
+    title, added = "How well a kernel uses the GPU", f" {option}"
+    commands = type_commands(title, edit=lambda line: re.sub("(?<=compute profile)", added, line))
     assert len(commands) == 7 and sum("compute profile" in command for command in commands) == 1
