@@ -171,7 +171,7 @@ class HuggingFaceLlama(nn.Module):
 
     def use_liger(self, fused, captured):
         liger = import_library("liger_kernel.transformers")
-        # Its cross-entropy is called directly: a patch would be for all rows. The host waits for it, except in a graph.
+        # A patch of the cross-entropy would be for all rows. Liger's cannot be captured, as the host waits for it.
         liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
         self.cross_entropy = F.cross_entropy if captured else liger.LigerCrossEntropyLoss()
         self.fused_cross_entropy = liger.LigerFusedLinearCrossEntropyLoss() if fused else None
@@ -310,7 +310,7 @@ def make_step(row, config, device):
     if variant and variant[0] in TORCHAO_RECIPES:
         return TorchaoStep(config, device, variant[0])
     steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fa4": FlashAttentionStep}
-    return steps.get("".join(variant), llama.TrainStep)(config, device)
+    return (steps | dict.fromkeys(("", "fp8"), llama.TrainStep))["".join(variant)](config, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

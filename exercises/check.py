@@ -55,7 +55,7 @@ except ImportError as error:
 WIDTH = 100  # of a line on the terminal
 LIMIT, MOST = 60, 86400  # seconds for a task
 LONGEST = 1000  # characters of a message
-INTERPRETER_FAILS = "Triton's interpreter fails at any loop: install numpy<2.4, or a newer Triton"
+INTERPRETER_FAILS = "Triton's interpreter cannot run this kernel here: install numpy<2.4, or a newer Triton"
 
 
 class Exercise(NamedTuple):
