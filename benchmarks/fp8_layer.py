@@ -27,7 +27,7 @@ from measure.command_line import Parser, program
 from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, header
-from measure.timing import Bench, copy_calls
+from measure.timing import Bench, compiled, copy_calls
 from tiny_llama import fp8, hardware
 
 MEASURED = "benchmarks.fp8_layer.parts", "measure.timing.Bench"
@@ -73,7 +73,7 @@ def rounding(bench, dtype, matrices):
     functions = {"triton": [functools.partial(fp8.quantize, guess=guess, dtype=dtype) for guess in guesses]}
     functions |= {"torch": [plain] * len(matrices)}
     if bench.on_gpu:
-        functions["compile"] = [torch.compile(plain, dynamic=False)] * len(matrices)
+        functions["compile"] = [compiled(plain)] * len(matrices)
 
     def call(own):
         return [function(**matrix) for function, matrix in zip(own, matrices, strict=True)]

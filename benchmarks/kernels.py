@@ -37,7 +37,7 @@ from measure.command_line import Parser, program
 from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, describe, header, import_library, versions
-from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward
+from measure.timing import Bench, compiled, copy_calls, gradient_call, release
 
 EPS = 1e-5
 
@@ -193,7 +193,7 @@ def library_functions(bench, operation, plain, inputs, upstream=None):
 
 def compiled_functions(bench, function):
     """{contender: torch.compile of the function} on a GPU."""
-    return {n: torch.compile(function, dynamic=False, mode=mode) for n, mode in COMPILED.items() if bench.on_gpu}
+    return {name: compiled(function, mode) for name, mode in COMPILED.items() if bench.on_gpu}
 
 
 def calls_of(functions, make_call, sets):
@@ -317,8 +317,8 @@ def cross_entropy_cases(bench):
         check("cross-entropy", torch_loss_and_gradient, (logits, targets), (losses[0].mean(), grad))
         calls = {"triton": [functools.partial(llama.cross_entropy_, grad, targets, 1.0 / n_rows)]}
         functions = {"torch": torch_loss_and_gradient} | {
-            name: functools.partial(torch_loss_and_gradient, cross_entropy=compiled)
-            for name, compiled in compiled_functions(bench, F.cross_entropy).items()
+            name: functools.partial(torch_loss_and_gradient, cross_entropy=function)
+            for name, function in compiled_functions(bench, F.cross_entropy).items()
         }
         functions |= library_functions(bench, "cross_entropy", torch_loss_and_gradient, (logits, targets))
         calls |= calls_of(functions, functools.partial, [(logits, targets)])
@@ -460,7 +460,7 @@ def measure_group(bench, name, entries):
         print(f"{name:45} {describe(error)}", flush=True)
         all_right &= not isinstance(error, ArithmeticError)
     finally:
-        release(bench.device, compiled=bench.on_gpu)
+        release(bench.device)
     return all_right
 
 
@@ -476,7 +476,6 @@ def main(argv):
     options = parse(argv)
     device = kernel_device()
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    repeat_compiled_backward()
     torch.manual_seed(0)
     bench = KernelBench(device)
     result = header("kernels", device, argv, MEASURED)

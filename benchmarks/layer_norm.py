@@ -28,7 +28,7 @@ from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.command_line import Parser, positive, program, time_limit
 from measure.device import kernel_device
 from measure.results import RESULTS, ResultFile, describe, header
-from measure.timing import Bench, copy_calls, gradient_call, release, repeat_compiled_backward, wall_seconds
+from measure.timing import Bench, compiled, copy_calls, gradient_call, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 
 MEASURED = "benchmarks.layer_norm.measure_case", "nanogpt_triton.kernels.triton_layer_norm", "measure.timing.Bench"
@@ -135,7 +135,6 @@ def main(argv):
     options = parse(argv)
     device = kernel_device()
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    repeat_compiled_backward()
     torch.manual_seed(0)
     bench = Bench(device)
     result = header("layer_norm", device, argv, MEASURED) | {"copy_rate": None, "cases": []}
@@ -155,7 +154,7 @@ def main(argv):
         for name, shape in shapes.items():
             contenders = {"triton": triton_layer_norm, "torch": torch_layer_norm}
             if not options.no_compile:
-                contenders["compile"] = torch.compile(torch_layer_norm, dynamic=False)
+                contenders["compile"] = compiled(torch_layer_norm)
             entry = {"dtype": dtype, "case": name}
             try:
                 if time.monotonic() - start > options.time_limit:
@@ -168,7 +167,7 @@ def main(argv):
                 print(f"{dtype} {name}: {entry['error']}", flush=True)
             result["cases"].append(entry)
             file.save(result)
-            release(device, compiled=True)
+            release(device)
     print(f"\nResults: {file.path}")
     return 0 if all_right else 1
 

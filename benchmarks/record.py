@@ -57,15 +57,15 @@ def steps_with(rows, *seconds):
 
 
 PARTS = [
-    *steps_with(OTHERS, 200, 280, 400),
-    Part("python -m benchmarks.kernels", 430),
+    *steps_with(OTHERS, 170, 220, 400),
+    Part("python -m benchmarks.kernels", 500),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 300", 340)
         for sweep in ("length", "width", "vocab")
     ),
-    Part("python -m benchmarks.layer_norm --time-limit 300", 330),
+    Part("python -m benchmarks.layer_norm --time-limit 300", 90),
     Part("python -m benchmarks.gpt --time-limit 360", 400),
-    *steps_with(IN_FP8, 100, 150, 300),
+    *steps_with(IN_FP8, 140, 180, 360),
     Part("python -m benchmarks.fp8_layer", 70),
     Part(f"{REPLAY} --beyond", 130, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),

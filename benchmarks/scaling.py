@@ -298,7 +298,7 @@ def measure_mode(setup, mode, config, result, save):
             line = str(error)
             rows[name] = {"error": line}
         print(f"    {name:12} {line}", flush=True)
-        release_all(setup.device, compiled=True)
+        release_all(setup.device)
         result[mode]["expected_losses"] = measured.expected
         save()
     return any_wrong
@@ -367,7 +367,7 @@ def measure_gpt(setup, result, save):
             print(f"    {name:10} {100 * efficiency:5.1f} %  ms: {times}", flush=True)
             save()
         del single, exchanging
-        release_all(device, compiled=compiled)
+        release_all(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -371,12 +371,13 @@ def gate(verdict):
 # Measuring
 
 
-def release_all(device, compiled=False):
-    """Like timing.release(), and frees the workspaces of cuBLAS, so that each contender allocates its own."""
+def release_all(device):
+    """Like timing.release(), and frees compiled code and cuBLAS workspaces, so that each contender has its own."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
-    release(device, compiled)
+    torch.compiler.reset()
+    release(device)
 
 
 def begin_measuring(step, device, graph):
@@ -491,7 +492,7 @@ def measure_half(rows, config, device, verdicts, options, deadline, record):
             record(row, {"error": describe(error)})
         finally:
             contender = None
-            release_all(device, compiled=row.compile)
+            release_all(device)
     if reference:
         try:
             if not reference_windows:  # no other row was measured
@@ -648,6 +649,7 @@ def main(argv):
         print("There is no GPU: only the tiny model is measured.")
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is compiled never runs eagerly in silence
 
     in_fp8 = any(is_fp8(row.implementation) for row in rows)
     result = header("steps", device, argv, MEASURED if in_fp8 else MEASURED[:1])

@@ -206,11 +206,9 @@ def spread_of_medians(sets):
 # Between two measurements
 
 
-def release(device, compiled=False):
+def release(device):
     """Give the memory of what is no longer referenced back."""
     gc.collect()
-    if compiled:
-        torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -223,8 +221,13 @@ def gradient_call(function, inputs, upstream):
     return functools.partial(torch.autograd.grad, outputs, needed, upstream, retain_graph=True)
 
 
-def repeat_compiled_backward():
-    """Let a backward pass that torch.compile made run again on the same saved tensors."""
-    from torch._functorch import config
+def compiled(function, mode=None):
+    """torch.compile of a function for fixed shapes, whose backward pass can run again on the same saved tensors.
 
-    config.donated_buffer = False
+    Dynamo keeps eight versions of a function, and would run it eagerly for a ninth shape. So the versions of earlier
+    calls are dropped here, and a ninth one is an error.
+    """
+    torch.compiler.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False, mode=mode)

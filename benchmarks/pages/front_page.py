@@ -93,8 +93,12 @@ def front_section(folder):
     header.append("which peer")
     rows = [front_row(name, size) for name, (size, _) in sizes.items()]
     table = markdown_table(header, rows, [False, True, True, True, True, True, False])
-    sources = dict.fromkeys(source(*item) for _, items in sizes.values() for item in items)
-    return f"{table}\n\n{'; '.join(sources)}"
+    results = {}  # {device, software and date: links}
+    for text in dict.fromkeys(source(*item) for _, items in sizes.values() for item in items):
+        described, _, link = text.partition(" ([")
+        results.setdefault(described, []).append(f"([{link}")
+    sources = "; ".join(f"{described} {', '.join(links)}" for described, links in results.items())
+    return f"{table}\n\n{sources}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.testing import CompileCounter
 
 import tiny_llama_v3 as llama
 from measure import timing
@@ -106,3 +108,19 @@ def test_what_another_process_takes_for_the_same_work_widens_the_bounds():
 def test_three_times_are_too_few_to_tell():
     assert not timing.ratio_of_medians([50.0] * 3, [1.0] * 20).differs
     assert timing.ratio_of_medians([50.0] * 4, [1.0] * 4).differs
+
+
+def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(monkeypatch):
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=counter, **options))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)  # and restored afterwards
+    xs = [torch.ones(size) for size in range(1, 13)]
+
+    def double(x):
+        return 2 * x
+
+    for x in xs:
+        timing.compiled(double)(x)
+    assert counter.frame_count == len(xs)
+    with pytest.raises(FailOnRecompileLimitHit):
+        list(map(timing.compiled(double), xs))
