@@ -60,8 +60,8 @@ PARTS = [
     *steps_with(OTHERS, 170, 220, 400),
     Part("python -m benchmarks.kernels", 500),
     *(
-        Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 300", 340)
-        for sweep in ("length", "width", "vocab")
+        Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 480", seconds)
+        for sweep, seconds in (("length", 180), ("width", 230), ("vocab", 150))
     ),
     Part("python -m benchmarks.layer_norm --time-limit 300", 90),
     Part("python -m benchmarks.gpt --time-limit 360", 400),

@@ -91,7 +91,7 @@ ROWS = {
 YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
 PEERS = "transformers", "liger_kernel", "flash_attn", "torchao"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SWEEP_ROWS = ["torch graph", "sdpa compile graph", "hf liger compile graph", f"{OURS} graph"]
+SWEEP_ROWS = ["torch graph", "sdpa compile graph", "sdpa fa4 compile graph", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's LLaMA with our sizes and initial weights

@@ -24,7 +24,7 @@ SWEEP_TOKENS = 16384  # of a step, whatever the length of a sequence
 SWEEPS = {  # {what grows: {size: of tiny_llama_v3.Config}}
     "length": {
         f"{seq_len:,} tokens": SIZES["medium"] | dict(batch_size=SWEEP_TOKENS // seq_len, seq_len=seq_len)
-        for seq_len in (128, 512, 2048, 8192, 16384)
+        for seq_len in (128, 512, 2048, 8192)
     },
     "width": {
         f"hidden {hidden:,}": SIZES["small"] | dict(seq_len=512, hidden_dim=hidden, num_heads=hidden // 64)
