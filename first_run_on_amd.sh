@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests, measures and profiles the project on an AMD GPU, and packs what it learns into one archive to send back,
-# first_run_<host>_<date>.tar.gz in the current folder. It takes about ten minutes, once .venv is there.
+# first_run_<host>_<date>.tar.gz in the current folder. It should take about ten minutes, once .venv is there.
 #
 # Usage: ./first_run_on_amd.sh [--dry-run] [-- OPTIONS]
 #

@@ -39,7 +39,7 @@ Every Triton kernel, compiled for five GPU architectures in the configurations t
 [tiny_llama_v3.py](../tiny_llama_v3.py) chooses there. **Nothing on this page was run**: registers, shared memory and
 instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet; what they
 do in emulation is counted in [emulated_counts.md](emulated_counts.md), times measured on an NVIDIA H200 are in
-[README.md](../README.md).
+[measured.md](measured.md#kernels-alone).
 
 - *registers* of a thread. AMD has 512 of them, accumulation registers included, NVIDIA 255.
 - *shared*: KiB of shared memory (AMD: LDS) of a program.
