@@ -888,7 +888,7 @@ def rounded_like(x, other, C):
     """x (in fp32) in the type of other, by which it will be multiplied.
     AMD GPUs before gfx950 have no instruction to round to bf16. The compiler emits five a number, and vector
     instructions then limit the loops on gfx942. ROUND_BY_HAND is one addition to the bits, whose upper half is bf16. It
-    differs in ties only, which go away from zero. A NaN remains one if its lower bits are zero, as those of loaded bf16 are.
+    differs in ties only, which go away from 0. A NaN remains one if its lower bits are 0, as those of loaded bf16 are.
     """
     if C.ROUND_BY_HAND:
         bits = x.to(tl.uint32, bitcast=True) + 0x8000

@@ -30,17 +30,18 @@ from measure.results import RESULTS, ResultFile, header
 from measure.timing import Bench, compiled, copy_calls
 from tiny_llama import fp8, hardware
 
-MEASURED = "benchmarks.fp8_layer.parts", "measure.timing.Bench"
+MEASURED = "benchmarks.fp8_layer.parts", "benchmarks.fp8_layer.SHAPE", "measure.timing.Bench"
 SHAPE = dict(tokens=8192, hidden=2048, ffn=8192)  # of the large model
+MATRIX, SWIGLU = fp8.MATRIX.value, fp8.SWIGLU.value  # torch.compile does not know Triton's constants
 TOLERANCE = 1e-2  # beyond twice the error of plain PyTorch, relative to the norm: fast accumulation has 1e-3
 
 
-def plain_values(x, source=fp8.MATRIX, hidden_grad=None):
+def plain_values(x, source=MATRIX, hidden_grad=None):
     """What fp8.quantize() rounds, in plain PyTorch."""
-    if source == fp8.MATRIX:
+    if source == MATRIX:
         return x
     gate, up = x.chunk(2, dim=-1)
-    if source == fp8.SWIGLU:
+    if source == SWIGLU:
         return F.silu(gate) * up
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
@@ -74,16 +75,18 @@ def rounding(bench, dtype, matrices):
     functions |= {"torch": [plain] * len(matrices)}
     if bench.on_gpu:
         functions["compile"] = [compiled(plain)] * len(matrices)
+    plain_matrices = [{name: getattr(value, "value", value) for name, value in matrix.items()} for matrix in matrices]
 
-    def call(own):
-        return [function(**matrix) for function, matrix in zip(own, matrices, strict=True)]
+    def call(own, arguments):
+        return [function(**matrix) for function, matrix in zip(own, arguments, strict=True)]
 
-    scaled = call(functions["triton"])
-    for matrix, found in zip(matrices, scaled, strict=True):
+    scaled = call(functions["triton"], matrices)
+    for matrix, found in zip(plain_matrices, scaled, strict=True):
         require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
     amount = sum(work.moved(*filter(torch.is_tensor, matrix.values())) for matrix in matrices)
     amount += sum(work.moved(found.data, found.transposed) for found in scaled)
-    return {name: [functools.partial(call, own)] for name, own in functions.items()}, amount, scaled
+    arguments = dict.fromkeys(functions, plain_matrices) | {"triton": matrices}
+    return {name: [functools.partial(call, own, arguments[name])] for name, own in functions.items()}, amount, scaled
 
 
 def bf16_products(x, weight, y_grad):
@@ -106,6 +109,8 @@ def products(bench, scaled):
         precise = bf16_products(*(matrix.float() for matrix in matrices))
         require(fp8_products(*own, bench.dtype), bf16_products(*matrices), precise, TOLERANCE)
         del precise
+        for matrix in matrices:  # of all digits, as in training: fewer would take less power
+            matrix.normal_()
     calls = {
         "fp8": [lambda: [fp8_products(*own, bench.dtype) for own in scaled]],
         "bf16": [lambda: [bf16_products(*matrices) for matrices in plain]],

@@ -41,7 +41,7 @@ from measure.timing import in_turns, wall_seconds
 from measure.work import SIZES
 from tiny_llama import distributed
 
-MEASURED = "benchmarks.scaling.Contender", "benchmarks.scaling.measure_gpt", "tiny_llama.distributed.Step"
+MEASURED = "benchmarks.scaling.measure_sizes", "benchmarks.scaling.measure_gpt", "tiny_llama.distributed.Step"
 ROWS = {  # flags of tiny_llama_v3.py
     "triton graph": dict(impl="triton", graph=True),
     "triton": dict(impl="triton"),
@@ -78,6 +78,8 @@ class Contender:
             raise Unavailable(obstacle)
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
         self.step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
+        if config.compile and world.size == 1:  # which would else reuse what was compiled for several processes
+            self.step.run_model = gpt.compile_apart(self.step.model)
         self.step.load(*next(self.step.batches(config.seed)))
         self.step.synchronize()
         # A captured step must have been warmed up on another stream than the default one.

@@ -141,7 +141,7 @@ def select_dtype(requested, device):
 
 
 def preferred_attention(device, deterministic):
-    """On Hopper and later, cuDNN's attention before PyTorch's own: mostly faster, though not the same bits in every run."""
+    """On Hopper and later, cuDNN's attention before PyTorch's own: mostly faster, but not the same bits in each run."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0) or deterministic:
         return contextlib.nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -53,8 +53,7 @@ def with_other_rows(folder, size_name, name, result):
     for other in newest_first(folder, "steps", result["environment"]["device"]):
         theirs = other[1]["sizes"].get(size_name)
         if theirs and theirs["config"] == size["config"]:
-            measured = {n: row for n, row in theirs["rows"].items() if not (row["error"] or is_fp8(n))}
-            added = {n: row for n, row in measured.items() if n not in rows or rows[n]["error"]}
+            added = {n: row for n, row in theirs["rows"].items() if not (n in rows or row["error"] or is_fp8(n))}
             rows |= added
             sources += [other] * bool(added)
     if len(sources) > 1:

@@ -23,7 +23,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import fp8_tables, front_page, published_claims, replays, scaling_tables, traces
-from benchmarks.steps import SWEEP_ROWS, is_fp8
+from benchmarks.steps import ROWS, SWEEP_ROWS, is_fp8
 from measure import drawing
 from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, of_newest
@@ -35,7 +35,8 @@ SECTION = re.compile(r"<!-- begin: ([\w-]+) -->(.*?)<!-- end: \1 -->", re.DOTALL
 
 
 def ratio_line(pair):
-    relation = f"`{pair['ours']}` takes {pair['time_ratio']:.2f} of the time of `{pair['peer']}`"
+    spread = " ({:.2f} – {:.2f})".format(*pair["spread"]) if pair.get("spread") else ""
+    relation = f"`{pair['ours']}` takes {pair['time_ratio']:.2f}{spread} of the time of `{pair['peer']}`"
     if pair["memory_ratio"]:
         relation += f" and {pair['memory_ratio']:.2f} of its peak memory"
     return f"{relation}."
@@ -70,7 +71,9 @@ def steps_table(folder, size_name, name, result):
     )
     table = markdown_table(["", "ms a step", "p20 – p80", "tokens/s", "of peak", "memory, MiB"], rows)
     ratios = " ".join(ratio_line(pair) for pair in size["comparisons"])
-    return "\n\n".join(filter(None, (title, table, ratios, *(provenance(*item) for item in sources))))
+    missing = ", ".join(f"`{name}`" for name in ROWS if not (name in size["rows"] or is_fp8(name)))
+    missing = missing and f"Not measured: {missing}."
+    return "\n\n".join(filter(None, (title, table, ratios, missing, *(provenance(*item) for item in sources))))
 
 
 def was_timed(size):
@@ -160,7 +163,7 @@ def kernels_table(name, result):
         ours = contenders.pop("triton", None)
         peer = min(contenders, key=lambda name: contenders[name]["us"], default=None)
         theirs = contenders.get(peer)
-        bold = "**" if ours and theirs and theirs["us"] < ours["us"] else ""
+        bold = "**" if ours and theirs and round(theirs["us"] / ours["us"], 2) < 1 else ""
         rows.append(
             [
                 case["case"],
@@ -250,7 +253,7 @@ def gpt_section(name, result):
 def overhead_section(name, result):
     rows = [["no profiler", "", number(result["plain"]["ms"]), "1"]]
     for script, row in result["scripts"].items():
-        rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"])])
+        rows.append([f"`{script}`", row["tool"], number(row["ms"]), number(row["ratio"], 2)])
     table = markdown_table(["", "tool", "ms a step", "times a step without"], rows, [False, False, True, True])
     return f"{table}\n\n{source(name, result)}"
 

@@ -33,7 +33,7 @@ def test_windows_take_turns():
         return SimpleNamespace(window=lambda steps=None: order.append(name) or name * (steps or 2))
 
     assert steps.time_in_turns([contender("a"), contender("b")], 3) == [["aa"] * 3, ["bb"] * 3]
-    assert "".join(order) == "ab" + "ab" * 3  # the first round is not measured
+    assert "".join(order) == "ab" + "abba" * (steps.UNCOUNTED // 2) + "abbaab"  # the last three rounds are measured
 
 
 def test_a_row_of_compare_by_hand(monkeypatch):
@@ -60,7 +60,7 @@ def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     steps.conclude(result)
     assert result["strongest_peer"] == "sdpa"
     assert result["comparisons"] == [
-        {"ours": "triton", "peer": peer, "time_ratio": ratio, "in_turns": False, "memory_ratio": ratio}
+        {"ours": "triton", "peer": peer, "time_ratio": ratio, "spread": None, "memory_ratio": ratio}
         for peer, ratio in (("sdpa", 0.25), ("torch", 0.125))
     ]
 
@@ -89,7 +89,7 @@ def test_the_work_of_each_case_by_hand():
         "add + rmsnorm backward, N = 64": 4 * n + weight + row_statistic,  # both gradients, the sum, x_grad
         "swiglu forward, F = 64": 3 * n,
         "swiglu backward, F = 64": 5 * n,
-        "cross-entropy, loss and gradient, V = 100": 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
+        "cross-entropy, losses and gradient, V = 100": 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
         "AdamW, 0 M parameters": 28 * weights,
         "attention forward (1, 32, 2/1, 16)": 2 * product,
         "attention forward + backward (1, 32, 2/1, 16)": 7 * product,

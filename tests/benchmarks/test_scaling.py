@@ -33,6 +33,16 @@ def run(python, folder, *flags, program=PLAIN, processes=2):
     return done.returncode, done.stdout + done.stderr, json.loads(results[0].read_text()) if results else None
 
 
+def test_one_process_is_compiled_for_itself(monkeypatch):
+    """Dynamo would reuse the graphs that were split for the messages of several."""
+    apart = []
+    monkeypatch.setattr(scaling.torch, "compile", lambda model: model)
+    monkeypatch.setattr(scaling.gpt, "compile_apart", lambda model: apart.append(model) or model)
+    config = scaling.llama.Config(**SIZES["tiny"], impl="sdpa", compile=True)
+    contender = scaling.Contender(config, scaling.llama.get_device("cpu"), scaling.ALONE, steps=1)
+    assert apart == [contender.step.model] == [contender.step.run_model]
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, python):
     code, output, result = run(python, tmp_path_factory.mktemp("scaling"), "--sizes", "small", "--rows", *ROWS)
