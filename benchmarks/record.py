@@ -52,20 +52,20 @@ OTHERS = [name for name in ROWS if name not in {*IN_FP8[1:], *AUTOTUNED[1:]}]
 
 def steps_with(rows, *seconds):
     """A Part for each size of model."""
-    command = f"python -m benchmarks.steps --windows 5 --rows {shlex.join(rows)} --sizes"
+    command = f"python -m benchmarks.steps --rows {shlex.join(rows)} --sizes"
     return [Part(f"{command} {size}", each) for size, each in zip(("small", "medium", "large"), seconds, strict=True)]
 
 
 PARTS = [
-    *steps_with(OTHERS, 170, 220, 400),
-    Part("python -m benchmarks.kernels", 500),
+    *steps_with(OTHERS, 240, 290, 470),
+    Part("python -m benchmarks.kernels", 320),
     *(
-        Part(f"python -m benchmarks.steps --sweep {sweep} --windows 3 --time-limit 480", seconds)
-        for sweep, seconds in (("length", 180), ("width", 230), ("vocab", 150))
+        Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
+        for sweep, seconds in (("length", 200), ("width", 250), ("vocab", 180))
     ),
-    Part("python -m benchmarks.layer_norm --time-limit 300", 90),
+    Part("python -m benchmarks.layer_norm --time-limit 300", 100),
     Part("python -m benchmarks.gpt --time-limit 360", 400),
-    *steps_with(IN_FP8, 140, 180, 360),
+    *steps_with(IN_FP8, 160, 200, 380),
     Part("python -m benchmarks.fp8_layer", 70),
     Part(f"{REPLAY} --beyond", 130, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
