@@ -76,7 +76,7 @@ PARTS = [
     Part("python -m benchmarks.pages.traces", 30),
     Part("python -m profilers.overhead", 60, "overhead"),
     *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
-    *steps_with(AUTOTUNED, 300, 400, 500),
+    *steps_with(AUTOTUNED, 200, 250, 350),
 ]
 
 

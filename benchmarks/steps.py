@@ -228,7 +228,7 @@ class AutotunedStep(llama.TrainStep):
 
     def __init__(self, config, device):
         super().__init__(dataclasses.replace(config, compile=False), device)
-        self.run_model = torch.compile(self.model, mode="max-autotune-no-cudagraphs")
+        self.run_model = torch.compile(self.model, mode="max-autotune-no-cudagraphs") if config.compile else self.model
 
 
 class FlashAttentionStep(llama.TrainStep):
