@@ -27,12 +27,13 @@ from measure.command_line import Parser, program
 from measure.device import kernel_device
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS, ResultFile, header
-from measure.timing import Bench, compiled, copy_calls
+from measure.timing import Bench, compile_apart, copy_calls
 from tiny_llama import fp8, hardware
 
 MEASURED = "benchmarks.fp8_layer.parts", "benchmarks.fp8_layer.SHAPE", "measure.timing.Bench"
 SHAPE = dict(tokens=8192, hidden=2048, ffn=8192)  # of the large model
-MATRIX, SWIGLU = fp8.MATRIX.value, fp8.SWIGLU.value  # torch.compile does not know Triton's constants
+SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT  # as numbers here: torch.compile cannot compare these
+MATRIX, SWIGLU, SWIGLU_GRADIENT = range(3)
 TOLERANCE = 1e-2  # beyond twice the error of plain PyTorch, relative to the norm: fast accumulation has 1e-3
 
 
@@ -67,26 +68,28 @@ def exact(matrix):
     return {"data": values, "transposed": values}
 
 
+def quantize(guess, dtype, source=MATRIX, **tensors):
+    return fp8.quantize(guess=guess, dtype=dtype, source=SOURCES[source], **tensors)
+
+
 def rounding(bench, dtype, matrices):
     """(calls, bytes, the Scaled of each) of rounding all of these, a dict each of quantize()'s arguments."""
     plain = functools.partial(plain_quantize, dtype)
     guesses = [torch.zeros((), device=bench.device.type) for _ in matrices]
-    functions = {"triton": [functools.partial(fp8.quantize, guess=guess, dtype=dtype) for guess in guesses]}
+    functions = {"triton": [functools.partial(quantize, guess, dtype) for guess in guesses]}
     functions |= {"torch": [plain] * len(matrices)}
     if bench.on_gpu:
-        functions["compile"] = [compiled(plain)] * len(matrices)
-    plain_matrices = [{name: getattr(value, "value", value) for name, value in matrix.items()} for matrix in matrices]
+        functions["compile"] = [compile_apart(plain, dynamic=False)] * len(matrices)
 
-    def call(own, arguments):
-        return [function(**matrix) for function, matrix in zip(own, arguments, strict=True)]
+    def call(own):
+        return [function(**matrix) for function, matrix in zip(own, matrices, strict=True)]
 
-    scaled = call(functions["triton"], matrices)
-    for matrix, found in zip(plain_matrices, scaled, strict=True):
+    scaled = call(functions["triton"])
+    for matrix, found in zip(matrices, scaled, strict=True):
         require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
     amount = sum(work.moved(*filter(torch.is_tensor, matrix.values())) for matrix in matrices)
     amount += sum(work.moved(found.data, found.transposed) for found in scaled)
-    arguments = dict.fromkeys(functions, plain_matrices) | {"triton": matrices}
-    return {name: [functools.partial(call, own, arguments[name])] for name, own in functions.items()}, amount, scaled
+    return {name: [functools.partial(call, own)] for name, own in functions.items()}, amount, scaled
 
 
 def bf16_products(x, weight, y_grad):
@@ -128,9 +131,9 @@ def parts(bench, formats, tokens, hidden, ffn):
 
     # x, weight and gradient of y of: the projections to and from attention, SwiGLU's of gate and up, and of its result.
     gate_up, hidden_grad = bench.randn(tokens, 2 * ffn), bench.randn(tokens, ffn)
-    inputs = [*tensors(*[(tokens, hidden)] * 3), dict(x=gate_up, source=fp8.SWIGLU)]
+    inputs = [*tensors(*[(tokens, hidden)] * 3), dict(x=gate_up, source=SWIGLU)]
     weights = tensors((2 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn))
-    swiglu_gradient = dict(x=gate_up, hidden_grad=hidden_grad, source=fp8.SWIGLU_GRADIENT)
+    swiglu_gradient = dict(x=gate_up, hidden_grad=hidden_grad, source=SWIGLU_GRADIENT)
     gradients = [*tensors((tokens, 2 * hidden), (tokens, hidden)), swiglu_gradient, *tensors((tokens, hidden))]
     scaled = []
     for part, dtype, matrices in (

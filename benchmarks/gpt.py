@@ -4,9 +4,9 @@
     python -m benchmarks.gpt --tiny     a small model, to try everything
 
 The step is that of the trainer: forward, backward, clipping, AdamW. "triton" computes the residual additions in the
-norms; "triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's flash attention, while the
-trainer prefers cuDNN's, and nanoGPT leaves the choice to PyTorch. Windows of steps alternate between the rows, in
-one process. Gradients are compared with fp32 before anything is timed. benchmarks.scaling measures several GPUs.
+norms; "triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's flash attention; the trainer prefers
+cuDNN's, and nanoGPT leaves the choice to PyTorch. Windows of steps alternate between the rows, in one process.
+Gradients are compared with fp32 before anything is timed. benchmarks.scaling measures several GPUs.
 
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -32,7 +32,7 @@ import tiny_llama_v3 as llama
 from measure.accuracy import require, require_finite
 from measure.command_line import Parser, positive, program, time_limit
 from measure.results import RESULTS, ResultFile, describe, header
-from measure.timing import in_turns, percentiles, release, wall_seconds
+from measure.timing import compile_apart, in_turns, percentiles, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
 from nanogpt_triton.train import Settings, optimizer_step, preferred_attention, select_device, wrap_for_processes
@@ -65,19 +65,6 @@ ROWS |= {f"{name} compile": row._replace(compile=True) for name, row in ROWS.ite
 def apart(x, branch, weight, bias):
     x = x if branch is None else x + branch
     return x, triton_layer_norm(x, weight, bias)
-
-
-def compile_apart(model):
-    """Calls torch.compile with a code object of its own. Compiled code is reused for the same code object, and the
-    checks before its reuse do not cover all differences between rows, such as the attention or the exchange of
-    gradients."""
-
-    def forward(*args):
-        return model(*args)
-
-    forward.__code__ = forward.__code__.replace(co_name=f"forward_{id(model)}")
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(forward)
 
 
 class Contender:

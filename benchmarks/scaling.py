@@ -37,7 +37,7 @@ from benchmarks.steps import begin_measuring, release_all
 from measure.accuracy import require_finite
 from measure.command_line import Parser, positive, program, time_limit
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
-from measure.timing import in_turns, wall_seconds
+from measure.timing import compile_apart, in_turns, wall_seconds
 from measure.work import SIZES
 from tiny_llama import distributed
 
@@ -79,7 +79,7 @@ class Contender:
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
         self.step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
         if config.compile and world.size == 1:  # which would else reuse what was compiled for several processes
-            self.step.run_model = gpt.compile_apart(self.step.model)
+            self.step.run_model = compile_apart(self.step.model)
         self.step.load(*next(self.step.batches(config.seed)))
         self.step.synchronize()
         # A captured step must have been warmed up on another stream than the default one.

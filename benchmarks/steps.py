@@ -311,7 +311,7 @@ def make_step(row, config, device):
     if variant and variant[0] in TORCHAO_RECIPES:
         return TorchaoStep(config, device, variant[0])
     steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fa4": FlashAttentionStep}
-    return (steps | dict.fromkeys(("", "fp8"), llama.TrainStep))["".join(variant)](config, device)
+    return steps.get("".join(variant), llama.TrainStep)(config, device)  # the last is also that of FP8
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -43,14 +43,22 @@ def cell(text):
     return text.replace("|", "/")
 
 
+def sources(items):
+    """Of (name, result): device, software, date, and links to the results from the top of the project."""
+    links = {}
+    for name, result in items:
+        environment = result["environment"]
+        versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
+        software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
+        changed = "; **the code that it measured has changed since**" if has_changed(result) else ""
+        alike = links.setdefault(f"{environment['device']}, {software}, {result['date'][:10]}", {})
+        alike[name] = f"([{name}](benchmarks/results/{name})){changed}"
+    return "; ".join(f"{described} {', '.join(alike.values())}" for described, alike in links.items())
+
+
 def source(name, result):
-    """Device, software, date, and a link to the result from the top of the project."""
-    environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
-    software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
-    link = f"[{name}](benchmarks/results/{name})"
-    changed = "; **the code that it measured has changed since**" if has_changed(result) else ""
-    return f"{environment['device']}, {software}, {result['date'][:10]} ({link}){changed}"
+    """sources() of one result."""
+    return sources([(name, result)])
 
 
 def provenance(name, result):

@@ -19,6 +19,7 @@ CALLS = 8  # in one graph
 REPLAY_SECONDS = 0.15
 FLUSHED_BYTES = 512 * 2**20  # more than any cache holds, MI300's 256 MiB included
 FLUSHED_SECONDS = 0.1
+NUMBERS = itertools.count()  # of code objects
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,13 +225,19 @@ def gradient_call(function, inputs, upstream):
     return functools.partial(torch.autograd.grad, outputs, needed, upstream, retain_graph=True)
 
 
-def compiled(function, mode=None):
-    """torch.compile of a function for fixed shapes, whose backward pass can run again on the same saved tensors.
+def compile_apart(function, repeatable=False, **options):
+    """Calls torch.compile with a code object of its own.
 
-    Dynamo keeps eight versions of a function, and would run it eagerly for a ninth shape. So the versions of earlier
-    calls are dropped here, and a ninth one is an error.
+    Compiled code is reused for the same code object, and the checks before its reuse do not cover all differences
+    between rows, such as the attention or the exchange of gradients. Of one code object, eight versions are compiled,
+    and others would run eagerly: that is an error here. repeatable: its backward pass, and any that is compiled later,
+    can run again on the same saved tensors, which takes memory.
     """
-    torch.compiler.reset()
+
+    def apart(*args, **keywords):
+        return function(*args, **keywords)
+
+    apart.__code__ = apart.__code__.replace(co_name=f"apart_{next(NUMBERS)}")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._functorch.config.donated_buffer = False
-    return torch.compile(function, dynamic=False, mode=mode)
+    torch._functorch.config.donated_buffer &= not repeatable
+    return torch.compile(apart, **options)

@@ -12,7 +12,7 @@ from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
 from measure.results import devices_of, newest_first, of_newest
-from measure.tables import NOT_MEASURED, markdown_table, number, provenance, source
+from measure.tables import NOT_MEASURED, markdown_table, number, provenance, sources
 from tiny_llama import hardware
 
 SIZES = ("small", "medium", "large")
@@ -92,12 +92,7 @@ def front_section(folder):
     header.append("which peer")
     rows = [front_row(name, size) for name, (size, _) in sizes.items()]
     table = markdown_table(header, rows, [False, True, True, True, True, True, False])
-    results = {}  # {device, software and date: links}
-    for text in dict.fromkeys(source(*item) for _, items in sizes.values() for item in items):
-        described, _, link = text.partition(" ([")
-        results.setdefault(described, []).append(f"([{link}")
-    sources = "; ".join(f"{described} {', '.join(links)}" for described, links in results.items())
-    return f"{table}\n\n{sources}"
+    return f"{table}\n\n{sources(item for _, items in sizes.values() for item in items)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_one_process_is_compiled_for_itself(monkeypatch):
     """Dynamo would reuse the graphs that were split for the messages of several."""
     apart = []
     monkeypatch.setattr(scaling.torch, "compile", lambda model: model)
-    monkeypatch.setattr(scaling.gpt, "compile_apart", lambda model: apart.append(model) or model)
+    monkeypatch.setattr(scaling, "compile_apart", lambda model: apart.append(model) or model)
     config = scaling.llama.Config(**SIZES["tiny"], impl="sdpa", compile=True)
     contender = scaling.Contender(config, scaling.llama.get_device("cpu"), scaling.ALONE, steps=1)
     assert apart == [contender.step.model] == [contender.step.run_model]

@@ -112,7 +112,7 @@ def test_three_times_are_too_few_to_tell():
 
 def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(monkeypatch):
     counter, compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=counter, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)  # and restored afterwards
     xs = [torch.ones(size) for size in range(1, 13)]
 
@@ -120,7 +120,7 @@ def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(
         return 2 * x
 
     for x in xs:
-        timing.compiled(double)(x)
+        timing.compile_apart(double, dynamic=False)(x)
     assert counter.frame_count == len(xs)
     with pytest.raises(FailOnRecompileLimitHit):
-        list(map(timing.compiled(double), xs))
+        list(map(timing.compile_apart(double, dynamic=False), xs))
