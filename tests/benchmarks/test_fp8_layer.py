@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import tiny_llama_v3 as llama
 from benchmarks import fp8_layer
@@ -15,10 +16,20 @@ pytestmark = [
 TOKENS, HIDDEN, FFN = 32, 16, 48
 
 
+@pytest.fixture(autouse=True)
+def counter(monkeypatch):
+    """Counts the graphs of torch.compile."""
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):  # restores what is set meanwhile
+        yield counter
+
+
 def parts():
     torch.manual_seed(0)
-    device = llama.get_device("cpu")
-    return {part: rest for part, *rest in fp8_layer.parts(Bench(device), fp8.OCP, TOKENS, HIDDEN, FFN)}
+    bench = Bench(llama.get_device("cpu"))
+    bench.on_gpu = True  # compiles
+    return {part: rest for part, *rest in fp8_layer.parts(bench, fp8.OCP, TOKENS, HIDDEN, FFN)}
 
 
 def test_work_is_counted_once():
@@ -33,12 +44,13 @@ def test_work_is_counted_once():
     }
 
 
-def test_every_contender_runs():
+def test_every_contender_runs_and_no_graph_is_broken(counter):
     for part, (_, _, contenders) in parts().items():
         assert set(contenders) == {"read and write (negation)": {"torch"}, "the twelve products": {"fp8", "bf16"}}.get(
-            part, {"triton", "torch"}
+            part, {"triton", "torch", "compile"}
         )
         assert all(call() is not None for calls in contenders.values() for call in calls)
+    assert counter.frame_count == 2 + 4 + 3  # sizes of inputs, weights and gradients
 
 
 @pytest.mark.parametrize("fault", ["a transposed copy", "SwiGLU", "a product"])

@@ -110,10 +110,10 @@ def test_three_times_are_too_few_to_tell():
     assert timing.ratio_of_medians([50.0] * 4, [1.0] * 4).differs
 
 
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=False)  # restores what is set meanwhile
 def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(monkeypatch):
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)  # and restored afterwards
     xs = [torch.ones(size) for size in range(1, 13)]
 
     def double(x):
