@@ -58,15 +58,15 @@ def steps_with(rows, *seconds):
 
 PARTS = [
     *steps_with(OTHERS, 240, 290, 470),
-    Part("python -m benchmarks.kernels", 320),
+    Part("python -m benchmarks.kernels", 360),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
         for sweep, seconds in (("length", 200), ("width", 250), ("vocab", 180))
     ),
-    Part("python -m benchmarks.layer_norm --time-limit 300", 100),
+    Part("python -m benchmarks.layer_norm --time-limit 300", 120),
     Part("python -m benchmarks.gpt --time-limit 360", 400),
     *steps_with(IN_FP8, 160, 200, 380),
-    Part("python -m benchmarks.fp8_layer", 70),
+    Part("python -m benchmarks.fp8_layer", 115),
     Part(f"{REPLAY} --beyond", 130, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
