@@ -61,15 +61,6 @@ class KernelBench(Bench):
         super().__init__(device)
         self.elements = 2**26 if self.on_gpu else 2**11
 
-    def capture(self, calls, number):
-        try:
-            with torch.cuda.stream(torch.cuda.current_stream()):  # restores it after a failed capture
-                return super().capture(calls, number)
-        except Exception:
-            # PyTorch's random generator takes itself for captured until a capture ends well.
-            super().capture([functools.partial(torch.zeros, 1, device="cuda")], 1)
-            raise
-
 
 def check(name, function, inputs, ours):
     """ArithmeticError unless our results are as accurate as those of function(*inputs) in plain PyTorch."""

@@ -31,7 +31,7 @@ from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, compile_apart, copy_calls, gradient_call, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 
-MEASURED = "benchmarks.layer_norm.measure_case", "measure.timing.compile_apart"
+MEASURED = "benchmarks.layer_norm.measure_case", "measure.timing.Bench", "measure.timing.compile_apart"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 WALL_CALLS = 100

@@ -41,7 +41,10 @@ from measure.timing import compile_apart, in_turns, wall_seconds
 from measure.work import SIZES
 from tiny_llama import distributed
 
-MEASURED = "benchmarks.scaling.measure_sizes", "benchmarks.scaling.measure_gpt", "tiny_llama.distributed.Step"
+MEASURED = (
+    "benchmarks.scaling.Setup", "benchmarks.scaling.measure_sizes", "benchmarks.scaling.measure_gpt",
+    "tiny_llama.distributed.Step",
+)  # fmt: skip
 ROWS = {  # flags of tiny_llama_v3.py
     "triton graph": dict(impl="triton", graph=True),
     "triton": dict(impl="triton"),

@@ -56,10 +56,13 @@ class Bench:
                 call()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            # The current stream is not restored by a capture that fails.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=self.stream):
                 for call in itertools.islice(itertools.cycle(calls), number):
                     call()
         except Exception as error:  # of the end of the capture; the one before it tells why
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
+                torch.zeros(1, device="cuda")  # until a capture ends well, the random generator refuses to work
             raise (error.__context__ or error) from None
         return graph
 

@@ -1,5 +1,7 @@
 """Digests change with the code that is measured, and with nothing else."""
 
+import importlib
+
 import pytest
 
 from measure import digest
@@ -95,3 +97,12 @@ def test_a_result_knows_whether_its_code_has_changed(project):
     assert digest.has_changed({}), "of before there were digests"
     with pytest.raises(KeyError, match="script.Removed"):
         digest.digest_of(("script.Step", "script.Removed"))
+
+
+@pytest.mark.parametrize("name, clock", [
+    ("fp8_layer", "Bench"), ("kernels", "Bench"), ("layer_norm", "Bench"),
+    ("gpt", "in_turns"), ("scaling", "in_turns"), ("steps", "in_turns"),
+])  # fmt: skip
+def test_the_clock_of_a_benchmark_is_part_of_what_it_measures(name, clock):
+    benchmark = importlib.import_module(f"benchmarks.{name}")
+    assert ("measure.timing", clock) in digest.covered(benchmark.MEASURED)

@@ -21,7 +21,7 @@ def fake_gpu(monkeypatch):
 
     anything = MagicMock()
     anything.elapsed_time.return_value = 4.0
-    for name in ("Stream", "CUDAGraph", "graph", "Event", "stream"):
+    for name in ("Stream", "CUDAGraph", "graph", "Event", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: anything)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return timing.Bench(llama.Device("cuda", "fake", "sm_90", 132, 32))
@@ -37,10 +37,21 @@ def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(fake_gpu):
 def test_a_failed_capture_has_the_reason_of_the_call(fake_gpu, monkeypatch):
     """torch.cuda.graph raises another error at its end."""
     graph = MagicMock()
-    graph.__exit__.side_effect = RuntimeError("failed due to a previous error")
+    graph.__exit__.side_effect = [RuntimeError("failed due to a previous error"), None]
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: graph)
+    monkeypatch.setattr(torch, "zeros", MagicMock())
     call = MagicMock(side_effect=[None, RuntimeError("not permitted")])
     assert fake_gpu.rate([call], 1.0) == {"error": "RuntimeError: not permitted"}
+    assert torch.zeros.call_count == 1 and graph.__exit__.call_count == 2  # another capture, which ends well
+
+
+@pytest.mark.gpu
+def test_a_call_that_cannot_be_captured_does_not_harm_the_next():
+    bench, before = timing.Bench(llama.get_device("cuda")), torch.cuda.current_stream()
+    x = bench.randn(4)
+    assert "capturing" in bench.rate([lambda: x.sum().item()], 1)["error"]
+    assert torch.cuda.current_stream() == before
+    assert bench.randn(4).isfinite().all()
 
 
 def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_replay(fake_gpu, monkeypatch):
