@@ -58,14 +58,14 @@ def steps_with(rows, *seconds):
 
 PARTS = [
     *steps_with(OTHERS, 240, 290, 470),
-    Part("python -m benchmarks.kernels", 360),
+    Part("python -m benchmarks.kernels", 400),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
         for sweep, seconds in (("length", 200), ("width", 250), ("vocab", 180))
     ),
     Part("python -m benchmarks.layer_norm --time-limit 300", 120),
     Part("python -m benchmarks.gpt --time-limit 360", 400),
-    *steps_with(IN_FP8, 160, 200, 380),
+    *steps_with(IN_FP8, 160, 190, 300),
     Part("python -m benchmarks.fp8_layer", 115),
     Part(f"{REPLAY} --beyond", 130, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
@@ -76,6 +76,7 @@ PARTS = [
     Part("python -m benchmarks.pages.traces", 30),
     Part("python -m profilers.overhead", 60, "overhead"),
     *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
+    Part("python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000", 240),
     *steps_with(AUTOTUNED, 200, 250, 350),
 ]
 
