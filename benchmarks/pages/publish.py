@@ -118,6 +118,7 @@ def sweeps_section(folder):
 
 
 GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # the field of Config
+RATIOS = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10  # that are marked
 
 
 def draw_sweeps(folder, path):
@@ -139,9 +140,10 @@ def draw_sweeps(folder, path):
                 ours, theirs = ([size["rows"][r]["ms"]["median"] for size in both] for r in (SWEEP_ROWS[-1], row))
                 ratios = [ms / own for own, ms in zip(ours, theirs, strict=True)]
                 axes.plot(xs, ratios, color=color, marker=marker, label=row)
-            axes.set(xscale="log", ylim=(0, None), title=f"{sweep} grows", ylabel="time of a step, ours = 1")
+            axes.set(xscale="log", yscale="log", title=f"{sweep} grows", ylabel="time of a step, ours = 1")
             every = [size["config"][GROWS[sweep]] for size in measured]
             axes.set_xticks(every, [f"{value:,}" for value in every])
+            axes.set_yticks(RATIOS, [f"{value:g}" for value in RATIOS])
             axes.minorticks_off()
             axes.set_xlabel(GROWS[sweep])
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SWEEP_ROWS))

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,7 +116,10 @@ def test_a_sweep_changes_one_size_only():
         configs = [dataclasses.asdict(llama.Config(**size)) for size in sizes.values()]
         derived = {"num_kv_heads", "ffn_dim"} if name == "width" else set()
         assert {key for key in configs[0] if len({str(config[key]) for config in configs}) > 1} == grows[name] | derived
-    assert {size["batch_size"] * size["seq_len"] for size in steps.SWEEPS["length"].values()} == {16384}
+    lengths = [llama.Config(**size) for size in steps.SWEEPS["length"].values()]
+    assert {config.tokens_per_step for config in lengths} == {16384}
+    scores = [c.num_layers * min(c.batch_size, llama.CHECK_BATCH) * c.num_heads * c.seq_len**2 for c in lengths]
+    assert 4 * max(scores) < 64e9  # bytes that the reference of the check keeps
     assert {size["hidden_dim"] // size["num_heads"] for size in steps.SWEEPS["width"].values()} == {64}
 
 
@@ -133,11 +137,23 @@ def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    original = steps.Contender
+    original, kept, alive = steps.Contender, [], []
+
+    class NoRoom(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise torch.OutOfMemoryError("no room\nfor this")
 
     def contender(row, *args):
         if row.name == "torch":
-            raise torch.OutOfMemoryError("no room\nfor this")
+            weight = torch.ones(3, requires_grad=True)
+            activation = weight * 2
+            kept.append(weakref.ref(activation))
+            with torch.autograd.set_multithreading_enabled(False):  # as a training step has it
+                (activation * activation + NoRoom.apply(weight)).sum().backward()
+        alive.append(kept[0]() is not None)
         return original(row, *args)
 
     monkeypatch.setattr(steps, "Contender", contender)
@@ -145,7 +161,7 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
     rows = result["sizes"]["tiny"]["rows"]
     assert code == 0
     assert rows["torch"]["error"] == "OutOfMemoryError: no room"
-    assert rows["sdpa"]["error"] is None
+    assert rows["sdpa"]["error"] is None and alive == [False]  # or what failed would count as memory of the next row
 
 
 def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
