@@ -61,7 +61,7 @@ PARTS = [
     Part("python -m benchmarks.kernels", 400),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
-        for sweep, seconds in (("length", 200), ("width", 250), ("vocab", 180))
+        for sweep, seconds in (("length", 200), ("width", 350), ("vocab", 200))
     ),
     Part("python -m benchmarks.layer_norm --time-limit 300", 120),
     Part("python -m benchmarks.gpt --time-limit 360", 400),

@@ -122,14 +122,29 @@ def newest_first(folder, benchmark, device=None):
     return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)
 
 
+def of_each_device(benchmark):
+    """Makes a function of (folder, device), which returns a text, one of a folder: the texts of all its devices."""
+
+    def decorate(section):
+        @functools.wraps(section)
+        def sections(folder):
+            texts = [section(folder, device) for device in devices_of(folder, benchmark)]
+            return "\n\n".join(filter(None, texts)) or NOT_MEASURED
+
+        return sections
+
+    return decorate
+
+
 def of_newest(benchmark, is_wanted=lambda result: True):
-    """Makes a function of (name, result) one of a folder of results, which takes the newest one that is wanted."""
+    """Makes a function of (name, result) one of a folder: the texts of each device's newest result that is wanted."""
 
     def decorate(table):
+        @of_each_device(benchmark)
         @functools.wraps(table)
-        def section(folder):
-            newest = next((item for item in newest_first(folder, benchmark) if is_wanted(item[1])), None)
-            return table(*newest) if newest else NOT_MEASURED
+        def section(folder, device):
+            newest = next((item for item in newest_first(folder, benchmark, device) if is_wanted(item[1])), None)
+            return table(*newest) if newest else ""
 
         return section
 
@@ -137,6 +152,11 @@ def of_newest(benchmark, is_wanted=lambda result: True):
 
 
 def devices_of(folder, benchmark):
-    """The names of the devices that a benchmark's results are of, the one with the most results first."""
-    counts = Counter(result["environment"]["device"] for _, result in newest_first(folder, benchmark))
+    """The names of the devices that a benchmark's results are of: with the most results, or else the oldest, first."""
+    counts = Counter(result["environment"]["device"] for _, result in reversed(newest_first(folder, benchmark)))
     return [device for device, _ in counts.most_common()]
+
+
+def main_device(folder, benchmark):
+    """The first of devices_of(), for what shows one device only; None if there is no result."""
+    return next(iter(devices_of(folder, benchmark)), None)

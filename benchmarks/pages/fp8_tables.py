@@ -9,8 +9,8 @@ from benchmarks.fp8_learning import DATA, PRECISIONS, SMOOTHED, smoothed
 from benchmarks.pages.front_page import SIZES, newest_sizes
 from benchmarks.steps import ROWS, is_fp8
 from measure import drawing
-from measure.results import newest_first, of_newest
-from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+from measure.results import main_device, newest_first, of_each_device, of_newest
+from measure.tables import cell, markdown_table, number, provenance
 
 IN_FP8 = "triton fp8 graph"
 SPEED_ROWS = [name for name, row in ROWS.items() if name == "triton graph" or is_fp8(row.implementation)]
@@ -50,9 +50,9 @@ def compare(pairs):
     return result | dict(ratio=seconds and seconds[0] / seconds[1], ratio_both=to_both[0] / to_both[1])
 
 
-def newest_runs(folder):
+def newest_runs(folder, device):
     """{(size, data): (name, result, its runs)} of the newest result that has both precisions, or else one of them."""
-    results, newest = newest_first(folder, "fp8_learning"), {}
+    results, newest = newest_first(folder, "fp8_learning", device), {}
     for key in ((size, data) for size in SIZES for data in DATA):
         found = [(*item, [r for r in item[1]["runs"] if (r["size"], r["data"]) == key]) for item in results]
         best = max(found, key=lambda item: len({run["precision"] for run in item[2]}), default=None)
@@ -82,9 +82,10 @@ def learning_row(runs, precision):
     return [*cells, f"not reached in {steps:,} steps (seed {seeds})", reached]
 
 
-def learning_section(folder):
+@of_each_device("fp8_learning")
+def learning_section(folder, device):
     rows, notes, sources = [], [], {}
-    for (size, data), (name, result, runs) in newest_runs(folder).items():
+    for (size, data), (name, result, runs) in newest_runs(folder, device).items():
         found = {run["precision"] for run in runs}
         rows += [[f"{size}, {data}, {p}", *learning_row(runs, p)] for p in PRECISIONS[1:] if p == "fp8" or p in found]
         notes += [f"- {size} {data} seed {r['seed']} {r['precision']}: {r['error']}" for r in runs if r["error"]]
@@ -93,11 +94,12 @@ def learning_section(folder):
     header = ["", "final loss, bf16", "FP8", "difference (each seed)", "bf16 over the seeds", "ms a step, bf16 / FP8"]
     table = markdown_table([*header, "s to bf16's loss, bf16 / FP8", "ratio"], rows)
     parts = [table, "\n".join(notes), *(provenance(*item) for item in sources.items())]
-    return "\n\n".join(filter(None, parts)) if rows else NOT_MEASURED
+    return "\n\n".join(filter(None, parts)) if rows else ""
 
 
-def speed_section(folder):
-    newest, rows = newest_sizes(folder, lambda size: "ms" in size["rows"].get(IN_FP8, {})), []
+@of_each_device("steps")
+def speed_section(folder, device):
+    newest, rows = newest_sizes(folder, lambda size: "ms" in size["rows"].get(IN_FP8, {}), SIZES, device), []
     for size, (_, result) in newest.items():
         found = result["sizes"][size]["rows"]
         for name in (name for name in SPEED_ROWS if name in found):
@@ -106,7 +108,7 @@ def speed_section(folder):
             rows.append([f"{size}, {name}", number(ms) or cell(found[name]["error"]), ratio])
     table = markdown_table(["", "ms a step", f"its time / that of {IN_FP8}"], rows)
     sources = [provenance(*item) for item in dict(newest.values()).items()]
-    return "\n\n".join([table, *sources]) if rows else NOT_MEASURED
+    return "\n\n".join([table, *sources]) if rows else ""
 
 
 def contender_cell(contenders, name, unit, ceiling):
@@ -140,7 +142,7 @@ def layer_section(name, result):
 
 def draw_layer(folder, path):
     """Draws the times of the products of a layer in bf16, and in FP8 with rounding; a diamond marks the roofline."""
-    results = newest_first(folder, "fp8_layer")
+    results = newest_first(folder, "fp8_layer", main_device(folder, "fp8_layer"))
     if not results or None in results[0][1]["peaks"]:
         return
     (copy, *rounding, products), peaks = results[0][1]["parts"], results[0][1]["peaks"]
@@ -172,7 +174,8 @@ def recipes_section(name, result):
 
 def draw(folder, path):
     """Draws smoothed losses on text: over steps of the size with the most runs, over time of the largest size."""
-    found = [runs for (_, data), (_, _, runs) in newest_runs(folder).items() if data == "text"]
+    newest = newest_runs(folder, main_device(folder, "fp8_learning"))
+    found = [runs for (_, data), (_, _, runs) in newest.items() if data == "text"]
     found = [[run for run in runs if not run["error"]] for runs in found]
     found = [runs for runs in found if runs]
     if not found:

@@ -11,7 +11,7 @@ import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
-from measure.results import devices_of, newest_first, of_newest
+from measure.results import main_device, newest_first, of_newest
 from measure.tables import NOT_MEASURED, markdown_table, number, provenance, sources
 from tiny_llama import hardware
 
@@ -34,7 +34,7 @@ def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES, device=None):
 
     By default it is the device with the most results of steps.
     """
-    device = device or next(iter(devices_of(folder, "steps")), None)
+    device = device or main_device(folder, "steps")
     newest = {}
     for name, result in newest_first(folder, "steps", device):
         for size_name, size in result["sizes"].items():

@@ -26,7 +26,7 @@ from benchmarks.pages import fp8_tables, front_page, published_claims, replays, 
 from benchmarks.steps import ROWS, SWEEP_ROWS, is_fp8
 from measure import drawing
 from measure.command_line import Parser, program, replacing
-from measure.results import RESULTS, ROOT, damage_reported, devices_of, newest_first, of_newest
+from measure.results import RESULTS, ROOT, damage_reported, of_each_device, of_newest
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance, source
 from measure.work import SIZES, SWEEPS
 
@@ -81,16 +81,14 @@ def was_timed(size):
     return "comparisons" in size and not all(row["error"] for row in size["rows"].values())
 
 
-def steps_section(folder):
-    tables = []
-    for device in devices_of(folder, "steps"):
-        newest = front_page.newest_sizes(folder, was_timed, SIZES, device)
-        complete = front_page.newest_sizes(folder, front_page.is_complete, SIZES, device)
-        newest |= complete  # rather than a newer one of some rows
-        if len(newest) > 1:
-            newest.pop("tiny", None)  # a trial
-        tables += [steps_table(folder, size, *item) for size, item in newest.items()]
-    return "\n\n".join(tables) or NOT_MEASURED
+@of_each_device("steps")
+def steps_section(folder, device):
+    newest = front_page.newest_sizes(folder, was_timed, SIZES, device)
+    complete = front_page.newest_sizes(folder, front_page.is_complete, SIZES, device)
+    newest |= complete  # rather than a newer one of some rows
+    if len(newest) > 1:
+        newest.pop("tiny", None)  # a trial
+    return "\n\n".join(steps_table(folder, size, *item) for size, item in newest.items())
 
 
 def sweep_table(sweep, newest):
@@ -112,9 +110,10 @@ def sweep_table(sweep, newest):
     return "\n\n".join([table, *(provenance(*item) for item in dict(newest.values()).items())])
 
 
-def sweeps_section(folder):
-    newest = {sweep: front_page.newest_sizes(folder, was_timed, sizes) for sweep, sizes in SWEEPS.items()}
-    return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes) or NOT_MEASURED
+@of_each_device("steps")
+def sweeps_section(folder, device):
+    newest = {sweep: front_page.newest_sizes(folder, was_timed, sizes, device) for sweep, sizes in SWEEPS.items()}
+    return "\n\n".join(sweep_table(sweep, sizes) for sweep, sizes in newest.items() if sizes)
 
 
 GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # the field of Config
@@ -150,12 +149,8 @@ def draw_sweeps(folder, path):
         drawing.save_png(figure, path, dpi=100)
 
 
-def kernels_section(folder):
-    newest = [newest_first(folder, "kernels", device)[0] for device in devices_of(folder, "kernels")]
-    return "\n\n".join(kernels_table(*item) for item in newest) or NOT_MEASURED
-
-
-def kernels_table(name, result):
+@of_newest("kernels")
+def kernels_section(name, result):
     rows = []
     for case in result["cases"]:
         if case.get("error"):
@@ -182,9 +177,10 @@ def kernels_table(name, result):
     return f"{table}{not_timed}\n\n{provenance(name, result)}"
 
 
-def stages_section(folder):
+@of_each_device("stages")
+def stages_section(folder, device):
     parts = []
-    for name, result in replays.newest_replays(folder):
+    for name, result in replays.newest_replays(folder, device):
         lines = [f"- {title} ({mark}): {text}" for title, mark, text in replays.observation_lines(result)]
         parts += [
             f"**{replays.sizes(result)}**, {result['config']['num_steps']} steps",
@@ -195,7 +191,7 @@ def stages_section(folder):
         picture = Path(name).with_suffix(".png")
         if (folder / picture).exists():
             parts.append(f"![The picture of each stage](benchmarks/results/{picture})")
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in replays.NOTES)]) if parts else NOT_MEASURED
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in replays.NOTES)])
 
 
 def ratio_to(ours, theirs):

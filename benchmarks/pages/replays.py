@@ -37,10 +37,10 @@ def predecessor(stage):
     return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
 
 
-def newest_replays(folder):
-    """[(name, summary)]: the newest in a folder for each length of sequence and precision, fp32 first."""
+def newest_replays(folder, device=None):
+    """[(name, summary)]: the newest in a folder, of a device, for each length of sequence and precision, fp32 first."""
     newest = {}
-    for name, result in newest_first(folder, "stages"):
+    for name, result in newest_first(folder, "stages", device):
         newest.setdefault((result["config"]["seq_len"], result["precision"] != "fp32"), (name, result))
     return [newest[setting] for setting in sorted(newest)]
 

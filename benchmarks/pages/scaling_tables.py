@@ -9,7 +9,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import scaling_model as model
 from benchmarks.pages.front_page import SIZES
 from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
-from measure.results import newest_first
+from measure.results import main_device, newest_first, of_each_device
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 
 PEERS = ("DDP", "FSDP2")
@@ -24,10 +24,10 @@ def row_of(size, mode, name):
     return row if row and not row["error"] else None
 
 
-def newest_sizes(folder):
+def newest_sizes(folder, device=None):
     """{processes: {size: {mode: (name, result)}}}: the newest result of each with times, without tiny models."""
     newest = {}
-    for name, result in newest_first(folder, "scaling"):
+    for name, result in newest_first(folder, "scaling", device):
         for size in SIZES:
             for mode in ("weak", "strong"):
                 if any(row_of(result["sizes"].get(size, {}), mode, row) for row in COLORS):
@@ -114,19 +114,19 @@ def gpt_table(name, result):
     return f"{markdown_table(header, rows)}\n\n{provenance(name, result)}"
 
 
-def newest_gpt(folder):
+def newest_gpt(folder, device):
     """{processes: (name, result)}: the newest result of each with nanogpt_triton's step, without tiny models."""
     newest = {}
-    for name, result in newest_first(folder, "scaling"):
+    for name, result in newest_first(folder, "scaling", device):
         if "rows" in result.get("gpt2", {}) and result["gpt2"]["size"] != "tiny":
             newest.setdefault(result["processes"], (name, result))
     return dict(sorted(newest.items()))
 
 
-def scaling_section(folder):
-    parts = [measured_table(*item) for item in newest_sizes(folder).items()]
-    parts += [gpt_table(*item) for item in newest_gpt(folder).values()]
-    return "\n\n".join(parts) or NOT_MEASURED
+@of_each_device("scaling")
+def scaling_section(folder, device):
+    parts = [measured_table(*item) for item in newest_sizes(folder, device).items()]
+    return "\n\n".join([*parts, *(gpt_table(*item) for item in newest_gpt(folder, device).values())])
 
 
 def scaling_model_section(folder):
@@ -168,7 +168,7 @@ def points_of(measured, size_name, row_name):
 
 def draw_measured(folder, path):
     """Draws tokens a second and efficiency of every row over the number of GPUs, if there is a result."""
-    results = newest_sizes(folder)
+    results = newest_sizes(folder, main_device(folder, "scaling"))
     if not results:
         return
     with style():

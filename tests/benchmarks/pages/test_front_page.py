@@ -1,6 +1,7 @@
 """The first screen: its table and its picture follow from results, and say so where there are none."""
 
 import json
+import shutil
 
 import matplotlib.image
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import tiny_llama_v3 as llama
 from benchmarks.pages import front_page, publish, published_claims
 from measure import drawing
+from measure.results import RESULTS
 
 ENVIRONMENT = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
 MODEL = {"hidden_dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 2048, "vocab_size": 1000}
@@ -85,16 +87,20 @@ def test_rows_that_were_measured_apart_are_in_the_same_table(tmp_path):
     assert "| **0.62** |" in text and "| `hf compile graph` |" in text
 
 
-def test_results_of_another_gpu_stand_beside_ours(tmp_path):
-    other = {"environment": ENVIRONMENT | {"device": "Another GPU"}, "date": "2031-01-01T00:00:00"}
-    theirs, kernel = step_result(ours=5.0) | other, {"dtype": "bf16", "cases": [{"case": "copy", "error": "no room"}]}
-    write(tmp_path, steps_one=step_result(), steps_two=step_result("2029-01-01T00:00:00"), steps_sent=theirs)
-    write(tmp_path, kernels_one=step_result() | kernel, kernels_sent=theirs | kernel)
-    assert "**10.0** / 20.0" in front_page.front_section(tmp_path)
-    assert "Another GPU" not in front_page.front_section(tmp_path)
-    steps = publish.steps_section(tmp_path)
-    assert steps.index("**small**, Some GPU: 8 x 128") < steps.index("**small**, Another GPU: 8 x 128")
-    assert publish.kernels_section(tmp_path).count("| copy | no room |") == 2
+@pytest.mark.parametrize("name", publish.SECTIONS)
+def test_results_of_another_gpu_stand_beside_ours(tmp_path, name):
+    """As many and newer ones. What tells of one device only is still of ours."""
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        result |= {
+            "date": "2031-01-01T00:00:00",
+            "environment": result.get("environment", {}) | {"device": "Another GPU"},
+        }
+        (tmp_path / f"{path.stem}_sent.json").write_text(json.dumps(result))
+    with_theirs, of_ours = (publish.SECTIONS[name](folder) for folder in (tmp_path, RESULTS))
+    assert with_theirs.startswith(of_ours)
+    assert ("Another GPU" in with_theirs) == (name not in ("scaling_model", "front", "claims"))
 
 
 def test_a_measurement_without_our_row_does_not_count(tmp_path):
