@@ -664,7 +664,7 @@ def main(argv):
         print(f"\n{name}", flush=True)
 
         def save(measured, name=name):
-            # A backward pass that fails leaves what it has kept queued in this thread until there is another one.
+            # After a row: what a failed backward pass has kept stays queued in this thread until there is another one.
             torch.zeros((), requires_grad=True).backward()
             result["sizes"][name] = measured
             result["seconds"] = round(time.monotonic() - start, 1)

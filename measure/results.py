@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import re
 import shlex
-from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -114,12 +113,25 @@ def damage_reported(folder, name):
         raise llama.UsageError(f"--results {folder}: {reason}") from error
 
 
-def newest_first(folder, benchmark, device=None):
-    """[(name, Record)] of a benchmark's results in a folder, the newest first; of one device, if it is named."""
-    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
-    results = [item for item in results if device is None or item[1]["environment"]["device"] == device]
+def by_device(folder, benchmark):
+    """{device: [(name, Record)], the newest first} of a benchmark's results in a folder.
+
+    The device with the most results comes first, or else the one with the oldest.
+    """
+    results, found = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")], {}
     # A run of the script itself has its date in its name only.
-    return sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0]), reverse=True)
+    for item in sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0])):
+        found.setdefault(item[1]["environment"]["device"], []).insert(0, item)
+    return dict(sorted(found.items(), key=lambda entry: -len(entry[1])))
+
+
+def newest_first(folder, benchmark, device=None):
+    """[(name, Record)] of a benchmark's results in a folder, the newest first, of one device.
+
+    By default it is the first of by_device(), so that what shows one device only never mixes it with others.
+    """
+    found = by_device(folder, benchmark)
+    return found.get(device or next(iter(found), None), [])
 
 
 def of_each_device(benchmark):
@@ -128,7 +140,7 @@ def of_each_device(benchmark):
     def decorate(section):
         @functools.wraps(section)
         def sections(folder):
-            texts = [section(folder, device) for device in devices_of(folder, benchmark)]
+            texts = [section(folder, device) for device in by_device(folder, benchmark)]
             return "\n\n".join(filter(None, texts)) or NOT_MEASURED
 
         return sections
@@ -149,14 +161,3 @@ def of_newest(benchmark, is_wanted=lambda result: True):
         return section
 
     return decorate
-
-
-def devices_of(folder, benchmark):
-    """The names of the devices that a benchmark's results are of: with the most results, or else the oldest, first."""
-    counts = Counter(result["environment"]["device"] for _, result in reversed(newest_first(folder, benchmark)))
-    return [device for device, _ in counts.most_common()]
-
-
-def main_device(folder, benchmark):
-    """The first of devices_of(), for what shows one device only; None if there is no result."""
-    return next(iter(devices_of(folder, benchmark)), None)

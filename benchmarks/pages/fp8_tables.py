@@ -9,7 +9,7 @@ from benchmarks.fp8_learning import DATA, PRECISIONS, SMOOTHED, smoothed
 from benchmarks.pages.front_page import SIZES, newest_sizes
 from benchmarks.steps import ROWS, is_fp8
 from measure import drawing
-from measure.results import main_device, newest_first, of_each_device, of_newest
+from measure.results import newest_first, of_each_device, of_newest
 from measure.tables import cell, markdown_table, number, provenance
 
 IN_FP8 = "triton fp8 graph"
@@ -50,7 +50,7 @@ def compare(pairs):
     return result | dict(ratio=seconds and seconds[0] / seconds[1], ratio_both=to_both[0] / to_both[1])
 
 
-def newest_runs(folder, device):
+def newest_runs(folder, device=None):
     """{(size, data): (name, result, its runs)} of the newest result that has both precisions, or else one of them."""
     results, newest = newest_first(folder, "fp8_learning", device), {}
     for key in ((size, data) for size in SIZES for data in DATA):
@@ -142,7 +142,7 @@ def layer_section(name, result):
 
 def draw_layer(folder, path):
     """Draws the times of the products of a layer in bf16, and in FP8 with rounding; a diamond marks the roofline."""
-    results = newest_first(folder, "fp8_layer", main_device(folder, "fp8_layer"))
+    results = newest_first(folder, "fp8_layer")
     if not results or None in results[0][1]["peaks"]:
         return
     (copy, *rounding, products), peaks = results[0][1]["parts"], results[0][1]["peaks"]
@@ -174,8 +174,7 @@ def recipes_section(name, result):
 
 def draw(folder, path):
     """Draws smoothed losses on text: over steps of the size with the most runs, over time of the largest size."""
-    newest = newest_runs(folder, main_device(folder, "fp8_learning"))
-    found = [runs for (_, data), (_, _, runs) in newest.items() if data == "text"]
+    found = [runs for (_, data), (_, _, runs) in newest_runs(folder).items() if data == "text"]
     found = [[run for run in runs if not run["error"]] for runs in found]
     found = [runs for runs in found if runs]
     if not found:

@@ -11,7 +11,7 @@ import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
-from measure.results import main_device, newest_first, of_newest
+from measure.results import newest_first, of_newest
 from measure.tables import NOT_MEASURED, markdown_table, number, provenance, sources
 from tiny_llama import hardware
 
@@ -30,11 +30,7 @@ def is_complete(size):
 
 
 def newest_sizes(folder, is_wanted=is_complete, sizes=SIZES, device=None):
-    """{size: (name, result)}: for each of these sizes the newest measurement that is wanted, of a device.
-
-    By default it is the device with the most results of steps.
-    """
-    device = device or main_device(folder, "steps")
+    """{size: (name, result)}: for each of these sizes the newest measurement that is wanted, of newest_first()."""
     newest = {}
     for name, result in newest_first(folder, "steps", device):
         for size_name, size in result["sizes"].items():

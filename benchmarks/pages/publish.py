@@ -117,7 +117,7 @@ def sweeps_section(folder, device):
 
 
 GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # the field of Config
-RATIOS = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10  # that are marked
+RATIO_TICKS = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10
 
 
 def draw_sweeps(folder, path):
@@ -142,7 +142,7 @@ def draw_sweeps(folder, path):
             axes.set(xscale="log", yscale="log", title=f"{sweep} grows", ylabel="time of a step, ours = 1")
             every = [size["config"][GROWS[sweep]] for size in measured]
             axes.set_xticks(every, [f"{value:,}" for value in every])
-            axes.set_yticks(RATIOS, [f"{value:g}" for value in RATIOS])
+            axes.set_yticks(RATIO_TICKS, [f"{value:g}" for value in RATIO_TICKS])
             axes.minorticks_off()
             axes.set_xlabel(GROWS[sweep])
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SWEEP_ROWS))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.pages.front_page import has_what_was_published, newest_sizes
-from measure.results import main_device, newest_first
+from measure.results import newest_first
 from measure.tables import NOT_MEASURED, markdown_table, number, source
 
 STAGES = range(1, 8)  # the stages in the table
@@ -96,7 +96,7 @@ def has_layouts(replay):
 
 
 def claims_section(folder):
-    replays = newest_first(folder, "stages", main_device(folder, "stages"))
+    replays = newest_first(folder, "stages")
     story = [item for item in replays if has_what_was_published(item[1]) and set(STAGES) <= by_number(item[1]).keys()]
     layouts = [item for item in replays if has_layouts(item[1])]
     steps = newest_sizes(folder, has_fused_speedup).get("small")

@@ -38,7 +38,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from measure.command_line import Parser, positive, program
-from measure.results import RESULTS, damage_reported, main_device, newest_first
+from measure.results import RESULTS, damage_reported, newest_first
 from measure.tables import markdown_table, number
 from measure.work import SIZES as WORK_SIZES
 from tiny_llama import distributed
@@ -251,7 +251,7 @@ def measured_of(source, result, size):
 def newest_measured(folder):
     """{size: Measured} of the newest result of each; among those of a day, the one with the most processes."""
     newest = {}
-    results = newest_first(folder, "scaling", main_device(folder, "scaling"))
+    results = newest_first(folder, "scaling")
     for source, result in sorted(results, key=lambda item: (item[1]["date"][:10], item[1]["processes"]), reverse=True):
         for name, size in result["sizes"].items():
             measured = None if name in newest else measured_of(source, result, size)

@@ -9,7 +9,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import scaling_model as model
 from benchmarks.pages.front_page import SIZES
 from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
-from measure.results import main_device, newest_first, of_each_device
+from measure.results import newest_first, of_each_device
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
 
 PEERS = ("DDP", "FSDP2")
@@ -168,7 +168,7 @@ def points_of(measured, size_name, row_name):
 
 def draw_measured(folder, path):
     """Draws tokens a second and efficiency of every row over the number of GPUs, if there is a result."""
-    results = newest_sizes(folder, main_device(folder, "scaling"))
+    results = newest_sizes(folder)
     if not results:
         return
     with style():

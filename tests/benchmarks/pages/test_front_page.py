@@ -87,20 +87,29 @@ def test_rows_that_were_measured_apart_are_in_the_same_table(tmp_path):
     assert "| **0.62** |" in text and "| `hf compile graph` |" in text
 
 
-@pytest.mark.parametrize("name", publish.SECTIONS)
-def test_results_of_another_gpu_stand_beside_ours(tmp_path, name):
-    """As many and newer ones. What tells of one device only is still of ours."""
+@pytest.fixture
+def with_theirs(tmp_path):
+    """Our results, and as many of another GPU, which are newer."""
     shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
     for path in RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
-        result |= {
-            "date": "2031-01-01T00:00:00",
-            "environment": result.get("environment", {}) | {"device": "Another GPU"},
-        }
-        (tmp_path / f"{path.stem}_sent.json").write_text(json.dumps(result))
-    with_theirs, of_ours = (publish.SECTIONS[name](folder) for folder in (tmp_path, RESULTS))
-    assert with_theirs.startswith(of_ours)
-    assert ("Another GPU" in with_theirs) == (name not in ("scaling_model", "front", "claims"))
+        result["environment"] = result.get("environment", {}) | {"device": "Another GPU"}
+        (tmp_path / f"{path.stem}_sent.json").write_text(json.dumps(result | {"date": "2031-01-01T00:00:00"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", publish.SECTIONS)
+def test_results_of_another_gpu_stand_beside_ours(with_theirs, name):
+    both = publish.SECTIONS[name](with_theirs)
+    assert both.startswith(publish.SECTIONS[name](RESULTS))
+    assert ("Another GPU" in both) == (name not in ("scaling_model", "front", "claims"))
+
+
+@pytest.mark.parametrize("picture", publish.DRAWN, ids=lambda path: path.stem)
+def test_a_picture_shows_one_device(with_theirs, picture):
+    for folder in (with_theirs, RESULTS):
+        publish.DRAWN[picture](folder, with_theirs / f"{folder.name}.png")
+    assert (with_theirs / f"{with_theirs.name}.png").read_bytes() == (with_theirs / f"{RESULTS.name}.png").read_bytes()
 
 
 def test_a_measurement_without_our_row_does_not_count(tmp_path):
