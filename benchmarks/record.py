@@ -61,10 +61,10 @@ PARTS = [
     Part("python -m benchmarks.kernels", 400),
     *(
         Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
-        for sweep, seconds in (("length", 200), ("width", 350), ("vocab", 200))
+        for sweep, seconds in (("length", 220), ("width", 350), ("vocab", 200))
     ),
     Part("python -m benchmarks.layer_norm --time-limit 300", 120),
-    Part("python -m benchmarks.gpt --time-limit 360", 400),
+    Part("python -m benchmarks.gpt --time-limit 360", 160),
     *steps_with(IN_FP8, 160, 190, 300),
     Part("python -m benchmarks.fp8_layer", 115),
     Part(f"{REPLAY} --beyond", 130, "stages"),

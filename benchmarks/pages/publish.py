@@ -102,8 +102,7 @@ def sweep_table(sweep, newest):
             [
                 f"{size_name} x {size['config']['batch_size']}" if sweep == "length" else size_name,
                 *(cell(row["error"]) if row["error"] else number(row["ms"]["median"]) for row in rows),
-                number(pair.get("time_ratio"), 2),
-                number(pair.get("memory_ratio"), 2),
+                *(f"{pair[key]:.2f}" if pair.get(key) else "" for key in ("time_ratio", "memory_ratio")),
             ]
         )
     table = markdown_table([f"ms a step, {sweep} grows", *columns, "time, ours / strongest peer", "memory"], lines)
@@ -128,7 +127,8 @@ def draw_sweeps(folder, path):
         return
     with drawing.style():
         figure = drawing.new_figure(height=380, width=1200, unit=100)
-        for axes, (sweep, sizes) in zip(figure.subplots(1, len(newest), squeeze=False)[0], newest.items(), strict=True):
+        (columns,) = figure.subplots(1, len(newest), squeeze=False, sharey=True)
+        for axes, (sweep, sizes) in zip(columns, newest.items(), strict=True):
             measured = [result["sizes"][size] for size, (_, result) in sizes.items()]
             colors = (drawing.RED, drawing.BLUE, drawing.GREEN, drawing.VIOLET)
             for row, color, marker in zip(SWEEP_ROWS, colors, "osD^", strict=True):
@@ -139,12 +139,12 @@ def draw_sweeps(folder, path):
                 ours, theirs = ([size["rows"][r]["ms"]["median"] for size in both] for r in (SWEEP_ROWS[-1], row))
                 ratios = [ms / own for own, ms in zip(ours, theirs, strict=True)]
                 axes.plot(xs, ratios, color=color, marker=marker, label=row)
-            axes.set(xscale="log", yscale="log", title=f"{sweep} grows", ylabel="time of a step, ours = 1")
+            axes.set(xscale="log", yscale="log", title=f"{sweep} grows", xlabel=GROWS[sweep])
             every = [size["config"][GROWS[sweep]] for size in measured]
             axes.set_xticks(every, [f"{value:,}" for value in every])
             axes.set_yticks(RATIO_TICKS, [f"{value:g}" for value in RATIO_TICKS])
             axes.minorticks_off()
-            axes.set_xlabel(GROWS[sweep])
+        columns[0].set_ylabel("time of a step, ours = 1")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SWEEP_ROWS))
         drawing.save_png(figure, path, dpi=100)
 

@@ -512,7 +512,7 @@ def test_a_sweep_is_a_table_and_no_size_of_the_steps(synthetic, tmp_path):
     (tmp_path / "steps_some-gpu_20270101_000000.json").write_text(json.dumps(sweep))
     table = publish.sweeps_section(tmp_path)
     assert "| ms a step, width grows | triton graph | sdpa compile graph | hf |" in table
-    assert "| hidden 512 | 10.0 | 20.0 | transformers is not installed | 0.50 | 1.0 |" in table
+    assert "| hidden 512 | 10.0 | 20.0 | transformers is not installed | 0.50 | 1.00 |" in table
     assert "| hidden 2,048 | OutOfMemoryError: 9 GiB | 20.0 | transformers is not installed |  |  |" in table
     assert "hidden 2,048" not in publish.steps_section(tmp_path)
 
