@@ -170,11 +170,11 @@ def kernels_section(name, result):
                 f"{bold}{theirs['us'] / ours['us']:.2f}{bold}" if ours and theirs else "",
             ]
         )
-    table = markdown_table([result["dtype"], "ours", "fastest peer", "which", "its time / ours"], rows)
+    table = markdown_table(["kernel", "ours", "fastest peer", "which", "its time / ours"], rows)
     failed = [f"{name} of {case['group']}, {row['error'].rstrip('.')}" for case in result["cases"]
               for name, row in case.get("contenders", {}).items() if row["error"]]  # fmt: skip
-    not_timed = f"\n\nNot timed: {cell('; '.join(dict.fromkeys(failed)))}." * bool(failed)
-    return f"{table}{not_timed}\n\n{provenance(name, result)}"
+    notes = f"\n\nNot timed: {cell('; '.join(dict.fromkeys(failed)))}." * bool(failed)
+    return f"**{result['environment']['device']}**, {result['dtype']}\n\n{table}{notes}\n\n{provenance(name, result)}"
 
 
 @of_each_device("stages")
