@@ -77,7 +77,7 @@ PARTS = [
     Part("python -m profilers.overhead", 60, "overhead"),
     *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
     Part("python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000", 240),
-    *steps_with(AUTOTUNED, 360, 420, 520),
+    *steps_with(AUTOTUNED, 360, 420, 420),
 ]
 
 
