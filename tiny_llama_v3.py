@@ -782,8 +782,7 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 # Tensors are (batch, seq, heads, head_dim) with any strides. Names follow the literature: q, k, v, o; m_i and l_i the
 # running maximum and sum of a row's softmax; lse its log-sum-exp, in base 2 and of the scaled scores; p the
 # probabilities, s_grad the gradient of the scores; delta = rowsum(o * o_grad). GROUP_SIZE query heads share one head of
-# k and v. A tile has BLOCK_M queries or BLOCK_N keys as its rows and the BLOCK_D >= HEAD_DIM dimensions of a head as
-# its columns.
+# k and v. A tile has BLOCK_M queries or BLOCK_N keys as rows and BLOCK_D >= HEAD_DIM dimensions of a head as columns.
 
 # The strides (batch, seq, head, head_dim) of the tensors of an attention kernel; forward has the first four.
 Strides = collections.namedtuple("Strides", "q k v o o_grad q_grad k_grad v_grad", defaults=(None,) * 4)
@@ -1277,9 +1276,8 @@ class AttentionFunction(torch.autograd.Function):
 def triton_attention(
     x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), function=AttentionFunction
 ):  # fmt: skip
-    """Causal attention with rotary embedding, its projections included: x (batch, seq, hidden) -> the same shape.
-    qkv_weight ((heads + 2 kv_heads) * head_dim, hidden), o_weight (hidden, heads * head_dim), cos and sin
-    (seq, head_dim / 2) in fp32.
+    """Causal attention of x (batch, seq, hidden) -> the same shape, with rotary cos and sin (seq, head_dim / 2) in fp32
+    and the projections qkv_weight ((heads + 2 kv_heads) * head_dim, hidden) and o_weight (hidden, heads * head_dim).
     """
     batch, seq_len, hidden = x.shape
     if seq_len != cos.shape[0]:
@@ -1364,9 +1362,8 @@ def swiglu_activation_backward_kernel(hidden_grad_ptr, gate_up_ptr, n_cols, BLOC
 
 @jit
 def swiglu_kernel(x_ptr, weight_ptr, gate_up_ptr, hidden_ptr, K, n_cols, BLOCK_SIZE: tl.constexpr):
-    """BUG triton_matmul_swiglu: one element of hidden a program, two dot products of length K by hand.
+    """BUG triton_matmul_swiglu: one element of hidden a program, two dot products by hand.  Grid: (rows * n_cols,).
     x (rows, K), weight (2 n_cols, K) = [w_gate | w_up], gate_up (rows, 2 n_cols), hidden (rows, n_cols).
-    Grid: (rows * n_cols,).
     """
     row = (tl.program_id(0) // n_cols).to(tl.int64)
     col = (tl.program_id(0) % n_cols).to(tl.int64)
@@ -2691,10 +2688,13 @@ def write_new_json(folder, stem, result):
         folder.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(result, indent=1) + "\n")
         for path in (folder / f"{stem}{ending}.json" for ending in endings):
-            with contextlib.suppress(FileExistsError):
-                path.touch(exist_ok=False)  # reserves the name
+            try:
+                os.link(scratch, path)  # over no other file, as os.replace() would
+            except OSError:  # also where there are no hard links
+                if path.exists():
+                    continue
                 os.replace(scratch, path)
-                return path
+            return path
     except OSError as error:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}): free space or give another") from error
     finally:

@@ -70,8 +70,7 @@ def test_no_part_starts_that_would_end_too_late(recording, capsys, monkeypatch):
     assert record.main(["--all", "--time-limit", "15"]) == 0
     assert commands == ["python -m one"] and "Left for the next time: python -m two" in capsys.readouterr().out
     monkeypatch.setattr(record, "measure", lambda part, device: part.command != "python -m one")
-    assert record.main(["--all"]) == 1
-    assert "Failed: python -m one\n" in capsys.readouterr().out
+    assert record.main(["--all"]) == 1 and "Failed: python -m one\n" in capsys.readouterr().out
 
 
 def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsys):
@@ -93,8 +92,7 @@ def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsy
 
 def test_measuring_needs_a_gpu_and_listing_does_not(recording, capsys, monkeypatch):
     monkeypatch.setattr(llama, "select_device", lambda name: llama.Device("cpu", "CPU", "cpu", 1, 1))
-    assert record.main([]) == 0
-    assert record.main(["--all"]) == 2
+    assert record.main([]) == 0 and record.main(["--all"]) == 2
     assert "measuring needs a GPU, and there is none" in capsys.readouterr().err
 
 

@@ -38,5 +38,4 @@ def test_result_passes_the_check():
 
 @pytest.mark.parametrize("arguments", [["--architectures", "gfx1"], ["--processes", "0"], ["--no-such-flag"]])
 def test_bad_usage_is_one_line(arguments, capsys):
-    assert pages.main(arguments) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert pages.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1

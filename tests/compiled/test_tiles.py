@@ -192,5 +192,4 @@ def test_asked_for_a_part_it_prints_and_writes_nothing(capsys, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["--architectures", "sm_90"], ["--heads", "40"], ["--processes", "0"]])
 def test_bad_usage_is_one_line(arguments, capsys):
-    assert tiles.main(arguments) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert tiles.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1

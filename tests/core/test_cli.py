@@ -205,6 +205,22 @@ def test_results_written_at_once_all_arrive(tmp_path, monkeypatch):
     assert len(files(tmp_path)) == 50  # no temporary file is left
 
 
+@pytest.mark.parametrize("lines", range(25))
+def test_results_are_whole_after_an_interruption(tmp_path, lines):
+    left = iter(range(lines))
+
+    def trace(frame, event, argument):
+        if event == "line" and next(left, None) is None:
+            raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename == llama.__file__ else None
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.settrace(trace)
+        llama.write_new_json(tmp_path, "result", {})
+    sys.settrace(None)
+    assert [strict_json(path) for path in tmp_path.glob("*.json")] in ([], [{}])
+
+
 @pytest.fixture
 def full_disk(monkeypatch):
     """A context in which no file can grow beyond a size: another error than on a full disk, on the same way."""

@@ -194,8 +194,7 @@ def test_wheel_holds_what_other_code_can_import(tmp_path):
 def test_torch_of_the_interpreter_is_kept(project, cluster):
     python, folder = cluster
     seen = project.run(python)
-    assert seen["torch"] == str(folder / "torch.py")
-    assert seen["triton"] == str(folder / "triton.py")
+    assert seen["torch"] == str(folder / "torch.py") and seen["triton"] == str(folder / "triton.py")
     assert owned(seen, folder) == {"torch": "2.7.1+rocm6.4", "pytorch-triton-rocm": "3.3.1"}
     assert {"numpy", "matplotlib"} <= owned(seen, project.venv).keys()
     assert project.make("test", python=python).returncode == 0

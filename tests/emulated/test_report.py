@@ -20,8 +20,7 @@ def test_without_the_emulator_the_remedy_is_named(capsys):
     "arguments", [["--architectures", "sm_90"], ["--", "--seq-len", "x"], ["--", "--no-such-flag"]]
 )
 def test_bad_usage_is_one_line(arguments, capsys):
-    assert report.main(arguments) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert report.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.fixture(scope="module")

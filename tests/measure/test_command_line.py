@@ -112,8 +112,7 @@ def test_a_wrong_command_line_is_one_line(capsys):
         parser.add_argument("number", type=positive)
         return parser.parse_args(argv).number
 
-    assert main(["7"]) == 7
-    assert main(["0"]) == 2
+    assert main(["7"]) == 7 and main(["0"]) == 2
     message = "argument number: 0 is not positive: give 1 or more (--help lists the options)"
     assert capsys.readouterr().err == f"adder: error: {message}\n"
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,7 +10,10 @@ import tiny_llama_v3 as llama
 from measure import results
 
 
-def test_results_are_whole_and_never_overwritten(tmp_path):
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_results_are_whole_and_never_overwritten(tmp_path, monkeypatch, hard_links):
+    if not hard_links:
+        monkeypatch.setattr("os.link", Mock(side_effect=OSError))
     result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
     files = [results.ResultFile(tmp_path, result) for _ in range(2)]
     for file in files:

@@ -496,8 +496,7 @@ def test_a_run_learns_and_its_model_writes(data_dir, tmp_path, capsys):
     assert draw(tmp_path, "--start=abc", "--num_samples=2", "--max_new_tokens=30") == 0
     texts = capsys.readouterr().out.split("---------------\n")
     assert texts[0].endswith("abcdefghijklmnopqrstuvwxyz abcdef\n") and len(texts) == 3
-    assert draw(tmp_path, "--start=A") == 2
-    assert "no character 'A'" in capsys.readouterr().err
+    assert draw(tmp_path, "--start=A") == 2 and "no character 'A'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -641,8 +640,7 @@ def test_target_loss(data_dir, tmp_path, capsys):
 ])  # fmt: skip
 def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, capsys, monkeypatch, settings, words):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run(data_dir, tmp_path, **settings) == 2
-    assert words in error_line(capsys)
+    assert run(data_dir, tmp_path, **settings) == 2 and words in error_line(capsys)
 
 
 def test_a_mac_s_gpu(monkeypatch):
@@ -691,8 +689,7 @@ FULL = {
 @pytest.mark.parametrize("batch_size, words", [(4, "halve batch_size and double"), (1, "n_embd=32: give a smaller")])
 def test_out_of_memory_names_the_remedy(data_dir, tmp_path, capsys, monkeypatch, full, batch_size, words):
     monkeypatch.setattr(train.Trainer, "step", FULL[full])
-    assert run(data_dir, tmp_path, batch_size=batch_size) == 2
-    assert words in error_line(capsys)
+    assert run(data_dir, tmp_path, batch_size=batch_size) == 2 and words in error_line(capsys)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(data_dir, tmp_path, monkeypatch):
@@ -903,8 +900,7 @@ def test_an_optimizer_s_state_must_be_of_this_model(data_dir, tmp_path, capsys, 
     else:
         del optimizer["state"][1]["exp_avg"]
     change(trained, optimizer=optimizer)
-    assert run(data_dir, tmp_path, init_from="resume") == 2
-    assert "exp_avg" in error_line(capsys)
+    assert run(data_dir, tmp_path, init_from="resume") == 2 and "exp_avg" in error_line(capsys)
 
 
 def test_a_run_in_float16_may_go_on_from_float32(data_dir, tmp_path, trained):
@@ -965,8 +961,7 @@ def test_a_checkpoint_writes_without_its_data(tmp_path, capsys):
     assert run(tmp_path / "data", tmp_path, max_iters=60, lr_decay_iters=60, always_save_checkpoint=True) == 0
     (tmp_path / "data").rename(tmp_path / "moved")
     capsys.readouterr()
-    assert draw(tmp_path) == 0
-    assert "abcdefg\n" in capsys.readouterr().out
+    assert draw(tmp_path) == 0 and "abcdefg\n" in capsys.readouterr().out
     assert draw(tmp_path, f"--data_dir={tmp_path / 'moved'}") == 0
     write_letters(tmp_path / "moved" / "letters", LETTERS.upper())
     assert draw(tmp_path, f"--data_dir={tmp_path / 'moved'}") == 2
@@ -1034,8 +1029,7 @@ def test_a_folder_that_the_output_cannot_name(data_dir, tmp_path, monkeypatch):
 def test_sampling_without_memory(tmp_path, capsys, monkeypatch, trained):
     monkeypatch.setattr(GPT, "generate", FULL["a CPU"])
     capsys.readouterr()
-    assert draw(tmp_path) == 2
-    assert "out of memory on device=cpu" in error_line(capsys)
+    assert draw(tmp_path) == 2 and "out of memory on device=cpu" in error_line(capsys)
 
 
 # --- nanoGPT itself

@@ -33,8 +33,7 @@ def expected(dispatches):
 
 
 def assert_equal(table, reference, rtol=1e-9):
-    assert list(table.columns) == COLUMNS
-    assert list(table["Name"]) == list(reference["Name"])
+    assert list(table.columns) == COLUMNS and list(table["Name"]) == list(reference["Name"])
     for column in COLUMNS[1:]:
         np.testing.assert_allclose(table[column].astype(float), reference[column].astype(float), rtol, err_msg=column)
 
