@@ -2689,7 +2689,7 @@ def write_new_json(folder, stem, result):
         scratch.write_text(json.dumps(result, indent=1) + "\n")
         for path in (folder / f"{stem}{ending}.json" for ending in endings):
             try:
-                os.link(scratch, path)  # over no other file, as os.replace() would
+                os.link(scratch, path)  # over no other file, unlike os.replace()
             except OSError:  # also where there are no hard links
                 if path.exists():
                     continue
