@@ -264,7 +264,6 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "layer_norm": layer_norm_section,
     "gpt": gpt_section,
     "scaling": scaling_tables.scaling_section,
-    "scaling_model": scaling_tables.scaling_model_section,
     "fp8-speed": fp8_tables.speed_section,
     "fp8-layer": fp8_tables.layer_section,
     "fp8-recipes": fp8_tables.recipes_section,
@@ -275,7 +274,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "claims": published_claims.claims_section,
 }
 PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md")]
-PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "scaling", "fp8")]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("measured", "fp8")]
 DRAWN = {  # {picture: function of the folder of results and the path that draws it}
     ROOT / "docs" / "front_page.png": front_page.draw,
     ROOT / "docs" / "sweeps.png": draw_sweeps,
@@ -283,7 +282,6 @@ DRAWN = {  # {picture: function of the folder of results and the path that draws
     ROOT / "docs" / "fp8_layer.png": fp8_tables.draw_layer,
     ROOT / "docs" / "fp8_learning.png": fp8_tables.draw,
     ROOT / "docs" / "scaling_measured.png": scaling_tables.draw_measured,
-    ROOT / "docs" / "scaling_model.png": scaling_tables.draw_model,
     **{ROOT / "docs" / f"{name}.png": functools.partial(traces.draw, name=name) for name in traces.PICTURES},
 }
 

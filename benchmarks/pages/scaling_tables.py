@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of several GPUs, from measurements and from the performance model.
+"""Writes the tables and pictures of several GPUs, from measurements.
 
 Each function takes a folder of results; `python -m benchmarks.pages.publish` calls them all.
 """
@@ -6,16 +6,14 @@ Each function takes a folder of results; `python -m benchmarks.pages.publish` ca
 import matplotlib.pyplot as plt
 
 import tiny_llama_v3 as llama
-from benchmarks.pages import scaling_model as model
 from benchmarks.pages.front_page import SIZES
-from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
+from measure.drawing import BLUE, LINE, MUTED, save_png, style
 from measure.results import newest_first, of_each_device
-from measure.tables import NOT_MEASURED, cell, markdown_table, number, provenance
+from measure.tables import cell, markdown_table, number, provenance
 
+OURS = "triton graph"
 PEERS = ("DDP", "FSDP2")
-COLORS = {model.OURS: BLUE, "triton": "#79b0f7", "DDP": MUTED, "FSDP2": LINE}
-PAPER_GPUS = (8, 16, 64, 256, 1024)
-DRAWN_GPUS = (2, 4, *model.GPUS)
+COLORS = {OURS: BLUE, "triton": "#79b0f7", "DDP": MUTED, "FSDP2": LINE}
 
 
 def row_of(size, mode, name):
@@ -71,7 +69,7 @@ def row_cells(name, weak_size, strong_size):
 def peer_line(name, size):
     """A text that compares ours with the fastest peer, by windows in turns."""
     peers = [peer for peer in PEERS if row_of(size, "weak", peer)]
-    if not row_of(size, "weak", model.OURS) or not peers:
+    if not row_of(size, "weak", OURS) or not peers:
         return None
     fastest = min(peers, key=lambda peer: row_of(size, "weak", peer)["ms"]["exchanging"])
     theirs, eager = row_of(size, "weak", fastest), row_of(size, "weak", "triton")
@@ -86,7 +84,7 @@ def measured_table(processes, sizes):
     for size_name, modes in sizes.items():
         weak, strong = (part_of(size_name, modes, mode) for mode in ("weak", "strong"))
         for name in weak["weak"]["rows"]:
-            bold = "**" if name == model.OURS else ""
+            bold = "**" if name == OURS else ""
             rows.append([f"{bold}{size_name}, {name}{bold}", *row_cells(name, weak, strong)])
         lines.append(peer_line(size_name, weak))
         sources |= dict(modes[mode] for mode in ("weak", "strong") if mode in modes)
@@ -127,19 +125,6 @@ def newest_gpt(folder, device):
 def scaling_section(folder, device):
     parts = [measured_table(*item) for item in newest_sizes(folder, device).items()]
     return "\n\n".join([*parts, *(gpt_table(*item) for item in newest_gpt(folder, device).values())])
-
-
-def scaling_model_section(folder):
-    sizes = model.newest_measured(folder)
-    if not sizes:
-        return NOT_MEASURED
-    parts = []
-    for machine in model.MACHINES.values():
-        title = f"**{machine.title}**: {machine.link:g} GB/s within a node, {machine.nic:g} between ({machine.source})"
-        parts += [title, model.table(sizes, PAPER_GPUS, machine)]
-    parts += ["The model beside what was measured:", model.check_table(sizes)]
-    sources = dict.fromkeys(provenance(measured.source, measured.result) for measured in sizes.values())
-    return "\n\n".join([*parts, *sources])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,27 +177,4 @@ def draw_measured(folder, path):
         measured = [result for sizes in results.values() for modes in sizes.values() for _, result in modes.values()]
         devices = dict.fromkeys(result["environment"]["device"] for result in measured)
         figure.suptitle(f"The batch of a process held constant, bf16, {', '.join(devices)}", color=MUTED)
-        save_png(figure, path, dpi=100)
-
-
-def draw_model(folder, path):
-    """Draws the efficiency of each size on each machine over the number of GPUs, if there is a result."""
-    sizes = model.newest_measured(folder)
-    if not sizes:
-        return
-    with style():
-        figure, all_axes = plt.subplots(
-            1, len(sizes), figsize=(12, 3.6), layout="constrained", sharey=True, squeeze=False
-        )
-        for axes, (name, measured) in zip(all_axes[0], sizes.items(), strict=True):
-            for machine, color in zip(model.MACHINES.values(), (BLUE, RED, MUTED), strict=True):
-                work, reached = measured.work.on(machine), model.reached(machine, measured.collectives)
-                efficiencies = [100 * work.alone / model.step_ms(work, n, reached) for n in DRAWN_GPUS]
-                axes.plot(DRAWN_GPUS, efficiencies, color=color, label=machine.title)
-            axes.plot(measured.processes, 100 * measured.work.alone / measured.ms, "o", color=BLUE, label="measured")
-            axes.set_title(name)
-            axes.set(xlabel="GPUs", ylim=(0, 110))
-            on_gpus(axes, [2, 8, 32, 128, 512])
-        all_axes[0, 0].set_ylabel("% of so many times one, on paper")
-        all_axes[0, -1].legend(frameon=False, labelcolor=MUTED, fontsize=8)
         save_png(figure, path, dpi=100)

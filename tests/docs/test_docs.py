@@ -80,7 +80,6 @@ SMALL = {
     "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
     "profilers.overhead": f"--scripts get_hotspots.sh -- {TINY}",
     "benchmarks.steps": "--rows torch sdpa",
-    "benchmarks.pages.scaling_model": f"--results {ROOT / 'benchmarks' / 'results'}",
 }
 SMALL_PYTHON = """#!/usr/bin/env bash
 program=${{1##*/}}
@@ -328,7 +327,6 @@ def test_measured_tables_stand_where_a_reader_looks_for_them():
     measured = ["steps", "sweeps", "kernels", "stages", "layer_norm", "gpt", "scaling", "overhead"]
     expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published", "claims"], "docs/measured.md": measured}
     expected["docs/fp8.md"] = ["fp8-speed", "fp8-layer", "fp8-recipes", "fp8-learning"]
-    expected["docs/scaling.md"] = ["scaling_model"]
     assert {name: markers for name, markers in marked.items() if markers} == expected
 
 

@@ -102,7 +102,7 @@ def ours_and_both(tmp_path):
 def test_results_of_another_gpu_stand_beside_ours(ours_and_both, name):
     ours, both = map(publish.SECTIONS[name], ours_and_both)
     assert both.startswith(ours)
-    assert ("Another GPU" in both) == (name not in ("scaling_model", "front", "claims"))
+    assert ("Another GPU" in both) == (name not in ("front", "claims"))
 
 
 @pytest.mark.parametrize("picture", publish.DRAWN, ids=lambda path: path.stem)
