@@ -45,9 +45,8 @@ publish: .venv/run.stamp ## write the measured tables and pictures of the pages 
 notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from their pages, stubs and checks
 	$(VENV_PYTHON) -m exercises.generate
 
-kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into two pages of docs/
+kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into a page of docs/
 	$(VENV_PYTHON) -m compiled.pages
-	$(VENV_PYTHON) -m compiled.tiles
 
 # Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).
 MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files docs/slides.md

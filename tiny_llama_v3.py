@@ -363,7 +363,7 @@ def next_power_of_2(n):
 # warps. The operands of a product must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90.
 # "Measured" tiles are the fastest of those tried on an H200. "Compiled" tiles, for devices that were not at hand, are
 # chosen by the registers, spills and occupancy that the compiler reports (docs/compiled_kernels.md) and, on AMD, by the
-# cycles of the loops as well (docs/attention_tiles.md).
+# cycles of the loops as well (docs/kernels.md).
 NormTile = collections.namedtuple("NormTile", "rows cols warps programs")
 AttentionTile = collections.namedtuple("AttentionTile", "BLOCK_M BLOCK_N num_warps num_stages options", defaults=({},))
 PASSES = ("forward", "dq", "dkdv", "fused")

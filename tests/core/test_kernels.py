@@ -289,10 +289,10 @@ def test_attention_in_any_layout(randn, seq_len):
 
 @pytest.fixture
 def use_tile(monkeypatch):
-    """A function that sets the tile of all passes, and no longer after the test."""
+    """A function that sets the function of a pass that gives its tile, and no longer after the test."""
 
-    def use(m, n):
-        monkeypatch.setattr(llama, "attention_tile", lambda *key: llama.AttentionTile(m, n, 4, 1))
+    def use(tile_of):
+        monkeypatch.setattr(llama, "attention_tile", lambda name, *key: tile_of(name))
         llama.attention_constants.cache_clear()
 
     yield use
@@ -306,7 +306,19 @@ def use_tile(monkeypatch):
 ])  # fmt: skip
 def test_attention_with_tiles_that_are_not_square(randn, monkeypatch, use_tile, m, n, seq_len, fused_seq_len):
     monkeypatch.setattr(llama, "FUSED_BACKWARD_SEQ_LEN", fused_seq_len)
-    use_tile(m, n)
+    use_tile(lambda name: llama.AttentionTile(m, n, 4, 1))
+    assert_attention_is_exact(*(randn(1, seq_len, heads, 16) for heads in (2, 1, 1, 2)))
+
+
+AMD_TILES = [key for key in llama.ATTENTION_TILES if key[0] in ("amd", "gfx950")]
+
+
+@pytest.mark.parametrize("key, seq_len", [  # one backward kernel, and two; neither length is a multiple of a tile
+    slow_if(key not in (("amd", "half", 64), ("amd", "any", 128)), key, seq_len)
+    for key in AMD_TILES for seq_len in (100, 150)
+])  # fmt: skip
+def test_attention_with_the_tiles_of_amd(randn, use_tile, key, seq_len):
+    use_tile(lambda name: llama.AttentionTile(*llama.ATTENTION_TILES[key][llama.PASSES.index(name)]))
     assert_attention_is_exact(*(randn(1, seq_len, heads, 16) for heads in (2, 1, 1, 2)))
 
 
