@@ -223,7 +223,7 @@ rocm_release() {
     if [[ -z $version && -r $ROCM_PATH/.info/version ]]; then read -r version <"$ROCM_PATH/.info/version" || true; fi
     [[ $version =~ ^[0-9]+\.[0-9]+ ]] || version=6.4 # older than 7.0, as there is no --version
     [[ $version =~ ^([0-9]+)\.([0-9]+) ]]
-    echo $((BASH_REMATCH[1] * 100 + BASH_REMATCH[2]))
+    echo $((10#${BASH_REMATCH[1]} * 100 + 10#${BASH_REMATCH[2]})) # decimal: 08 would be octal
 }
 
 # 7.0 for 700
@@ -297,19 +297,23 @@ fall_back_to_torch() {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The result: a folder with a file INCOMPLETE until it is finished, which is renamed to DIR.failed if a step fails.
+# The result: a folder with a file INCOMPLETE until it is finished, which is renamed to FAILED if a step fails. Nothing
+# that exists already is written over or deleted.
 
-# Sets PROCESS, the number of this process, and PROCESSES, if started by torchrun, srun, Open MPI or MPICH.
+# Sets PROCESS, the number of this process, and PROCESSES, if started by torchrun, srun, Open MPI or MPICH. In (( )) bash
+# would execute what a variable of the environment contains, so only digits get there.
 find_launcher() {
     PROCESS=0 PROCESSES=1
     local names number count
     for names in RANK:WORLD_SIZE SLURM_PROCID:SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_RANK:OMPI_COMM_WORLD_SIZE \
         PMI_RANK:PMI_SIZE; do
         number=${names%:*} count=${names#*:}
-        if [[ -n ${!number:-} ]] && ((${!count:-1} > 1)); then
-            PROCESS=${!number} PROCESSES=${!count}
-            return
-        fi
+        [[ -n ${!number:-} && -n ${!count:-} ]] || continue
+        [[ ${!number} =~ ^[0-9]{1,9}$ && ${!count} =~ ^[0-9]{1,9}$ ]] ||
+            die "$number=${!number} and $count=${!count} are not numbers: unset them, or start with torchrun or srun"
+        ((10#${!count} > 1)) || continue
+        PROCESS=$((10#${!number})) PROCESSES=$((10#${!count}))
+        return
     done
 }
 
@@ -321,7 +325,7 @@ start_result() {
     base=$1_$(date +%Y%m%d_%H%M%S)
     ((PROCESSES == 1)) || [[ -n $OUTPUT ]] || die "$PROCESSES processes need one folder for all: name it by --output"
     RESULT=${OUTPUT:-$base}
-    while [[ -z $OUTPUT && (-e $RESULT || -e $RESULT.failed) ]]; do
+    while [[ -z $OUTPUT && -e $RESULT ]]; do
         number=$((number + 1)) RESULT=${base}_$number
     done
     # Absolute and without "..", which rocprof-compute refuses.
@@ -338,7 +342,8 @@ start_result() {
     PROGRAM=("$PYTHON" "$ROOT/tiny_llama_v3.py" --batch-size 8 --seq-len 128 --num-steps "$STEPS")
     PROGRAM+=(${STAGE:+--stage "$STAGE"} --output-dir "$RESULT/run" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
     [[ -z $DRY_RUN ]] || return 0
-    rm -rf "$RESULT.failed"
+    number=0 FAILED=$RESULT.failed
+    while [[ -e $FAILED || -L $FAILED ]]; do number=$((number + 1)) FAILED=${RESULT}_$number.failed; done
     # shellcheck disable=SC2015  # one message for both
     mkdir -p "$RESULT" 2>/dev/null && touch "$RESULT/INCOMPLETE" "$RESULT/log.txt" 2>/dev/null ||
         die "--output $RESULT cannot be written to: give another folder"
@@ -359,10 +364,10 @@ begin_result() {
 
 # Runs on an exit before finish_result.
 set_aside() {
-    [[ -d ${RESULT:-} ]] || return 0
+    [[ -d $RESULT ]] || return 0
     rm -f "$RESULT/INCOMPLETE"
-    mv "$RESULT" "$RESULT.failed"
-    note "What there is, with the log, is in $RESULT.failed" >&2
+    mv -nT "$RESULT" "$FAILED"
+    note "What there is, with the log, is in $FAILED" >&2
 }
 
 # Passes a signal on to the running program, waits until it ends, and exits; a second Ctrl-C ends at once.
@@ -410,7 +415,7 @@ run_or_fail() {
 }
 
 fail() {
-    die "$1" "$2; the log: $RESULT.failed/log.txt"
+    die "$1" "$2; the log: $FAILED/log.txt"
 }
 
 # miss WHAT: notes that a part of the result is missing. The rest is kept and reported; finish_result ends with 1.

@@ -23,6 +23,10 @@ SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 ROCM_TOOL = {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 FORMATS = "-H -D --output-format proto text"
+STARTED_BY = (  # torchrun, srun, Open MPI and MPICH name these
+    ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)  # fmt: skip
 
 # --- with ROCm
 
@@ -520,12 +524,35 @@ def test_nothing_recorded_is_a_failure(machine, script, release):
     assert run.code == 1 and "recorded nothing" in run.err and machine.results() == ["out.failed"]
 
 
-def test_a_new_run_replaces_what_failed_under_its_name_only(machine):
-    assert machine.run("get_trace.sh", "--output", "out", PROGRAM_STATUS="7").code == 7
-    assert machine.run("get_trace.sh", "--output", "out").code == 0 and machine.results() == ["out"]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_exists_is_never_deleted(machine, script):
+    """Neither what a person made under the name of a failed result, nor an earlier result, good or failed."""
+    mine = machine.work / "out.failed" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    (machine.work / "out_1.failed").symlink_to("nowhere")
+    assert machine.run(script, "--output", "out", PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7").code == 7
+    assert machine.run(script, "--output", "out").code == 0
+    assert machine.results() == ["out", "out.failed", "out_1.failed", "out_2.failed"] and mine.read_text() == "mine"
     before = sorted(machine.work.rglob("*"))
-    run = machine.run("get_trace.sh", "--output", "out")
+    run = machine.run(script, "--output", "out")
     assert run.code == 2 and "--output out exists" in run.err and sorted(machine.work.rglob("*")) == before
+
+
+@pytest.mark.parametrize("rank, size", first_fast(*STARTED_BY))
+def test_variables_of_the_environment_are_numbers_and_never_code(machine, rank, size):
+    code = f"BASH_VERSINFO[$(touch {machine.work}/executed)0]"
+    for values in ({rank: "0", size: code}, {rank: code, size: "2"}, {rank: "-1", size: "2"}, {rank: "0", size: "two"}):
+        run = machine.run("get_trace.sh", "--dry-run", "--output", "out", **values)
+        named = f"{rank}={values[rank]} and {size}={values[size]} are not numbers: unset them"
+        assert run.code == 2 and named in run.err and run.err.count("\n") == 1 and not list(machine.work.iterdir())
+    run = machine.run("get_trace.sh", "--dry-run", "--output", "out", **{rank: "08", size: "010"})
+    assert run.code == 0 and f"{machine.work}/out/rank_8" in run.out  # 08 is no octal number
+
+
+def test_the_release_of_the_environment_is_decimal(machine):
+    run = machine.run("get_trace.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION="6.08")
+    assert run.code == 0 and run.out.startswith("Tool: rocprofv3 of ROCm 6.8: ")
 
 
 def test_an_unwritable_folder(machine):
@@ -580,9 +607,7 @@ def test_printed_paths_exist(machine):
     assert f"--profile {machine.work}/out\n" in run.out
 
 
-@pytest.mark.parametrize("rank, size", first_fast(  # as torchrun, srun and mpirun call them
-    ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-))  # fmt: skip
+@pytest.mark.parametrize("rank, size", first_fast(*STARTED_BY))
 def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
     machine.with_rocm("7.0")
     for number in ("0", "1"):
