@@ -35,9 +35,11 @@ class Cluster:
         self.env = own | {"PATH": f"{commands}:/usr/bin:/bin", "USER": "somebody", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost,localhost"}
         self.env |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_GPUS_ON_NODE": "2"}
+        self.env = {name: value for name, value in self.env.items() if not name.endswith("_CACHE_DIR")}
 
     def sbatch(self, *arguments, job=JOB, **env):
-        (self.folder / "job.slurm").write_text(job)
+        assert JOB.count("/tmp/") == 1  # and not in this machine's
+        (self.folder / "job.slurm").write_text(job.replace("/tmp/", f"{self.folder}/"))
         command = ["bash", "job.slurm", *arguments]
         done = subprocess.run(
             command, cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=300,
@@ -117,11 +119,45 @@ def test_the_variables_of_the_network(cluster):
     assert slingshot["NCCL_NET_GDR_LEVEL"] == "PHB" and slingshot["FI_MR_CACHE_MONITOR"] == "kdreg2"
 
 
+def test_the_cache_of_compiled_kernels_is_this_user_s_alone(cluster):
+    """On a disk that everybody writes to: what lies there is executed."""
+    names, own = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), cluster.folder / f"tiny-llama-{os.getuid()}"
+    job = with_program(JOB, f"import os; print('in', *map(os.environ.get, {names}))")
+
+    def made_before(change):
+        change()
+        done = cluster.sbatch(job=job, SLURM_JOB_NUM_NODES="1")
+        assert done.returncode != 0 and "in /" not in done.stdout
+        assert f"job.slurm: error: {own} on " in done.stderr and "name another in cache=" in done.stderr
+
+    for _ in range(2):  # made, then found
+        done = cluster.sbatch(job=job, SLURM_JOB_NUM_NODES="1")
+        assert done.returncode == 0 and done.stdout == f"in {own}/triton {own}/inductor\n" * 2
+        assert own.stat().st_mode & 0o7777 == 0o700
+    done = cluster.sbatch(job=job, SLURM_JOB_NUM_NODES="1", TRITON_CACHE_DIR="/elsewhere")
+    assert done.returncode == 0 and done.stdout == f"in /elsewhere {own}/inductor\n" * 2
+    made_before(lambda: own.chmod(0o770))
+    made_before(lambda: own.rmdir() or own.touch(0o700))
+    made_before(lambda: own.unlink() or own.symlink_to(cluster.folder))
+    if os.getuid() == 0:  # only root can give a folder away
+        made_before(lambda: own.unlink() or own.mkdir(0o700) or os.chown(own, 12345, 12345))
+
+
+def test_no_variable_of_slurm_is_executed(cluster):
+    for number in ("BASH_VERSINFO[$(touch executed)0]", "x", ""):
+        done = cluster.sbatch(*RUN, SLURM_JOB_ID=number)
+        assert (
+            done.returncode == 2
+            and done.stderr == f"job.slurm: error: Slurm did not start it: sbatch job.slurm {' '.join(RUN)}\n"
+        )
+    assert not (cluster.folder / "executed").exists()
+
+
 def test_what_a_site_changes_stands_at_the_top_a_line_each():
     top, rest = JOB.split("set -euo pipefail")
     assert "#SBATCH" not in rest  # sbatch stops reading at the first command
     assert not re.search(r"^\w+=", top[: top.rindex("#SBATCH")], flags=re.M)
-    for name in ("modules", "venv", "interface", "network", "cores"):
+    for name in ("modules", "venv", "interface", "network", "cache", "cores"):
         assert len(re.findall(rf"^{name}=", JOB, flags=re.M)) == 1 and f"${{{name}" in rest or f"${name}" in rest
     options = set(re.findall(r"^#SBATCH --([\w-]+)", JOB, flags=re.M))
     assert {"account", "partition", "gpus-per-node", "nodes", "time"} <= options
