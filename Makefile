@@ -4,6 +4,12 @@
 PYTHON ?= python3
 # The tests' scripts would run PYTHON instead of .venv's, whose parent it is.
 unexport PYTHON
+# What is typed behind make only; not what the environment calls so.
+ARGS =
+PYTEST_ARGS =
+ARCH =
+COUNT =
+TINYGRAD =
 VENV_PYTHON := .venv/bin/python
 
 .PHONY: help run test test-slow test-all emulate lint publish notebooks slides kernel-report clean force
@@ -37,7 +43,7 @@ emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gf
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
-	find . \( -name .venv -o -name .emulator \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
+	find . \( -name '.venv*' -o -name .emulator \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
 	$(VENV_PYTHON) -m benchmarks.pages.publish
@@ -65,7 +71,7 @@ healthy := $(shell $(VENV_PYTHON) -c 'import sys; from importlib.util import fin
 	print(here and all(map(find_spec, ["pip", "torch", "numpy"])))' 2>/dev/null)
 
 .venv/run.stamp: requirements.txt setup_env.sh $(if $(filter True,$(healthy)),,force)
-	PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ./setup_env.sh
+	PYTHON='$(PYTHON)' ./setup_env.sh
 	touch $@
 
 # Reinstalled even where inherited: ruff and shellcheck must lie in .venv/bin.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs requirements.txt. A .venv that imports torch is kept, whoever made it, and so is a torch that
 # PYTHON imports. Without one, a machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's
-# own index.
+# own index. A .venv that cannot be used is renamed, never deleted.
 # Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] ./setup_env.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -27,7 +27,7 @@ python=.venv/bin/python
 
 imports() { "$1" -c "import $2" 2>/dev/null; }
 requirement() { grep -E "^$1[<>=;]" requirements.txt; }
-number() { echo $((${1%%.*} * 100 + ${1#*.})); } # 714 of 7.14
+number() { echo $((10#${1%%.*} * 100 + 10#${1#*.})); } # 714 of 7.14; 10#, as 08 would be octal
 
 # Prints the release of this machine's ROCm, such as 7.2: that of ROCM_PATH first. Nothing where there is none.
 rocm_release() {
@@ -63,10 +63,26 @@ choose_wheels() {
     fi
 }
 
-if imports "$python" torch && grep -qF -e "$PWD/.venv" -e "$(pwd -P)/.venv" .venv/bin/activate; then # it was not moved
+# make_venv OPTIONS: a new .venv. The old one, if there is one, gets the next free name.
+make_venv() {
+    local old=.venv.old number=1
+    while [[ -e $old || -L $old ]]; do number=$((number + 1)) old=.venv.old$number; done
+    if [[ -e .venv || -L .venv ]]; then
+        mv -T .venv "$old"
+        echo "The .venv that was here is now $old: delete it if nothing in it is yours"
+    fi
+    "$parent" -m venv "$@" .venv
+}
+
+usable= # whether .venv has an interpreter and pip, and is where it was made
+if "$python" -c '' 2>/dev/null && grep -qsF -e "$PWD/.venv" -e "$(pwd -P)/.venv" .venv/bin/activate; then
     imports "$python" pip || "$python" -m ensurepip >/dev/null || die "make .venv with pip, as uv venv --seed does"
+    usable=1
+fi
+if [[ -n $usable ]] && imports "$python" torch; then
+    : # kept
 elif imports "$parent" torch; then
-    "$parent" -m venv --clear --system-site-packages .venv
+    make_venv --system-site-packages
     # The packages of a parent that is a venv itself are not among the system's: add them by a .pth file.
     "$parent" -c 'import site, sys
 if sys.prefix != sys.base_prefix:
@@ -75,7 +91,7 @@ if sys.prefix != sys.base_prefix:
     mv .venv/parent.pth "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 else
     choose_wheels
-    "$parent" -m venv --clear .venv
+    [[ -n $usable ]] || make_venv
     # Asked alone, the index cannot lose against a higher version elsewhere.
     "$python" -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${wanted[@]}" ||
         die "pip could not install ${wanted[*]}: TORCH_INDEX=URL names another index (docs/rocm.md, Install)"
@@ -105,9 +121,10 @@ fi
     fi
 } >.venv/constraints.txt
 
-# What is installed by hand later must heed them too. A file:// address, for pip splits a path at its blanks.
-"$python" -c 'import pathlib, sys
-print("[global]", "constraint = " + pathlib.Path(sys.prefix, "constraints.txt").as_uri(), sep="\n")' >.venv/pip.conf
+# What is installed by hand later must heed them too. A file:// address, for pip splits a path at its blanks. pip keeps
+# what else its file contains.
+address=$("$python" -c 'import pathlib, sys; print(pathlib.Path(sys.prefix, "constraints.txt").as_uri())')
+env -u PIP_CONFIG_FILE "$python" -m pip config --quiet --site set global.constraint "$address"
 
 # Named again, for a container's PIP_CONSTRAINT takes the place of pip.conf's.
 grep -vE '^(torch|triton)[<>=;]' requirements.txt >.venv/requirements.txt

@@ -360,6 +360,35 @@ def test_an_environment_of_the_user_s_own_is_kept(project, bare, made):
     assert project.pip_install("harmful").returncode != 0
 
 
+@pytest.mark.parametrize("links", [False, True])
+def test_an_environment_without_torch_is_never_emptied(project, bare, tmp_path, links):
+    """It gets torch; a link to one elsewhere is renamed."""
+    own = tmp_path / "own" if links else project.venv
+    venv.create(own, symlinks=True, with_pip=True)
+    if links:
+        project.venv.symlink_to(own)
+    (own / "mine").touch()
+    (own / "pip.conf").write_text("[global]\ntimeout = 77\n")
+    seen = project.run(bare)
+    assert "timeout = 77" in (own / "pip.conf").read_text()
+    assert (own / "mine").exists() and (site_packages(own) / "torch.py").exists() != links
+    assert (project.root / ".venv.old").is_symlink() == links and Path(seen["torch"]) == site_packages(
+        project.venv
+    ) / "torch.py"
+
+
+@pytest.mark.parametrize("code", ["$(shell touch executed)", "'; touch executed; '"])
+def test_the_environment_is_not_executed(project, bare, code):
+    """By make or by the shell, for it is called like the options that are typed behind make."""
+    project.env |= dict.fromkeys(("ARGS", "PYTEST_ARGS", "ARCH", "COUNT", "TINYGRAD"), code)
+    command = ["make", "run", "test", f"PYTHON={bare}"]
+    pipes = dict(cwd=project.root, capture_output=True, text=True)
+    done = subprocess.run(command, env=project.env | {"TORCH_INDEX": code}, **pipes)
+    assert done.returncode != 0 and "TORCH_INDEX=URL names another index" in done.stderr
+    assert subprocess.run(command, env=project.env, **pipes).returncode == 0
+    assert not (project.root / "executed").exists()
+
+
 def test_no_network_is_needed_where_everything_is_there(project, bare):
     assert project.make("test", python=bare).returncode == 0
     (project.venv / "bin/ruff").touch()  # which the fake of the package does not bring
@@ -390,11 +419,14 @@ def test_failed_and_broken_installs_are_repaired(project, bare):
     project.run(bare)
 
 
-def test_moved_checkout_is_set_up_anew(project, bare, tmp_path):
+def test_moved_checkout_is_set_up_anew_and_the_old_environment_renamed(project, bare, tmp_path):
     project.run(bare)
+    (project.venv / "mine").touch()
     project.root = project.root.rename(tmp_path / "elsewhere")
     project.venv = project.root / ".venv"
-    project.run(bare)
+    done = project.make("run", python=bare)
+    assert done.returncode == 0 and "The .venv that was here is now .venv.old: delete it if" in done.stdout
+    assert (project.root / ".venv.old" / "mine").exists() and not (project.venv / "mine").exists()
     done = subprocess.run(["bin/pip", "--version"], cwd=project.venv, capture_output=True, text=True)
     assert str(project.venv) in done.stdout and project.pip_install("numpy").returncode == 0
 
