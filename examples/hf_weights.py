@@ -4,14 +4,17 @@
     python -m examples.hf_weights FOLDER --text FILE --num-steps 100 --output NEW_FOLDER
 
 FOLDER contains config.json and *.safetensors, as save_pretrained() and `hf download NAME --local-dir FOLDER` write
-them. The library transformers reads and writes it. The logits are compared with those of its model, in fp32, before
-training and again for what was saved. --text is read by the folder's tokenizer; without it, the tokens are random.
+them. The library transformers reads and writes it, without a network, and no code that lies in the folder is run. The
+logits are compared with those of its model, in fp32, before training and again for what was saved. --text is read by
+the folder's tokenizer; without it, the tokens are random.
 
 Exit codes: 0 done, 1 the logits differ, or the loss is not finite, 2 the request cannot be met, 130 interrupted.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -32,15 +35,22 @@ from tiny_llama import hardware
 TOLERANCE = 1e-5  # of the logits, relative to the largest
 # What fields of config.json must be.
 SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
+SUPPORTED |= dict(quantization_config=None)
+# A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
+LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
 
 def load(transformers, folder):
     """The LlamaForCausalLM of a folder, in fp32. Failure if there is none, or if our model cannot compute the same."""
-    try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    except Exception as error:  # of transformers, safetensors or the system
-        raise Failure(f"{folder} cannot be read ({describe(error)}): give a folder with a whole LLaMA") from error
-    given = model.config.to_dict()
+    if not folder.is_dir():
+        raise Failure(
+            f"{folder} is no folder: give one with a whole LLaMA, as hf download NAME --local-dir FOLDER makes it"
+        )
+    if (folder / "adapter_config.json").exists():
+        raise Failure(f"{folder} holds an adapter, whose model is elsewhere: merge it into its model first")
+    with reported(folder):
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    given = config.to_dict()
     for name, value in (
         SUPPORTED | {"head_dim": given.get("hidden_size", 0) // given.get("num_attention_heads", 1)}
     ).items():
@@ -49,10 +59,27 @@ def load(transformers, folder):
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # the latter before transformers 5
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise Failure(f"{folder}: rope scaling is not supported, and config.json has {rope}")
+    with reported(folder):
+        for index in folder.glob("*.index.json"):
+            for name in json.loads(index.read_text())["weight_map"].values():
+                if Path(name).name != name:
+                    raise ValueError(f"{index.name} names {name!r}, which is not in the folder")
+        # SDPA: a name of config.json may be that of code in Hugging Face's hub.
+        options = dict(config=config, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, **options, **LOCAL)
     wrong = {kind: found[kind] for kind in ("missing_keys", "unexpected_keys") if found[kind]}
     if wrong:
         raise Failure(f"{folder} does not hold the weights of a LLaMA, but {wrong}: give another folder")
     return model.float().eval()
+
+
+@contextlib.contextmanager
+def reported(folder):
+    """Turns what transformers, safetensors or the system raise when they read a folder into Failure."""
+    try:
+        yield
+    except Exception as error:
+        raise Failure(f"{folder} cannot be read ({describe(error)}): give a folder with a whole LLaMA") from error
 
 
 def config_of(model, **options):
@@ -99,7 +126,7 @@ def same_logits(config, device, model, folder):
 def text_batches(transformers, path, folder, config):
     """As llama.random_tokens(), of random windows of a text."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
         tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
     except Exception as error:  # of transformers, tokenizers or the system
         raise Failure(f"--text {path} or the tokenizer of {folder} cannot be read ({describe(error)})") from error
@@ -122,7 +149,7 @@ def save(transformers, step, model, folder, output):
         new = Path(scratch, output.name)
         model.save_pretrained(new)
         try:
-            transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(new)
+            transformers.AutoTokenizer.from_pretrained(folder, **LOCAL).save_pretrained(new)
         except Exception:  # as above
             print(f"{folder} has no tokenizer that can be read: none was saved")
         new.rename(output)
@@ -149,7 +176,7 @@ def run(config, device, transformers, model, folder, text, output):
 @program("hf_weights")
 def main(argv):
     parser = Parser("hf_weights", __doc__)
-    parser.add_argument("folder", help="with config.json and *.safetensors")
+    parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text (default: random tokens)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="save the trained model in a new folder")
     parser.add_argument("--num-steps", type=positive, default=10, help="training steps (default: 10)")

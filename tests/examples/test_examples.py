@@ -115,7 +115,10 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
     ("model_type", "cannot be read|model_type is 'gpt2'"),
     ("truncated", "cannot be read \\(SafetensorError"),
     ("norm", "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
-    ("gone", "cannot be read \\((OSError|HFValidationError)"),
+    ("gone", "is no folder: give one"),
+    ("adapter", "holds an adapter, whose model is elsewhere"),
+    ("index", "model.safetensors.index.json names '../model/model.safetensors', which is not in the folder"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is {.*'fp8'.*} in config.json"),
 ])  # fmt: skip
 def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
     folder = make_folder(**(changes if isinstance(changes, dict) else {}))
@@ -132,8 +135,40 @@ def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
         safetensors.save_file(tensors, weights, {"format": "pt"})
     elif changes == "gone":
         shutil.rmtree(folder)
+    elif changes == "adapter":
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    elif changes == "index":
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "../model/model.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     error = error_of(capsys, folder)
     assert error.startswith("hf_weights: error: ") and re.search(words, error), error
+
+
+CODE = """
+import pathlib, transformers
+pathlib.Path(__file__).with_name("executed").touch()
+class Config(transformers.LlamaConfig): pass
+class Model(transformers.LlamaForCausalLM): config_class = Config
+class Tokenizer(transformers.PreTrainedTokenizerFast): pass
+"""
+AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokenizer", None]}
+
+
+@pytest.mark.parametrize("changes", [
+    {"auto_map": AUTO}, {"auto_map": AUTO, "model_type": "unknown"}, {"attn_implementation": "somebody/kernels"},
+])  # fmt: skip
+def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, monkeypatch, changes):
+    """Whatever is answered; nor that of a kernel in the hub which config.json names."""
+    folder, asked = make_folder(), []
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": AUTO, "tokenizer_class": "Tokenizer"}))
+    (folder / "code.py").write_text(CODE)
+    (tmp_path / "text").write_text("a text")
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *host, **_: asked.append(host) or [])
+    assert run(folder, "--output", tmp_path / "new") == (2 if "model_type" in changes else 0)
+    assert run(folder, "--text", tmp_path / "text") == 2
+    assert asked == [] and not (folder / "executed").exists()
 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
