@@ -42,7 +42,7 @@ summary=$RESULT/triton_analysis_summary.md closing=()
 if [[ -e $summary ]]; then
     # Before finish_result, which ends with 1 if a part is missing.
     if [[ -z $OUTPUT ]]; then
-        cp "$summary" "${RESULT%/*}"
+        cp --remove-destination "$summary" "${RESULT%/*}"
         summary=${RESULT%/*}/triton_analysis_summary.md
     fi
     closing=("The summary: $summary")

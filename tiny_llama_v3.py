@@ -34,6 +34,7 @@ import platform
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -2682,24 +2683,22 @@ def writable_folder(flag, name):
 def write_new_json(folder, stem, result):
     """Write stem.json, or stem_1.json and so on, over no other file, whole or not at all. Returns its path."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
-    scratch = folder / f".{stem}.{os.getpid()}.tmp"
     endings = itertools.chain([""], map("_{}".format, itertools.count(1)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(result, indent=1) + "\n")
-        for path in (folder / f"{stem}{ending}.json" for ending in endings):
-            try:
-                os.link(scratch, path)  # over no other file, unlike os.replace()
-            except OSError:  # also where there are no hard links
-                if path.exists():
-                    continue
-                os.replace(scratch, path)
-            return path
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as private:
+            scratch = Path(private, "result.json")
+            scratch.write_text(json.dumps(result, indent=1) + "\n")
+            for path in (folder / f"{stem}{ending}.json" for ending in endings):
+                try:
+                    os.link(scratch, path)  # over no other file, unlike os.replace()
+                except OSError:  # also where there are no hard links
+                    if os.path.lexists(path):
+                        continue
+                    os.replace(scratch, path)
+                return path
     except OSError as error:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}): free space or give another") from error
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
 
 
 def train_and_report(config, step_class=TrainStep):

@@ -46,7 +46,7 @@ try:
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
     from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, strict_interpreter
     from exercises.progress_file import Progress, participant_name
-    from measure.command_line import Parser, program
+    from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
 except ImportError as error:
     print(f"check.py: error: {error}: restore the project's file, or install requirements.txt", file=sys.stderr)
@@ -451,7 +451,8 @@ def main(argv):
             lines = ["no time: a wrong kernel is not timed"]
         if svg:
             picture = options.output_dir / f"{task}_{options.extra}.svg"
-            picture.write_text(svg, encoding="utf-8")
+            with replacing(picture, follow=False) as file:
+                file.write_text(svg, encoding="utf-8")
             lines = [*lines, f"picture: {picture}"]
         print("".join(f"      {line}\n" for line in lines), end="", flush=True)
         if progress is not None:

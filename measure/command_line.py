@@ -56,21 +56,23 @@ def time_limit(text):
 
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path, follow=True):
     """Yields a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
 
-    What is no file, such as /dev/stdout, is written to directly.
+    What is no file, such as /dev/stdout, is written to directly. follow: if path is a link, replace the file that it
+    leads to, as for a name that a person gave; otherwise replace the link, as for a name that the program chose, where
+    somebody else could have put it.
     """
     try:
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() and follow:
             yield path
             return
-        target = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path) if follow else os.path.abspath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
             written = Path(folder, target.name)
             yield written
-            if target.exists():
+            if target.exists() and follow:
                 shutil.copymode(target, written)
             os.replace(written, target)
     except OSError as error:

@@ -41,8 +41,9 @@ def claimed(folder):
         raise UsageError(f"out_dir={folder} cannot be made or written to ({error.strerror})") from error
     with file:
         if lock(file, folder):
-            for leftover in folder.glob(".ckpt*.tmp"):  # of a writer that was killed
-                leftover.unlink(missing_ok=True)
+            for name in (NAME, INTERRUPTED):
+                for leftover in folder.glob(f".{name}.{'[0-9a-f]' * 8}.tmp"):  # of a writer that was killed
+                    leftover.unlink(missing_ok=True)
         yield
 
 
@@ -64,7 +65,7 @@ def save(path, state):
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     torch.serialization.set_crc32_options(True)  # what check_sums compares
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())

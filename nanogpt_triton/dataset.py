@@ -198,8 +198,6 @@ class Batches:
 class Writer:
     """Writes a dataset's files; they appear at the end, together, and not at all if something fails before."""
 
-    NAMES = *(f"{split}.bin" for split in SPLITS), "meta.json", "meta.pkl"
-
     def __init__(self, folder):
         self.folder, self.files = folder, {}
         self.tokens = dict.fromkeys(SPLITS, 0)
@@ -208,10 +206,21 @@ class Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
+    def path_of(self, name):
+        """Where a file is until it is whole."""
+        return self.folder / f".{name}.tmp"
+
+    def write(self, name, content):
+        if name not in self.files:
+            try:
+                self.files[name] = open(self.path_of(name), "xb")  # noqa: SIM115 (over no file, and through no link)
+            except FileExistsError:
+                reason = "another prepare.py writes there, or was killed: wait, or remove it"
+                raise UsageError(f"{self.path_of(name)} exists, as {reason}") from None
+        self.files[name].write(content)
+
     def add(self, split, tokens):
-        if split not in self.files:
-            self.files[split] = open(self.folder / f".{split}.bin.tmp", "wb")  # noqa: SIM115
-        self.files[split].write(np.asarray(tokens, TOKEN).tobytes())
+        self.write(f"{split}.bin", np.asarray(tokens, TOKEN).tobytes())
         self.tokens[split] += len(tokens)
 
     def finish(self, tokenizer, **about):
@@ -220,23 +229,21 @@ class Writer:
             if not number:
                 raise UsageError(f"nothing would be left for {split}.bin: give more text")
         meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "tokens": self.tokens, **about}
-        are_characters = tokenizer.name == Characters.name
-        if are_characters:
+        if tokenizer.name == Characters.name:
             meta["characters"] = tokenizer.characters
             theirs = {"vocab_size": tokenizer.vocab_size, "stoi": tokenizer.numbers}  # for nanoGPT's own scripts
             theirs["itos"] = dict(enumerate(tokenizer.characters))
-            (self.folder / ".meta.pkl.tmp").write_bytes(pickle.dumps(theirs))
-        (self.folder / ".meta.json.tmp").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+            self.write("meta.pkl", pickle.dumps(theirs))
+        self.write("meta.json", f"{json.dumps(meta, indent=1)}\n".encode())
         for file in self.files.values():
             file.close()  # which may fail on a full disk
-        for name in self.NAMES if are_characters else self.NAMES[:-1]:
-            os.replace(self.folder / f".{name}.tmp", self.folder / name)
+        for name in self.files:
+            os.replace(self.path_of(name), self.folder / name)
         for split, number in self.tokens.items():
             print(f"{self.folder / split}.bin: {number:,} tokens of {tokenizer.vocab_size}")
 
     def __exit__(self, *exception):
-        for file in self.files.values():
+        for name, file in self.files.items():
             with contextlib.suppress(OSError):
                 file.close()
-        for name in self.NAMES:
-            (self.folder / f".{name}.tmp").unlink(missing_ok=True)
+            self.path_of(name).unlink(missing_ok=True)

@@ -374,13 +374,11 @@ def execute_all(runs, output):
 def locked(output):
     """Makes and locks the output folder."""
     llama.writable_folder("--output", output).mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "w") as lock:
+    with open(output / ".lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise llama.UsageError(f"--output {output} is in use by another replay: give another folder") from None
-        for leftover in output.glob(".work-*"):  # of a replay that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
         yield
 
 
@@ -390,7 +388,9 @@ def put_aside(output):
     if old:
         date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
         folder = output / f"previous_{date:%Y%m%d_%H%M%S}"
-        folder.mkdir(exist_ok=True)
+        while folder.exists():
+            folder = folder.with_name(f"{folder.name}_1")
+        folder.mkdir()
         for path in old:
             os.replace(path, folder / path.name)
         print(f"The results of an earlier replay are now in {folder}")

@@ -1,12 +1,11 @@
 """What the prepare.py scripts share: their command line, downloads, and text to tokens."""
 
-import os
 import shutil
 import signal
 import urllib.request
 from pathlib import Path
 
-from measure.command_line import Parser, program
+from measure.command_line import Parser, program, replacing
 from nanogpt_triton.dataset import TOKEN, Characters, Writer
 from tiny_llama_v3 import UsageError
 
@@ -49,20 +48,16 @@ def read_text(path):
 
 def download(url, path, timeout=30):
     """Fetches url into path, whole or not at all."""
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:
-            shutil.copyfileobj(response, file)
-            expected = response.headers.get("Content-Length")
-        if expected and partial.stat().st_size != int(expected):
-            raise OSError(f"{partial.stat().st_size} of {expected} bytes arrived")
-        os.replace(partial, path)
-    except OSError as error:  # URLError and time-outs are
-        reason = getattr(error, "reason", None) or error
-        raise UsageError(f"cannot download {url} ({reason}): fetch it elsewhere and give --input FILE") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, follow=False) as partial:
+        try:
+            with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:
+                shutil.copyfileobj(response, file)
+                expected = response.headers.get("Content-Length")
+            if expected and partial.stat().st_size != int(expected):
+                raise OSError(f"{partial.stat().st_size} of {expected} bytes arrived")
+        except OSError as error:  # URLError and time-outs are
+            reason = getattr(error, "reason", None) or error
+            raise UsageError(f"cannot download {url} ({reason}): fetch it elsewhere and give --input FILE") from error
 
 
 def shakespeare(options):

@@ -88,6 +88,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         raise OSError(28, "No space left on device")
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"] and path.stat().st_mode & 0o777 == 0o640
     assert link.is_symlink() and link.read_text() == "two"
+    with command_line.replacing(link, follow=False) as file:
+        file.write_text("three")
+    assert not link.is_symlink() and (link.read_text(), path.read_text()) == ("three", "two")
     with command_line.replacing(Path(os.devnull)) as file:  # is no file to be replaced
         assert file == Path(os.devnull)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from unittest.mock import Mock
 
 import pytest
@@ -15,15 +16,20 @@ def test_results_are_whole_and_never_overwritten(tmp_path, monkeypatch, hard_lin
     if not hard_links:
         monkeypatch.setattr("os.link", Mock(side_effect=OSError))
     result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
+    precious, stem = tmp_path.with_suffix(".precious"), "steps_some-gpu-80-gb_20260101_000000"
+    precious.write_text("mine")
+    (tmp_path / f".{stem}.{os.getpid()}.tmp").symlink_to(precious)
+    (tmp_path / f"{stem}.json").symlink_to("nowhere")
     files = [results.ResultFile(tmp_path, result) for _ in range(2)]
     for file in files:
-        file.stem = "steps_some-gpu-80-gb_20260101_000000"
+        file.stem = stem
         file.save(result)
     files[1].save(result | {"number": 2})
     with pytest.raises(TypeError):
         files[1].save({"number": object()})
     assert [json.loads(file.path.read_text())["number"] for file in files] == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files[0].stem}.json", f"{files[0].stem}_1.json"]
+    written = sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink())
+    assert written == [f"{stem}_1.json", f"{stem}_2.json"] and precious.read_text() == "mine"
 
 
 def test_a_replaced_file_is_whole_or_as_before(tmp_path):

@@ -258,6 +258,26 @@ def test_without_tiktoken(tmp_path, text_file, monkeypatch, capsys):
     assert "TIKTOKEN_CACHE_DIR" in error and error.count("\n") == 1
 
 
+class Response(io.BytesIO):
+    headers = {"Content-Length": "1000"}
+
+
+@pytest.mark.parametrize(
+    "name", [".train.bin.tmp", ".meta.json.tmp", ".meta.pkl.tmp", "train.bin", "input.txt", ".input.txt.tmp"]
+)
+def test_nothing_is_written_through_a_link(tmp_path, text_file, monkeypatch, capsys, name):
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    precious.write_text("mine")
+    (out / name).symlink_to(precious)
+    code = run_prepare("shakespeare_char", "--input", text_file, "--output", out)
+    assert code == (2 if name.startswith((".train", ".meta")) else 0)
+    assert "exists, as another prepare.py writes there, or was killed" in capsys.readouterr().err or code == 0
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Response(bytes(1000)))
+    preparing.download("http://example.org/x", out / "input.txt")
+    assert precious.read_text() == "mine"
+
+
 def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preparing, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
     assert run_prepare("shakespeare_char", "--output", tmp_path / "out") == 2
@@ -267,9 +287,6 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_truncated_download_leaves_nothing(tmp_path, monkeypatch):
-    class Response(io.BytesIO):
-        headers = {"Content-Length": "1000"}
-
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Response(b"half"))
     with pytest.raises(UsageError, match="4 of 1000 bytes"):
         preparing.download("http://example.org/x", tmp_path / "x")

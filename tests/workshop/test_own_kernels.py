@@ -61,8 +61,10 @@ def test_a_wrong_kernel_gets_no_time_and_a_task_without_a_kernel_is_refused(tmp_
     assert "the weight is missing\n      no time: a wrong kernel is not timed\n" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.svg"))
     (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "rmsnorm_kernel_time.svg").symlink_to(tmp_path / "mine.py")
     assert check.main(["exercise1", *options]) == 0
-    assert "yours, 64" in capsys.readouterr().out and (tmp_path / "rmsnorm_kernel_time.svg").exists()
+    assert "yours, 64" in capsys.readouterr().out and "<svg" in (tmp_path / "rmsnorm_kernel_time.svg").read_text()
+    assert (tmp_path / "mine.py").read_text() == code  # nothing was written through the link
     for arguments, told in ((["exercise1", "--task", "mem", "--time"], "cannot be used for mem: it is for rmsnorm"),
                             (["exercise1", "--show", "--debug"], "--show and --debug exclude"),
                             (["--time"], "--time needs an exercise")):  # fmt: skip

@@ -223,18 +223,22 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     assert (aside / "stage3_profile.csv").read_text() == "old"
     assert {path.name for path in aside.iterdir()} == {"stage3_profile.csv"} | written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", aside.name]
+    (aside / "stage3_profile.csv").rename(tmp_path / "stage3_profile.csv")  # which has the same date again
+    (aside / "stage3_profile.csv").write_text("older")
+    replay.put_aside(tmp_path)
+    assert [path.read_text() for path in sorted(tmp_path.glob("previous_*/*.csv"))] == ["older", "old"]
 
 
 def test_two_replays_cannot_share_a_folder(tmp_path):
-    """Nor does one touch what the other is writing; what a killed one has left is removed."""
-    work = tmp_path / ".work-1" / "profile"
+    """Nor does one delete what lies there, or write through a link."""
+    work, precious = tmp_path / ".work-1" / "profile", tmp_path / "precious"
     work.mkdir(parents=True)
+    precious.write_text("mine")
+    (tmp_path / ".lock").symlink_to(precious)
     with replay.locked(tmp_path):
-        assert not work.parent.exists()
-        work.mkdir(parents=True)
         with pytest.raises(llama.UsageError, match="in use"), replay.locked(tmp_path):
             pass
-        assert work.exists()
+    assert work.exists() and precious.read_text() == "mine"
 
 
 @pytest.fixture
