@@ -28,7 +28,7 @@ if not __package__:
 import jinja2
 
 from exercises.progress_file import NOBODY, is_progress
-from measure.command_line import Failure, Parser, program, replacing
+from measure.command_line import Failure, Parser, printable, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 WIDTH = 100
@@ -184,13 +184,13 @@ def seconds(text):
 
 def show(options):
     board = summary_of(options.paths)
-    print(text_of(board), flush=True)
+    print(printable(text_of(board)), flush=True)
     if options.html:
         with replacing(options.html) as page:
             page.write_text(page_of(board, options.watch), encoding="utf-8", errors="backslashreplace")
         print(f"Page: {options.html}")
     for path, why in board["left_out"]:
-        print(f"left out: {path}: {why}", file=sys.stderr)
+        print(printable(f"left out: {path}: {why}"), file=sys.stderr)
     return int(bool(board["left_out"]))
 
 
@@ -209,7 +209,7 @@ def main(argv):
         try:
             show(options)
         except Failure as nothing_yet:
-            print(nothing_yet, flush=True)
+            print(printable(nothing_yet), flush=True)
         time.sleep(options.watch)
     return show(options)
 

@@ -80,6 +80,11 @@ def replacing(path, follow=True):
         raise Failure(f"{path} cannot be written {reason}") from error
 
 
+def printable(text):
+    """The text with escapes in the place of what a terminal obeys, or does not show; newlines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
+
+
 def exit_code_of(run, program):
     """Returns what run() returns. What ends it early is reported in one line or none, without a traceback.
 
@@ -104,7 +109,7 @@ def exit_code_of(run, program):
             return 141
         if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd()
             error = "the current folder was deleted: change to another one"
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"{program}: error: {error}"), file=sys.stderr, flush=True)
         return getattr(error, "exit_code", 2)
 
 

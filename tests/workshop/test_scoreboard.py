@@ -109,6 +109,23 @@ def test_broken_files_are_named_and_the_others_shown(folder, capsys):
     assert len(named) == len(broken) and all(any(name in line for line in named) for name in broken)
 
 
+def test_no_participant_writes_to_the_terminal(folder, capsys, monkeypatch):
+    """Escape sequences in a file, or in its name, arrive as text."""
+    escape = "\x1b]52;c;cm0gLXJm\x07\x9b2J\u202e"
+    evil = progress("eve", rmsnorm_kernel=timed(1.0, escape), memory_lines=state(False, 1, escape))
+    (folder / "evil.json").write_text(json.dumps(evil))
+    (folder / f"{escape}.json").write_text("{}")
+    shown = output_of(capsys, folder, code=1)
+    (folder / "empty").mkdir()
+    (folder / "empty" / f"{escape}.json").write_text("{}")
+    refused = output_of(capsys, folder / "empty", code=2)
+    monkeypatch.setattr(scoreboard.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+    watched = output_of(capsys, folder / "empty", "--watch", "1", code=130).out.removeprefix("\x1b[2J\x1b[H")
+    for text in (shown.out, shown.err, refused.err, watched):
+        assert all(character.isprintable() or character == "\n" for character in text)
+        assert "\\x1b]52;c;cm0gLXJm\\x07\\x9b2J\\u202e" in text.replace("\n", "")
+
+
 def test_lines_fit_a_terminal(folder, capsys):
     (folder / "long.json").write_text(json.dumps(progress("fay", bytes_moved=state(False, 1, "many words " * 30))))
     text = output_of(capsys, folder).out
