@@ -44,7 +44,15 @@ try:
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-    from exercises.checks.common import POISON, NothingStored, NotYet, Wrong, interpreter_works, strict_interpreter
+    from exercises.checks.common import (
+        POISON,
+        NothingStored,
+        NotYet,
+        Wrong,
+        interpreter_works,
+        judges_kept,
+        strict_interpreter,
+    )  # fmt: skip
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
@@ -86,7 +94,8 @@ class Verdict(NamedTuple):
 def load(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with judges_kept():
+        spec.loader.exec_module(module)
     return module
 
 
@@ -186,6 +195,8 @@ def judge(path, checks, task):
     anything = BaseException if multiprocessing.parent_process() else (Exception, SystemExit)
     try:
         exercise = load(path)
+    except Wrong as wrong:
+        return Verdict(False, f"{path.name}: {wrong}", obstacle="file")
     except anything as error:
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     if not hasattr(exercise, task):
@@ -193,7 +204,7 @@ def judge(path, checks, task):
     if task not in checks.TASKS:  # this interpreter lacks an operation of it
         return Verdict(False, obstacle="interpreter")
     try:
-        with warnings.catch_warnings(), strict_interpreter(getattr(checks, "POISON", POISON)):
+        with judges_kept(), warnings.catch_warnings(), strict_interpreter(getattr(checks, "POISON", POISON)):
             warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
             checks.TASKS[task](exercise)
     except NotYet as reason:
@@ -222,7 +233,8 @@ def report(path, exercise, task, extra):
     _, solution, checks = EXERCISES[exercise]
     if extra == "time":
         try:
-            return own_kernels.report(task, load(path), load(HERE / solution))
+            reference = load(HERE / solution)  # before the participant's
+            return own_kernels.report(task, load(path), reference)
         except Exception as error:
             return [f"no time: {describe(error, path)}"], None, None
     watch = touched.watched(getattr(checks, "SHOWN", {}).get(task, checks.TASKS[task]), load(path))

@@ -5,11 +5,13 @@ precision, and words that name it. The first that gives what the participant's c
 Mistakes are iterables, usually generators, so that they cost nothing where the result is right.
 """
 
+import builtins
 import contextlib
 import math
 import sys
 from unittest import mock
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -159,6 +161,31 @@ def unchanged(**inputs):
     for name, tensor in inputs.items():
         expect(torch.equal(tensor, before[name]), f"{name} is an input, and was changed in place (by +=, *=, a method "
                "whose name ends with _, or a store): make a new tensor instead")  # fmt: skip
+
+
+def functions_of(namespace):
+    """{name: function or descriptor} of a module or, with those that it inherits, of a class."""
+    found = {}
+    for each in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
+        found |= vars(each)
+    return {name: value for name, value in found.items() if callable(value) or hasattr(type(value), "__get__")}
+
+
+@contextlib.contextmanager
+def judges_kept():
+    """Wrong if the code within replaces what the checks compute and compare with; it is put back."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("exercises.checks")]
+    namespaces = (torch, torch.Tensor, torch.nn.functional, numpy, math, builtins, llama, *ours)
+    before, replaced = [functions_of(namespace) for namespace in namespaces], []
+    try:
+        yield
+    finally:
+        for namespace, functions in zip(namespaces, before, strict=True):
+            now = functions_of(namespace)
+            for name in [name for name, function in functions.items() if now.get(name) is not function]:
+                setattr(namespace, name, functions[name])
+                replaced.append(f"{namespace.__name__}.{name}")
+    expect(not replaced, f"your code replaces {', '.join(replaced[:3])}, which the checks use: leave it as it is")
 
 
 def randn(*shape, dtype=torch.float32):

@@ -89,6 +89,33 @@ def test_stub_and_solution_differ_in_the_blanks_only(name):
             assert [line for line in kept if line not in solved[function][1]] == [], function
 
 
+REPLACED = """
+import builtins, math, numpy, torch
+import exercises.checks.common as common
+def equal(*arguments, **options): return torch.ones(1, dtype=torch.bool)
+"""
+WITHIN = """
+solved = memory_lines
+def memory_lines(*sizes, **line):
+    JUDGE = equal
+    return solved(*sizes, **line)
+"""
+JUDGES = ("torch.isclose", "torch.allclose", "torch.Tensor.any", "torch.nn.functional.silu", "numpy.isin", "math.prod",
+          "builtins.any", "common.differs", "common.expect_close")  # fmt: skip
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_code_that_replaces_a_judge_does_not_pass(judge, mine, capsys):
+    """Neither on import, with the blanks as given, nor in a task; and the others are judged as they should be."""
+    told = f"your code replaces .*{judge.split('.')[-1]}, which the checks use: leave it as it is"
+    stub = (FOLDER / "exercise1_triton_basics.py").read_text()
+    for options in ((), ("--debug",)):
+        assert mine("exercise1", f"{stub}{REPLACED}{judge} = equal\n", *options) == 1
+        assert re.fullmatch(f"FAIL  exercise1_triton_basics.py: {told}\n", said(capsys))
+        assert mine("exercise1", solution_of("exercise1") + REPLACED + WITHIN.replace("JUDGE", judge), *options) == 1
+        assert re.search(f"^FAIL  memory_lines: {told}\n(PASS  .*\n)+exercise1: ", said(capsys), flags=re.M)
+
+
 # --- comparing
 
 
