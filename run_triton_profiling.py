@@ -51,6 +51,12 @@ SIZES = {  # model sizes for each type of device; each is an option
 }
 
 
+def heads_of(width, usual):
+    """Return how many heads a hidden dimension has: as wide as those of the usual sizes, or narrower to divide it."""
+    least = -(-width * usual["num_heads"] // usual["hidden_dim"])
+    return next((heads for heads in range(least, width) if width % (2 * heads) == 0), least)
+
+
 class Case(NamedTuple):
     """One direction of one operation; the calls return tuples of corresponding tensors."""
 
@@ -345,6 +351,7 @@ def parse(argv):
     parser.add_argument("--no-sweeps", action="store_true", help="leave out block sizes and tiles")
     for name, value in SIZES["cuda"].items():
         default = f"default: {value}, on a CPU {SIZES['cpu'][name]}"
+        default += "; for another --hidden-dim as many as keep their width" * (name == "num_heads")
         parser.add_argument(llama.flag_of(name), type=int, metavar="N", help=default)
     parser.add_argument("--json", metavar="FILE", help="also write all figures here")
     return parser.parse_args(argv)
@@ -356,6 +363,8 @@ def main(argv):
     device = kernel_device()
     given = {name: getattr(options, name) for name in SIZES["cuda"] if getattr(options, name) is not None}
     sizes = SIZES[device.type] | given
+    if "num_heads" not in given:
+        sizes["num_heads"] = heads_of(sizes["hidden_dim"], SIZES[device.type])
     config = llama.Config(**sizes)
     if options.json is not None:
         if os.path.isdir(options.json):
