@@ -1,9 +1,15 @@
 """LayerNorm on Triton kernels. Where they cannot run, the same functions call PyTorch's and say so once.
 
-from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_layer_norm
+from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_layer_norm    or, in that folder, from kernels
 """
 
-from nanogpt_triton.kernels.layer_norm import (
+import sys
+from pathlib import Path
+
+if __name__ == "kernels":  # imported by a script in its parent folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nanogpt_triton.kernels.layer_norm import (  # noqa: E402
     TRITON_AVAILABLE,
     TritonLayerNorm,
     triton_add_layer_norm,

@@ -28,11 +28,11 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
     "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "nanogpt_triton/bench.py", "nanogpt_triton/model.py",
-    "exercises/check.py", "profilers/host_profile.py",
+    "nanogpt_triton/kernels/__init__.py", "exercises/check.py", "profilers/host_profile.py",
 }  # fmt: skip
 CODE = {".py", ".sh", ".jinja", ".c", ".patch", ".slurm"}
 MOST_LINES = {
-    "tiny_llama_v3.py": 2795,
+    "tiny_llama_v3.py": 2794,
     "tiny_llama/distributed.py": 630,
     "tiny_llama/profiler.py": 230,
     "tiny_llama/hardware.py": 150,

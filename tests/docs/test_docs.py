@@ -60,7 +60,8 @@ BLOCKS = [block for page in EXECUTED for block in blocks_of(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python")]
 # A replay of stages is many runs, and so is a profile of each kernel by itself: tests/workshop and tests/profilers have
 # a fast test of each.
-SLOW = [block for block in RUNNABLE if re.search(r"run_all_stages\.sh(?!.*--(laptop|dry-run))|run_rocprof", block.code)]
+LONG = r"run_all_stages\.sh(?!.*--(laptop|dry-run))|run_rocprof"
+SLOW = [block for block in RUNNABLE if re.search(LONG, block.code)]
 
 
 def activation_before(block):
@@ -77,7 +78,10 @@ TINY = f"{MODEL} --batch-size 1 --seq-len 16 --num-steps 2"
 SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
-    "run_triton_profiling.py": "--no-sweeps --batch-size 1 --seq-len 16 --hidden-dim 32 --num-heads 2 --vocab-size 32",
+    "profilers.host_profile": TINY,
+    "run_triton_profiling.py": "--no-sweeps --seq-len 16",
+    "train.py": "--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=1 --max_iters=1 --eval_iters=1 "
+    "--gradient_accumulation_steps=4 --compile=False",
     "profilers.overhead": f"--scripts get_hotspots.sh -- {TINY}",
     "benchmarks.steps": "--rows torch sdpa",
 }
@@ -88,7 +92,8 @@ if [ "$program" = exercises.performance_debugging.replay ]; then
     own=() theirs=() profile=--no-profile
     while (($#)) && [ "$1" != -- ]; do own+=("$1") && shift; done
     (($#)) && shift && theirs=("$@")
-    [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] && profile=  # its profiles are read afterwards
+    # Its profiles are read afterwards.
+    if [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] || ((${{#own[@]}} == 2)); then profile=; fi
     [[ " ${{own[*]}} " != *" --isolate "* ]] || own+=(--stages 2)
     [[ " ${{own[*]}} " != *" --laptop "* ]] || exec {real} "${{own[@]}}" --stages 1,5,6 -- "${{theirs[@]}}" {model}
     exec {real} "${{own[@]}}" --batch-size 1 --seq-len 8 --num-steps 1 $profile -- "${{theirs[@]}}" {model}
@@ -110,6 +115,15 @@ exit 127
 NO_PYTHON = """#!/bin/sh
 echo "$0: there is no torch for this python: . .venv/bin/activate comes first" >&2
 exit 127
+"""
+# A profiler that is not this project's: runs the program behind its options.
+PROFILER = """#!/bin/sh
+while [ "$1" != python ]; do shift; done
+exec "$@"
+"""
+TIKTOKEN = """
+def get_encoding(name):
+    return type(name, (), {"encode": staticmethod(lambda text, allowed_special: list(text.encode()))})
 """
 # `head` leaves before its writer is done, which shall not show as a failure of the pipe. All else shall.
 SHELL = 'head() {{ command head "$@" && cat >/dev/null; }}\n{before}{code}\n'
@@ -143,13 +157,19 @@ def project(tmp_path_factory, python):
     write_executables(copy / ".venv" / "bin", programs)
     commands.mkdir()
     rocprofv3 = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
-    others = {
+    others = dict.fromkeys(("rocprof", "rocprofv2", "nsys"), PROFILER) | {
         "make": f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n',
         "rocprofv3": f'#!/bin/sh\nexec {rocprofv3} "$@"\n',
     }
     write_executables(commands, dict.fromkeys(("python", "python3", "torchrun"), NO_PYTHON) | others)
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHON")}
-    environment |= {"PATH": f"{commands}:{os.environ['PATH']}"}
+    environment |= {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(folder / "site")}
+    # What the trainer's commands would download.
+    (folder / "site").mkdir()
+    (folder / "site" / "tiktoken.py").write_text(TIKTOKEN)
+    for dataset in ("shakespeare", "openwebtext"):
+        for name in ("input.txt", "train.bin", "val.bin"):
+            (copy / "nanogpt_triton" / "data" / dataset / name).write_text("to be or not to be " * 20)
 
     @functools.cache  # some pages begin with the same block
     def run(language, code, before="", done=True):
@@ -172,6 +192,59 @@ CASES = [pytest.param(block, marks=[pytest.mark.slow] * (block in SLOW), id=str(
 def test_a_block_runs(block, project):
     done = project(block.language, block.code, activation_before(block))
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+# What readers of the published workshop and trainer type, with our folders in the place of the author's. Left out are
+# commands without this project in them (pip, module, rocminfo, rocpd), and those of the workshop's other versions.
+TRAINING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps"
+TYPED = {  # {folder: command lines}
+    ".": [
+        f"{TRAINING} 10",
+        f"{TRAINING} 20",
+        f"rocprof --stats {TRAINING} 20",
+        f"rocprof --stats {TRAINING} 10",
+        f"rocprofv2 --kernel-trace -o v3_trace.json {TRAINING} 5",
+        "python tiny_llama_v3.py --hidden-dim 512 --num-layers 8 --num-heads 8 --learning-rate 3e-4 --use-amp",
+        "python3 run_triton_profiling.py",
+        "python run_triton_profiling.py --only rmsnorm --hidden-dim 4096",
+        "chmod +x run_rocprof_triton.sh; ./run_rocprof_triton.sh; ls rocprof_results/; "
+        "cat rocprof_results/triton_analysis_summary.md",
+        "./get_trace.sh",
+        "./get_counters.sh",
+        "./get_rocprof_compute.sh",
+        "./get_rocprof_sys.sh",
+        "./get_hotspots.sh",
+    ],
+    "exercises/performance_debugging": [
+        "cat README.md; ./run_all_stages.sh; sort -t',' -k4 -nr results/stage4_profile.csv | head -20; "
+        "diff results/stage2_profile.csv results/stage5_profile.csv || [ $? = 1 ]",
+    ],
+    "nanogpt_triton/data/shakespeare": ["python prepare.py"],
+    "nanogpt_triton": [
+        "python train.py --dataset=shakespeare --batch_size=12 --max_iters=100 --eval_interval=50 --compile=False",
+        "torchrun --standalone --nproc_per_node=4 train.py --dataset=shakespeare --batch_size=12 --max_iters=100",
+        "python train.py --compile=True --batch_size=12 --max_iters=100",
+        "python train.py --device=cpu --batch_size=4 --max_iters=10 --compile=False",
+        "nsys profile -o triton_profile python train.py --max_iters=10",
+        'python -c "import torch; print(torch.cuda.is_available())"',
+        """python -c "import triton; print(f'Triton {triton.__version__} installed successfully')" """,
+        """python -c "from kernels import TRITON_AVAILABLE; print(f'Triton available: {TRITON_AVAILABLE}')" """,
+        """python -c "
+import torch
+from kernels import triton_layer_norm, TRITON_AVAILABLE
+x, weight, bias = torch.randn(12, 8, 768), torch.randn(768), torch.randn(768)
+torch.testing.assert_close(triton_layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (768,), weight, bias))
+" """,
+    ],
+}
+LINES = [(folder, code) for folder, codes in TYPED.items() for code in codes]
+MARKED = [pytest.param(*line, marks=[pytest.mark.slow] * bool(re.search(LONG, line[1]))) for line in LINES]
+
+
+@pytest.mark.parametrize("folder, code", MARKED)
+def test_what_was_published_can_be_typed_as_it_stands(folder, code, project):
+    done = project("sh", f"(cd {folder}; {code})\n", ". .venv/bin/activate\n")
+    assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def test_a_reader_of_all_pages_finds_every_output_folder_new():
