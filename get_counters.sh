@@ -6,7 +6,7 @@
 #   --pmc          also count a default choice: instructions, memory traffic, cache hits, occupancy
 #   --pmc A B      count these; each --pmc is a run of its own, as a GPU counts only a few things at a time
 set -euo pipefail
-TOOLS=(rocprofv3 ncu torch)
+TOOLS=(rocprofv3 ncu torch) STEPS=10
 # shellcheck source=profilers/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 # shellcheck source=profilers/counters.sh

@@ -3,7 +3,7 @@
 #
 # Usage: ./get_hotspots.sh [--output DIR] [--stage N] [--tool NAME] [--dry-run] [-- OPTIONS [-- OPTIONS]]
 set -euo pipefail
-TOOLS=(rocprofv3 torch)
+TOOLS=(rocprofv3 torch) STEPS=10
 # shellcheck source=profilers/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 

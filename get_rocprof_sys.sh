@@ -6,7 +6,7 @@
 #
 # The options after a second -- are those of rocprof-sys-sample, such as -f 1000 or -E rcclp.
 set -euo pipefail
-TOOLS=(rocprof-sys torch)
+TOOLS=(rocprof-sys torch) STEPS=10
 # shellcheck source=profilers/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 

@@ -6,7 +6,7 @@
 #
 # Without --output the recordings are written to rocprof_results/session_<time>/; older sessions are kept.
 set -euo pipefail
-TOOLS=(rocprofv3 ncu torch)
+TOOLS=(rocprofv3 ncu torch) STEPS=10
 # shellcheck source=profilers/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 # shellcheck source=profilers/counters.sh

@@ -20,6 +20,7 @@ pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${ROCM_PATH:=/opt/rocm}" "${ROCM_PARENT:=/opt}" "${KFD_DEVICE:=/dev/kfd}"
 PATH=$PATH:$ROCM_PATH/bin
+IN='' LOG='' RECORDING='' # not what the environment calls so
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Python
@@ -73,12 +74,11 @@ missing, 2 the request cannot be met, 130 interrupted; otherwise that of the pro
 TXT
 }
 
-# parse_arguments "$@": a script sets TOOLS before, and handles options of its own in take_option, which sets CONSUMED
-# to the number of words that it used.
+# parse_arguments "$@": a script sets TOOLS and STEPS before, and handles options of its own in take_option, which sets
+# CONSUMED to the number of words that it used.
 parse_arguments() {
-    : "${TOOLS:?the script that sources this file names its tools}"
+    : "${TOOLS:?the script that sources this file names its tools, and STEPS}"
     OUTPUT='' STAGE='' DRY_RUN='' TOOL=auto TOOL_PATH='' ARGUMENTS=() TOOL_ARGUMENTS=()
-    : "${STEPS:=10}"
     while (($#)); do
         case $1 in
         --output | --stage | --tool | --tool-path)

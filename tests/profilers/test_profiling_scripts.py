@@ -550,6 +550,25 @@ def test_variables_of_the_environment_are_numbers_and_never_code(machine, rank, 
     assert run.code == 0 and f"{machine.work}/out/rank_8" in run.out  # 08 is no octal number
 
 
+INHERITED = {"BASH_REMATCH", "BASH_SOURCE", "KFD_DEVICE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PWD", "PYTHON",
+             "PYTHONPATH", "ROCM_PATH", "ROCM_PARENT", "ROCM_VERSION", "ROCPROFSYS_ENABLE_SIGNAL_HANDLER"}  # fmt: skip
+
+
+@pytest.mark.parametrize("script, release", [(script, release) for script in SCRIPTS for release in (None, "7.2")])
+def test_the_environment_sets_no_other_variable_of_a_script(machine, script, release):
+    code = "".join((ROOT / name).read_text() for name in (script, "profilers/common.sh", "profilers/counters.sh"))
+    names = {*re.findall(r"\b[A-Z][A-Z_]+\b", code)} - INHERITED - {name for pair in STARTED_BY for name in pair}
+    precious = machine.folder / "precious"
+    precious.write_text("mine")
+    if release:
+        machine.with_rocm(release)
+    plain, crowded = (
+        machine.run(script, "--dry-run", "--output", "out", **env) for env in ({}, dict.fromkeys(names, str(precious)))
+    )
+    assert len(names) > 30 and (crowded.code, crowded.out, crowded.err) == (0, plain.out, "")
+    assert precious.read_text() == "mine"
+
+
 def test_the_release_of_the_environment_is_decimal(machine):
     run = machine.run("get_trace.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION="6.08")
     assert run.code == 0 and run.out.startswith("Tool: rocprofv3 of ROCm 6.8: ")
