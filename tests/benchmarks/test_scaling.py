@@ -137,7 +137,6 @@ def result_of(processes, day):
     strong = {"triton graph": row(100.0, 55.0, 148e3, 0.909)}
     large = {
         "config": SIZES["large"] | {"use_amp": True},
-        "phases_ms": {"forward": 30.0, "backward": 65.0, "optimizer": 6.0},
         "weak": {"rows": weak},
         "strong": {"rows": strong},
     }

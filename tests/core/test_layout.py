@@ -41,8 +41,8 @@ MOST_LINES = {
     "tiny_llama/fp8.py": 450,
     "tiny_llama/hugging_face.py": 120,
     "README.md": 130,
-    "all code": 26850,
-    "all tests": 20772,
+    "all code": 26888,
+    "all tests": 20830,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {

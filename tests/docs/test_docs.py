@@ -81,7 +81,7 @@ SMALL = {
     "profilers.host_profile": TINY,
     "run_triton_profiling.py": "--no-sweeps --seq-len 16",
     "train.py": "--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=1 --max_iters=1 --eval_iters=1 "
-    "--gradient_accumulation_steps=4 --compile=False",
+    "--gradient_accumulation_steps=4 --compile=False --device=cpu",
     "profilers.overhead": f"--scripts get_hotspots.sh -- {TINY}",
     "benchmarks.steps": "--rows torch sdpa",
 }
@@ -199,21 +199,14 @@ def test_a_block_runs(block, project):
 TRAINING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps"
 TYPED = {  # {folder: command lines}
     ".": [
-        f"{TRAINING} 10",
-        f"{TRAINING} 20",
-        f"rocprof --stats {TRAINING} 20",
-        f"rocprof --stats {TRAINING} 10",
+        *(f"{profiler}{TRAINING} {steps}" for profiler in ("", "rocprof --stats ") for steps in (10, 20)),
         f"rocprofv2 --kernel-trace -o v3_trace.json {TRAINING} 5",
         "python tiny_llama_v3.py --hidden-dim 512 --num-layers 8 --num-heads 8 --learning-rate 3e-4 --use-amp",
         "python3 run_triton_profiling.py",
         "python run_triton_profiling.py --only rmsnorm --hidden-dim 4096",
         "chmod +x run_rocprof_triton.sh; ./run_rocprof_triton.sh; ls rocprof_results/; "
         "cat rocprof_results/triton_analysis_summary.md",
-        "./get_trace.sh",
-        "./get_counters.sh",
-        "./get_rocprof_compute.sh",
-        "./get_rocprof_sys.sh",
-        "./get_hotspots.sh",
+        *(f"./get_{name}.sh" for name in ("trace", "counters", "rocprof_compute", "rocprof_sys", "hotspots")),
     ],
     "exercises/performance_debugging": [
         "cat README.md; ./run_all_stages.sh; sort -t',' -k4 -nr results/stage4_profile.csv | head -20; "
@@ -226,7 +219,6 @@ TYPED = {  # {folder: command lines}
         "python train.py --compile=True --batch_size=12 --max_iters=100",
         "python train.py --device=cpu --batch_size=4 --max_iters=10 --compile=False",
         "nsys profile -o triton_profile python train.py --max_iters=10",
-        'python -c "import torch; print(torch.cuda.is_available())"',
         """python -c "import triton; print(f'Triton {triton.__version__} installed successfully')" """,
         """python -c "from kernels import TRITON_AVAILABLE; print(f'Triton available: {TRITON_AVAILABLE}')" """,
         """python -c "
@@ -283,10 +275,6 @@ def test_a_page_that_forgets_to_activate_fails(project):
         done = project(language, code)
         assert done.returncode == 127 and "activate comes first" in done.stderr
         assert project(language, code, ". .venv/bin/activate\n").returncode == 0
-
-
-def test_a_block_that_leaves_the_folder_fails(project):
-    assert project("sh", "cd docs").returncode == 1 and project("sh", "(cd docs)").returncode == 0
 
 
 def test_the_output_on_the_front_page_is_what_a_run_prints(project):
@@ -401,10 +389,6 @@ def test_measured_tables_stand_where_a_reader_looks_for_them():
     expected = {"README.md": ["front"], "README_WORKSHOP.md": ["published", "claims"], "docs/measured.md": measured}
     expected["docs/fp8.md"] = ["fp8-speed", "fp8-layer", "fp8-recipes", "fp8-learning"]
     assert {name: markers for name, markers in marked.items() if markers} == expected
-
-
-def test_the_front_page_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 MEASURED = r"(?<![\w.])\d[\d.,]*[ -]?(?:ms|us|µs|samples/s(?:ec)?|tokens/s|tok/s|[GT]B/s|[GMT]FLOP/s|MiB|GiB)\b"

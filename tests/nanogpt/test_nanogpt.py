@@ -750,8 +750,11 @@ def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path):
     assert writer.exitcode == -signal.SIGKILL
     assert checkpoint.load(path)["iter_num"] == 1
     assert len(list(tmp_path.iterdir())) == 3  # the checkpoint, the lock, and what the writer left
+    mine = {".ckpt_mine.tmp", ".ckpt.pt.mine.tmp"}
+    for name in mine | {f".{checkpoint.INTERRUPTED}.0123abcd.tmp"}:
+        (tmp_path / name).touch()
     with checkpoint.claimed(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {checkpoint.NAME, checkpoint.LOCK}
+        assert {path.name for path in tmp_path.iterdir()} == {checkpoint.NAME, checkpoint.LOCK} | mine
 
 
 def test_two_runs_do_not_share_a_folder(data_dir, tmp_path, capsys, trained):
@@ -768,7 +771,7 @@ def test_two_runs_do_not_share_a_folder(data_dir, tmp_path, capsys, trained):
 
 def test_a_file_system_without_locks(data_dir, tmp_path, monkeypatch):
     """Runs go on there, and leave alone what another may be writing."""
-    leftover = tmp_path / ".ckpt.pt.1234.tmp"
+    leftover = tmp_path / ".ckpt.pt.12345678.tmp"
     leftover.touch()
     monkeypatch.setattr(checkpoint.fcntl, "flock", Mock(side_effect=OSError(38, "Function not implemented")))
     assert run(data_dir, tmp_path, max_iters=4) == 0

@@ -272,6 +272,7 @@ def test_nothing_is_written_through_a_link(tmp_path, text_file, monkeypatch, cap
     (out / name).symlink_to(precious)
     code = run_prepare("shakespeare_char", "--input", text_file, "--output", out)
     assert code == (2 if name.startswith((".train", ".meta")) else 0)
+    assert code == 0 or [path.name for path in out.iterdir()] == [name]
     assert "exists, as another prepare.py writes there, or was killed" in capsys.readouterr().err or code == 0
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Response(bytes(1000)))
     preparing.download("http://example.org/x", out / "input.txt")
