@@ -113,4 +113,4 @@ class Progress:
             **(time or {name: before[name] for name in ("us", "device") if name in before}),
         }
         self.content["date"] = date
-        write_json(self.path, self.content)
+        write_json(self.path, self.content, follow=True)

@@ -186,7 +186,7 @@ def show(options):
     board = summary_of(options.paths)
     print(printable(text_of(board)), flush=True)
     if options.html:
-        with replacing(options.html) as page:
+        with replacing(options.html, follow=True) as page:
             page.write_text(page_of(board, options.watch), encoding="utf-8", errors="backslashreplace")
         print(f"Page: {options.html}")
     for path, why in board["left_out"]:

@@ -56,12 +56,11 @@ def time_limit(text):
 
 
 @contextlib.contextmanager
-def replacing(path, follow=True):
+def replacing(path, follow=False):
     """Yields a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
 
-    What is no file, such as /dev/stdout, is written to directly. follow: if path is a link, replace the file that it
-    leads to, as for a name that a person gave; otherwise replace the link, as for a name that the program chose, where
-    somebody else could have put it.
+    A link is replaced itself, as somebody else could have put it where this program chose the name. follow: a person
+    gave the name, so replace the file that a link leads to, and write directly to what is no file, such as /dev/stdout.
     """
     try:
         if path.exists() and not path.is_file() and follow:
@@ -72,7 +71,7 @@ def replacing(path, follow=True):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
             written = Path(folder, target.name)
             yield written
-            if target.exists() and follow:
+            if target.exists() and not target.is_symlink():
                 shutil.copymode(target, written)
             os.replace(written, target)
     except OSError as error:

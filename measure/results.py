@@ -58,10 +58,10 @@ def header(benchmark, device, argv, measured):
     }
 
 
-def write_json(path, result):
-    """Replaces the file, whole or not at all."""
+def write_json(path, result, follow=False):
+    """Replaces the file, whole or not at all; follow as for replacing()."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
-    with replacing(path) as file:
+    with replacing(path, follow) as file:
         file.write_text(json.dumps(result, indent=1) + "\n")
 
 

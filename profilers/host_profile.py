@@ -41,7 +41,7 @@ def main(argv):
     finally:  # a program may end by SystemExit
         print(f"\nThe {TOP} functions that took the host the longest, without those they called (tottime):")
         pstats.Stats(profile).sort_stats("tottime").print_stats(TOP)
-        with replacing(Path(options.output)) as path:
+        with replacing(Path(options.output), follow=True) as path:
             profile.dump_stats(path)
 
 

@@ -91,8 +91,8 @@ def main(argv):
     if table.empty:
         raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
     if options.csv:
-        name = "kernels_of_the_steps.csv" if steps else "kernels.csv"
-        with replacing(options.csv / name if options.csv.is_dir() else options.csv) as path:
+        name, in_folder = "kernels_of_the_steps.csv" if steps else "kernels.csv", options.csv.is_dir()
+        with replacing(options.csv / name if in_folder else options.csv, follow=not in_folder) as path:
             table.to_csv(path, index=False)
     spots = hotspots(table, steps)
     sums = f"{spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels"

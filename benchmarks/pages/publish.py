@@ -317,7 +317,7 @@ def write_all(texts):
     """Writes {path: text}, either all files or none."""
     with contextlib.ExitStack() as stack:
         for path, text in texts.items():
-            stack.enter_context(replacing(path)).write_text(text, encoding="utf-8")
+            stack.enter_context(replacing(path, follow=True)).write_text(text, encoding="utf-8")
 
 
 def update(pages, contents, check):

@@ -55,7 +55,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages.replays import OPTIMIZED, newest_replays, observations, own_mistake, short_title
 from exercises.performance_debugging import report
 from exercises.performance_debugging.summary import compare, console, without_option, wrapped
-from measure.command_line import Parser, program
+from measure.command_line import Parser, program, replacing
 from measure.heartbeat import Heartbeat
 from measure.results import RESULTS
 from profilers.readers import Unreadable, read_step_stats
@@ -312,7 +312,8 @@ def write_kernels_of_steps(recording, path):
     table, steps = read_step_stats(recording)
     if not steps or table.empty:
         raise RuntimeError("the profiler recorded no kernels within a range named step: see its messages in the log")
-    table.to_csv(path, index=False)
+    with replacing(path) as file:
+        table.to_csv(file, index=False)
 
 
 def execute_part(part, log_path, output):

@@ -48,7 +48,7 @@ def read_text(path):
 
 def download(url, path, timeout=30):
     """Fetches url into path, whole or not at all."""
-    with replacing(path, follow=False) as partial:
+    with replacing(path) as partial:
         try:
             with urllib.request.urlopen(url, timeout=timeout) as response, open(partial, "wb") as file:
                 shutil.copyfileobj(response, file)

@@ -79,7 +79,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path, link = tmp_path / "new" / "file.txt", tmp_path / "link"
     link.symlink_to(path)
     for text in ("one", "two"):
-        with command_line.replacing(link) as file:
+        with command_line.replacing(link, follow=True) as file:
             file.write_text(text)
         path.chmod(0o640)
     reason = r"file.txt cannot be written \(No space left on device\): free space or give another path$"
@@ -88,10 +88,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         raise OSError(28, "No space left on device")
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"] and path.stat().st_mode & 0o777 == 0o640
     assert link.is_symlink() and link.read_text() == "two"
-    with command_line.replacing(link, follow=False) as file:
+    with command_line.replacing(link) as file:
         file.write_text("three")
     assert not link.is_symlink() and (link.read_text(), path.read_text()) == ("three", "two")
-    with command_line.replacing(Path(os.devnull)) as file:  # is no file to be replaced
+    assert link.stat().st_mode & 0o777 != 0o640
+    link.unlink()
+    link.symlink_to(os.devnull)
+    with command_line.replacing(link) as file:
+        file.write_text("four")
+    assert not link.is_symlink() and link.read_text() == "four"
+    with command_line.replacing(Path(os.devnull), follow=True) as file:  # is no file to be replaced
         assert file == Path(os.devnull)
 
 

@@ -61,6 +61,10 @@ def test_hotspots_are_per_step(session):
 
 
 def test_hotspots_writes_what_it_read(session, capsys):
+    (session / "kernels_of_the_steps.csv").symlink_to(session / "mine.txt")
+    assert hotspots.main([str(session), "--csv", str(session)]) == 0 and not (session / "mine.txt").exists()
+    (session / "kernels_of_the_steps.csv").unlink()
+    capsys.readouterr()
     assert hotspots.main([str(session), "--csv", str(session / "all.csv"), "--top", "2"]) == 0
     out = capsys.readouterr().out
     assert "and 4 more kernels" in out and "rmsnorm_kernel" not in out
