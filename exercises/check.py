@@ -94,7 +94,7 @@ class Verdict(NamedTuple):
 def load(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    with judges_kept():
+    with judges_kept(sys.modules[__name__]):
         spec.loader.exec_module(module)
     return module
 
@@ -191,6 +191,7 @@ def interpreter_failed(error):
 def judge(path, checks, task):
     """The Verdict on a task of the file at path; checks: the module with its check."""
     torch.manual_seed(0)
+    check = checks.TASKS.get(task)
     # The code under test may raise anything; but in this process, with --debug, KeyboardInterrupt is Ctrl-C.
     anything = BaseException if multiprocessing.parent_process() else (Exception, SystemExit)
     try:
@@ -201,12 +202,16 @@ def judge(path, checks, task):
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
     if not hasattr(exercise, task):
         return Verdict(False, f"there is no {task} in {path.name}: in a notebook, run its cell first", begun=False)
-    if task not in checks.TASKS:  # this interpreter lacks an operation of it
+    if check is None:  # this interpreter lacks an operation of it
         return Verdict(False, obstacle="interpreter")
     try:
-        with judges_kept(), warnings.catch_warnings(), strict_interpreter(getattr(checks, "POISON", POISON)):
+        with (
+            judges_kept(sys.modules[__name__]),
+            warnings.catch_warnings(),
+            strict_interpreter(getattr(checks, "POISON", POISON)),
+        ):
             warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
-            checks.TASKS[task](exercise)
+            check(exercise)
     except NotYet as reason:
         if interpreter_failed(reason):  # at the task that comes first
             return Verdict(False, obstacle="interpreter")
@@ -463,7 +468,7 @@ def main(argv):
             lines = ["no time: a wrong kernel is not timed"]
         if svg:
             picture = options.output_dir / f"{task}_{options.extra}.svg"
-            with replacing(picture, follow=False) as file:
+            with replacing(picture) as file:
                 file.write_text(svg, encoding="utf-8")
             lines = [*lines, f"picture: {picture}"]
         print("".join(f"      {line}\n" for line in lines), end="", flush=True)

@@ -8,7 +8,9 @@ Mistakes are iterables, usually generators, so that they cost nothing where the 
 import builtins
 import contextlib
 import math
+import os
 import sys
+from types import FunctionType, ModuleType
 from unittest import mock
 
 import numpy
@@ -164,27 +166,49 @@ def unchanged(**inputs):
 
 
 def functions_of(namespace):
-    """{name: function or descriptor} of a module or, with those that it inherits, of a class."""
+    """{name: (function, its code)} of a module or, with what it inherits, of a class; other values have no code.
+
+    Of the values, those that can be called or looked up in: functions, descriptors, classes, modules.
+    """
     found = {}
     for each in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
         found |= vars(each)
-    return {name: value for name, value in found.items() if callable(value) or hasattr(type(value), "__get__")}
+    return {
+        name: (value, value.__code__ if isinstance(value, FunctionType) else None)
+        for name, value in found.items()
+        if callable(value) or hasattr(type(value), "__get__") or isinstance(value, ModuleType)
+    }
+
+
+PYTORCH = os.path.dirname(torch.__file__)
+
+
+def of_pytorch(value):
+    """Whether a function is PyTorch's own: some of its modules wrap torch.manual_seed when they are imported."""
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(PYTORCH)
 
 
 @contextlib.contextmanager
-def judges_kept():
-    """Wrong if the code within replaces what the checks compute and compare with; it is put back."""
+def judges_kept(*modules):
+    """Wrong if the code within replaces what the checks and these modules compute and compare with; it is put back.
+
+    This stops what a curious participant tries. Whoever is determined can deceive what runs in the same process.
+    """
     ours = [module for name, module in sys.modules.items() if name.startswith("exercises.checks")]
-    namespaces = (torch, torch.Tensor, torch.nn.functional, numpy, math, builtins, llama, *ours)
+    namespaces = (torch, torch.Tensor, torch.nn.functional, numpy, math, builtins, llama, *ours, *modules)
     before, replaced = [functions_of(namespace) for namespace in namespaces], []
     try:
         yield
     finally:
         for namespace, functions in zip(namespaces, before, strict=True):
             now = functions_of(namespace)
-            for name in [name for name, function in functions.items() if now.get(name) is not function]:
-                setattr(namespace, name, functions[name])
-                replaced.append(f"{namespace.__name__}.{name}")
+            for name, (function, code) in functions.items():
+                present, its_code = now.get(name, (None, None))
+                if (present is not function or its_code is not code) and not of_pytorch(present):
+                    if code:
+                        function.__code__ = code
+                    setattr(namespace, name, function)
+                    replaced.append(f"{namespace.__name__}.{name}")
     expect(not replaced, f"your code replaces {', '.join(replaced[:3])}, which the checks use: leave it as it is")
 
 

@@ -29,6 +29,7 @@ from exercises.checks.memory import Watch, launch
 
 def for_each(cases):
     """Turns the check of a case into one of all of them."""
+    cases = tuple(cases)
 
     def all_cases(check):
         @functools.wraps(check)

@@ -89,7 +89,7 @@ def test_stub_and_solution_differ_in_the_blanks_only(name):
             assert [line for line in kept if line not in solved[function][1]] == [], function
 
 
-REPLACED = """
+EQUAL = """
 import builtins, math, numpy, torch
 import exercises.checks.common as common
 def equal(*arguments, **options): return torch.ones(1, dtype=torch.bool)
@@ -97,23 +97,42 @@ def equal(*arguments, **options): return torch.ones(1, dtype=torch.bool)
 WITHIN = """
 solved = memory_lines
 def memory_lines(*sizes, **line):
-    JUDGE = equal
+    {}
     return solved(*sizes, **line)
 """
-JUDGES = ("torch.isclose", "torch.allclose", "torch.Tensor.any", "torch.nn.functional.silu", "numpy.isin", "math.prod",
-          "builtins.any", "common.differs", "common.expect_close")  # fmt: skip
+REPLACED = [f"{name} = equal" for name in (
+    "torch.isclose", "torch.allclose", "torch.Tensor.any", "torch.nn.functional.silu", "numpy.isin", "math.prod",
+    "builtins.any", "common.differs", "common.expect_close", "common.torch", "common.llama.next_power_of_2",
+)] + ["common.differs.__code__ = equal.__code__", "torch.Tensor.T = property(equal)"]  # fmt: skip
 
 
-@pytest.mark.parametrize("judge", JUDGES)
-def test_code_that_replaces_a_judge_does_not_pass(judge, mine, capsys):
+@pytest.mark.parametrize("statement", REPLACED)
+def test_code_that_replaces_a_judge_does_not_pass(statement, mine, capsys):
     """Neither on import, with the blanks as given, nor in a task; and the others are judged as they should be."""
-    told = f"your code replaces .*{judge.split('.')[-1]}, which the checks use: leave it as it is"
+    name = statement.split(" =")[0].removesuffix(".__code__").split(".")[-1]
+    told = f"your code replaces .*{name}, which the checks use: leave it as it is"
     stub = (FOLDER / "exercise1_triton_basics.py").read_text()
-    for options in ((), ("--debug",)):
-        assert mine("exercise1", f"{stub}{REPLACED}{judge} = equal\n", *options) == 1
+    for options in [()] if ON_GPU else [(), ("--debug",)]:
+        assert mine("exercise1", f"{stub}{EQUAL}{statement}\n", *options) == 1
         assert re.fullmatch(f"FAIL  exercise1_triton_basics.py: {told}\n", said(capsys))
-        assert mine("exercise1", solution_of("exercise1") + REPLACED + WITHIN.replace("JUDGE", judge), *options) == 1
+        assert mine("exercise1", solution_of("exercise1") + EQUAL + WITHIN.format(statement), *options) == 1
         assert re.search(f"^FAIL  memory_lines: {told}\n(PASS  .*\n)+exercise1: ", said(capsys), flags=re.M)
+
+
+def test_a_list_of_checks_or_cases_that_is_changed_changes_nothing(mine, capsys):
+    change = (
+        "import exercises.checks.{0} as checks\nfor task in checks.TASKS: checks.TASKS[task] = lambda module: None\n"
+    )
+    change += "for value in vars(checks).values():\n    if isinstance(value, list): value.clear()\n"
+    for name in NAMES:
+        assert mine(name, (FOLDER / check.EXERCISES[name].file).read_text() + change.format(name)) == 1
+        assert "PASS" not in said(capsys)
+
+
+def test_what_pytorch_itself_replaces_is_no_judge_replaced(mine, capsys):
+    """torch.compile, optimizers, checkpoint and others import what wraps torch.manual_seed."""
+    change = "import torch\ntorch.manual_seed = torch._disable_dynamo(torch.manual_seed)\n"
+    assert mine("exercise2", change + solution_of("exercise2")) == 0
 
 
 # --- comparing
