@@ -47,7 +47,7 @@ for name in $(compgen -e); do
     case $name in
     PATH | HOME | TMPDIR | LANG | LC_* | LD_* | PYTHON* | VIRTUAL_ENV | CONDA_* | OMP_* | MPL* | XDG_CACHE_HOME) ;;
     AITER_* | AMD* | CUDA_* | GPU_* | HIP* | HSA_* | KFD_DEVICE | MIOPEN_* | PYTORCH_* | ROC* | TORCH* | TRITON_*) ;;
-    *) unset "$name" ;;
+    *) declare +x "$name" ;; # it may be called like a variable of this script, which keeps its value
     esac
 done
 

@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
 # shellcheck source=profilers/counters.sh
 source "$ROOT/profilers/counters.sh"
 
-PASSES=() COUNT=
+COUNT=''
 take_option() {
     [[ $1 == --pmc ]] || return 0
     local names=()

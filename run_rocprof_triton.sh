@@ -40,10 +40,10 @@ report_or_miss "the summary" summary "$RESULT" --tool "$TOOL"
 
 summary=$RESULT/triton_analysis_summary.md closing=()
 if [[ -e $summary ]]; then
-    # Before finish_result, which ends with 1 if a part is missing.
-    if [[ -z $OUTPUT ]]; then
-        cp --remove-destination "$summary" "${RESULT%/*}"
-        summary=${RESULT%/*}/triton_analysis_summary.md
+    # Before finish_result, which ends with 1 if a part is missing. A link to the newest; a file of that name is kept.
+    newest=${RESULT%/*}/${summary##*/}
+    if [[ -z $OUTPUT && (-L $newest || ! -e $newest) ]] && ln -sfn "${summary#"${RESULT%/*}/"}" "$newest"; then
+        summary=$newest
     fi
     closing=("The summary: $summary")
 fi

@@ -341,12 +341,13 @@ start_result() {
     fi
     PROGRAM=("$PYTHON" "$ROOT/tiny_llama_v3.py" --batch-size 8 --seq-len 128 --num-steps "$STEPS")
     PROGRAM+=(${STAGE:+--stage "$STAGE"} --output-dir "$RESULT/run" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
-    [[ -z $DRY_RUN ]] || return 0
     number=0 FAILED=$RESULT.failed
     while [[ -e $FAILED || -L $FAILED ]]; do number=$((number + 1)) FAILED=${RESULT}_$number.failed; done
-    # shellcheck disable=SC2015  # one message for both
-    mkdir -p "$RESULT" 2>/dev/null && touch "$RESULT/INCOMPLETE" "$RESULT/log.txt" 2>/dev/null ||
-        die "--output $RESULT cannot be written to: give another folder"
+    [[ -z $DRY_RUN ]] || return 0
+    # INCOMPLETE must be new: of two runs that want this folder, one gets it.
+    # shellcheck disable=SC2015  # one message for all
+    mkdir -p "$RESULT" 2>/dev/null && (set -C && : >"$RESULT/INCOMPLETE" && : >"$RESULT/log.txt") 2>/dev/null ||
+        die "--output $RESULT cannot be written to, or another run has just begun there: give another folder"
     LOG=$RESULT/log.txt
     CHILD=
     trap 'stop INT 130' INT
@@ -362,11 +363,14 @@ begin_result() {
     start_result "$1"
 }
 
-# Runs on an exit before finish_result.
+# Runs on an exit before finish_result. A folder that cannot be renamed, as a container's volume, stays INCOMPLETE.
 set_aside() {
-    [[ -d $RESULT ]] || return 0
-    rm -f "$RESULT/INCOMPLETE"
-    mv -nT "$RESULT" "$FAILED"
+    trap - EXIT
+    if mv -nT "$RESULT" "$FAILED" 2>/dev/null && [[ ! -d $RESULT ]]; then
+        rm -f "$FAILED/INCOMPLETE"
+    else
+        FAILED=$RESULT
+    fi
     note "What there is, with the log, is in $FAILED" >&2
 }
 
@@ -415,6 +419,7 @@ run_or_fail() {
 }
 
 fail() {
+    set_aside
     die "$1" "$2; the log: $FAILED/log.txt"
 }
 
@@ -428,6 +433,8 @@ miss() {
 # Explains known errors in the log of the last command.
 explain() {
     local patterns=(
+        '^[a-z_0-9]+\.py: error: '
+        "the program cannot do what its options ask for: see its message above"
         'Cannot find a supported arch|not supported.*gfx|Unsupported.*gfx'
         "rocprof-compute does not support this GPU: it wants an MI200, MI300 or newer; get_counters.sh --pmc may do"
         'Request exceeds the capabilities of the hardware'

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced after common.sh by the scripts that read hardware counters, with rocprofv3 or ncu. Counters that cannot be
 # read are missing from the result, and the rest is kept; COUNTED is set if there is anything to report.
-COUNTED=
+COUNTED='' PASSES=()
 
 # Each entry fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together on gfx942, which also
 # has no L2CacheHit: the reports compute the rate from hits and misses.

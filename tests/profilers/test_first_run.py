@@ -64,7 +64,8 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
 
 
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
-    run = machine.run(SCRIPT, "--dry-run", "--", "--hidden-dim", "64")
+    others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
+    run = machine.run(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
     change, *commands = map(shlex.split, run.out.splitlines())
     assert run.code == 0 and change == ["cd", str(ROOT)] and len(commands) == len(PARTS)
     programs = {words[1 + (words[1] == "-m")]: words for words in commands if words[0] == machine.env["PYTHON"]}

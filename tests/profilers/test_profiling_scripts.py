@@ -469,6 +469,12 @@ def test_session_of_the_first_exercise(machine, tool):
     assert ("from the bytes counted at the memory" in text) == (tool != "torch")
     assert ("Counted in the training run, matrix units alone" in text) == (tool == "rocprofv3")
     assert len(list(folder.glob("session_*/*.png"))) == 3 * len(machine.results())
+    summary = folder / "triton_analysis_summary.md"
+    assert summary.is_symlink()  # to the newest; a person's file of that name is kept
+    summary.unlink()
+    summary.write_text("mine")
+    run = machine.run("run_rocprof_triton.sh")
+    assert run.code == 0 and f"The summary: {folder}/session_" in run.out and summary.read_text() == "mine"
 
 
 @pytest.mark.parametrize("vendor", first_fast("nvidia", "amd"))
@@ -531,7 +537,9 @@ def test_what_exists_is_never_deleted(machine, script):
     mine.parent.mkdir()
     mine.write_text("mine")
     (machine.work / "out_1.failed").symlink_to("nowhere")
-    assert machine.run(script, "--output", "out", PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7").code == 7
+    run, failed = machine.run(script, "--output", "out", PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7"), "out_2.failed"
+    assert run.code == 7 and f"{failed}/log.txt\n" in run.err and f"is in {machine.work}/{failed}\n" in run.err
+    assert not (machine.work / failed / "INCOMPLETE").exists()
     assert machine.run(script, "--output", "out").code == 0
     assert machine.results() == ["out", "out.failed", "out_1.failed", "out_2.failed"] and mine.read_text() == "mine"
     before = sorted(machine.work.rglob("*"))
@@ -539,15 +547,36 @@ def test_what_exists_is_never_deleted(machine, script):
     assert run.code == 2 and "--output out exists" in run.err and sorted(machine.work.rglob("*")) == before
 
 
+def test_of_two_runs_that_want_a_folder_one_gets_it(machine):
+    pipes = dict(cwd=machine.work, env=machine.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    runs = [subprocess.Popen([ROOT / "get_trace.sh", "--output", "out"], **pipes) for _ in range(4)]
+    errors = [run.communicate(timeout=60)[1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 2, 2, 2] and machine.results() == ["out"]
+    assert sum("--output" in error for error in errors) == 3
+
+
+def test_a_failed_result_that_cannot_be_renamed_stays_incomplete(machine):
+    name = "out" + "t" * 250
+    run = machine.run("get_trace.sh", "--output", name, PROGRAM_STATUS="7")
+    assert run.code == 7 and f"; the log: {machine.work}/{name}/log.txt\n" in run.err
+    assert machine.results() == [name] and {"INCOMPLETE", "log.txt"} <= {*os.listdir(machine.work / name)}
+
+
 @pytest.mark.parametrize("rank, size", first_fast(*STARTED_BY))
 def test_variables_of_the_environment_are_numbers_and_never_code(machine, rank, size):
     code = f"BASH_VERSINFO[$(touch {machine.work}/executed)0]"
-    for values in ({rank: "0", size: code}, {rank: code, size: "2"}, {rank: "-1", size: "2"}, {rank: "0", size: "two"}):
+    wrong = [("0", code), (code, "2"), ("-1", "2"), ("0", "two"), ("0", "9" * 20)]
+    for values in [{rank: number, size: count} for number, count in wrong]:
         run = machine.run("get_trace.sh", "--dry-run", "--output", "out", **values)
         named = f"{rank}={values[rank]} and {size}={values[size]} are not numbers: unset them"
         assert run.code == 2 and named in run.err and run.err.count("\n") == 1 and not list(machine.work.iterdir())
-    run = machine.run("get_trace.sh", "--dry-run", "--output", "out", **{rank: "08", size: "010"})
-    assert run.code == 0 and f"{machine.work}/out/rank_8" in run.out  # 08 is no octal number
+    for values, folder in (("08", "010"), "rank_8"), (("1", "08"), "rank_1"), (("0", "1"), "run"), (("0", ""), "run"):
+        run = machine.run(
+            "get_trace.sh", "--dry-run", "--output", "out", **dict(zip((rank, size), values, strict=True))
+        )
+        assert run.code == 0 and run.err == "" and f"{machine.work}/out/{folder}" in run.out  # 08 is no octal number
+    run = machine.run("get_trace.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION="6.08")
+    assert run.code == 0 and run.out.startswith("Tool: rocprofv3 of ROCm 6.8: ")
 
 
 INHERITED = {"BASH_REMATCH", "BASH_SOURCE", "KFD_DEVICE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PWD", "PYTHON",
@@ -567,11 +596,6 @@ def test_the_environment_sets_no_other_variable_of_a_script(machine, script, rel
     )
     assert len(names) > 30 and (crowded.code, crowded.out, crowded.err) == (0, plain.out, "")
     assert precious.read_text() == "mine"
-
-
-def test_the_release_of_the_environment_is_decimal(machine):
-    run = machine.run("get_trace.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION="6.08")
-    assert run.code == 0 and run.out.startswith("Tool: rocprofv3 of ROCm 6.8: ")
 
 
 def test_an_unwritable_folder(machine):
