@@ -4,7 +4,7 @@
 # own index. A .venv that cannot be used is renamed, never deleted.
 # Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] ./setup_env.sh
 set -euo pipefail
-cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")"
 
 die() {
     echo "setup_env.sh: $*" >&2
@@ -68,7 +68,7 @@ make_venv() {
     local old=.venv.old number=1
     while [[ -e $old || -L $old ]]; do number=$((number + 1)) old=.venv.old$number; done
     if [[ -e .venv || -L .venv ]]; then
-        mv -T .venv "$old"
+        mv .venv "$old"
         echo "The .venv that was here is now $old: delete it if nothing in it is yours"
     fi
     "$parent" -m venv "$@" .venv

@@ -16,6 +16,6 @@ command -v "$python" >/dev/null || die "there is no Python at PYTHON=$python: ru
 needed=(torch pandas matplotlib jinja2)
 "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${needed[@]}" ||
     die "$python lacks one of ${needed[*]}: run make run at the top, or set PYTHON"
-root=$(cd "$here/../.." && pwd)
+root=$(CDPATH='' cd "$here/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m exercises.performance_debugging.replay "$@"

@@ -193,7 +193,10 @@ def test_wheel_holds_what_other_code_can_import(tmp_path):
 
 def test_torch_of_the_interpreter_is_kept(project, cluster):
     python, folder = cluster
+    venv.create(project.venv, symlinks=True, with_pip=True)
+    (project.venv / "mine").touch()
     seen = project.run(python)
+    assert (project.root / ".venv.old" / "mine").exists()
     assert seen["torch"] == str(folder / "torch.py") and seen["triton"] == str(folder / "triton.py")
     assert owned(seen, folder) == {"torch": "2.7.1+rocm6.4", "pytorch-triton-rocm": "3.3.1"}
     assert {"numpy", "matplotlib"} <= owned(seen, project.venv).keys()
@@ -386,7 +389,17 @@ def test_the_environment_is_not_executed(project, bare, code):
     done = subprocess.run(command, env=project.env | {"TORCH_INDEX": code}, **pipes)
     assert done.returncode != 0 and "TORCH_INDEX=URL names another index" in done.stderr
     assert subprocess.run(command, env=project.env, **pipes).returncode == 0
+    subprocess.run(["make", "--dry-run", "emulate"], env=project.env, check=True, **pipes)
     assert not (project.root / "executed").exists()
+
+
+def test_a_folder_of_the_same_name_below_cdpath_is_left_alone(project, bare, tmp_path):
+    other = tmp_path / "other" / project.root.name
+    (other / ".venv").mkdir(parents=True)
+    env = project.env | {"CDPATH": str(other.parent), "PYTHON": str(bare)}
+    command = ["bash", f"{project.root.name}/setup_env.sh"]
+    done = subprocess.run(command, cwd=project.root.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and list(other.iterdir()) == [other / ".venv"] and (project.venv / "pip.conf").exists()
 
 
 def test_no_network_is_needed_where_everything_is_there(project, bare):

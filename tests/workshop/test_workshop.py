@@ -212,6 +212,14 @@ def test_time_left_follows_the_kinds_of_parts():
     assert progress.remaining() == 14
 
 
+def test_a_folder_of_the_same_name_below_cdpath_is_not_taken(tmp_path):
+    (tmp_path / FOLDER.name).mkdir()
+    environment = os.environ | {"CDPATH": str(tmp_path), "PYTHON": sys.executable}
+    command = ["bash", f"{FOLDER.name}/run_all_stages.sh", "--help"]
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "--stages" in done.stdout, done.stderr
+
+
 def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     (tmp_path / "stage3_profile.csv").write_text("old")
     written = {"stage2_alone.json", "counted.json", "attention_layouts.json", "kernel_timeline.json"}
@@ -223,10 +231,11 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     assert (aside / "stage3_profile.csv").read_text() == "old"
     assert {path.name for path in aside.iterdir()} == {"stage3_profile.csv"} | written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", aside.name]
-    (aside / "stage3_profile.csv").rename(tmp_path / "stage3_profile.csv")  # which has the same date again
-    (aside / "stage3_profile.csv").write_text("older")
-    replay.put_aside(tmp_path)
-    assert [path.read_text() for path in sorted(tmp_path.glob("previous_*/*.csv"))] == ["older", "old"]
+    for text in ("older", "oldest"):  # with the same date again
+        shutil.copy2(aside / "stage3_profile.csv", tmp_path)
+        (aside / "stage3_profile.csv").write_text(text)
+        replay.put_aside(tmp_path)
+    assert sorted(path.read_text() for path in tmp_path.glob("previous_*/*.csv")) == ["old", "older", "oldest"]
 
 
 def test_two_replays_cannot_share_a_folder(tmp_path):
