@@ -99,6 +99,11 @@ def test_a_wrong_kernel_is_found(run, monkeypatch):
     assert run("--only", "rmsnorm", "--no-sweeps")[0] == 1
 
 
+@pytest.mark.parametrize("width, device_type, heads", [(4096, "cuda", 64), (1056, "cuda", 22), (60, "cpu", 5)])
+def test_heads_of_another_width_are_even_and_not_wider(width, device_type, heads):
+    assert program.heads_of(width, program.SIZES[device_type]) == heads
+
+
 @pytest.mark.parametrize("flags, complaint", [
     (["--only", "fft"], "invalid choice"), (["--seq-len", "0"], "--seq-len 0 is out of range"),
     (["--hidden-dim", "33"], "--hidden-dim 33 is not divisible by --num-heads 2"),
