@@ -35,7 +35,7 @@ from tiny_llama import hardware
 TOLERANCE = 1e-5  # of the logits, relative to the largest
 # What fields of config.json must be.
 SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
-SUPPORTED |= dict(quantization_config=None)
+SUPPORTED |= dict(quantization_config=None, transformers_weights=None)
 # A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
 LOCAL = dict(trust_remote_code=False, local_files_only=True)
 

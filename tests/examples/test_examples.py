@@ -117,7 +117,11 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
     ("norm", "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
     ("gone", "is no folder: give one"),
     ("adapter", "holds an adapter, whose model is elsewhere"),
-    ("index", "model.safetensors.index.json names '../model/model.safetensors', which is not in the folder"),
+    ("pickle", "cannot be read"),
+    ("index ../model/model.safetensors", "names '../model/model.safetensors', which is not in the folder"),
+    ("index /etc/hostname", "names '/etc/hostname', which is not in the folder"),
+    ("index sub/model.safetensors", "names 'sub/model.safetensors', which is not in the folder"),
+    ("weights", "transformers_weights is 'sub/.*' in config.json"),
     (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is {.*'fp8'.*} in config.json"),
 ])  # fmt: skip
 def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
@@ -125,6 +129,9 @@ def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
     weights = folder / "model.safetensors"
     if changes == "model_type":
         config = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt2"}
+        (folder / "config.json").write_text(json.dumps(config))
+    elif changes == "weights":
+        config = json.loads((folder / "config.json").read_text()) | {"transformers_weights": "sub/index.json"}
         (folder / "config.json").write_text(json.dumps(config))
     elif changes == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
@@ -137,8 +144,11 @@ def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
         shutil.rmtree(folder)
     elif changes == "adapter":
         (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    elif changes == "index":
-        index = {"metadata": {}, "weight_map": {"lm_head.weight": "../model/model.safetensors"}}
+    elif changes == "pickle":
+        torch.save(pytest.importorskip("safetensors.torch").load_file(weights), folder / "pytorch_model.bin")
+        weights.unlink()
+    elif "index" in changes:
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": changes.split()[1]}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     error = error_of(capsys, folder)
     assert error.startswith("hf_weights: error: ") and re.search(words, error), error
