@@ -52,7 +52,7 @@ try:
         interpreter_works,
         judges_kept,
         strict_interpreter,
-    )  # fmt: skip
+    )
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
