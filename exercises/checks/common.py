@@ -166,9 +166,9 @@ def unchanged(**inputs):
 
 
 def functions_of(namespace):
-    """{name: (function, its code)} of a module or, with what it inherits, of a class; other values have no code.
+    """{name: (value, its code)} of what a module, or a class with what it inherits, lets other code use.
 
-    Of the values, those that can be called or looked up in: functions, descriptors, classes, modules.
+    These are functions, classes, modules and descriptors such as properties; only functions have a code, else None.
     """
     found = {}
     for each in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:

@@ -42,7 +42,7 @@ MOST_LINES = {
     "tiny_llama/hugging_face.py": 120,
     "README.md": 130,
     "all code": 26888,
-    "all tests": 20830,
+    "all tests": 20829,
 }
 # Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
 SLOW_TESTS = {

@@ -219,6 +219,7 @@ TYPED = {  # {folder: command lines}
         "python train.py --compile=True --batch_size=12 --max_iters=100",
         "python train.py --device=cpu --batch_size=4 --max_iters=10 --compile=False",
         "nsys profile -o triton_profile python train.py --max_iters=10",
+        'python -c "import torch; print(torch.cuda.is_available())"',
         """python -c "import triton; print(f'Triton {triton.__version__} installed successfully')" """,
         """python -c "from kernels import TRITON_AVAILABLE; print(f'Triton available: {TRITON_AVAILABLE}')" """,
         """python -c "

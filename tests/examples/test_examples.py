@@ -112,7 +112,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
     (dict(head_dim=16), "head_dim is 16 in config.json, and only 8"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (dict(max_position_embeddings=32), "--seq-len 48 is more than the model's 32 positions"),
-    ("model_type", "cannot be read|model_type is 'gpt2'"),
+    ('{"model_type": "gpt2"}', "cannot be read|model_type is 'gpt2'"),
     ("truncated", "cannot be read \\(SafetensorError"),
     ("norm", "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
     ("gone", "is no folder: give one"),
@@ -120,18 +120,14 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
     ("pickle", "cannot be read"),
     ("index ../model/model.safetensors", "names '../model/model.safetensors', which is not in the folder"),
     ("index /etc/hostname", "names '/etc/hostname', which is not in the folder"),
-    ("index sub/model.safetensors", "names 'sub/model.safetensors', which is not in the folder"),
-    ("weights", "transformers_weights is 'sub/.*' in config.json"),
+    ('{"transformers_weights": "sub/index.json"}', "transformers_weights is 'sub/.*' in config.json"),
     (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is {.*'fp8'.*} in config.json"),
 ])  # fmt: skip
 def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
     folder = make_folder(**(changes if isinstance(changes, dict) else {}))
     weights = folder / "model.safetensors"
-    if changes == "model_type":
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt2"}
-        (folder / "config.json").write_text(json.dumps(config))
-    elif changes == "weights":
-        config = json.loads((folder / "config.json").read_text()) | {"transformers_weights": "sub/index.json"}
+    if isinstance(changes, str) and changes.startswith("{"):  # what save_pretrained() would not write
+        config = json.loads((folder / "config.json").read_text()) | json.loads(changes)
         (folder / "config.json").write_text(json.dumps(config))
     elif changes == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])

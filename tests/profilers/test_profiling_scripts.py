@@ -521,6 +521,8 @@ def test_the_status_of_the_profiler_comes_back(machine, script):
     env = {"FAKE_COMPLAINT": complaint, "FAKE_STATUS": "134", "HOST_PROFILE_STATUS": "1"}
     run = machine.with_rocm("7.0").run(script, "--output", "out", **env)
     assert run.code == 134 and "too many counters for one pass" in run.err and machine.results() == ["out.failed"]
+    run = machine.run(script, "--output", "other", **env | {"FAKE_COMPLAINT": "tiny_llama_v3.py: error: no such thing"})
+    assert run.code == 134 and "the program cannot do what its options ask for" in run.err
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

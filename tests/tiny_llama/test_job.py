@@ -150,10 +150,8 @@ def test_the_cache_of_compiled_kernels_is_this_user_s_alone(cluster):
 def test_no_variable_of_slurm_is_executed(cluster):
     for number in ("BASH_VERSINFO[$(touch executed)0]", "1+BASH_VERSINFO[$(touch executed)0]", "x", ""):
         done = cluster.sbatch(*RUN, SLURM_JOB_ID=number)
-        assert (
-            done.returncode == 2
-            and done.stderr == f"job.slurm: error: Slurm did not start it: sbatch job.slurm {' '.join(RUN)}\n"
-        )
+        told = f"job.slurm: error: Slurm did not start it: sbatch job.slurm {' '.join(RUN)}\n"
+        assert done.returncode == 2 and done.stderr == told
     assert not (cluster.folder / "executed").exists()
 
 

@@ -120,13 +120,18 @@ def test_code_that_replaces_a_judge_does_not_pass(statement, mine, capsys):
 
 
 def test_a_list_of_checks_or_cases_that_is_changed_changes_nothing(mine, capsys):
-    change = (
-        "import exercises.checks.{0} as checks\nfor task in checks.TASKS: checks.TASKS[task] = lambda module: None\n"
-    )
+    change = "import exercises.checks.{} as checks\nfor t in checks.TASKS: checks.TASKS[t] = lambda module: None\n"
     change += "for value in vars(checks).values():\n    if isinstance(value, list): value.clear()\n"
     for name in NAMES:
         assert mine(name, (FOLDER / check.EXERCISES[name].file).read_text() + change.format(name)) == 1
         assert "PASS" not in said(capsys)
+
+
+def test_what_was_replaced_is_put_back_after_an_error_too():
+    original = torch.allclose
+    with pytest.raises(ZeroDivisionError), common.judges_kept():
+        setattr(torch, "allclose", len) or 1 / 0
+    assert torch.allclose is original
 
 
 def test_what_pytorch_itself_replaces_is_no_judge_replaced(mine, capsys):
