@@ -144,7 +144,7 @@ def attention_cases(bench, config):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     def backward():
-        llama.flash_attention_backward(upstream, q, k, v, o, lse, *gradients)
+        llama.flash_attention_backward(upstream, (q, k, v, o, lse), gradients)
         return gradients
 
     costs = work.attention(q, k, v, o, lse), work.attention_backward(q, k, v, o, upstream, lse, q, k, v)

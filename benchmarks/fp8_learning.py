@@ -2,7 +2,6 @@
 
     python -m benchmarks.fp8_learning                                  medium and large, two data sets, three seeds
     python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000
-    python -m benchmarks.fp8_learning --precisions bf16 fp8 fp8-wide-margin     and with the mistake of that flag
     python -m benchmarks.fp8_learning --tiny                           a model that takes seconds, also on a CPU
 
 The runs follow each other in one process, and the result is saved after each of them. The data "text" are the sources
@@ -38,7 +37,7 @@ from measure.work import SIZES
 from tiny_llama import data, fp8, hardware
 
 LEARNING_RATES = {"small": 3e-4, "medium": 3e-4, "large": 2e-4, "tiny": 3e-4}
-DATA, PRECISIONS = ("text", "markov"), ("bf16", "fp8", "fp8-wide-margin")
+DATA, PRECISIONS = ("text", "markov"), ("bf16", "fp8")
 SMOOTHED = 50  # steps of a mean loss: the losses of single batches differ by more than those of the precisions do
 WINDOW_STEPS = 10
 MEASURED = "benchmarks.fp8_learning.train", "tiny_llama.fp8.with_fp8", "tiny_llama.data.batches"
@@ -124,9 +123,7 @@ def parse(argv):
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA, help="(default: both)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="(default: the sources of Python's library)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS[:2], help="(default: bf16 fp8)"
-    )
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="(default: both)")
     parser.add_argument("--num-steps", type=positive, metavar="N", help="of each run (default: 2000, with --tiny 20)")
     parser.add_argument("--learning-rate", type=float, metavar="X", help=f"(default: {LEARNING_RATES})")
     help = "no run starts that would end later (default: 3600)"
@@ -147,7 +144,7 @@ def configurations(options, device, text):
         config = llama.Config(
             **SIZES[size] | ({"vocab_size": 256} if kind == "text" else {}),
             data=str(text) if kind == "text" else kind, seed=seed,
-            use_amp=True, fp8=precision != "bf16", fp8_wide_margin=precision == "fp8-wide-margin",
+            use_amp=True, fp8=precision == "fp8",
             num_steps=options.num_steps or (20 if options.tiny else 2000),
             learning_rate=LEARNING_RATES[size] if options.learning_rate is None else options.learning_rate,
             impl="triton" if on_gpu else "torch", graph=on_gpu, timing="step",
@@ -164,7 +161,7 @@ def main(argv):
     start, options, device = time.monotonic(), parse(argv), llama.select_device("auto")
     if device.type == "cpu" and not options.tiny:
         raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
-    if set(options.precisions) - {"bf16"} and not fp8.formats_of(device.arch):
+    if "fp8" in options.precisions and not fp8.formats_of(device.arch):
         raise llama.UsageError(f"--precisions fp8 needs a GPU with FP8, and this is {device.arch}: give bf16 alone")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     result = header("fp8_learning", device, argv, MEASURED) | {"text": None, "missing": [], "runs": []}

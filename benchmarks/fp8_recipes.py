@@ -34,7 +34,7 @@ from measure.work import SIZES
 from tiny_llama import fp8
 
 
-def rounded(find_scale, x, dtype, bugs=()):
+def rounded(find_scale, x, dtype):
     """As fp8.rounded(), divided by find_scale(magnitudes, largest number of dtype); what is too large is cut off."""
     values, largest = x.float(), torch.finfo(dtype).max
     scale = find_scale(values.abs(), largest)
@@ -67,7 +67,6 @@ RECIPES = {  # what they replace in tiny_llama.fp8
     "e5m2 inputs and weights": {"formats_of": lambda arch: fp8.Formats(E5M2, E5M2)},
     **{name: {"rounded": functools.partial(rounded, scale)} for name, scale in SCALES.items()},
     "first and last layer in bf16": {},
-    "--fp8-wide-margin": {},
     "bf16": {},
 }
 
@@ -76,7 +75,7 @@ MEASURED = "benchmarks.fp8_recipes.errors_of", "tiny_llama.fp8.with_fp8"
 
 def errors_of(recipe, config, device, batch, exact):
     """{"loss", and of all gradients "median", "worst"}: errors relative to the norms of the exact ones."""
-    config = dataclasses.replace(config, fp8=recipe != "bf16", fp8_wide_margin=recipe == "--fp8-wide-margin")
+    config = dataclasses.replace(config, fp8=recipe != "bf16")
     step_class = InnerLayersStep if recipe.startswith("first") else llama.TrainStep
     replaced = RECIPES[recipe]
     with mock.patch.multiple(fp8, **replaced) if replaced else contextlib.nullcontext():

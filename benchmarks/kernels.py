@@ -239,7 +239,7 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd):
     """(x_grad, weight_grad)"""
     x_grad, partial = llama.rmsnorm_backward(y_grad, residual_grad, x, weight, rstd)
     weight_grad = weight.new_empty(weight.shape)
-    llama.column_sums(weight_grad, False, partial)
+    llama.write_column_sums(weight_grad, False, partial)
     return x_grad, weight_grad
 
 
@@ -383,7 +383,7 @@ def attention_gradients(attention, q, k, v, o_grad):
 def triton_attention_gradients(q, k, v, o_grad):
     o, lse = llama.flash_attention_forward(q, k, v)
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    llama.flash_attention_backward(o_grad, q, k, v, o, lse, *grads)
+    llama.flash_attention_backward(o_grad, (q, k, v, o, lse), grads)
     return o, *grads
 
 

@@ -34,7 +34,7 @@ from measure.digest import digest_of, has_changed
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
 
-TRAINING = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train_in_phases", "tiny_llama.data.batches"
+TRAINING = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train", "tiny_llama.data.batches"
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
 LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"
 

@@ -121,7 +121,7 @@ def phases_ms(config, device):
     for _ in range(20 if on_gpu else 1):
         clocks.append(llama.StepClock(device, unsynced=False))
         clocks[-1].mark()
-        for phase in (step.forward, step.backward, step.optimizer_step):
+        for phase in step.phases.values():
             phase()
             clocks[-1].mark()
     step.synchronize()

@@ -91,21 +91,6 @@ class Tensor:
         return self
 
 
-@dataclass(frozen=True)
-class Descriptor(Tensor):
-    """A tensor descriptor, through which a kernel loads blocks of a tensor."""
-
-    strides: tuple
-    block: tuple
-
-    @property
-    def compiled_as(self):
-        return self.dtype, self.block
-
-    def as_argument(self):
-        return llama.TensorDescriptor(self, list(self.shape), list(self.strides), list(self.block))
-
-
 def shown_name(kernel, constants):
     """The name of a kernel in profiles, which may depend on its constants."""
     name_of = getattr(kernel, "repr", None) or kernel.rewriter.kwargs.get("repr")  # with TRITON_INTERPRET=1
@@ -114,13 +99,9 @@ def shown_name(kernel, constants):
 
 
 def seen_by_compiler(t):
-    """The Tensor or Descriptor of a launcher's tensor, descriptor or None."""
-    if t is None:
-        return None
-    tensor = getattr(t, "base", t)
-    storage = tensor.untyped_storage().size()
-    seen = tensor.dtype, tuple(tensor.shape), tensor.storage_offset() * tensor.element_size() % 16, storage
-    return Tensor(*seen) if tensor is t else Descriptor(*seen, tuple(t.strides), tuple(t.block_shape))
+    """The Tensor of a launcher's tensor."""
+    storage = t.untyped_storage().size()
+    return Tensor(t.dtype, tuple(t.shape), t.storage_offset() * t.element_size() % 16, storage)
 
 
 def flat(values):
@@ -232,23 +213,6 @@ def record_split_rows(config, arch):
     return launches
 
 
-def record_far_strides(config, arch):
-    """Attention whose position offsets need 64 bits, at one length for each form of the backward pass."""
-    with recording(arch) as launches, torch.device("meta"):
-        for seq_len in (llama.FUSED_BACKWARD_SEQ_LEN, 2 * llama.FUSED_BACKWARD_SEQ_LEN):
-            q, k = (
-                torch.empty_strided(
-                    (config.batch_size, seq_len, heads, config.head_dim),
-                    (2**40, 2**31, config.head_dim, 1),
-                    dtype=torch.bfloat16 if config.use_amp else torch.float32,
-                )
-                for heads in (config.num_heads, config.num_kv_heads)
-            )
-            o, lse = llama.flash_attention_forward(q, k, k)
-            llama.flash_attention_backward(o, q, k, k, o, lse, q, k, k)
-    return launches
-
-
 def record_layer_norm(config, arch):
     """The LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
     dtype = torch.bfloat16 if config.use_amp else torch.float32
@@ -292,7 +256,6 @@ HEADS = {"gfx942": ("bf16", "fp32")}
 PADDED_HEADS = {arch: ("bf16", "fp32") for arch in CHIPS if is_amd(arch)} | {"gfx942": tuple(PRECISIONS)}
 WIDE_HEADS = {"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)}
 BF16 = dict.fromkeys(CHIPS, ("bf16",))
-AMD_BF16 = {arch: ("bf16",) for arch in CHIPS if is_amd(arch)}
 CASES = {
     "small": Case(SIZES["small"], reported=("bf16",)),
     "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS)),
@@ -315,9 +278,6 @@ CASES = {
     # Only MI350 has instructions for it among these; for others the compiler makes it a product of bf16.
     "scaled-matmul": Case(SHORT, record=record_scaled_matmul, precisions={"gfx950": ("bf16",)}),
     # Configurations that are slow on purpose must still compile.
-    "far-strides": Case(
-        SHORT, record=record_far_strides, precisions=AMD_BF16
-    ),  # on NVIDIA it spills, and runs in tests
     "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False, precisions=BF16),
     "mistakes": Case(SHORT | dict(noncontiguous_kv=True, triton_matmul_swiglu=True), wide_loads=False, precisions=BF16),
 }

@@ -164,7 +164,7 @@ def run(config, device, transformers, model, folder, text, output):
     release(device)
     step, records = make_step(config, device, model), []
     llama.print_configuration(step)
-    llama.train_in_phases(step, itertools.chain([first], batches), records)
+    llama.train(step, itertools.chain([first], batches), records)
     if llama.divergence(records):
         return 1
     if output:

@@ -103,6 +103,11 @@ def read_result(path):
     return result
 
 
+def recorded_config(fields):
+    """The llama.Config of a result, which may have fields that it no longer has."""
+    return llama.Config(**{name: value for name, value in fields.items() if name in llama.Config.__dataclass_fields__})
+
+
 @contextlib.contextmanager
 def damage_reported(folder, name):
     """Turns what results of other contents raise where they are used into UsageError."""

@@ -249,7 +249,7 @@ class Bucket:
     """Consecutive parameters whose gradients and weights travel in one message.
 
     Its parts of the optimizer's flat buffers: all_weights and all_grads (elements,); and of this process own_weights,
-    own_grads, remainder, exp_avg and exp_avg_sq (elements / processes,).
+    own_grads and remainder (elements / processes,).
     """
 
     def __init__(self, parameters, layers):
@@ -286,43 +286,19 @@ class ShardedAdamW(llama.FlatAdamW):
     """
 
     def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
-        self.world, self.gradient_scale = world, 1 / world.size
-        self.buckets = make_buckets(model)
+        self.world, self.buckets = world, make_buckets(model)
         self.ahead = None  # the number of buckets that begin_forward() gathers; None: all
-        super().__init__(model, lr, low_precision, **hyperparameters)
-
-    def _place(self):
-        self.starts, position = [], 0
-        for bucket in self.buckets:
-            start = position
-            for p in bucket.parameters:
-                self.starts.append(position)
-                position += llama.cdiv(p.numel(), self.ALIGNMENT) * self.ALIGNMENT
-            length = llama.cdiv(position - start, self.ALIGNMENT * self.world.size) * self.ALIGNMENT  # of a process
-            position = start + length * self.world.size
-            bucket.all = slice(start, position)
-            bucket.own = slice(start + self.world.rank * length, start + (self.world.rank + 1) * length)
-            bucket.kept = slice(start // self.world.size, start // self.world.size + length)
-        return position, position // self.world.size
-
-    def reset(self, weights):
-        """As FlatAdamW.reset."""
-        for bucket in self.buckets:
-            bucket.all_weights, bucket.all_grads = self.param[bucket.all], self.grad[bucket.all]
-            bucket.own_weights, bucket.own_grads = self.param[bucket.own], self.grad[bucket.own]
-            bucket.remainder = None if self.remainder is None else self.remainder[bucket.kept]
-        super().reset(weights)
+        buckets, share = [bucket.parameters for bucket in self.buckets], (world.rank, world.size)
+        super().__init__(model, lr, low_precision, buckets=buckets, share=share, **hyperparameters)
+        for bucket, span in zip(self.buckets, self.spans, strict=True):
+            own_start, length = span.start // world.size, (span.stop - span.start) // world.size
+            bucket.all_weights, bucket.all_grads = self.param[span], self.grad[span]
+            bucket.own_weights = bucket.all_weights[world.rank * length :][:length]
+            bucket.own_grads = bucket.all_grads[world.rank * length :][:length]
+            bucket.remainder = self.remainder[own_start:][:length] if low_precision else None
 
     def __getstate__(self):
         raise TypeError("the optimizer of one of several processes cannot be copied: copy weights(), on all of them")
-
-    def slices(self, start, end):
-        """As FlatAdamW.slices, of this process."""
-        for bucket in self.buckets:
-            first, last = max(start, bucket.own.start), min(end, bucket.own.stop)
-            shift = bucket.kept.start - bucket.own.start
-            if first < last:
-                yield slice(first, last), slice(first + shift, last + shift)
 
     def weights(self):
         """As FlatAdamW.weights; all processes must call it."""
@@ -331,11 +307,11 @@ class ShardedAdamW(llama.FlatAdamW):
         for bucket in self.buckets:
             self.wait_for_weights(bucket)
         if self.remainder is None:
-            return list(self._views(self.param))
+            return list(self.views(self.param))
         remainder = torch.empty_like(self.param)  # int16, called bf16 because messages have no int16
-        for bucket in self.buckets:
-            all_gather(remainder[bucket.all], bucket.remainder.view(remainder.dtype))
-        return list(self._views(llama.join_fp32(self.param, remainder.view(torch.int16))))
+        for bucket, span in zip(self.buckets, self.spans, strict=True):
+            all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
+        return list(self.views(llama.join_fp32(self.param, remainder.view(torch.int16))))
 
     def zero_grad(self):
         """As FlatAdamW.zero_grad."""
@@ -377,7 +353,7 @@ class ShardedAdamW(llama.FlatAdamW):
     def gather_gradients(self):
         """After step(): the mean gradients of all processes into .grad, to look at."""
         for bucket in self.buckets:
-            bucket.own_grads.mul_(self.gradient_scale)
+            bucket.own_grads.div_(self.world.size)
             all_gather(bucket.all_grads, bucket.own_grads)
         for p in self.parameters:
             p.grad = None if p.grad is None else p.main_grad
@@ -404,11 +380,6 @@ class ShardedAdamW(llama.FlatAdamW):
         self.gather_weights(self.buckets[following : following + 1])
         if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
-
-    def collect_gradients(self, parameters):
-        """As FlatAdamW.collect_gradients, unless they are on their way to other processes."""
-        if not all(bucket.is_reduced for bucket in self.buckets):
-            super().collect_gradients(parameters)
 
     def step(self):
         """As FlatAdamW.step, of this process's slices."""
@@ -503,9 +474,9 @@ class Step(llama.TrainStep):
             return llama.TorchAdamW(self.model, config.learning_rate)
         optimizer = ShardedAdamW(self.model, config.learning_rate, config.use_amp, world=world)
         modules = [bucket.layers[0] for bucket in optimizer.buckets]
-        if self.model.operations.group:
-            self.make_groups([bucket.layers for bucket in optimizer.buckets])
-            groups = {group.layers[0]: group for group in self.model.groups}
+        self.model.groups = self.group_layers([bucket.layers for bucket in optimizer.buckets])
+        if self.model.groups:
+            groups = {group.layers()[0]: group for group in self.model.groups}
             modules = [groups[layer] for layer in modules]
         if not config.compile:  # the compiler does not call hooks: no message is hidden then
             optimizer.overlap(modules)

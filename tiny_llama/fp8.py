@@ -6,7 +6,6 @@ matrix to FP8, writes it and its transpose, and finds the scale; the products ar
 """
 
 import dataclasses
-import functools
 import re
 from typing import NamedTuple
 
@@ -69,15 +68,7 @@ def bits_of(number):
     return int(np.float32(number).view(np.int32))
 
 
-MARGIN = 2.0**14  # of BUG fp8_wide_margin
 COARSER = 32  # e5m2 has 2 bits of mantissa, and bf16 has 7
-
-
-def largest_of(dtype, bugs=()):
-    """The number that the largest value of a matrix is scaled to fit below."""
-    if "fp8_wide_margin" in bugs:  # BUG fp8_wide_margin: safe from overflow, but most of the values are subnormal
-        return torch.finfo(dtype).max / MARGIN
-    return torch.finfo(dtype).max
 
 
 def scale_of(maximum, largest):
@@ -214,7 +205,7 @@ def fp8_quantize_kernel(
         tl.store(found_ptr + FOUND + program, bits)
 
 
-def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None, bugs=()):
+def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
     """The Scaled of what source makes of x (rows, n), contiguous rows, and of hidden_grad: see load_values().
     guess is the scale of the last call, () in fp32, to be kept for the next; it costs time if wrong, and nothing else.
     """
@@ -230,7 +221,7 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None, bugs=()):
     tensors = x, x if hidden_grad is None else hidden_grad, data, transposed, scale, guess, found
     scalars = x.stride(0), n_rows, n_cols, programs, 1.0
     for repeat, grid in ((False, programs), (True, min(programs, num_sms))):
-        constants = dict(SOURCE=source.value, REPEAT=repeat, LARGEST_BITS=bits_of(largest_of(dtype, bugs)))
+        constants = dict(SOURCE=source.value, REPEAT=repeat, LARGEST_BITS=bits_of(torch.finfo(dtype).max))
         constants |= dict(FOUND=n_found, BLOCK_ROWS=rows, BLOCK_COLS=cols)
         llama.launch(fp8_quantize_kernel, (grid,), tensors, scalars, constants, num_warps=warps)
     return Scaled(data, transposed, scale)
@@ -245,9 +236,9 @@ def product(a, a_scale, b, b_scale, dtype, **options):
     return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, **options)
 
 
-def weight_gradient(place, accumulate, y_grad, projection):
-    """place (N, K) (+)= y_grad (rows, N), Scaled, transposed @ x (rows, K), for parameter_gradient()."""
-    operands = y_grad.transposed, y_grad.scale, projection.x_transposed, projection.x_scale
+def write_product(place, accumulate, y_grad, x_transposed, x_scale):
+    """place (N, K) (+)= y_grad (rows, N), Scaled, transposed @ x (rows, K), for llama.give_gradient()."""
+    operands = y_grad.transposed, y_grad.scale, x_transposed, x_scale
     if accumulate:
         place += product(*operands, place.dtype)
     else:
@@ -257,107 +248,105 @@ def weight_gradient(place, accumulate, y_grad, projection):
 class Projection(NamedTuple):
     """What the gradients of y = x @ weight^T are computed from."""
 
-    weight: torch.Tensor  # (N, K)
     guesses: torch.Tensor  # (3, 4): the first column has the last scales of x, weight and the gradient of y
     x_transposed: torch.Tensor  # (K, rows)
     x_scale: torch.Tensor
     weight_transposed: torch.Tensor  # (K, N)
     weight_scale: torch.Tensor
 
-    def gradient(self, y_grad, bugs, **source):
-        """y_grad (rows, N), or what source makes of it, as a Scaled."""
+    def gradient(self, y_grad, **source):
+        """Return y_grad (rows, N), or what source makes of it, as a Scaled."""
         dtype = formats_of(llama.get_device(y_grad.device.type).arch).gradient
-        return quantize(y_grad, self.guesses[2, 0], dtype, bugs=bugs, **source)
+        return quantize(y_grad, self.guesses[2, 0], dtype, **source)
 
     def x_gradient(self, y_grad, dtype):
-        """y_grad, Scaled, @ weight -> the gradient of x (rows, K)"""
+        """Return y_grad, Scaled, @ weight, the gradient of x (rows, K)."""
         return product(y_grad.data, y_grad.scale, self.weight_transposed, self.weight_scale, dtype)
 
-    def weight_gradient(self, ctx, index, y_grad):
-        """What backward() returns for the weight, number index of forward()'s tensors; y_grad is Scaled."""
-        return llama.parameter_gradient(ctx, index, self.weight, weight_gradient, y_grad, self)
+    def weight_gradient(self, ctx, index, weight, y_grad):
+        """Return what backward() returns for the weight, number index of forward()'s arguments; y_grad is Scaled."""
+        return llama.give_gradient(ctx, index, weight, write_product, y_grad, self.x_transposed, self.x_scale)
 
 
-def project(x, weight, bugs=(), source=MATRIX):
-    """x (rows, K), or what source makes of it, @ weight (N, K)^T -> y (rows, N), and its Projection."""
+def project(x, weight, source=MATRIX):
+    """Return y (rows, N) = x (rows, K), or what source makes of it, @ weight (N, K)^T, and its Projection."""
     if not hasattr(weight, "fp8_guesses"):
         weight.fp8_guesses = torch.zeros(3, 4, device=weight.device)  # four columns, so that addresses are aligned
     guesses, dtype = weight.fp8_guesses, formats_of(llama.get_device(x.device.type).arch).forward
-    x8 = quantize(x, guesses[0, 0], dtype, source, bugs=bugs)
-    weight8 = quantize(weight, guesses[1, 0], dtype, bugs=bugs)
+    x8 = quantize(x, guesses[0, 0], dtype, source)
+    weight8 = quantize(weight, guesses[1, 0], dtype)
     # Sums of lower precision are faster, and good enough forward.
     y = product(x8.data, x8.scale, weight8.data, weight8.scale, x.dtype, use_fast_accum=x.is_cuda)
-    return y, Projection(weight, guesses, x8.transposed, x8.scale, weight8.transposed, weight8.scale)
+    return y, Projection(guesses, x8.transposed, x8.scale, weight8.transposed, weight8.scale)
 
 
-class AttentionFunction(torch.autograd.Function):
-    """llama.AttentionFunction with both projections in FP8."""
+class LinearFunction(torch.autograd.Function):
+    """llama.LinearFunction in FP8."""
 
     @staticmethod
-    def forward(ctx, x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs):
-        qkv, qkv_projection = project(llama.as_rows(x), qkv_weight, bugs)
-        q, k, v, o, lse = llama.attend(qkv.view(*x.shape[:-1], -1), cos, sin, num_heads, num_kv_heads, bugs)
-        y, o_projection = project(o.view(len(qkv), -1), o_weight, bugs)
-        ctx.save_for_backward(cos, sin, q, k, v, o, lse, *qkv_projection, *o_projection)
-        ctx.bugs = bugs
+    def forward(ctx, x, weight):
+        y, projection = project(llama.as_rows(x), weight)
+        ctx.weight = weight
+        ctx.save_for_backward(*projection)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @llama.first_derivative_only
     def backward(ctx, y_grad):
-        cos, sin, q, k, v, o, lse, *projections = llama.begin_backward(ctx, y_grad)
-        qkv_projection, o_projection = Projection(*projections[:6]), Projection(*projections[6:])
-        y_grad8 = o_projection.gradient(llama.as_rows(y_grad), ctx.bugs)
-        o_grad = o_projection.x_gradient(y_grad8, y_grad.dtype).view_as(o)
-        qkv_grad8 = qkv_projection.gradient(llama.attend_backward(o_grad, cos, sin, q, k, v, o, lse), ctx.bugs)
-        x_grad = qkv_projection.x_gradient(qkv_grad8, y_grad.dtype)
-        qkv_weight_grad = qkv_projection.weight_gradient(ctx, 1, qkv_grad8)
-        o_weight_grad = o_projection.weight_gradient(ctx, 2, y_grad8)
-        return x_grad.view(*y_grad.shape[:-1], -1), qkv_weight_grad, o_weight_grad, *[None] * 5
+        projection = Projection(*ctx.saved_tensors)
+        y_grad8 = projection.gradient(llama.as_rows(y_grad))
+        x_grad = projection.x_gradient(y_grad8, y_grad.dtype).view(*y_grad.shape[:-1], -1)
+        return x_grad, projection.weight_gradient(ctx, 1, ctx.weight, y_grad8)
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """llama.SwiGLUFunction with its products in FP8. The activation and its gradient exist in FP8 only."""
+    """SwiGLU with its products in FP8. The activation and its gradient exist in FP8 only."""
 
     @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight, bugs):
-        gate_up, gate_up_projection = project(llama.as_rows(x), gate_up_weight, bugs)
-        y, down_projection = project(gate_up, down_weight, bugs, SWIGLU)
+    def forward(ctx, x, gate_up_weight, down_weight):
+        gate_up, gate_up_projection = project(llama.as_rows(x), gate_up_weight)
+        y, down_projection = project(gate_up, down_weight, SWIGLU)
+        ctx.weights = gate_up_weight, down_weight
         ctx.save_for_backward(gate_up, *gate_up_projection, *down_projection)
-        ctx.bugs = bugs
         return y.view_as(x)
 
     @staticmethod
+    @llama.first_derivative_only
     def backward(ctx, y_grad):
-        gate_up, *projections = llama.begin_backward(ctx, y_grad)
-        gate_up_projection, down_projection = Projection(*projections[:6]), Projection(*projections[6:])
-        y_grad8 = down_projection.gradient(llama.as_rows(y_grad), ctx.bugs)
+        gate_up, *tensors = ctx.saved_tensors
+        gate_up_projection, down_projection = Projection(*tensors[:5]), Projection(*tensors[5:])
+        gate_up_weight, down_weight = ctx.weights
+        y_grad8 = down_projection.gradient(llama.as_rows(y_grad))
         hidden_grad = down_projection.x_gradient(y_grad8, y_grad.dtype)
-        gate_up_grad8 = gate_up_projection.gradient(gate_up, ctx.bugs, source=SWIGLU_GRADIENT, hidden_grad=hidden_grad)
-        x_grad = gate_up_projection.x_gradient(gate_up_grad8, y_grad.dtype)
-        gate_up_weight_grad = gate_up_projection.weight_gradient(ctx, 1, gate_up_grad8)
-        down_weight_grad = down_projection.weight_gradient(ctx, 2, y_grad8)
-        return x_grad.view_as(y_grad), gate_up_weight_grad, down_weight_grad, None
+        gate_up_grad8 = gate_up_projection.gradient(gate_up, source=SWIGLU_GRADIENT, hidden_grad=hidden_grad)
+        x_grad = gate_up_projection.x_gradient(gate_up_grad8, y_grad.dtype).view_as(y_grad)
+        gate_up_weight_grad = gate_up_projection.weight_gradient(ctx, 1, gate_up_weight, gate_up_grad8)
+        return x_grad, gate_up_weight_grad, down_projection.weight_gradient(ctx, 2, down_weight, y_grad8)
 
 
-def fp8_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=()):
-    """As llama.triton_attention, with its projections in FP8."""
-    sizes = num_heads, num_kv_heads, bugs
-    return llama.triton_attention(x, qkv_weight, o_weight, cos, sin, *sizes, function=AttentionFunction)
+def fp8_linear(x, weight):
+    """x (..., K) @ weight (N, K)^T -> (..., N), both rounded to FP8, and so is the gradient in backward."""
+    return LinearFunction.apply(x, weight)
+
+
+def fp8_attention(*inputs, bugs=()):
+    """Compute llama.triton_attention with its projections in FP8."""
+    return llama.triton_attention(*inputs, bugs=bugs, linear=fp8_linear)
 
 
 def fp8_swiglu(x, gate_up_weight, down_weight, bugs=()):
-    """As llama.triton_swiglu, with its products in FP8."""
-    return llama.triton_swiglu(x, gate_up_weight, down_weight, bugs, function=SwiGLUFunction)
+    """Compute llama.triton_swiglu with its products in FP8; validate() refuses what bugs may name."""
+    return SwiGLUFunction.apply(x, gate_up_weight, down_weight)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The same in plain PyTorch: the reference of --check, and --impl torch
 
 
-def rounded(x, dtype, bugs=()):
-    """x rounded to FP8 as quantize() does, in x's type if that is fp32, else in bf16, which holds it exactly."""
+def rounded(x, dtype):
+    """Round x to FP8 as quantize() does, in x's type if that is fp32, else in bf16, which holds it exactly."""
     values = x.float()
-    scale = scale_of(values.abs().amax(), largest_of(dtype, bugs))
+    scale = scale_of(values.abs().amax(), torch.finfo(dtype).max)
     return (values / scale).to(dtype).float().mul(scale).to(x.dtype)
 
 
@@ -365,44 +354,42 @@ class EmulatedLinearFunction(torch.autograd.Function):
     """See emulated_linear."""
 
     @staticmethod
-    def forward(ctx, x, weight, bugs):
+    def forward(ctx, x, weight):
         formats, ctx.types = formats_of(llama.get_device(x.device.type).arch) or OCP, (x.dtype, weight.dtype)
         low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        x, weight = (rounded(tensor.to(low), formats.forward, bugs) for tensor in (x, weight))
+        x, weight = (rounded(tensor.to(low), formats.forward) for tensor in (x, weight))
         ctx.save_for_backward(x, weight)
-        ctx.gradient_format, ctx.bugs = formats.gradient, bugs
+        ctx.gradient_format = formats.gradient
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, y_grad):
         x, weight = ctx.saved_tensors
-        y_grad = rounded(y_grad, ctx.gradient_format, bugs=ctx.bugs)
+        y_grad = rounded(y_grad, ctx.gradient_format)
         weight_grad = y_grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return (y_grad @ weight).to(ctx.types[0]), weight_grad.to(ctx.types[1]), None
+        return (y_grad @ weight).to(ctx.types[0]), weight_grad.to(ctx.types[1])
 
 
-def emulated_linear(x, weight, bugs=()):
+def emulated_linear(x, weight):
     """x (..., K) @ weight (N, K)^T of both, and of the gradient in backward, rounded to FP8."""
-    return EmulatedLinearFunction.apply(x, weight, bugs)
+    return EmulatedLinearFunction.apply(x, weight)
 
 
-def emulated_attention(*inputs, bugs=()):
-    """As llama.torch_attention, with its projections of matrices rounded to FP8."""
-    return llama.torch_attention(*inputs, linear=functools.partial(emulated_linear, bugs=bugs))
+def emulated_attention(*inputs):
+    """Compute llama.torch_attention with its projections of matrices rounded to FP8."""
+    return llama.torch_attention(*inputs, linear=emulated_linear)
 
 
-def emulated_swiglu(*inputs, bugs=()):
-    """As llama.torch_swiglu, with its products of matrices rounded to FP8."""
-    return llama.torch_swiglu(*inputs, linear=functools.partial(emulated_linear, bugs=bugs))
+def emulated_swiglu(*inputs):
+    """Compute llama.torch_swiglu with its products of matrices rounded to FP8."""
+    return llama.torch_swiglu(*inputs, linear=emulated_linear)
 
 
-def with_fp8(operations, implementation, bugs=()):
-    """The Operations with those replaced that multiply by the weights of a layer."""
-    if implementation == "triton":  # select_operations() adds the mistakes
-        attention, swiglu = fp8_attention, fp8_swiglu
-    else:
-        attention, swiglu = (functools.partial(f, bugs=bugs) for f in (emulated_attention, emulated_swiglu))
-    return operations._replace(attention=attention, swiglu=swiglu, group=None)
+def with_fp8(operations, implementation):
+    """Return the Operations with those replaced that multiply by the weights of a layer."""
+    if implementation == "triton":
+        return operations._replace(attention=fp8_attention, swiglu=fp8_swiglu)
+    return operations._replace(attention=emulated_attention, swiglu=emulated_swiglu)
 
 
 def compare_with_bf16(verdict, exact, config, device, batch):

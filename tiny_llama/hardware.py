@@ -137,7 +137,12 @@ def remedied(config, function, *arguments):
     """function(config, *arguments), with a UsageError for an error of PyTorch or Triton that the user can remedy."""
     try:
         return function(config, *arguments)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            folder = os.environ.get(name)
+            if folder and folder in str(error):
+                reason = f"{name}={folder} cannot be written to"
+                raise llama.UsageError(f"{reason}: unset it, or name another folder") from error
         if is_out_of_memory(error):
             sizes = ("batch_size", "seq_len", "num_layers", "hidden_dim", "ffn_dim", "vocab_size")
             least = {field.name: field.metadata["least"] for field in dataclasses.fields(config)}

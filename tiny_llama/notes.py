@@ -1,5 +1,7 @@
 """What a run says about its flags: those that do nothing for it, and --list-stages."""
 
+import os
+
 import tiny_llama_v3 as llama
 
 
@@ -23,7 +25,6 @@ def inert_flags(step):
     is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
-        ("fp8_wide_margin", not config.fp8, "has no effect without --fp8"),
         ("no_init", config.untied_head, "does not show with --untied-head, which PyTorch initializes by small numbers"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         ("noncontiguous_kv", not is_triton, for_kernels),
@@ -32,6 +33,7 @@ def inert_flags(step):
         ("unsynced_timing", on_cpu, "has no effect on a CPU, where nothing runs asynchronously"),
         ("unsynced_timing", config.timing == "step", "changes little with --timing step, which does not time phases"),
         ("matmul_precision", lacks_tf32, f"high has no effect on {step.device.arch}: {no_tf32}"),
+        ("compile", os.environ.get("TORCH_COMPILE_DISABLE") == "1", "has no effect: TORCH_COMPILE_DISABLE=1 is set"),
         ("compile", is_triton, "finds nothing to fuse: the operations are Triton kernels already"),
     ]
     return [f"{llama.flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]

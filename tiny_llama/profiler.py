@@ -47,9 +47,8 @@ def show_ranges(step):
     step.named_range = named_range
     if os.environ.get("ROCPROF_SELECTED_REGIONS"):  # rocprofv3 --selected-regions records nothing before this call
         ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
-    phases = {"forward": "forward", "backward": "backward", "optimizer": "optimizer_step"}
-    for name, method in ({"graph": "run"} if "run" in vars(step) else phases).items():  # captured as one
-        setattr(step, method, named_range(name)(getattr(step, method)))
+    named = {"graph" if name == "step" else name: phase for name, phase in step.phases.items()}  # captured as one
+    step.phases = {name: named_range(name)(phase) for name, phase in named.items()}
     if not step.config.compile:
         for group in step.model.groups or ():
             show_group(group)
@@ -84,9 +83,9 @@ def show_group(group):
     """Name each layer of a LayerGroup where the group computes it: hooks would have it call the layers instead."""
 
     def ranged(method, direction):
-        def call(index, *arguments):
-            with named_range(f"layers.{group.first + index} {direction}"):
-                return method(index, *arguments)
+        def call(layer, *arguments):
+            with named_range(f"layers.{list(group.model_layers[0]).index(layer)} {direction}"):
+                return method(layer, *arguments)
 
         return call
 
@@ -108,10 +107,9 @@ def profiled(step, steps, apart=True):
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
-            with step.named_range("step"):
-                step.run()
-                if apart:
-                    step.synchronize()
+            step.run()
+            if apart:
+                step.synchronize()
         step.synchronize()
     return profiler
 

@@ -5,7 +5,7 @@ The functions of a folder of results are called by `python -m benchmarks.pages.p
 
 from statistics import fmean
 
-from benchmarks.fp8_learning import DATA, PRECISIONS, SMOOTHED, smoothed
+from benchmarks.fp8_learning import DATA, SMOOTHED, smoothed
 from benchmarks.pages.front_page import SIZES, newest_sizes
 from benchmarks.steps import ROWS, is_fp8
 from measure import drawing
@@ -87,7 +87,7 @@ def learning_section(folder, device):
     rows, notes, sources = [], [], {}
     for (size, data), (name, result, runs) in newest_runs(folder, device).items():
         found = {run["precision"] for run in runs}
-        rows += [[f"{size}, {data}, {p}", *learning_row(runs, p)] for p in PRECISIONS[1:] if p == "fp8" or p in found]
+        rows += [[f"{size}, {data}, {p}", *learning_row(runs, p)] for p in list(STYLES)[1:] if p == "fp8" or p in found]
         notes += [f"- {size} {data} seed {r['seed']} {r['precision']}: {r['error']}" for r in runs if r["error"]]
         notes += [f"- {label}: {MISSING}" for label in result["missing"] if label.startswith(f"{size} {data} ")]
         sources[name] = result

@@ -11,7 +11,7 @@ import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, conclude, is_fp8
 from measure import drawing
 from measure.drawing import BLUE, INK, LINE, MUTED, RED
-from measure.results import newest_first, of_newest
+from measure.results import newest_first, of_newest, recorded_config
 from measure.tables import NOT_MEASURED, markdown_table, number, provenance, sources
 from tiny_llama import hardware
 
@@ -70,7 +70,7 @@ def front_row(size_name, size):
     tokens = f"{config['batch_size']} x {config['seq_len']:,} tokens"
     own_optimizer = size["rows"].get(WITH_OUR_OPTIMIZER, {}).get("ms")
     return [
-        f"**{size_name}**: {tokens}, {number(hardware.count_matrix_weights(llama.Config(**config)) / 1e6)} M weights",
+        f"**{size_name}**: {tokens}, {number(hardware.count_matrix_weights(recorded_config(config)) / 1e6)} M weights",
         f"**{number(ours['ms']['median'])}** / {number(peer['ms']['median'])}",
         f"**{pair['time_ratio']:.2f}**",
         f"{ours['ms']['median'] / own_optimizer['median']:.2f}" if own_optimizer else "not measured",

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 import tiny_llama_v3 as llama
-from measure.results import newest_first
+from measure.results import newest_first, recorded_config
 from measure.tables import markdown_table, number, percent, times
 from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 
@@ -142,7 +142,7 @@ class Replay:
 
     def __init__(self, summary):
         self.summary = summary
-        self.config = llama.Config(**summary["config"])
+        self.config = recorded_config(summary["config"])
         self.device = device_of(summary)
         self.stages = {stage["stage"]: stage for stage in summary["stages"] if "batch_ms" in stage}
 

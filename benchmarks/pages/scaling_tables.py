@@ -5,10 +5,9 @@ Each function takes a folder of results; `python -m benchmarks.pages.publish` ca
 
 import matplotlib.pyplot as plt
 
-import tiny_llama_v3 as llama
 from benchmarks.pages.front_page import SIZES
 from measure.drawing import BLUE, LINE, MUTED, save_png, style
-from measure.results import newest_first, of_each_device
+from measure.results import newest_first, of_each_device, recorded_config
 from measure.tables import cell, markdown_table, number, provenance
 
 OURS = "triton graph"
@@ -144,7 +143,7 @@ def points_of(measured, size_name, row_name):
         size = part_of(size_name, sizes.get(size_name, {}), "weak")
         row = row_of(size, "weak", row_name)
         if row and not points:
-            tokens = llama.Config(**size["config"]).tokens_per_step
+            tokens = recorded_config(size["config"]).tokens_per_step
             points.append((1, tokens / row["ms"]["alone"] * 1e3, 1.0))
         if row:
             points.append((processes, row["tokens_per_second"], row["efficiency"]))

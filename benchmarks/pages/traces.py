@@ -38,7 +38,7 @@ RECORDED = {  # {name of a result: flags of its run}
     "trace_stage8": ["--stage", "8", "--use-amp"],
 }
 KEPT = (*torch_trace.ON_DEVICE, *(category for kind in torch_trace.CATEGORIES.values() for category in kind))
-MEASURED = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train_in_phases"
+MEASURED = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train"
 FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 

@@ -20,6 +20,7 @@ from benchmarks.pages.replays import OPTIMIZED, NotMeasured, Replay
 from exercises.performance_debugging.kernel_timeline import busy_share, spans_of
 from measure import drawing
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
+from measure.results import recorded_config
 from measure.tables import number, percent, times
 from measure.work import kernel_work
 from profilers.kernel_names import operation_of
@@ -38,7 +39,7 @@ class Picture(NamedTuple):
 
 def config_of(replay, stage):
     """The llama.Config of a stage; in laptop mode stages differ."""
-    return llama.Config(**replay.stage(stage).get("config", replay.summary["config"]))
+    return recorded_config(replay.stage(stage).get("config", replay.summary["config"]))
 
 
 def step_bar(name, run, filling):
@@ -397,7 +398,7 @@ def losses(replay):
 
 def kernel_points(summary):
     """(kernel, stage, FLOP per byte, FLOP per second) of each of our kernels in each profiled stage."""
-    work = kernel_work(llama.Config(**summary["config"]))
+    work = kernel_work(recorded_config(summary["config"]))
     for stage in Replay(summary).stages.values():
         for kernel in stage["kernels"] or []:
             if kernel["name"] in work:

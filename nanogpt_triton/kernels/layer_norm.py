@@ -18,7 +18,6 @@ from tiny_llama_v3 import (
     as_rows,
     cdiv,
     column_sum_kernel,
-    expect_contiguous,
     get_device,
     jit,
     launch,
@@ -169,7 +168,10 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
-    expect_contiguous(weight=weight, **({} if bias is None else dict(bias=bias)))
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.is_contiguous():
+            strides = f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}"
+            raise ValueError(f"{strides}, and the kernel reads it as contiguous: give {name}.contiguous()")
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])

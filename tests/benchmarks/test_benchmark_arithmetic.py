@@ -79,7 +79,7 @@ def test_the_work_of_each_case_by_hand():
     work = {case: amount for name in kernels.CASES for case, amount, *_ in kernels.CASES[name](bench)}
     rows, cols = bench.elements // 64, 64
     weight, row_statistic = 4 * cols, 4 * rows
-    weights = 2 * 16 * 16
+    weights = 2 * llama.ADAMW_BLOCK  # a matrix of 16 x 16 has a block to itself
     product = 2 * 1 * 2 * 32 * 32 * 16 / 2  # two operations a pair of queries and keys and dimension, half masked
     assert work == {
         "read and write (negation)": 2 * 4 * n,

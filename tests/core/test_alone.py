@@ -73,7 +73,7 @@ def alone(folder):
 
 
 @pytest.mark.parametrize("name", ["kernels", "torch", "one process of torchrun"])
-def test_it_trains_to_the_same_bits(alone, folder, tmp_path, monkeypatch, capsys, name):
+def test_it_trains_to_the_same_bits_or_losses(alone, folder, tmp_path, monkeypatch, capsys, name):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     flags, environment = RUNS[name]
@@ -85,12 +85,21 @@ def test_it_trains_to_the_same_bits(alone, folder, tmp_path, monkeypatch, capsys
     assert code == 0 and err == ""
     results = [json.loads(path.read_text()) for place in (folder / name, tmp_path) for path in place.glob("*.json")]
     own, expected = ([(step["loss"], step["grad_norm"]) for step in result["steps"]] for result in results)
-    assert own == expected and len(own) == 2
+    if name == "kernels":  # without groups of layers, which add up in another order
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(expected), rtol=1e-5, atol=0)
+    else:
+        assert own == expected
+    assert len(own) == 2
 
     def labels(text):
         return re.findall(r"^[A-Z][\w -]+:", text, re.M)
 
-    assert [label for label in labels(capsys.readouterr().out) if label != "Model arithmetic:"] == labels(out)
+    only_with_companions = "Model arithmetic:"
+    only_alone = "Note:"  # that tiny_llama/groups.py is missing
+    full_out = capsys.readouterr().out
+    assert ("Note: tiny_llama/groups.py is missing" in out) is (name == "kernels") and "Note:" not in full_out
+    own_labels = [label for label in labels(out) if label != only_alone]
+    assert [label for label in labels(full_out) if label != only_with_companions] == own_labels
     assert out.startswith("Check against PyTorch in fp64: passed") is ("--check" in flags)
     result, full = results
     assert set(result) == set(full) and set(result["summary"]) == set(full["summary"])

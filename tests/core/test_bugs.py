@@ -201,14 +201,14 @@ def test_operations_in_use_have_readable_names(device, flags, compile):
     names = llama.operation_names(step.model)
     assert ("group" in names) == ("severed_autograd" not in flags and not compile)
     assert names.pop("group", "LayerGroup") == "LayerGroup"
-    assert names == {name: f"triton_{name}" for name in llama.OPERATION_NAMES.split() if name != "group"}
+    assert names == {name: f"triton_{name}" for name in llama.Operations._fields}
 
 
 # --- stages
 
 
 def test_every_mistake_has_a_flag_and_is_off_by_default():
-    assert set(llama.BUGS) == set.union(*STAGES.values()) - {"graph"} | {"fp8_wide_margin"}
+    assert set(llama.BUGS) == set.union(*STAGES.values()) - {"graph"}
     assert llama.Config().bugs == () and not llama.Config().graph
 
 

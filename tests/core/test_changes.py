@@ -137,25 +137,6 @@ class Trainee:
         self.train()
         handle.remove()
 
-    def differentiate(self, part):
-        """torch.autograd.grad, which leaves .grad as it is."""
-        self.uncheckpoint()  # as PyTorch refuses reentrant checkpoints
-        parts = self.parts()[part % len(self.parts())]
-        wanted = [p for p in getattr(parts, "parameters", lambda: [parts])() if p.requires_grad]
-        loss = self.step.model(*self.batch())
-        if wanted:
-            self.seen += torch.autograd.grad(loss, wanted)
-
-    def backward_to(self, part):
-        """loss.backward(inputs=...)"""
-        self.uncheckpoint()
-        parts = self.parts()[part % len(self.parts())]
-        wanted = [p for p in getattr(parts, "parameters", lambda: [parts])() if p.requires_grad]
-        self.step.optimizer.zero_grad()
-        if wanted:
-            self.step.model(*self.batch()).backward(inputs=wanted)
-        self.step.optimizer.step()
-
     def gradient_of_its_own(self, part):
         """A .grad that the caller has made."""
         self.step.optimizer.zero_grad()
@@ -192,8 +173,6 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("checkpoint"), st.integers(0, 1), st.booleans()),
     st.tuples(st.just("uncheckpoint")),
     st.tuples(st.just("hook"), st.sampled_from(HOOKS)),
-    st.tuples(st.just("differentiate"), PARTS),
-    st.tuples(st.just("backward_to"), PARTS),
     st.tuples(st.just("gradient_of_its_own"), PARTS),
     st.tuples(st.just("start_over")),
     st.tuples(st.just("default_dtype"), st.sampled_from([torch.float64, torch.bfloat16])),
@@ -253,9 +232,9 @@ def test_weights_that_the_optimizer_would_not_update_are_refused(make_step, sepa
     """And so they are where a graph would be replayed."""
     step = make_step(SMALL)
     assert_all_move(step)
-    step.captured_state = step.graph_state()
+    state = step.graph_state()
     separate(step.model)
-    for next_step in (step.optimizer.step, lambda: step.replay(None)):
+    for next_step in (step.optimizer.step, lambda: step.replay(None, state)):
         with pytest.raises(RuntimeError, match=r"weight was moved, converted or replaced.*: make a new optimizer"):
             next_step()
 
@@ -263,13 +242,13 @@ def test_weights_that_the_optimizer_would_not_update_are_refused(make_step, sepa
 def test_a_graph_is_replayed_only_if_it_would_be_captured_in_the_same_way(make_step):
     step, replays = make_step(SMALL), []
     graph = SimpleNamespace(replay=lambda: replays.append(step))
-    step.captured_state = step.graph_state()
-    step.replay(graph)
+    state = step.graph_state()
+    step.replay(graph, state)
     step.model.layers[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match="since the step was captured, weights were frozen"):
-        step.replay(graph)
+        step.replay(graph, state)
     step.model.requires_grad_(True)
-    step.replay(graph)
+    step.replay(graph, state)
     assert len(replays) == 2
 
 
@@ -306,9 +285,12 @@ def test_replaced_layers_are_computed_or_refused(make_step):
     step.forward()
     plain.forward()
     torch.testing.assert_close(step.loss, plain.loss)
-    step.model.layers[0] = llama.TransformerBlock(SMALL)
-    with pytest.raises(RuntimeError, match=r"not those in model.groups: set model.groups = None"):
-        step.forward()
+    for each in (step, plain):
+        torch.manual_seed(1)
+        each.model.layers[0] = llama.TransformerBlock(SMALL).to(DEVICE)
+        each.model.layers.append(llama.TransformerBlock(SMALL).to(DEVICE))
+        each.forward()
+    torch.testing.assert_close(step.loss, plain.loss)
 
 
 def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(make_step, capsys):
@@ -391,11 +373,15 @@ def test_the_model_names_what_it_cannot_take():
         model.load_state_dict(model.state_dict() | {"lm_head.weight": model.embed_tokens.weight})
 
 
-def test_no_interpreter_is_no_interpreter():
+@pytest.mark.parametrize("value, reason", [
+    ("0", "there is no GPU (TRITON_INTERPRET=1 interprets the kernels)"),
+    ("true", "None"),  # as Triton reads it
+])  # fmt: skip
+def test_triton_decides_whether_it_interprets(value, reason):
     code = "import tiny_llama_v3 as llama; print(llama.triton_obstacle(llama.get_device('cpu')))"
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(llama.__file__).parent)}
+    environment = os.environ | {"TRITON_INTERPRET": value, "PYTHONPATH": str(Path(llama.__file__).parent)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
-    assert out == "there is no GPU (TRITON_INTERPRET=1 interprets the kernels)\n"
+    assert out == f"{reason}\n"
 
 
 def test_what_other_code_may_import():

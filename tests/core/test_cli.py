@@ -552,6 +552,21 @@ def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, aft
     assert "Final loss" not in run.out and not list(tmp_path.rglob("*.json"))
 
 
+def test_the_result_has_the_configuration_of_the_run(cli):
+    """Not that of the check, whose batch is smaller."""
+    batch_size = llama.CHECK_BATCH + 1
+    run = cli(*TINIER, "--impl", "torch", "--check", "--batch-size", batch_size, "--num-steps", 1)
+    assert run.result["config"]["batch_size"] == batch_size
+
+
+def test_companions_are_found_beside_the_script(tmp_path):
+    """Also where Python does not look into the script's folder."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
+    command = [sys.executable, SCRIPT, "--list-stages"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "stage 8:" in run.stdout, run.stderr
+
+
 @pytest.mark.parametrize("where", "check_batch print_configuration summarize write_new_json write_profile".split())
 def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
     interrupt = Mock(side_effect=KeyboardInterrupt)

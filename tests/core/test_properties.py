@@ -17,6 +17,7 @@ import tiny_llama_v3 as llama
 from nanogpt_triton.kernels import triton_add_layer_norm, triton_layer_norm
 from tests.core import test_kernels
 from tests.core.test_kernels import run
+from tiny_llama import groups
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
@@ -150,7 +151,7 @@ def test_flash_attention(data, dtype):
     plain, exact = (run(reference, inputs, [upstream], precision) for precision in (dtype, torch.float64))
     o, lse = llama.flash_attention_forward(*inputs)
     with in_one_or_two_launches(data):
-        llama.flash_attention_backward(upstream, *inputs, places[0].copy_(o), lse, *places[1:])
+        llama.flash_attention_backward(upstream, (*inputs, places[0].copy_(o), lse), places[1:])
     assert_as_accurate([o, *places[1:]], plain, exact, dtype)
 
 
@@ -187,7 +188,7 @@ def test_group(data, low_precision, with_branch):
             torch.manual_seed(len(layers))
             layers.append(llama.TransformerBlock(config, llama.OPERATIONS[name]).to(DEVICE))
     llama.FlatAdamW(blocks["triton"], lr=1e-3, low_precision=dtype == torch.bfloat16)
-    group = llama.LayerGroup(0, blocks["triton"])
+    group = groups.LayerGroup(torch.nn.ModuleList(blocks["triton"]), slice(None))
 
     def results(function, layers, dtype):
         """Both outputs, and the gradients of the streams and weights."""

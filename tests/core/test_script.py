@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import tiny_llama_v3 as llama
 
-TREE = ast.parse(Path(llama.__file__).read_text())
+LINES = Path(llama.__file__).read_text().split("\n")
+TREE = ast.parse("\n".join(LINES))
 DEFINITIONS = [node for node in TREE.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 KERNELS = [node for node in DEFINITIONS if node.name.endswith("_kernel")]
 
@@ -18,9 +20,10 @@ KERNELS = [node for node in DEFINITIONS if node.name.endswith("_kernel")]
 def test_a_kernel_gives_the_shape_of_what_each_pointer_points_to(node):
     text = ast.get_docstring(node)
     assert "Grid: " in text or "Each program walks" in text
-    for argument in node.args.args:
-        if argument.arg.endswith("_ptr"):
-            assert argument.arg.removesuffix("_ptr") in text, f"{node.name} does not describe {argument.arg}"
+    pointers = [argument for argument in node.args.args if argument.arg.endswith("_ptr")]
+    for argument in pointers:
+        assert re.search(r"_ptr,  # .*\(.*\)|_ptr,  # .*like ", LINES[argument.lineno - 1]), argument.arg
+    assert pointers
 
 
 class Kernel:
@@ -34,13 +37,18 @@ class Kernel:
         return lambda *args, **constants: self.public.append((grid, args, constants)) or self.compiled
 
     class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: self.calls.append((grid, args))
+        function, packed_metadata = "handle", "metadata"
+
+        def run(self, x, y, z, *arguments):
+            stream, *own = arguments[:6]
+            assert stream.startswith("stream of ") and own == ["handle", "metadata", None, None, None]
+            self.calls.append(((x, y, z), arguments[6:]))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(llama, "COMPILED", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: f"stream of {i}", raising=False)
     monkeypatch.setattr(llama, "triton_obstacle", lambda device: None)  # on a machine with a GPU nothing is interpreted
     return Kernel()
 
@@ -50,12 +58,6 @@ Pair = collections.namedtuple("Pair", "M N")
 
 def launch(kernel, x, stride=4, block=8, warps=2, pair=Pair(1, 2), **options):  # noqa: B008  (a tuple)
     llama.launch(kernel, (2, 3), (x, x), ((stride, 1), 5), dict(BLOCK=block, C=pair), num_warps=warps, **options)
-
-
-def test_the_first_tensors_of_a_launch_may_be_descriptors(kernel):
-    descriptor, x = object(), torch.zeros(4)
-    assert llama.launch_by_triton(kernel, (1,), (descriptor, x), (), {}) is kernel.compiled
-    assert kernel.public == [((1,), (descriptor, x), {})]
 
 
 def test_a_second_launch_calls_what_was_compiled(kernel):

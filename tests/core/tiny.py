@@ -12,6 +12,5 @@ def run_of(config, device, kind=llama.TrainStep):
     """(step, records) of a whole run on a device, which may be a name, with a TrainStep of this kind."""
     step, records = kind(config, llama.get_device(device) if isinstance(device, str) else device), []
     llama.warm_up(step)
-    train = llama.train_in_phases if config.timing == "phases" else llama.train_in_one_window
-    train(step, step.batches(config.seed), records)
+    llama.train(step, step.batches(config.seed), records)
     return step, records

@@ -127,7 +127,7 @@ def test_shared_weights_of_two_parts_are_joined_exactly(trainings):
 def test_each_process_has_its_share_of_the_optimizer_s_state(trained):
     for results in trained["sharded"]:
         weights = sum(results["sizes"])
-        padding = 64 * (len(results["sizes"]) + 2 * CONFIG.num_layers)
+        padding = llama.ADAMW_BLOCK * (len(results["sizes"]) + 2 * CONFIG.num_layers)
         assert weights / 2 <= results["state"] <= (weights + padding) / 2
 
 
@@ -329,20 +329,24 @@ def make_optimizers(size, config=TINY, low_precision=False):
 @pytest.mark.parametrize("low_precision", [False, True])
 def test_slices_of_all_processes_are_the_buckets(size, low_precision):
     optimizers = make_optimizers(size, dataclasses.replace(TINY, num_layers=5), low_precision)
-    covered = torch.zeros_like(optimizers[0].param)
-    for optimizer in optimizers:
-        kept = torch.zeros_like(optimizer.exp_avg)
+    blocks = torch.cat([optimizer.own_blocks for optimizer in optimizers])
+    assert sorted(blocks.tolist()) == list(range(len(optimizers[0].param) // llama.ADAMW_BLOCK))
+    for rank, optimizer in enumerate(optimizers):
+        optimizer.param.copy_(torch.arange(len(optimizer.param)))  # numbers that tell one place from another
+        own = optimizer.param.view(-1, llama.ADAMW_BLOCK)[optimizer.own_blocks].flatten()
+        assert torch.equal(torch.cat([bucket.own_weights for bucket in optimizer.buckets]), own)
         for bucket in optimizer.buckets:
-            covered[bucket.own] += 1
-            kept[bucket.kept] += 1
-            assert bucket.own_weights.numel() % 64 == bucket.own.start % 64 == bucket.kept.start % 64 == 0
-            assert len(bucket.own_weights) * size == len(bucket.all_weights)
+            length = len(bucket.own_weights)
+            assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
+            assert bucket.own_weights.data_ptr() == bucket.all_weights[rank * length :].data_ptr()
+            assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
             low, high = bucket.all_grads.data_ptr(), bucket.all_grads.data_ptr() + bucket.all_grads.nbytes
             assert all(low <= p.main_grad.data_ptr() < high for p in bucket.parameters)
-        assert (kept == 1).all()
+        if low_precision:
+            remainders = torch.cat([bucket.remainder for bucket in optimizer.buckets])
+            assert torch.equal(remainders, optimizer.remainder)
         for state in (optimizer.exp_avg, optimizer.exp_avg_sq, *[optimizer.remainder] * low_precision):
             assert len(state) * size == len(optimizer.param)
-    assert (covered == 1).all()
 
 
 def test_buckets_double_until_they_are_large(monkeypatch):
@@ -384,6 +388,19 @@ def test_waiting_counts_from_the_first_measured_step(monkeypatch):
     step.world.waited_ms, step.config, step.initial_weights, step.optimizer = 5.0, CONFIG, [], Mock()
     step.restart()
     assert step.world.waited_ms == 0
+
+
+def test_the_slowest_process_is_told_from_the_fastest(monkeypatch):
+    """By its own time, without what it waited for messages."""
+    step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0, steps=2)
+    world = World(1, 3)
+    others = [dict(rank=r, own_ms=ms, exposed_communication_ms=9 - ms) for r, ms in ((0, 5.0), (2, 4.0))]
+    world.gather = lambda own: [others[0] | dict(tokens_per_second=2.0, peak_memory_mib=7.0), own,
+                                others[1] | dict(tokens_per_second=4.0, peak_memory_mib=None)]  # fmt: skip
+    monkeypatch.setattr(step, "world", world, raising=False)
+    told = step.summarize_processes(summary | {"kernels": {"exposed_communication_ms": 2.0}})
+    assert told["slowest"] == {"rank": 1, "behind_ms": 3.0} and told["exposed_communication_ms"] == 5.0
+    assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
 
 
 def test_only_rank_0_prints_on_the_nodes_of_a_job(monkeypatch):

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, is_fp8
+from measure.results import recorded_config
 from measure.work import SIZES
 from nanogpt_triton.model import GPT, GPTConfig
 from tests.core.tiny import TINY
@@ -141,7 +142,7 @@ def test_recorded_shares_of_the_peak_follow_from_the_times():
         for size in result["sizes"].values():
             some, flops = (
                 device(result["environment"]["device"], 132),
-                hardware.model_tflops(llama.Config(**size["config"])),
+                hardware.model_tflops(recorded_config(size["config"])),
             )
             for name, row in size["rows"].items():
                 in_fp8 = name in ROWS and is_fp8(ROWS[name].implementation)
@@ -225,12 +226,11 @@ def test_the_gpu_is_asked_before_the_warm_up_and_after_the_measured_steps(monkey
     calls = []
     states = iter([{name: 10.0 for name in UNKNOWN}, {name: 20.0 for name in UNKNOWN}])
     monkeypatch.setattr(hardware, "gpu_state", lambda device: calls.append("state") or next(states))
-    train = {"phases": "train_in_phases", "step": "train_in_one_window"}[timing]
-    for module, name in ((llama, "warm_up"), (llama, train), (profiler, "count_kernels")):
+    for module, name in ((llama, "warm_up"), (llama, "train"), (profiler, "count_kernels")):
         called = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, name=name, called=called: calls.append(name) or called(*args))
     done = run("--timing", timing)
-    assert calls == ["state", "warm_up", train, "state", "count_kernels"]
+    assert calls == ["state", "warm_up", "train", "state", "count_kernels"]
     gpu = done.result["summary"]["gpu"]
     assert (gpu["idle"]["power_w"], gpu["busy"]["power_w"]) == (10.0, 20.0)
     assert "\nGPU after the last step: 20 W, 20 MHz, 20 degrees C\n" in done.out
@@ -257,3 +257,14 @@ def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):
     tflops = hardware.model_tflops(llama.Config(**done.result["config"])) / summary["batch_ms"]["p50"] * 1e3
     assert summary["tflops_per_second"] == pytest.approx(tflops) and summary["mfu"] == pytest.approx(tflops / 1e-6)
     assert f" TFLOP/s, {100 * summary['mfu']:.1f} % of the fp32 peak\n" in done.out
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_a_cache_that_cannot_be_written_to_is_named(monkeypatch, tmp_path, name):
+    folder = str(tmp_path / "a file" / "cache")
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv(name, folder)
+    with pytest.raises(llama.UsageError, match=rf"{name}=.*a file/cache cannot be written to: unset it"):
+        hardware.remedied(llama.Config(), lambda config: os.makedirs(folder))
+    with pytest.raises(FileExistsError):
+        hardware.remedied(llama.Config(), lambda config: os.mkdir(tmp_path))

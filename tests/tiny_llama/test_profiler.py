@@ -12,6 +12,7 @@ import torch
 from torch.autograd import DeviceType
 
 import tiny_llama_v3 as llama
+from tiny_llama import groups as layer_groups
 from tiny_llama import profiler
 
 LAYERS = "(forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward))"
@@ -146,7 +147,7 @@ def test_another_preloaded_library_is_no_profiler(run, markers, monkeypatch):
 def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, groups):
     """Of the layers of a group, and of the layers by themselves. Without autograd's history, none has a backward."""
     flags = ["--impl", "triton", "--device", "auto", "--num-steps", "1", "--warmup-steps", "0", *flags]
-    monkeypatch.setattr(llama, "GROUP_BYTES", 0 if groups == 2 else llama.GROUP_BYTES)
+    monkeypatch.setattr(layer_groups, "GROUP_BYTES", 0 if groups == 2 else layer_groups.GROUP_BYTES)
     quiet = run(*flags).losses
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
     assert run(*flags).losses == quiet

@@ -323,9 +323,9 @@ def test_an_excerpt_is_the_script_s_own_lines(flag):
 
 def test_an_excerpt_of_a_mark_in_a_docstring_is_the_function():
     kernel, choice = bug_excerpts.excerpts("triton_matmul_swiglu")
-    assert kernel.where == "swiglu_kernel" and kernel.lines[0] == "@jit" and "tl.store" in kernel.lines[-1]
-    assert choice.where == "swiglu_forward"
-    assert choice.lines[-1].strip() == "hidden = swiglu_activation(gate_up, hidden)"
+    assert kernel.where == "swiglu_kernel" and kernel.lines[0] == "@jit" and "store(hidden_ptr" in kernel.lines[-1]
+    assert choice.where == "gated"
+    assert choice.lines[-1].strip() == "return swiglu_naive_matmul(x, gate_up_weight)"
 
 
 def test_a_card_s_flag_is_the_one_that_its_stage_is_the_last_to_have():

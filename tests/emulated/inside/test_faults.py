@@ -89,8 +89,7 @@ FAULTS = {  # the kernel whose test sees it, what is right there, and what is pl
     "mask: of rows, in a load": (
         "attention", f"tile = tl.load(ptrs, {ROWS}, other=0.0)", f"tile = tl.load(ptrs, {TOO_MANY_ROWS}, other=0.0)"),
     "mask: of rows, in a store": (
-        "attention", f"tl.store(ptrs, tile.to(ptr.dtype.element_ty), {ROWS})",
-        f"tl.store(ptrs, tile.to(ptr.dtype.element_ty), {TOO_MANY_ROWS})"),
+        "attention", "store(ptrs, tile, (rows < n_rows)[:, None]", "store(ptrs, tile, (rows < n_rows + 200)[:, None]"),
     "mask: of a head's padding": (
         "attention", "return offsets, cols % (C.BLOCK_D // 2) < C.HEAD_DIM // 2", "return offsets, cols < C.BLOCK_D"),
     "mask: none for a last tile that is not full": (
