@@ -29,6 +29,11 @@ One training step, and the sections of this file that describe it, from the loop
     optimizer    one AdamW kernel reads that buffer and updates all weights                8 AdamW
                       |
     check, launch, summary: how results are verified, kernels launched, figures reported   9 to 12
+
+Words: the phases of a step are forward, backward and optimizer; with --graph each is a captured graph, and a replay
+repeats its kernels on the same memory. main_grad is a weight's part of the flat buffer of gradients. A group is several
+layers computed as one autograd.Function (tiny_llama/groups.py). The loss kernel already writes the gradient of the
+logits, over the logits, in the forward phase. A step takes 6 x weights x tokens operations in matrix products.
 """
 
 import argparse
@@ -345,7 +350,7 @@ def add_records(step, records, issued, clock, phases):
             batch_ms = sum(phase_ms.values())
             if config.unsynced_timing:
                 batch_ms = clock.synced * 1e3 - clock.marks[0]
-        # Whether gradients are finite shows in the next loss, except for those of the last step.
+        # A gradient that is not finite makes the next loss so. Only the last step needs its norm checked.
         is_known = phases or len(records) + 1 == config.num_steps
         grad_norm = gradient_norm(step.model) if is_known else None
         records.append(StepRecord(loss, batch_ms, host_ms, phase_ms, grad_norm))
@@ -392,9 +397,9 @@ class TrainStep:
     several processes.
     """
 
-    rank, processes = 0, 1  # of this process, of all that train together
-    capture_mode = "global"  # of torch.cuda.graph
-    named_range = contextlib.nullcontext  # of a name: a range for profilers, where tiny_llama.profiler has put one
+    rank, processes = 0, 1  # this process's number, and how many train together
+    capture_mode = "global"  # capture_error_mode of torch.cuda.graph
+    named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler puts a range for profilers there
 
     def __init__(self, config, device):
         torch.manual_seed(config.seed)
@@ -456,7 +461,7 @@ class TrainStep:
         return FlatAdamW(self.model, self.config.learning_rate, self.config.use_amp)
 
     def group_layers(self, stretches):
-        """Return what computes several layers as one autograd.Function, none beyond one of these lists, or None."""
+        """Return groups of layers, each one autograd.Function within one of these lists, or None without groups.py."""
         config, groups = self.config, companion("groups")
         if groups is None or config.severed_autograd or config.fp8 or config.compile:
             return None
@@ -516,12 +521,12 @@ class TrainStep:
         return batches(dataclasses.replace(self.config, seed=seed))
 
     def synchronize(self, marks=()):
-        """Wait for the GPU, if there is one; marks are those of a StepClock, which come one by one until then."""
+        """Wait for the GPU, if there is one; several processes wait for one of a StepClock's marks after the other."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def collect_gradients(self):
-        """After a step, make .grad of every parameter the gradient that the step used. It is, with one process."""
+        """Fill .grad of every parameter with the gradient that the step used. Nothing to do with one process."""
 
     def mean(self, values):
         """Average a list of numbers over the processes."""
@@ -1292,9 +1297,9 @@ def key_value_gradient(
 ):
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it.
 
-    The tiles of scores are transposed, so that p^T and s_grad^T stay in registers for the next product. That leaves few
-    registers for addresses. With the stride from query to query as a constant, all addresses of a tile are one address
-    plus constants, if the compiler knows that the sum does not overflow: INT64_ROWS makes it one of 64 bits.
+    The tiles of scores are transposed, so that p^T and s_grad^T stay in registers for the next product. Few registers
+    remain for addresses: a constant stride from query to query makes each one a base plus a constant, and INT64_ROWS
+    lets the compiler prove that the sum does not overflow.
     """
     batch, head_kv = (batch_head // num_kv_heads).to(tl.int64), batch_head % num_kv_heads
     keys = block * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
@@ -2051,7 +2056,8 @@ def scale_kernel(
 ):
     """x *= factor * n_rows / counted.  Grid: (n_rows * blocks of columns,).
 
-    That is usually 1, and then x is not touched. Deciding on the device avoids a sync.
+    The loss kernel has divided by n_rows; this corrects for ignored targets, and for the factor of backward(). That is
+    usually 1, and then x is not touched. Deciding on the device avoids a sync.
     """
     factor, counted = tl.load(factor_ptr), tl.load(counted_ptr)
     if counted != n_rows:
@@ -2160,7 +2166,7 @@ def adamw_kernel(
     exp_avg_ptr,  # in and out: (own blocks, BLOCK_SIZE) in fp32
     exp_avg_sq_ptr,  # like exp_avg
     beta_powers_ptr,  # (own blocks, 2) in fp64: beta1^steps, beta2^steps
-    decays_ptr,  # (own blocks, 2) in fp64: by what they were multiplied; 1 for a parameter without a gradient
+    decays_ptr,  # (own blocks, 2) in fp64: beta1, beta2; 1, 1 for a parameter without a gradient, which is skipped
     lr_ptr,  # () in fp32
     blocks_ptr,  # (own blocks,) in int32: which of all blocks
     BETA1: tl.constexpr,
@@ -2179,8 +2185,8 @@ def adamw_kernel(
         offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         all_offsets = tl.load(blocks_ptr + tl.program_id(0)).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         lr = tl.load(lr_ptr)
-        # Steps are counted on the device, because a captured graph has no host to do so, for each block, because its
-        # parameter may have been frozen for some of them, as powers, and in fp64, because 1 - beta2^steps cancels.
+        # beta^steps is on the device, because a captured graph has no host. Each block has its own, because its
+        # parameter may have been frozen for some steps. It is in fp64, because 1 - beta2^steps cancels.
         power_ptrs = beta_powers_ptr + 2 * tl.program_id(0)
         bias_correction1 = (1.0 - tl.load(power_ptrs)).to(tl.float32)
         bias_correction2 = (1.0 - tl.load(power_ptrs + 1)).to(tl.float32)
@@ -2496,9 +2502,9 @@ LAUNCH_LOCK = threading.Lock()  # Triton's interpreter has one state for all thr
 def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
     """Call kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
 
-    Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. Here it is known on what a
-    compiled kernel depends: scalars (which may be tuples) and constants, the tensors' types and alignments, and on AMD
-    GPUs whether offsets in them fit in 31 bits. So the compiled kernel is run directly, without Triton's launch hooks.
+    Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
+    Triton compiles for: scalars (which may be tuples) and constants, the tensors' types and alignments, and on AMD GPUs
+    whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks.
     """
     pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
     alignments = [p & 15 for p in pointers]
