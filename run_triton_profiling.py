@@ -296,7 +296,7 @@ def sweep_tiles(bench, config):
                 "error": None,
             }
             tile = usual._replace(BLOCK_M=m, BLOCK_N=n)
-            llama.attention_constants.cache_clear()  # they depend on the tile
+            llama.attention_launch.cache_clear()  # they depend on the tile
             with mock.patch.object(llama, "attention_tile", lambda *_, tile=tile: tile):
                 try:
                     row["ms"] = bench.flushed_ms(lambda: llama.flash_attention_forward(q, k, v))
@@ -304,7 +304,7 @@ def sweep_tiles(bench, config):
                 except Exception as error:  # the other tiles can still be timed
                     row["error"] = describe(error)
             results.append(row)
-    llama.attention_constants.cache_clear()
+    llama.attention_launch.cache_clear()
     return results
 
 

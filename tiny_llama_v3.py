@@ -23,12 +23,12 @@ One training step, and the sections of this file that describe it, from the loop
                       |
     forward      embedding -> [RMSNorm -> attention -> RMSNorm -> SwiGLU] -> RMSNorm -> head -> cross-entropy
                       |         times layers                                               2 the step, 3 the model
-                      |         4 RMSNorm, 5 attention, 6 SwiGLU, 7 embedding, linear and cross-entropy
+                      |         4 launching kernels, 5 linear, 6 RMSNorm, 7 attention, 8 SwiGLU, 9 embedding, loss
     backward     the same operations from right to left; each gradient of a weight is written into one flat buffer
                       |
-    optimizer    one AdamW kernel reads that buffer and updates all weights                8 AdamW
+    optimizer    one AdamW kernel reads that buffer and updates all weights                10 AdamW
                       |
-    check, launch, summary: how results are verified, kernels launched, figures reported   9 to 12
+    report       results are verified, figures computed, printed and written               11 check, 12, 13
 
 Words: the phases of a step are forward, backward and optimizer; with --graph each is a captured graph, and a replay
 repeats its kernels on the same memory. main_grad is a weight's part of the flat buffer of gradients. A group is several
@@ -75,6 +75,7 @@ try:
 except ImportError:  # macOS, Windows, a CPU-only PyTorch: the kernels remain plain functions that nothing calls
     triton = None
     tl = type("tl", (), {"constexpr": float})
+# Without Triton, @jit and @jit(...) return the function as it is, so that this file can be imported.
 jit = triton.jit if triton else lambda kernel=None, **options: kernel or (lambda function: function)
 
 __version__ = "3.0.0"
@@ -111,6 +112,8 @@ def companion(name, needed_for=None):
 # ----------------------------------------------------------------------------------------------------------------------
 # The mistakes that flags bring back. The code of each is a few lines marked BUG; none is active by default.
 
+# A stage brings back all mistakes that carry its number: stage 1 is the broken beginning, 5 has none left, and 6 to 8
+# show what the history did not. A flag like --no-init brings back one by itself.
 # A mistake of the published workshop, or one that is easily made: its stages, what it does, and how it shows.
 Bug = collections.namedtuple("Bug", "stages effect sign")
 BUGS = {
@@ -232,6 +235,8 @@ class Config:
     no_warmup: bool = option(False, BUGS["no_warmup"].effect)
 
     def __post_init__(self):
+        # Fields left at None follow from others. By default two query heads share a key/value head, if their number is
+        # even.
         derived = {}  # the dataclass is frozen: what follows from other fields is set at the end
         if self.num_kv_heads is None:
             derived["num_kv_heads"] = self.num_heads // (2 if self.num_heads % 2 == 0 else 1)
@@ -302,9 +307,11 @@ def train(step, data, records):
     steps, and the host waits only once, after the last one, so that it can run ahead of the device.
     """
     by_phase = step.config.timing == "phases"
+    # What is timed, one clock mark after each: the three phases, or the whole step.
     timed = step.phases if by_phase else {"step": step.run}  # {name: function}
     window = 1 if by_phase else step.config.num_steps  # steps between two waits of the host
     for _ in range(0, step.config.num_steps, window):
+        # All batches of a window go to the device before its clock starts: no copy from the host is timed.
         batches = [[t.to(step.tokens.device) for t in next(data)] for _ in range(window)]
         clock, issued, interruption = StepClock(step.device, step.config.unsynced_timing), [], None
         if not by_phase:
@@ -342,12 +349,15 @@ def add_records(step, records, issued, clock, phases):
     """Append and print the records of the steps [(loss, host ms)] of a window; return whether the run goes on."""
     config = step.config
     step.collect_gradients()
+    # train() has waited for the device, so .item() does not have to.
     losses = step.mean([loss.item() for loss, _ in issued])
     intervals = clock.intervals()
     for loss, (_, host_ms), batch_ms in zip(losses, issued, intervals, strict=False):
+        # With --timing phases the intervals of a window are the phases of one step, else those of its steps.
         phase_ms = dict(zip(phases, intervals, strict=False))
         if phases:
             batch_ms = sum(phase_ms.values())
+            # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
             if config.unsynced_timing:
                 batch_ms = clock.synced * 1e3 - clock.marks[0]
         # A gradient that is not finite makes the next loss so. Only the last step needs its norm checked.
@@ -409,12 +419,15 @@ class TrainStep:
             self.model = TinyLlamaTriton(config, operations)
             self.tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
             self.targets = torch.zeros_like(self.tokens)
+        # Warm-up steps train, and restart() returns to these weights. The host keeps them, which costs no device
+        # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.loss = None
         self.run_model = self.model
         self.optimizer = self.make_optimizer()
         if config.compile:
             self.run_model = torch.compile(self.run_model)
+        # Whoever wants to change a phase replaces its item: capture() does, and so does the profiler.
         self.phases = self.eager_phases()
 
     def eager_phases(self):
@@ -423,6 +436,7 @@ class TrainStep:
 
     def forward(self):
         """Clear the gradients and set self.loss, with its autograd history."""
+        # This writes nothing to the device. The first backward pass overwrites the old gradients: see give_gradient().
         self.optimizer.zero_grad()
         self.loss = self.call_model(self.tokens, self.targets)
 
@@ -473,6 +487,9 @@ class TrainStep:
 
     def capture(self, one_graph=False):
         """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
+        # A capture records the kernels that work() launches, with the addresses of their tensors, and runs none of
+        # them. What Python does meanwhile is not recorded. The tensors of all graphs lie in one pool and stay where
+        # they are.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
         state, replays = self.graph_state(), {}
@@ -578,12 +595,16 @@ class TinyLlamaTriton(nn.Module):
         seq_len = tokens.shape[1]
         if seq_len > len(self.cos):
             raise ValueError(f"there are {seq_len} positions, and Config.seq_len is {len(self.cos)}: raise it")
+        # A shorter sequence takes the first angles.
         cos, sin = self.cos[:seq_len], self.sin[:seq_len]
         # residual is the stream (batch, seq, hidden) that runs through all layers, branch what a layer adds to it.
+        # (batch, seq) -> (batch, seq, hidden); nothing is to be added to it yet.
         residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
         for layer in self.groups or self.layers:
             residual, branch = layer(residual, branch, cos, sin)
+        # Adds what the last layer has left to add.
         y, _ = self.norm.add_norm(residual, branch)
+        # (batch, seq, hidden) -> (batch, seq, vocab); a tied head multiplies by the weight of the embedding.
         logits = self.operations.linear(y, (self.lm_head or self.embed_tokens).weight)
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
 
@@ -603,6 +624,7 @@ class TransformerBlock(nn.Module):
 
         All (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
+        # attention sees y, the normalized sum; what it returns will be added to the sum itself.
         y, residual = self.attention_norm.add_norm(residual, branch)
         branch = self.attention(y, cos, sin)
         y, residual = self.ffn_norm.add_norm(residual, branch)
@@ -634,6 +656,7 @@ class TritonAttention(nn.Module):
     def __init__(self, config, operations=None):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        # The rows of the weight: q of all heads, then k and v of the kv_heads. Grouped queries make k and v smaller.
         qkv_dim = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
         self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
@@ -650,6 +673,7 @@ class TritonSwiGLU(nn.Module):
 
     def __init__(self, config, operations=None):
         super().__init__()
+        # The rows of the weight: gate, then up.
         self.gate_up_proj = nn.Linear(config.hidden_dim, 2 * config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
         self.operations = operations or default_operations()
@@ -669,6 +693,7 @@ def select_operations(config, device):
         return name, operations
     if config.compile:  # the compiler cannot look into kernels, and does not see where they write gradients
         operations = Operations(*map(torch.compiler.disable, operations))
+    # The model stays as it is: a mistake is a wrapper around an operation, or an argument of it.
     if config.severed_autograd:  # BUG severed_autograd: no history, as if no autograd.Function wrapped the kernels
         rmsnorm, attention = map(torch.no_grad(), (operations.rmsnorm, operations.attention))
         operations = operations._replace(rmsnorm=rmsnorm, attention=attention)
@@ -682,6 +707,140 @@ def default_operations():
     """Return the operations of a module that is built by itself: Triton's where Triton runs."""
     device = get_device("cuda" if torch.cuda.is_available() else "cpu")
     return OPERATIONS["torch" if triton_obstacle(device) else "triton"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4 The device, and how kernels are launched on it
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What launch configurations and reports depend on."""
+
+    type: str  # "cuda" (NVIDIA and AMD alike) or "cpu"
+    name: str
+    arch: str  # "sm_90", "gfx942", ... or "cpu"
+    num_sms: int  # multiprocessors, or compute units
+    warp_size: int
+
+    @property
+    def family(self):
+        """Return the name of the devices that share the rows of ATTENTION_TILES."""
+        if self.arch.startswith("gfx"):
+            return "amd"
+        return "interpreter" if self.type == "cpu" else "hopper" if self.arch == "sm_90" else "nvidia"
+
+
+@functools.cache
+def get_device(type):
+    """Return the current Device of type "cuda" or "cpu"."""
+    if type == "cpu":
+        return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # torch.version names the vendor. The capability does not: it is (9, 4) on an MI300.
+    is_amd = torch.version.hip is not None
+    arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+    return Device("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
+
+
+def select_device(requested):
+    """Return the Device for --device; UsageError if there is none."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        build = torch.version.hip or torch.version.cuda
+        reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
+        raise UsageError(f"--device cuda: there is no GPU here ({reason}): use --device cpu, or install a GPU build")
+    return get_device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
+
+
+def triton_obstacle(device, use_amp=False):
+    """Return the reason why Triton kernels cannot run on the device, or None."""
+    if triton is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not INTERPRETED:
+        return "there is no GPU (TRITON_INTERPRET=1 interprets the kernels)"
+    if device.type == "cpu" and use_amp:
+        return "Triton's interpreter multiplies bf16 matrices wrongly"
+    return None
+
+
+def tf32_available(device):
+    """Return whether matrix units can round fp32 operands to TF32."""
+    return device.arch == "gfx942" or device.arch.startswith("sm_") and int(device.arch[3:]) >= 80
+
+
+def dot_precision(device):
+    """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls."""
+    try:  # to read it from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1
+        allowed = torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # from PyTorch 2.9 on, if it was set as fp32_precision
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed and tf32_available(device) else "ieee"
+
+
+def precision_name(config, device):
+    """Return the type in which matrices are multiplied, with the library's settings as they are now."""
+    low = "fp8" if config.fp8 else "bf16"
+    return low if config.use_amp else "tf32" if dot_precision(device) == "tf32" else "fp32"
+
+
+def cdiv(a, b):
+    """Return ceil(a / b) of integers."""
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    """Return the smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+COMPILED, COMPILED_LIMIT = {}, 4096  # Triton's CompiledKernels: what launch() has compiled, emptied at the limit
+LAUNCH_LOCK = threading.Lock()  # Triton's interpreter has one state for all threads
+
+
+def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
+    """Call kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
+
+    Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
+    Triton compiles for: scalars (which may be tuples) and constants, the tensors' types and alignments, and on AMD GPUs
+    whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks.
+    """
+    # The order of the arguments of every kernel: tensors, numbers that change between calls, constants.
+    pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
+    alignments = [p & 15 for p in pointers]
+    large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else ()
+    device, values, types = tensors[0].get_device(), constants.values(), [t.dtype for t in tensors]
+    key = (id(kernel), device, num_warps, num_stages, scalars, *types, *alignments, *large, *values, *options.values())
+    compiled = COMPILED.get(key)
+    if compiled is not None:
+        # PyTorch works on a current stream, and Triton must use the same one.
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        own = stream, compiled.function, compiled.packed_metadata, None, None, None  # in place of the hooks
+        compiled.run(*(*grid, 1, 1)[:3], *own, *pointers, *scalars, *values)
+        return
+    # A new combination: Triton compiles it, or finds it in its cache on disk, and launches it.
+    if len(COMPILED) >= COMPILED_LIMIT:
+        COMPILED.clear()  # nothing is compiled again: Triton's own cache still has the kernels
+    options |= dict(num_warps=num_warps, num_stages=num_stages)
+    COMPILED[key] = launch_by_triton(kernel, grid, tensors, scalars, constants, **options)
+
+
+def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
+    """Launch through Triton's own, slower launcher. Return the compiled kernel, None if it is interpreted."""
+    device = tensors[0].device
+    obstacle = triton_obstacle(get_device(device.type))
+    if obstacle:
+        raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
+    with LAUNCH_LOCK:
+        return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
+
+
+def as_constants(constants):
+    """Return {name: value} with all that is in a tuple made a constant of the compiler."""
+
+    def wrap(value):
+        return value._make(map(wrap, value)) if hasattr(value, "_make") else tl.constexpr(value)
+
+    return {n: wrap(v) if isinstance(v, tuple) else v for n, v in constants.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -699,9 +858,9 @@ KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @jit
-def load(ptrs, mask):
-    """Load values in fp32, 0 where the mask is not set."""
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+def load(ptrs, mask, other=0.0):
+    """Load values in fp32, `other` where the mask is not set."""
+    return tl.load(ptrs, mask=mask, other=other).to(tl.float32)
 
 
 @jit
@@ -714,6 +873,10 @@ def store(ptrs, x, mask):
 def tile_ptrs(ptr, rows, stride, cols):
     """Return pointers to a tile (rows, cols) of a matrix whose rows begin stride elements apart."""
     return ptr + rows[:, None] * stride + cols[None, :]
+
+
+# With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in Python; they are no JITFunctions then.
+INTERPRETED = triton is not None and not isinstance(load, triton.JITFunction)
 
 
 def expect(**tensors):
@@ -770,6 +933,7 @@ def give_gradient(ctx, index, weight, write, *inputs):
         return place
     if weight.grad is not None and weight.grad is not main_grad:  # somebody else has made it
         main_grad.copy_(weight.grad)
+    # weight.grad is None in the first backward pass after zero_grad(); then it is main_grad itself.
     write(main_grad, weight.grad is not None, *inputs)
     weight.grad = main_grad
     return None
@@ -781,7 +945,37 @@ def write_product(place, accumulate, y_grad, x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 4 RMSNorm, fused with the addition to the residual stream before it (Zhang and Sennrich, arXiv:1910.07467)
+# 5 Linear: the projections of the layers and the head. The library multiplies; only where the gradient of the weight
+# goes is ours.
+
+
+class LinearFunction(torch.autograd.Function):
+    """F.linear, whose weight's gradient is written to where the optimizer reads it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, y_grad):
+        x, weight = ctx.saved_tensors
+        y_grad = y_grad.reshape(-1, len(weight))
+        # y = x W^T, so the gradient of x is y_grad W, and that of W is y_grad^T x, a sum over all rows.
+        x_grad = torch.mm(y_grad, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(len(y_grad), -1))
+
+
+def triton_linear(x, weight):
+    """x (..., K) @ weight (N, K)^T -> (..., N), in their type; of other shapes PyTorch reports an error."""
+    expect(x=(x, x.shape))
+    return LinearFunction.apply(x, weight)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6 RMSNorm, fused with the addition to the residual stream before it (Zhang and Sennrich, arXiv:1910.07467)
 
 
 @jit
@@ -805,6 +999,7 @@ def rmsnorm_kernel(
 
     Grid: (blocks of rows,). A row longer than BLOCK_SIZE is read twice: once for its sum, once for y.
     """
+    # A program has BLOCK_ROWS rows. Their numbers have 64 bits, because rows * stride may exceed 2^31.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows < n_rows
     square_sum = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -820,7 +1015,9 @@ def rmsnorm_kernel(
             tl.store(tile_ptrs(residual_ptr, rows, N_COLS, cols), residual, mask=mask)
             # Normalize the rounded value, which the backward pass will read.
             x = residual.to(tl.float32)
+        # Masked elements are 0 and add nothing: (BLOCK_ROWS, BLOCK_SIZE) -> (BLOCK_ROWS,).
         square_sum += tl.sum(x * x, axis=1)
+    # One number per row; N_COLS and not BLOCK_SIZE counts the elements that are there.
     rstd = 1.0 / tl.sqrt(square_sum / N_COLS + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     for start in range(0, N_COLS, BLOCK_SIZE):
@@ -833,6 +1030,7 @@ def rmsnorm_kernel(
             else:
                 x = load(tile_ptrs(x_ptr, rows, stride_x_row, cols), mask)
         weight = load(weight_ptr + cols, cols < N_COLS)
+        # [:, None] repeats a number along its row, [None, :] a weight down its column.
         y = x * rstd[:, None] * weight[None, :]
         store(tile_ptrs(y_ptr, rows, N_COLS, cols), y, mask)
 
@@ -862,7 +1060,9 @@ def rmsnorm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
     weight = load(weight_ptr + cols, col_mask)
+    # Each element of the tile sums its own column in registers; rows are added up once, after the loop.
     weight_grad = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+    # Program 0 takes tiles 0, n, 2n, ... of n programs, so that few rows of partial have to be added later.
     for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = rows < n_rows
@@ -871,6 +1071,7 @@ def rmsnorm_backward_kernel(
         x = load(tile_ptrs(x_ptr, rows, stride_x_row, cols), mask)
         y_grad = load(tile_ptrs(y_grad_ptr, rows, stride_y_grad_row, cols), mask)
         rstd = load(rstd_ptr + rows, row_mask)
+        # Recomputed rather than stored by forward: a product costs less than reading a tensor.
         normalized = x * rstd[:, None]
         weight_grad += y_grad * normalized
         scaled_grad = y_grad * weight[None, :]
@@ -904,7 +1105,9 @@ def column_sum_kernel(
     for start in range(0, n_rows, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        # (BLOCK_ROWS, BLOCK_COLS): element (r, c) adds the rows r, r + BLOCK_ROWS, ... of column c.
         total += load(tile_ptrs(partial_ptr + tl.program_id(1) * n_rows * n_cols, rows, n_cols, cols), mask)
+    # The compiler adds the rows of a tile in one fixed order, a tree.
     sums = tl.sum(total, axis=0)
     if ACCUMULATE:
         sums += load(sum_ptrs, cols < n_cols)
@@ -923,6 +1126,7 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     """Return the NormTile for rows of n_cols: fewer rows than would fit where multiprocessors would be idle."""
     device = get_device(device_type)
     cols = block_size or next_power_of_2(n_cols)
+    # With few rows, one program each keeps more multiprocessors busy than full tiles would.
     rows_per_sm = next_power_of_2(cdiv(n_rows, device.num_sms))
     elements = NORM_BACKWARD_ELEMENTS if backward else NORM_FORWARD_ELEMENTS
     rows = max(1, min(elements // cols, rows_per_sm))
@@ -1019,6 +1223,7 @@ class RMSNormFunction(torch.autograd.Function):
         if y_grad is None:  # only the residual was used
             return residual_grad, residual_grad if ctx.has_branch else None, None, None
         residual, weight, rstd = ctx.saved_tensors
+        # The residual leaves this norm twice: into y, and on to the next one, whose gradient comes as residual_grad.
         residual_rows = None if residual_grad is None else as_rows(residual_grad)
         x_grad, partial = rmsnorm_backward(as_rows(y_grad), residual_rows, residual, weight, rstd)
         x_grad = x_grad.view_as(y_grad)
@@ -1046,7 +1251,7 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 5 Attention: causal, with grouped queries and rotary embedding (Dao, FlashAttention-2, arXiv:2307.08691)
+# 7 Attention: causal, with grouped queries and rotary embedding (Dao, FlashAttention-2, arXiv:2307.08691)
 #
 # forward      o = softmax(q k^T * scale) v, where a query sees the keys up to its own position
 # backward     p = exp(q k^T * scale - lse), recomputed tile by tile from the log-sum-exp lse that forward has saved
@@ -1057,35 +1262,40 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 # has BLOCK_M queries or BLOCK_N keys as rows, and BLOCK_D >= HEAD_DIM dimensions of a head as columns. m_i and l_i are
 # the running maximum and sum of a row's softmax. Scores, m_i and lse are in base 2: scaled by log2(e).
 
-# The strides (batch, seq, head, head_dim) of the tensors of an attention kernel; forward has the first four.
+# The score matrix of a head, of which a program computes the rows of its block of queries (or the columns of its block
+# of keys), in two parts:
+#
+#             keys 0   1   2   3        m  part 0, tiles on the diagonal, where the mask decides about each element
+#  queries 0       m   .   .   .        x  part 1, tiles where each query sees each key: no mask
+#          1       x   m   .   .        .  tiles of keys that come after all queries: not computed
+#          2       x   x   m   .
+#          3       x   x   x   m
+
+# The strides (batch, seq, head, head_dim) of the tensors of an attention kernel; forward has the first four. They are
+# constants: the compiler sees which addresses are aligned, and a tile's are one address plus constants.
 Strides = collections.namedtuple("Strides", "q k v o o_grad q_grad k_grad v_grad", defaults=(None,) * 4)
 
 
 class AttentionConstants(NamedTuple):
     """What an attention kernel is compiled for. The kernels take it as one argument, C."""
 
+    STRIDES: Strides
     HEAD_DIM: int
     BLOCK_D: int  # the head dimension, padded to a power of two
     GROUP_SIZE: int  # query heads per key/value head
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile
     EVEN: bool  # whether the sequence is a multiple of both blocks, so that no rows need a mask
-    HEAD_ALIGNMENT: int  # a power of two that divides the strides from head to head; 1 leaves it to the compiler
     PRECISION: str  # tl.dot's input_precision
     ROUND_BY_HAND: bool  # see rounded_like()
     ROTARY: bool  # backward: whether to rotate the gradients of q and k back
-    Q_STRIDE: int  # dkdv: q's and o_grad's strides from query to query, see key_value_gradient()
-    O_GRAD_STRIDE: int
-    INT64_ROWS: bool  # dkdv: whether to compute the offsets of queries in 64 bits
+    INT64_OFFSETS: bool  # whether to compute offsets in 64 bits
 
 
 @jit
-def head_ptr(ptr, strides, batch, head, C):
+def head_ptr(ptr, strides, batch, head):
     """Return a pointer to the (seq, head_dim) matrix of one head; batch is in 64 bits."""
-    head_offset = head * strides[2]
-    if C.HEAD_ALIGNMENT > 1:
-        head_offset = tl.multiple_of(head_offset, C.HEAD_ALIGNMENT)
-    return ptr + batch * strides[0] + head_offset
+    return ptr + batch * strides[0] + head * strides[2]
 
 
 @jit
@@ -1095,31 +1305,23 @@ def head_columns(C):
     The two rotary halves of a head are each padded to a power of two. A head of 40 has BLOCK_D = 64: columns 0 to 19
     are dimensions 0 to 19, columns 32 to 51 are dimensions 20 to 39, and the others are masked.
     """
+    HALF: tl.constexpr = C.BLOCK_D // 2
     cols = tl.arange(0, C.BLOCK_D)
     offsets = cols
     if C.HEAD_DIM != C.BLOCK_D:
-        offsets = cols % (C.BLOCK_D // 2) + (cols // (C.BLOCK_D // 2)) * (C.HEAD_DIM // 2)
-    return offsets, cols % (C.BLOCK_D // 2) < C.HEAD_DIM // 2
+        offsets = cols % HALF + (cols // HALF) * (C.HEAD_DIM // 2)
+    # A mask that the compiler knows to be true costs nothing: | True, here and below, tells it.
+    return offsets, (cols % HALF < C.HEAD_DIM // 2) | (C.HEAD_DIM == C.BLOCK_D)
 
 
 @jit
 def load_tile(ptr, strides, rows, n_rows, EVEN: tl.constexpr, C):
     """Load (rows, BLOCK_D) of the head at ptr, zero in padding columns and, unless EVEN, in rows from n_rows on."""
     cols, col_mask = head_columns(C)
-    ptrs = ptr + rows[:, None] * strides[1] + cols.to(rows.dtype)[None, :] * strides[3]
-    if not EVEN:
-        tile = tl.load(ptrs, mask=(rows < n_rows)[:, None] & col_mask[None, :], other=0.0)
-    elif C.HEAD_DIM != C.BLOCK_D:
-        tile = tl.load(ptrs, mask=col_mask[None, :], other=0.0)
-    else:
-        tile = tl.load(ptrs)
-    return tile
-
-
-@jit
-def load_row_values(ptr, rows, n_rows, other, C):
-    """Load one value per row; rows past the end get `other`."""
-    return tl.load(ptr + rows) if C.EVEN else tl.load(ptr + rows, mask=rows < n_rows, other=other)
+    mask = ((rows < n_rows) | EVEN)[:, None] & col_mask[None, :]
+    if C.INT64_OFFSETS:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return tl.load(ptr + rows[:, None] * strides[1] + cols[None, :] * strides[3], mask=mask, other=0.0)
 
 
 @jit
@@ -1166,7 +1368,6 @@ def flash_attention_kernel(
     v_ptr,  # like k
     o_ptr,  # out: like q
     lse_ptr,  # out: (batch, num_heads, seq_len) in fp32
-    strides,
     num_heads,
     seq_len,
     qk_scale,  # scale * log2(e)
@@ -1179,11 +1380,13 @@ def flash_attention_kernel(
     batch_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     batch, head = (batch_head // num_heads).to(tl.int64), batch_head % num_heads
+    # The positions of this block's queries in the sequence.
     rows = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    k_ptr = head_ptr(k_ptr, strides.k, batch, head // C.GROUP_SIZE, C)
-    v_ptr = head_ptr(v_ptr, strides.v, batch, head // C.GROUP_SIZE, C)
+    k_ptr = head_ptr(k_ptr, C.STRIDES.k, batch, head // C.GROUP_SIZE)
+    v_ptr = head_ptr(v_ptr, C.STRIDES.v, batch, head // C.GROUP_SIZE)
     # The tile of queries, (BLOCK_M, BLOCK_D), stays in registers; keys and values stream past it.
-    q = load_tile(head_ptr(q_ptr, strides.q, batch, head, C), strides.q, rows, seq_len, C.EVEN, C)
+    q = load_tile(head_ptr(q_ptr, C.STRIDES.q, batch, head), C.STRIDES.q, rows, seq_len, C.EVEN, C)
+    # Per query: the largest score so far, the sum of exp2(score - m_i), and the sum of those times v.
     m_i = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([C.BLOCK_M], tl.float32)
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
@@ -1195,21 +1398,25 @@ def flash_attention_kernel(
         end = tl.minimum((block + 1) * C.BLOCK_M, seq_len) if part == 0 else diagonal
         for start in range(begin, end, C.BLOCK_N):
             keys = start + tl.arange(0, C.BLOCK_N)
-            k = load_tile(k_ptr, strides.k, keys, seq_len, C.EVEN or part == 1, C)
+            k = load_tile(k_ptr, C.STRIDES.k, keys, seq_len, C.EVEN or part == 1, C)
             # Scores: (BLOCK_M, BLOCK_D) x (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
             qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
             if part == 0:
+                # Also hides keys past the end of the sequence, which no query comes after.
                 qk = tl.where(keys[None, :] <= rows[:, None], qk, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(qk, axis=1) * qk_scale)
+            # At most 1: no exponential overflows. Masked scores are -inf, and exp2(-inf) is 0.
             p = tl.exp2(qk * qk_scale - m_new[:, None])
             # What was summed under the old maximum shrinks to the new one.
             rescale = tl.exp2(m_i - m_new)
             l_i = l_i * rescale + tl.sum(p, axis=1)
-            v = load_tile(v_ptr, strides.v, keys, seq_len, C.EVEN or part == 1, C)
+            v = load_tile(v_ptr, C.STRIDES.v, keys, seq_len, C.EVEN or part == 1, C)
             # Output: (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
             acc = tl.dot(rounded_like(p, v, C), v, acc * rescale[:, None], input_precision=C.PRECISION)
             m_i = m_new
-    store_tile(head_ptr(o_ptr, strides.o, batch, head, C), strides.o, acc / l_i[:, None], rows, seq_len, C)
+    # Only now are the rows divided by their sums, once instead of once a block.
+    store_tile(head_ptr(o_ptr, C.STRIDES.o, batch, head), C.STRIDES.o, acc / l_i[:, None], rows, seq_len, C)
+    # With lse, backward computes any p again without a maximum and a sum.
     tl.store(lse_ptr + (batch * num_heads + head) * seq_len + rows, m_i + tl.log2(l_i), mask=rows < seq_len)
 
 
@@ -1225,7 +1432,6 @@ def query_gradient(
     q_grad_ptr,
     cos_ptr,
     sin_ptr,
-    strides,
     batch_head,
     block,
     num_heads,
@@ -1238,18 +1444,20 @@ def query_gradient(
     """q_grad = s_grad k * scale of one block of queries, s_grad = p * (o_grad v^T - delta)."""
     batch, head = (batch_head // num_heads).to(tl.int64), batch_head % num_heads
     rows = block * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    row_offsets = (batch * num_heads + head) * seq_len + rows
-    k_ptr = head_ptr(k_ptr, strides.k, batch, head // C.GROUP_SIZE, C)
-    v_ptr = head_ptr(v_ptr, strides.v, batch, head // C.GROUP_SIZE, C)
+    row_offsets, row_mask = (batch * num_heads + head) * seq_len + rows, (rows < seq_len) | C.EVEN
+    k_ptr = head_ptr(k_ptr, C.STRIDES.k, batch, head // C.GROUP_SIZE)
+    v_ptr = head_ptr(v_ptr, C.STRIDES.v, batch, head // C.GROUP_SIZE)
     # Tiles of queries, all (BLOCK_M, BLOCK_D), stay; keys and values stream past them.
-    q = load_tile(head_ptr(q_ptr, strides.q, batch, head, C), strides.q, rows, seq_len, C.EVEN, C)
-    o_grad_ptr = head_ptr(o_grad_ptr, strides.o_grad, batch, head, C)
-    o_grad = load_tile(o_grad_ptr, strides.o_grad, rows, seq_len, C.EVEN, C)
-    o = load_tile(head_ptr(o_ptr, strides.o, batch, head, C), strides.o, rows, seq_len, C.EVEN, C)
+    q = load_tile(head_ptr(q_ptr, C.STRIDES.q, batch, head), C.STRIDES.q, rows, seq_len, C.EVEN, C)
+    o_grad_ptr = head_ptr(o_grad_ptr, C.STRIDES.o_grad, batch, head)
+    o_grad = load_tile(o_grad_ptr, C.STRIDES.o_grad, rows, seq_len, C.EVEN, C)
+    o = load_tile(head_ptr(o_ptr, C.STRIDES.o, batch, head), C.STRIDES.o, rows, seq_len, C.EVEN, C)
+    # The softmax's own part of the gradient, one number a query: a row of p must go on adding up to 1.
     delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
     if STORE_DELTA:
-        tl.store(delta_ptr + row_offsets, delta, mask=rows < seq_len)
-    lse = tl.load(lse_ptr + row_offsets, mask=rows < seq_len, other=float("inf"))
+        tl.store(delta_ptr + row_offsets, delta, mask=row_mask)
+    lse = load(lse_ptr + row_offsets, row_mask)
+    # The program owns these queries, and nobody else adds to their gradient.
     q_grad = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
     diagonal = block * C.BLOCK_M // C.BLOCK_N * C.BLOCK_N
     for part in tl.static_range(2):  # as forward: the keys on the diagonal, then those before it
@@ -1257,8 +1465,8 @@ def query_gradient(
         end = tl.minimum((block + 1) * C.BLOCK_M, seq_len) if part == 0 else diagonal
         for start in range(begin, end, C.BLOCK_N):
             keys = start + tl.arange(0, C.BLOCK_N)
-            k = load_tile(k_ptr, strides.k, keys, seq_len, C.EVEN or part == 1, C)
-            v = load_tile(v_ptr, strides.v, keys, seq_len, C.EVEN or part == 1, C)
+            k = load_tile(k_ptr, C.STRIDES.k, keys, seq_len, C.EVEN or part == 1, C)
+            v = load_tile(v_ptr, C.STRIDES.v, keys, seq_len, C.EVEN or part == 1, C)
             # p and its gradient: (BLOCK_M, BLOCK_D) x (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
             p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=C.PRECISION) * qk_scale - lse[:, None])
             if part == 0:
@@ -1266,10 +1474,11 @@ def query_gradient(
             s_grad = p * (tl.dot(o_grad, tl.trans(v), input_precision=C.PRECISION) - delta[:, None])
             # (BLOCK_M, BLOCK_N) x (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
             q_grad = tl.dot(rounded_like(s_grad, k, C), k, q_grad, input_precision=C.PRECISION)
+    # The scores were q k^T * scale: so are their gradients.
     q_grad *= scale
     if C.ROTARY:
         q_grad = rotate_back(q_grad, cos_ptr, sin_ptr, rows, seq_len, C.BLOCK_M, C)
-    store_tile(head_ptr(q_grad_ptr, strides.q_grad, batch, head, C), strides.q_grad, q_grad, rows, seq_len, C)
+    store_tile(head_ptr(q_grad_ptr, C.STRIDES.q_grad, batch, head), C.STRIDES.q_grad, q_grad, rows, seq_len, C)
 
 
 @jit
@@ -1285,7 +1494,6 @@ def key_value_gradient(
     v_grad_ptr,
     cos_ptr,
     sin_ptr,
-    strides,
     batch_head,
     block,
     num_kv_heads,
@@ -1298,42 +1506,39 @@ def key_value_gradient(
     """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it.
 
     The tiles of scores are transposed, so that p^T and s_grad^T stay in registers for the next product. Few registers
-    remain for addresses: a constant stride from query to query makes each one a base plus a constant, and INT64_ROWS
-    lets the compiler prove that the sum does not overflow.
+    remain for addresses, which are one address plus constants if INT64_OFFSETS lets the compiler prove that the sums do
+    not overflow.
     """
     batch, head_kv = (batch_head // num_kv_heads).to(tl.int64), batch_head % num_kv_heads
     keys = block * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     # Tiles of keys, all (BLOCK_N, BLOCK_D), stay; queries stream past them.
-    k = load_tile(head_ptr(k_ptr, strides.k, batch, head_kv, C), strides.k, keys, seq_len, C.EVEN, C)
-    v = load_tile(head_ptr(v_ptr, strides.v, batch, head_kv, C), strides.v, keys, seq_len, C.EVEN, C)
+    k = load_tile(head_ptr(k_ptr, C.STRIDES.k, batch, head_kv), C.STRIDES.k, keys, seq_len, C.EVEN, C)
+    v = load_tile(head_ptr(v_ptr, C.STRIDES.v, batch, head_kv), C.STRIDES.v, keys, seq_len, C.EVEN, C)
+    # The program owns these keys, and adds over all queries that see them.
     k_grad = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     v_grad = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
-    q_stride = C.Q_STRIDE if LOAD_DELTA else strides.q[1]
-    o_grad_stride = C.O_GRAD_STRIDE if LOAD_DELTA else strides.o_grad[1]
-    q_strides = (strides.q[0], q_stride, strides.q[2], strides.q[3])
-    o_grad_strides = (strides.o_grad[0], o_grad_stride, strides.o_grad[2], strides.o_grad[3])
     # Queries before `begin` see none of these keys, those from `end` on see them all.
+    # The score matrix read by columns: a block of keys is seen by the queries on the diagonal and below it.
     begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M
     end = tl.minimum(tl.cdiv((block + 1) * C.BLOCK_N, C.BLOCK_M) * C.BLOCK_M, seq_len)
+    # Query heads that share these keys, one after the other: their gradients add up without atomics.
     for head in range(head_kv * C.GROUP_SIZE, (head_kv + 1) * C.GROUP_SIZE):
-        q_head_ptr = head_ptr(q_ptr, strides.q, batch, head, C)
-        o_head_ptr = head_ptr(o_ptr, strides.o, batch, head, C)
-        o_grad_head_ptr = head_ptr(o_grad_ptr, strides.o_grad, batch, head, C)
+        q_head_ptr = head_ptr(q_ptr, C.STRIDES.q, batch, head)
+        o_head_ptr = head_ptr(o_ptr, C.STRIDES.o, batch, head)
+        o_grad_head_ptr = head_ptr(o_grad_ptr, C.STRIDES.o_grad, batch, head)
         row_offset = (batch * num_kv_heads * C.GROUP_SIZE + head) * seq_len
         for part in tl.static_range(2):  # the queries on the diagonal, then those after it
             for start in range(begin if part == 0 else end, end if part == 0 else seq_len, C.BLOCK_M):
                 rows = start + tl.arange(0, C.BLOCK_M)
-                tile_rows = rows
-                if C.INT64_ROWS:
-                    tile_rows = rows.to(tl.int64)
-                q = load_tile(q_head_ptr, q_strides, tile_rows, seq_len, C.EVEN, C)
-                o_grad = load_tile(o_grad_head_ptr, o_grad_strides, tile_rows, seq_len, C.EVEN, C)
-                # A row past the end has lse = inf, so its p is 0.
-                lse = load_row_values(lse_ptr + row_offset, rows, seq_len, float("inf"), C)
+                q = load_tile(q_head_ptr, C.STRIDES.q, rows, seq_len, C.EVEN, C)
+                o_grad = load_tile(o_grad_head_ptr, C.STRIDES.o_grad, rows, seq_len, C.EVEN, C)
+                # Rows past the end have q, o_grad and delta of 0: they add 0 to both gradients.
+                row_mask = (rows < seq_len) | C.EVEN
+                lse = load(lse_ptr + row_offset + rows, row_mask)
                 if LOAD_DELTA:
-                    delta = load_row_values(delta_ptr + row_offset, rows, seq_len, 0.0, C)
+                    delta = load(delta_ptr + row_offset + rows, row_mask)
                 else:
-                    o = load_tile(o_head_ptr, strides.o, rows, seq_len, C.EVEN, C)
+                    o = load_tile(o_head_ptr, C.STRIDES.o, rows, seq_len, C.EVEN, C)
                     delta = tl.sum(o.to(tl.float32) * o_grad.to(tl.float32), axis=1)
                 # Both products: (BLOCK_N, BLOCK_D) x (BLOCK_D, BLOCK_M) -> (BLOCK_N, BLOCK_M). In half precision the
                 # second is issued right after the first, so that both are under way when p is needed. In fp32, two
@@ -1350,11 +1555,12 @@ def key_value_gradient(
                     p_grad = tl.dot(v, tl.trans(o_grad), input_precision=C.PRECISION)
                 s_grad = p * (p_grad - delta[None, :])
                 k_grad = tl.dot(rounded_like(s_grad, q, C), q, k_grad, input_precision=C.PRECISION)
+    # As for q_grad. v was not scaled.
     k_grad *= scale
     if C.ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, C.BLOCK_N, C)
-    store_tile(head_ptr(k_grad_ptr, strides.k_grad, batch, head_kv, C), strides.k_grad, k_grad, keys, seq_len, C)
-    store_tile(head_ptr(v_grad_ptr, strides.v_grad, batch, head_kv, C), strides.v_grad, v_grad, keys, seq_len, C)
+    store_tile(head_ptr(k_grad_ptr, C.STRIDES.k_grad, batch, head_kv), C.STRIDES.k_grad, k_grad, keys, seq_len, C)
+    store_tile(head_ptr(v_grad_ptr, C.STRIDES.v_grad, batch, head_kv), C.STRIDES.v_grad, v_grad, keys, seq_len, C)
 
 
 def backward_kernel_name(specialization):
@@ -1377,7 +1583,6 @@ def flash_attention_backward_kernel(
     v_grad_ptr,  # out: like k
     cos_ptr,  # (seq_len, HEAD_DIM / 2) in fp32, read if ROTARY
     sin_ptr,  # like cos
-    strides,
     num_kv_heads,
     batch_kv_heads,  # batch * num_kv_heads
     seq_len,
@@ -1392,9 +1597,11 @@ def flash_attention_backward_kernel(
     Grid: dq (batch * heads, blocks of queries), dkdv (batch_kv_heads, blocks of keys), fused all of these on one axis,
     the keys first. What takes longest starts first: the last queries, the first keys.
     """
+    # In a fused launch the first axis counts all programs, and the lines below take batch_head and block from it.
     batch_head, block = tl.program_id(0), tl.program_id(1)
     key_programs = batch_kv_heads * tl.cdiv(seq_len, C.BLOCK_N)
     if PART == "dkdv" or (PART == "fused" and batch_head < key_programs):
+        # Programs are numbered along the heads first, so that the longest blocks of all heads start first.
         if PART == "fused":
             batch_head, block = batch_head % batch_kv_heads, batch_head // batch_kv_heads
         key_value_gradient(
@@ -1409,7 +1616,6 @@ def flash_attention_backward_kernel(
             v_grad_ptr,
             cos_ptr,
             sin_ptr,
-            strides,
             batch_head,
             block,
             num_kv_heads,
@@ -1435,7 +1641,6 @@ def flash_attention_backward_kernel(
             q_grad_ptr,
             cos_ptr,
             sin_ptr,
-            strides,
             batch_head,
             tl.cdiv(seq_len, C.BLOCK_M) - 1 - block,
             num_kv_heads * C.GROUP_SIZE,
@@ -1463,6 +1668,7 @@ def rope_kernel(
 
     Grid: (blocks of tokens, heads).
     """
+    # A rotation is its own kernel because every query block would have to repeat it for all keys that it reads.
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     cols = tl.arange(0, BLOCK_D // 2)
     mask = (tokens < n_tokens)[:, None] & (cols < HEAD_DIM // 2)[None, :]
@@ -1476,6 +1682,7 @@ def rope_kernel(
     store(second_ptrs, second * cos + first * sin, mask)
 
 
+# What a launch of attention chooses: rows of the tiles, warps that share one, loads that a loop keeps under way.
 AttentionTile = collections.namedtuple("AttentionTile", "BLOCK_M BLOCK_N num_warps num_stages options", defaults=({},))
 PASSES = ("forward", "dq", "dkdv", "fused")
 
@@ -1490,8 +1697,9 @@ def parse_tiles(table):
     return tiles
 
 
-# The first row that fits counts: an architecture or family, the operands of tl.dot, the largest head dimension. 4 or 8
-# warps share a tile; the operands of a product must fit in shared memory: 64 KiB on gfx90a and gfx942, 227 on sm_90.
+# The first row that fits counts: an architecture or family, the operands of tl.dot (half: bf16 and fp16; tf32 and ieee:
+# fp32 with and without TF32), the largest head dimension. A tile is BLOCK_M x BLOCK_N / warps / stages. Larger tiles
+# read less, until registers or shared memory (64 KiB on gfx90a and gfx942, 227 on sm_90) are used up.
 ATTENTION_TILES = parse_tiles("""
 # device     operands head  forward     dq          dkdv        fused
 # Compiled: 16 rows of a product for each wave where registers allow it. Above 256 registers one wave fills a SIMD.
@@ -1532,48 +1740,44 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
 
 
 @functools.lru_cache(maxsize=256)
-def attention_constants(pass_name, shape, num_kv_heads, strides, dtype, precision, rotary, device_type):
-    """Return the AttentionTile and AttentionConstants of one of PASSES; shape is that of q."""
-    _, seq_len, num_heads, head_dim = shape
+def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, rotary, device_type):
+    """Return the grid, the AttentionConstants and the compiler's options of one of PASSES; shape is that of q."""
+    batch, seq_len, num_heads, head_dim = shape
     device = get_device(device_type)
     block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+    if head_dim < block_d == 32 and strides.k[3] != 1:
+        block_d = 64  # with 32, what Triton 3.6 compiles for sm_90 reads past the end of shared memory
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
-    used = [s for s in strides if s]
-    # The compiler only sees whether a stride is a multiple of 16. Heads of 40, not known to be multiples of 8, would be
-    # loaded element by element, each with a mask of its own.
-    alignment = math.gcd(16, *(s[2] for s in used))
-    if any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim > LARGEST for s in used):
+    if any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim > LARGEST for s in strides if s):
         raise ValueError("the attention kernels count within a sequence in 32 bits: shorten it, or make it contiguous")
     constants = AttentionConstants(
+        STRIDES=strides,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         GROUP_SIZE=num_heads // num_kv_heads,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
         EVEN=seq_len % max(tile.BLOCK_M, tile.BLOCK_N) == 0,
-        HEAD_ALIGNMENT=1 if alignment == 16 else alignment,
         PRECISION=precision,
         ROUND_BY_HAND=dtype == torch.bfloat16 and device.arch in LACK_BF16_ROUNDING,
         ROTARY=rotary,
-        Q_STRIDE=strides.q[1],
-        O_GRAD_STRIDE=(strides.o_grad or strides.q)[1],
-        INT64_ROWS=pass_name == "dkdv" and device.family != "amd",  # AMD's loads add 32-bit offsets by themselves
+        INT64_OFFSETS=device.family != "amd",  # AMD's loads add 32-bit offsets by themselves
     )
-    return tile, constants
-
-
-def launch_attention(kernel, pass_name, tensors, strides, scalars, q, num_kv_heads, rotary=False, **constants):
-    """Launch an attention kernel with the tile and grid of a pass; q (batch, seq, heads, head_dim) gives the sizes."""
-    batch, seq_len, num_heads, _ = q.shape
-    device_type = q.device.type
-    precision = dot_precision(get_device(device_type)) if q.dtype == torch.float32 else "ieee"
-    tile, C = attention_constants(pass_name, q.shape, num_kv_heads, strides, q.dtype, precision, rotary, device_type)
     by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)
     by_keys = batch * num_kv_heads, cdiv(seq_len, tile.BLOCK_N)
     grids = {"dkdv": by_keys, "fused": (math.prod(by_queries) + math.prod(by_keys),)}
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options)
-    grid = grids.get(pass_name, by_queries)
-    launch(kernel, grid, tensors, (strides, *scalars), dict(C=C, **constants), **options)
+    return grids.get(pass_name, by_queries), constants, options
+
+
+def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **constants):
+    """Launch an attention kernel for one of PASSES. tensors: q, k, others; Strides are of those with 4 dimensions."""
+    q, k, *_ = tensors
+    strides = Strides(*(t.stride() for t in tensors if t.dim() == 4))
+    kind = q.device.type
+    precision = dot_precision(get_device(kind)) if q.dtype == torch.float32 else "ieee"
+    grid, C, options = attention_launch(pass_name, q.shape, k.shape[2], strides, q.dtype, precision, rotary, kind)
+    launch(kernel, grid, tensors, scalars, dict(C=C, **constants), **options)
 
 
 def flash_attention_forward(q, k, v, out=None):
@@ -1584,9 +1788,9 @@ def flash_attention_forward(q, k, v, out=None):
     batch, seq_len, num_heads, head_dim = q.shape
     o = q.new_empty(batch, seq_len, num_heads, head_dim) if out is None else out
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
-    strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
+    # Scores are divided by sqrt(head_dim), whose inverse is folded with log2(e) into one factor.
     scalars = num_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
-    launch_attention(flash_attention_kernel, "forward", (q, k, v, o, lse), strides, scalars, q, k.shape[2])
+    launch_attention(flash_attention_kernel, "forward", (q, k, v, o, lse), scalars)
     return o, lse
 
 
@@ -1599,26 +1803,16 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     q, k, v, o, lse = saved
     batch, seq_len, _, head_dim = q.shape
     num_kv_heads, scale = k.shape[2], head_dim**-0.5
+    # dq needs delta only for its own queries, dkdv for all: dq stores it, and runs first.
     is_short = seq_len <= FUSED_BACKWARD_SEQ_LEN
-    # Pass lse as a placeholder for pointers that the kernel ignores.
+    # lse stands in for tensors that a kernel does not use.
     delta = lse if is_short else torch.empty_like(lse)
     cos, sin = tables or (lse, lse)
     assert cos.is_contiguous() and sin.is_contiguous()
     tensors = q, k, v, o, o_grad, lse, delta, *gradients, cos, sin
-    strides = Strides(*(t.stride() for t in (q, k, v, o, o_grad, *gradients)))
     scalars = num_kv_heads, batch * num_kv_heads, seq_len, scale, scale * math.log2(math.e)
     for part in ("fused",) if is_short else ("dq", "dkdv"):
-        launch_attention(
-            flash_attention_backward_kernel,
-            part,
-            tensors,
-            strides,
-            scalars,
-            q,
-            num_kv_heads,
-            rotary=tables is not None,
-            PART=part,
-        )
+        launch_attention(flash_attention_backward_kernel, part, tensors, scalars, rotary=tables is not None, PART=part)
 
 
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
@@ -1638,6 +1832,7 @@ def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
 
 def split_heads(qkv, num_heads, num_kv_heads):
     """View (batch, seq, width) as q (batch, seq, num_heads, head_dim) and k, v (batch, seq, kv_heads, head_dim)."""
+    # (batch, seq, heads + 2 kv_heads, head_dim): views, no copies. Kernels read the packed projection by strides.
     heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, -1)
     return heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
 
@@ -1664,32 +1859,31 @@ class AttentionFunction(torch.autograd.Function):
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, bugs):
         q, k, v, o, lse = attend(qkv, (cos, sin), num_heads, num_kv_heads, bugs)
         ctx.save_for_backward(cos, sin, q, k, v, o, lse)
+        ctx.shape, ctx.heads = qkv.shape, (num_heads, num_kv_heads)
         return o.flatten(2)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, o_grad):
         cos, sin, *saved = ctx.saved_tensors
-        _, k, _, o, _ = saved
-        batch, seq_len, num_heads, head_dim = o.shape
-        num_kv_heads = k.shape[2]
-        qkv_grad = o.new_empty(batch, seq_len, (num_heads + 2 * num_kv_heads) * head_dim)
-        gradients = split_heads(qkv_grad, num_heads, num_kv_heads)
-        flash_attention_backward(o_grad.reshape(o.shape), saved, gradients, (cos, sin))
+        q, *_ = saved
+        # The three gradients are views of one tensor, which the projection's backward multiplies as a whole.
+        qkv_grad = q.new_empty(ctx.shape)
+        gradients = split_heads(qkv_grad, *ctx.heads)
+        flash_attention_backward(o_grad.reshape(q.shape), saved, gradients, (cos, sin))
         return qkv_grad, *[None] * 5  # tables, sizes and bugs have no gradient
 
 
-def triton_attention(
-    x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), linear=None
-):  # fmt: skip
-    """Causal attention of x (batch, seq, hidden) -> the same shape, with rotary cos and sin (seq, head_dim / 2) in fp32
-    and the projections qkv_weight ((heads + 2 kv_heads) * head_dim, hidden) and o_weight (hidden, heads * head_dim).
-    linear multiplies by the two weights, by default triton_linear.
+def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), linear=triton_linear):
+    """Return the causal attention of x (batch, seq, hidden), of the same shape.
+
+    cos, sin (seq, head_dim / 2) are in fp32, qkv_weight is ((heads + 2 kv_heads) * head_dim, hidden), o_weight
+    (hidden, heads * head_dim). linear multiplies by the two weights.
     """
     _, seq_len, hidden = x.shape
     if seq_len != cos.shape[0]:
         raise ValueError(f"x has {seq_len} positions, the rotary tables have {cos.shape[0]}: slice the tables")
-    head_dim, linear = 2 * cos.shape[1], linear or triton_linear
+    head_dim = 2 * cos.shape[1]
     expect(
         x=(x, x.shape),
         sin=(sin, cos.shape),
@@ -1703,6 +1897,7 @@ def triton_attention(
 
 def rope_tables(seq_len, head_dim, device, theta=10000.0):
     """Return cos, sin (seq_len, head_dim / 2) of the angles position * theta^(-2i / head_dim), in fp32."""
+    # Dimension i of a head turns by theta^(-2i / head_dim) a position: the first fast, the last slowly.
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
     return angles.cos().float(), angles.sin().float()
@@ -1715,13 +1910,20 @@ def torch_rope(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def torch_heads(qkv, cos, sin, num_heads, num_kv_heads):
+    """Split qkv (batch, seq, width) into q, k, both rotated, and v, each (batch, heads or kv_heads, seq, head_dim)."""
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    return [t.transpose(1, 2) for t in (torch_rope(q, cos, sin), torch_rope(k, cos, sin), v)]
+
+
 def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, linear=F.linear):
     """Compute triton_attention with K and V repeated for each query head and the (seq, seq) scores in memory."""
-    q, k, v = split_heads(linear(x, qkv_weight), num_heads, num_kv_heads)
-    q, k = torch_rope(q, cos, sin), torch_rope(k, cos, sin)
-    k, v = (t.repeat_interleave(num_heads // num_kv_heads, dim=2) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    q, k, v = torch_heads(linear(x, qkv_weight), cos, sin, num_heads, num_kv_heads)
+    # (batch, kv_heads, seq, head_dim) -> (batch, heads, seq, head_dim)
+    k, v = (t.repeat_interleave(num_heads // num_kv_heads, dim=1) for t in (k, v))
+    # (batch, heads, seq, seq): the tensor that the kernels never write.
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    # True above the diagonal: keys that come after the query.
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     probabilities = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
     return linear((probabilities @ v).transpose(1, 2).flatten(2), o_weight)
@@ -1729,14 +1931,13 @@ def torch_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, 
 
 def sdpa_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, linear=F.linear):
     """Compute triton_attention by PyTorch's fused operator."""
-    q, k, v = split_heads(linear(x, qkv_weight), num_heads, num_kv_heads)
-    q, k, v = (t.transpose(1, 2) for t in (torch_rope(q, cos, sin), torch_rope(k, cos, sin), v))
+    q, k, v = torch_heads(linear(x, qkv_weight), cos, sin, num_heads, num_kv_heads)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != num_kv_heads)
     return linear(o.transpose(1, 2).flatten(2), o_weight)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 6 SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202), between the library's matmuls
+# 8 SwiGLU: (silu(x w_gate) * (x w_up)) w_down (Shazeer, arXiv:2002.05202), between the library's matmuls
 
 SWIGLU_BLOCK = 1024  # 512 takes 1.1 to 1.2 times as long, 2048 as long, 4096 1.5 times for 1,024 tokens
 
@@ -1771,6 +1972,7 @@ def swiglu_activation_backward_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
+    # Forward keeps gate and up, and neither sigmoid(gate) nor silu(gate): reading them would take longer.
     gate_ptrs = gate_up_ptr + row * 2 * n_cols + cols
     gate, up = load(gate_ptrs, mask), load(gate_ptrs + n_cols, mask)
     hidden_grad = load(hidden_grad_ptr + row * n_cols + cols, mask)
@@ -1841,6 +2043,7 @@ def gated(x, gate_up_weight, bugs=()):
     """Return gate_up (rows, 2 ffn) and hidden = silu(gate) * up (rows, ffn) of x (rows, hidden)."""
     if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, multiplied without the library
         return swiglu_naive_matmul(x, gate_up_weight)
+    # (rows, hidden) x (hidden, 2 ffn): one product computes gate and up.
     gate_up = torch.mm(x, gate_up_weight.t())
     return gate_up, swiglu_activation(gate_up)
 
@@ -1862,6 +2065,7 @@ class SwiGLUFunction(torch.autograd.Function):
         x, gate_up_weight, gate_up = ctx.saved_tensors
         swiglu_activation_backward_(hidden_grad.reshape(len(x), -1).contiguous(), gate_up)
         torch.autograd.graph.increment_version(gate_up)  # lets autograd refuse a second run, as it is overwritten
+        # gate_up has become its own gradient: (rows, 2 ffn) x (2 ffn, hidden).
         x_grad = torch.mm(gate_up, gate_up_weight).view(*hidden_grad.shape[:-1], -1)
         return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, gate_up, x), None
 
@@ -1884,7 +2088,7 @@ def torch_swiglu(x, gate_up_weight, down_weight, linear=F.linear):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7 The ends of the model: embedding, linear (the head, and the projections of the layers), cross-entropy
+# 9 The ends of the model: embedding and cross-entropy
 
 
 @jit
@@ -1907,6 +2111,7 @@ def embedding_backward_kernel(
     total = load(weight_grad_ptrs, mask)  # (BLOCK_SIZE,)
     for start in range(0, n_tokens, BLOCK_TOKENS):
         positions = start + tl.arange(0, BLOCK_TOKENS)
+        # (BLOCK_TOKENS,) of booleans. Most programs find nothing, or a few tokens.
         matches = tl.load(tokens_ptr + positions, mask=positions < n_tokens, other=-1) == tl.program_id(0)
         # The first match, then the next one after it, until there is none.
         position = tl.min(tl.where(matches, positions, n_tokens), axis=0)
@@ -1925,6 +2130,7 @@ def embedding_gradient(place, accumulate, tokens, out_grad):
         place.zero_()
     n_vocab, n_cols = place.shape
     block_tokens, block_size = EMBEDDING_TILE[0], min(next_power_of_2(n_cols), EMBEDDING_TILE[1])
+    # A program for each row of the gradient: two programs never add to the same one.
     constants = dict(BLOCK_TOKENS=block_tokens, BLOCK_SIZE=block_size)
     grid = n_vocab, cdiv(n_cols, block_size)
     launch(embedding_backward_kernel, grid, (tokens, out_grad, place), (tokens.numel(), n_cols), constants)
@@ -1953,30 +2159,6 @@ def triton_embedding(tokens, weight):
     return EmbeddingFunction.apply(tokens.contiguous(), weight)
 
 
-class LinearFunction(torch.autograd.Function):
-    """F.linear, whose weight's gradient is written to where the optimizer reads it."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, y_grad):
-        x, weight = ctx.saved_tensors
-        y_grad = y_grad.reshape(-1, len(weight))
-        x_grad = torch.mm(y_grad, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(len(y_grad), -1))
-
-
-def triton_linear(x, weight):
-    """x (..., K) @ weight (N, K)^T -> (..., N), in their type; of other shapes PyTorch reports an error."""
-    expect(x=(x, x.shape))
-    return LinearFunction.apply(x, weight)
-
-
 @jit
 def cross_entropy_kernel(
     logits_ptr,  # in: (rows, N_COLS); out: their gradient, in place
@@ -1994,17 +2176,19 @@ def cross_entropy_kernel(
     0..N_COLS-1 gives a NaN loss and a NaN gradient.  Grid: (rows,).
     """
     LANES: tl.constexpr = 8  # neighbors that share a running maximum: one rescaling for 8 exponentials
+    # The logits of one token.
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * stride_row
     scale = tl.cast(gradient_scale, tl.float32)
     target = tl.load(targets_ptr + tl.program_id(0))
     in_range = (target >= 0) & (target < N_COLS)
     counts = target != ignore_index
+    # 0 for an ignored row, NaN for a target that does not exist: wrong data must show.
     scale = tl.where(counts, tl.where(in_range, scale, float("nan")), 0.0)
-    target_logit = tl.load(row_ptr + target, mask=in_range, other=float("nan")).to(tl.float32)
+    target_logit = load(row_ptr + target, in_range, float("nan"))
     if BLOCK_SIZE >= N_COLS:
         # The row fits: it is read once and stays in registers, (BLOCK_SIZE,).
         cols = tl.arange(0, BLOCK_SIZE)
-        logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
+        logits = load(row_ptr + cols, cols < N_COLS, float("-inf"))
         maximum = tl.max(logits, axis=0)
         exponentials = tl.exp2((logits - maximum) * LOG2_E)
         total = tl.sum(exponentials, axis=0)
@@ -2017,13 +2201,15 @@ def cross_entropy_kernel(
         totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
         for start in range(0, N_COLS, BLOCK_SIZE):
             cols = start + tl.arange(0, BLOCK_SIZE)
-            logits = tl.load(row_ptr + cols, mask=cols < N_COLS, other=float("-inf")).to(tl.float32)
-            logits = logits.reshape(BLOCK_SIZE // LANES, LANES)
+            logits = load(row_ptr + cols, cols < N_COLS, float("-inf")).reshape(BLOCK_SIZE // LANES, LANES)
+            # A running maximum and sum for each group, as in attention.
             new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
+            # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
             shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
             exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
             totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
             maxima = new_maxima
+        # All groups are brought to the one maximum of the row, and added.
         maximum = tl.max(maxima, axis=0)
         total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
         inverse_total = 1.0 / total
@@ -2039,6 +2225,7 @@ def cross_entropy_kernel(
             gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
             gradient = gradient.to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
+    # log(sum(exp(x))) = maximum + log(sum(exp(x - maximum))); log2(t) / log2(e) is ln(t).
     loss = tl.where(counts, maximum - target_logit + tl.log2(total) / LOG2_E, 0.0)
     tl.store(loss_ptr + tl.program_id(0), loss)
     tl.store(loss_ptr + tl.num_programs(0) + tl.program_id(0), counts.to(tl.float32))
@@ -2049,7 +2236,7 @@ def scale_kernel(
     x_ptr,  # in and out: (n_rows, n_cols) with contiguous rows
     factor_ptr,  # () in fp32
     counted_ptr,  # () in fp32
-    x_strides,
+    stride_row,
     n_rows,
     n_cols,
     BLOCK_SIZE: tl.constexpr,
@@ -2065,9 +2252,8 @@ def scale_kernel(
     if factor != 1.0:
         blocks = tl.cdiv(n_cols, BLOCK_SIZE)
         cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * x_strides[0] + cols
-        x = tl.load(ptrs, mask=cols < n_cols, other=0.0).to(tl.float32)  # (BLOCK_SIZE,)
-        tl.store(ptrs, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < n_cols)
+        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * stride_row + cols
+        store(ptrs, load(ptrs, cols < n_cols) * factor, cols < n_cols)
 
 
 CROSS_ENTROPY_BLOCK = 8192  # columns; a quarter takes 1.2 times as long
@@ -2078,6 +2264,7 @@ SCALE_BLOCK = 4096  # the factor is almost always 1, and then nothing is read
 def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
     """Overwrite logits (rows, n) with their gradient; return losses, and 1 where a row counts, (2, rows)."""
     assert targets.is_contiguous(), "the kernel reads targets (rows,) as contiguous"
+    # One program a row, however long: losses need no partial sums.
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(2, n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
@@ -2097,9 +2284,11 @@ class CrossEntropyFunction(torch.autograd.Function):
         rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # rows of an expanded tensor overlap: one's gradient would overwrite another
             rows = rows.contiguous()
+        # The factor 1 / rows makes it the gradient of the mean; ignored rows are corrected for in backward().
         losses = cross_entropy_(rows, targets.reshape(-1).contiguous(), 1.0 / max(1, len(rows)), ignore_index)
         if not rows.is_inference():
             torch.autograd.graph.increment_version(rows)  # lets autograd detect another use of the overwritten logits
+        # Two sums on the device: the losses, and how many rows count.
         total, counted = losses.sum(1)
         ctx.save_for_backward(rows.detach(), counted)
         ctx.shape = logits.shape
@@ -2108,11 +2297,13 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, loss_grad):
+        # The gradient was written by forward, with the factor 1 / rows: loss_grad is mostly 1, and nothing is to be
+        # done.
         logits_grad, counted = ctx.saved_tensors
         n_rows, n_cols = logits_grad.shape
         block_size = min(next_power_of_2(n_cols), SCALE_BLOCK)
         grid = (n_rows * cdiv(n_cols, block_size),)
-        scalars = logits_grad.stride(), n_rows, n_cols
+        scalars = logits_grad.stride(0), n_rows, n_cols
         launch(scale_kernel, grid, (logits_grad, loss_grad, counted), scalars, dict(BLOCK_SIZE=block_size))
         torch.autograd.graph.increment_version(logits_grad)  # a second run would scale it again: autograd refuses it
         return logits_grad.view(ctx.shape), None, None  # targets are integers
@@ -2138,6 +2329,7 @@ def torch_cross_entropy(logits, targets, ignore_index=-100):
 
 
 Operations = collections.namedtuple("Operations", "embedding rmsnorm linear attention swiglu cross_entropy")
+# The three implementations of the same six functions. select_operations() chooses one for a run.
 OPERATIONS = {  # {implementation: what its modules call}
     "triton": Operations(
         embedding=triton_embedding,
@@ -2153,7 +2345,7 @@ OPERATIONS = {  # {implementation: what its modules call}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 8 AdamW over flat buffers (Loshchilov and Hutter, arXiv:1711.05101), one launch for all parameters
+# 10 AdamW over flat buffers (Loshchilov and Hutter, arXiv:1711.05101), one launch for all parameters
 
 ADAMW_BLOCK = 1024  # elements; 256 to 4096 are within 3 %
 
@@ -2181,6 +2373,7 @@ def adamw_kernel(
 
     Each program updates one block of one parameter.  Grid: (own blocks,).
     """
+    # A decay of 1 says that the parameter had no gradient in this step.
     if tl.load(decays_ptr + 2 * tl.program_id(0)) != 1.0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         all_offsets = tl.load(blocks_ptr + tl.program_id(0)).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -2188,18 +2381,18 @@ def adamw_kernel(
         # beta^steps is on the device, because a captured graph has no host. Each block has its own, because its
         # parameter may have been frozen for some steps. It is in fp64, because 1 - beta2^steps cancels.
         power_ptrs = beta_powers_ptr + 2 * tl.program_id(0)
+        # The moments begin at 0 and are too small at first, by this factor.
         bias_correction1 = (1.0 - tl.load(power_ptrs)).to(tl.float32)
         bias_correction2 = (1.0 - tl.load(power_ptrs + 1)).to(tl.float32)
         # All tiles are (BLOCK_SIZE,).
-        grad = tl.load(grad_ptr + all_offsets).to(tl.float32)
-        if GRADIENT_SCALE != 1.0:
-            grad *= GRADIENT_SCALE
+        grad = tl.load(grad_ptr + all_offsets).to(tl.float32) * GRADIENT_SCALE
         exp_avg = tl.load(exp_avg_ptr + offsets)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets)
         weights = tl.load(param_ptr + all_offsets)
         if SPLIT:
             remainder = tl.load(remainder_ptr + offsets).to(tl.int32)
             weights = ((weights.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
+        # Running means of the gradient and of its square.
         exp_avg += (grad - exp_avg) * (1.0 - BETA1)
         exp_avg_sq = exp_avg_sq * BETA2 + grad * grad * (1.0 - BETA2)
         denominator = tl.sqrt(exp_avg_sq) / tl.sqrt(bias_correction2) + EPS
@@ -2210,6 +2403,7 @@ def adamw_kernel(
         tl.store(exp_avg_ptr + offsets, exp_avg)
         tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq)
         if SPLIT:
+            # Split the new weight again, as in split_fp32.
             bits = weights.to(tl.int32, bitcast=True)
             # One NaN for all: some would round to zero.
             bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
@@ -2227,6 +2421,7 @@ def split_fp32(weights):
     master weight and its copy in low precision take 4 bytes together instead of 6. Ties are rounded away from zero,
     else the lower half would not fit into 16 bits. A NaN is one in both, but not with the same payload.
     """
+    # Adding half of what is cut off rounds to the nearest.
     bits = weights.view(torch.int32).masked_fill(weights.isnan(), 0x7FC00000)
     rounded = (bits + 0x8000) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16), (bits - (rounded << 16)).to(torch.int16)
@@ -2268,6 +2463,7 @@ class FlatAdamW:
         self.names, self.parameters = zip(*model.named_parameters(), strict=True)
         paths = [name.rpartition(".") for name in self.names]
         self.slots = [(model.get_submodule(path)._parameters, name) for path, _, name in paths]
+        # By default one bucket with all parameters, and one process that owns all of it.
         own_blocks = self.place(buckets or [self.parameters], *share)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self.parameters[0].device)
         self.param = zeros(len(self.owners) * ADAMW_BLOCK, dtype=torch.bfloat16 if low_precision else torch.float32)
@@ -2283,12 +2479,19 @@ class FlatAdamW:
         self.has_gradient = self.decays = None  # see step()
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
         self.constants |= dict(GRADIENT_SCALE=1 / share[1], SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
+        # From here on the parameters are views of self.param, their former memory is free.
         initial = [p.detach().float() for p in self.parameters]
         self.attach()
         self.reset(initial)
 
+    # The flat buffers of a model with two parameters, of 1500 and 700 elements:
+    #
+    #     block          0          1          2
+    #     elements   0 to 1023  to 1499    2048 to 2747   each block has one owner: owners = [0, 0, 1]. For
+    #                           (zeros)    (zeros)        two processes a block of zeros follows
     def place(self, buckets, rank, processes):
         """Give each parameter blocks of its own in the flat buffers; return the blocks of this process."""
+        # For each parameter its first element, for each block its parameter, for each bucket its elements.
         self.starts, self.owners, self.spans, own_blocks = [], [], [], []
         for bucket in buckets:
             first = len(self.owners)
@@ -2307,6 +2510,7 @@ class FlatAdamW:
         for p, param_view, grad_view in zip(
             self.parameters, self.views(self.param), self.views(self.grad), strict=True
         ):
+            # p stays the same object, which the modules hold; only the memory behind it changes.
             p.data, p.main_grad = param_view, grad_view
         self.addresses = [p.data_ptr() for p in self.parameters]
         self.versions = [p._version for p in self.parameters]
@@ -2325,6 +2529,7 @@ class FlatAdamW:
         """Start over from these weights (a list of fp32 tensors)."""
         flat = torch.zeros_like(self.param, dtype=torch.float32)
         torch._foreach_copy_(list(self.views(flat)), weights)
+        # In fp32 the flat weights are the master weights.
         if self.remainder is None:
             self.param.copy_(flat)
         else:
@@ -2353,6 +2558,7 @@ class FlatAdamW:
             name = next(n for n, a, b in zip(self.names, addresses, self.addresses, strict=True) if a != b)
             change = "was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
             raise RuntimeError(f"{name} {change}, so FlatAdamW would not update it: make a new optimizer")
+        # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.
         versions = [p._version for p in self.parameters]
         if versions != self.versions and self.remainder is not None:
             written = [version != known for version, known in zip(versions, self.versions, strict=True)]
@@ -2372,12 +2578,15 @@ class FlatAdamW:
         """Update the weights that have a gradient."""
         self.follow_model()
         self.collect_gradients(self.parameters)
+        # Severed kernels, frozen weights, unused modules: what has no gradient is not even decayed.
         has_gradient = [p.grad is not None for p in self.parameters]
         if has_gradient != self.has_gradient:  # in the first step, and after weights were frozen or thawed
             self.has_gradient = has_gradient
             is_updated = torch.tensor(has_gradient, device=self.lr.device)[self.own_owners]
             self.decays = torch.where(is_updated[:, None], self.betas, 1.0)
+        # beta^steps of each parameter, one multiplication a step. The kernel must not write what all its threads read.
         self.beta_powers.mul_(self.decays)
+        # The kernel takes and gives the upper halves as integers: bits, not numbers.
         is_split = self.remainder is not None
         weights = self.param.view(torch.int16) if is_split else self.param
         remainder = self.remainder if is_split else weights  # a placeholder
@@ -2392,6 +2601,7 @@ class TorchAdamW(torch.optim.AdamW):
 
     def __init__(self, model, lr):
         on_gpu = next(model.parameters()).is_cuda
+        # On the device, so that a captured step reads it.
         lr = torch.tensor(lr, dtype=torch.float32, device="cuda") if on_gpu else lr
         super().__init__(model.parameters(), lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
 
@@ -2408,138 +2618,7 @@ class TorchAdamW(torch.optim.AdamW):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 9 The device, and how kernels are launched on it
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What launch configurations and reports depend on."""
-
-    type: str  # "cuda" (NVIDIA and AMD alike) or "cpu"
-    name: str
-    arch: str  # "sm_90", "gfx942", ... or "cpu"
-    num_sms: int  # multiprocessors, or compute units
-    warp_size: int
-
-    @property
-    def family(self):
-        """Return the name of the devices that share the rows of ATTENTION_TILES."""
-        if self.arch.startswith("gfx"):
-            return "amd"
-        return "interpreter" if self.type == "cpu" else "hopper" if self.arch == "sm_90" else "nvidia"
-
-
-@functools.cache
-def get_device(type):
-    """Return the current Device of type "cuda" or "cpu"."""
-    if type == "cpu":
-        return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    # torch.version names the vendor. The capability does not: it is (9, 4) on an MI300.
-    is_amd = torch.version.hip is not None
-    arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-    return Device("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
-
-
-def select_device(requested):
-    """Return the Device for --device; UsageError if there is none."""
-    if requested == "cuda" and not torch.cuda.is_available():
-        build = torch.version.hip or torch.version.cuda
-        reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
-        raise UsageError(f"--device cuda: there is no GPU here ({reason}): use --device cpu, or install a GPU build")
-    return get_device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
-
-
-# With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in Python; they are no JITFunctions then.
-INTERPRETED = triton is not None and not isinstance(rmsnorm_kernel, triton.JITFunction)
-
-
-def triton_obstacle(device, use_amp=False):
-    """Return the reason why Triton kernels cannot run on the device, or None."""
-    if triton is None:
-        return "Triton is not installed"
-    if device.type == "cpu" and not INTERPRETED:
-        return "there is no GPU (TRITON_INTERPRET=1 interprets the kernels)"
-    if device.type == "cpu" and use_amp:
-        return "Triton's interpreter multiplies bf16 matrices wrongly"
-    return None
-
-
-def tf32_available(device):
-    """Return whether matrix units can round fp32 operands to TF32."""
-    return device.arch == "gfx942" or device.arch.startswith("sm_") and int(device.arch[3:]) >= 80
-
-
-def dot_precision(device):
-    """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls."""
-    try:  # to read it from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1
-        allowed = torch.backends.cuda.matmul.allow_tf32
-    except RuntimeError:  # from PyTorch 2.9 on, if it was set as fp32_precision
-        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed and tf32_available(device) else "ieee"
-
-
-def precision_name(config, device):
-    """Return the type in which matrices are multiplied, with the library's settings as they are now."""
-    low = "fp8" if config.fp8 else "bf16"
-    return low if config.use_amp else "tf32" if dot_precision(device) == "tf32" else "fp32"
-
-
-def cdiv(a, b):
-    """Return ceil(a / b) of integers."""
-    return -(-a // b)
-
-
-def next_power_of_2(n):
-    """Return the smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
-COMPILED, COMPILED_LIMIT = {}, 4096  # Triton's CompiledKernels: what launch() has compiled, emptied at the limit
-LAUNCH_LOCK = threading.Lock()  # Triton's interpreter has one state for all threads
-
-
-def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
-    """Call kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
-
-    Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
-    Triton compiles for: scalars (which may be tuples) and constants, the tensors' types and alignments, and on AMD GPUs
-    whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks.
-    """
-    pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
-    alignments = [p & 15 for p in pointers]
-    large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else ()
-    device, values, types = tensors[0].get_device(), constants.values(), [t.dtype for t in tensors]
-    key = (id(kernel), device, num_warps, num_stages, scalars, *types, *alignments, *large, *values, *options.values())
-    compiled = COMPILED.get(key)
-    if compiled is not None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        own = stream, compiled.function, compiled.packed_metadata, None, None, None  # in place of the hooks
-        compiled.run(*(*grid, 1, 1)[:3], *own, *pointers, *scalars, *values)
-        return
-    if len(COMPILED) >= COMPILED_LIMIT:
-        COMPILED.clear()  # nothing is compiled again: Triton's own cache still has the kernels
-    options |= dict(num_warps=num_warps, num_stages=num_stages)
-    COMPILED[key] = launch_by_triton(kernel, grid, tensors, scalars, constants, **options)
-
-
-def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
-    """Launch through Triton's own, slower launcher. Return the compiled kernel, None if it is interpreted."""
-    device = tensors[0].device
-    obstacle = triton_obstacle(get_device(device.type))
-    if obstacle:
-        raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
-    with LAUNCH_LOCK:
-        return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
-
-
-def as_constants(constants):
-    """Return {name: value} with the fields of named tuples made constants of the compiler."""
-    return {n: v._make(map(tl.constexpr, v)) if isinstance(v, tuple) else v for n, v in constants.items()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 10 Check: no figure counts before loss and gradients agree with PyTorch's
+# 11 Check: no figure counts before loss and gradients agree with PyTorch's
 
 CHECK_BATCH = 2  # sequences; the reference keeps every score matrix in memory
 CHECK_ATOL = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp8": 1e-2}  # relative to the norm of the reference
@@ -2564,6 +2643,7 @@ class Verdict(NamedTuple):
 
 def judge(errors, plain_errors, tolerance):
     """Return the Verdict on {name: error} beside those of plain PyTorch in the same precision."""
+    # In the same precision plain PyTorch rounds as often: kernels may be somewhat worse, not of another order.
     return Verdict(errors, {name: 2 * error + tolerance for name, error in plain_errors.items()})
 
 
@@ -2585,6 +2665,7 @@ def loss_and_gradients(config, device, batch, double=False, step_class=TrainStep
     step.forward()
     step.backward()
     step.collect_gradients()
+    # None, and not zeros: a gradient that never arrives must fail the check.
     gradients = {name: None if p.grad is None else whole(p.grad) for name, p in step.model.named_parameters()}
     return {"loss": step.loss.detach().double(), **gradients}
 
@@ -2601,6 +2682,7 @@ def exact_loss_and_gradients(config, device, batch):
 def check_batch(config, device, batch):
     """Return the Verdict on the loss and gradients of a batch, and their exact values."""
     plain = dataclasses.replace(config, impl="torch", shard=None)
+    # The same initial weights and batch three times: exact, ours, and PyTorch in our precision.
     exact = exact_loss_and_gradients(config, device, batch)
     errors, plain_errors = (relative_errors(loss_and_gradients(c, device, batch), exact) for c in (config, plain))
     verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
@@ -2619,7 +2701,7 @@ def print_verdict(verdict, reference):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 11 What is measured of a run, and its summary
+# 12 What is measured of a run, and its summary
 
 
 def divergence(records):
@@ -2667,12 +2749,14 @@ def summarize(step, records):
     """Return the measured figures of this process, a dict for print_summary() and the JSON file."""
     config, hardware = step.config, companion("hardware")
     batch = [record.batch_ms for record in records]
+    # Speeds follow from the mean, which has to pay for slow steps too; p50 is what a typical step takes.
     mean = float(np.mean(batch))
     p20, p50, p80 = np.percentile(batch, [20, 50, 80]).tolist()
     named = dict(step.model.named_parameters())
     missing = without_gradient(step.model)
     total = count_weights(named.values())
     frozen = count_weights(p for p in named.values() if not p.requires_grad)
+    # Peaks and operations are known by tiny_llama/hardware.py.
     tflops, peak = hardware.tflops_and_peak(config, step.device) if hardware else (None, None)
     return dict(
         steps=len(records),
@@ -2736,7 +2820,7 @@ def print_summary(step, summary):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 12 A run, from the command line to the JSON file
+# 13 A run, from the command line to the JSON file
 
 
 def random_tokens(config):
@@ -2882,6 +2966,7 @@ def write_new_json(folder, stem, result):
     endings = itertools.chain([""], map("_{}".format, itertools.count(1)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Written under a hidden name in the same folder, and then linked to its own: readers see a whole file or none.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as private:
             scratch = Path(private, "result.json")
             scratch.write_text(json.dumps(result, indent=1) + "\n")
@@ -2915,11 +3000,13 @@ def train_and_report(config, step_class=TrainStep):
     if hardware:
         hardware.require_host_memory(config, device)
     set_precision(config)
+    # The check runs eagerly on few sequences: kernels, sizes and precision are those of the run.
     small = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
     if config.check and not step_class.check(small, device):
         return 1
     gc.collect()  # the models of the check, whose Functions and gradients refer to each other
     step = step_class(config, device)
+    # From here on a run can be interrupted, and what it has measured is reported.
     data, records, exit_code = step.batches(config.seed), [], 0
     print_configuration(step)
     gpu_state = hardware.gpu_state if hardware else lambda device: {"power_w": None}
@@ -2971,6 +3058,7 @@ def main(argv=None, program=None):
         sys.stdout.reconfigure(errors="backslashreplace")  # prints a name that the locale cannot
     try:
         try:
+            # torchrun starts this file once a process, with its number in the environment.
             if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun has started several processes
                 return companion("distributed", f"WORLD_SIZE={os.environ['WORLD_SIZE']}").main(argv, program)
             config, hardware = parse_config(argv, program), companion("hardware")

@@ -290,16 +290,23 @@ def test_attention_in_any_layout(randn, seq_len):
     assert_attention_is_exact(*inputs, place=lambda name, t: in_memory_order(t, *LAYOUTS[name]))
 
 
+def test_attention_to_strided_keys(randn, seq_len):
+    """Of padded heads in half precision: with Triton 3.6, H100s read past the end of shared memory."""
+    q, k, v = randn(3, 1, seq_len, 2, 18).half()
+    o, _ = llama.flash_attention_forward(q, strided_like(k), v)
+    torch.testing.assert_close(o.double(), exact_attention(q, k, v, q)[0], rtol=0.01, atol=0.01)
+
+
 @pytest.fixture
 def use_tile(monkeypatch):
     """A function that sets the function of a pass that gives its tile, and no longer after the test."""
 
     def use(tile_of):
         monkeypatch.setattr(llama, "attention_tile", lambda name, *key: tile_of(name))
-        llama.attention_constants.cache_clear()
+        llama.attention_launch.cache_clear()
 
     yield use
-    llama.attention_constants.cache_clear()
+    llama.attention_launch.cache_clear()
 
 
 @pytest.mark.parametrize("m, n, seq_len, fused_seq_len", [
@@ -326,7 +333,7 @@ def test_attention_reads_nothing_beyond_a_sequence(randn, monkeypatch, use_tile,
     assert_attention_is_exact(*(randn(1, 48, heads, 16) for heads in (2, 1, 1, 2)), place)
 
 
-AMD_TILES = [key for key in llama.ATTENTION_TILES if key[0] in ("amd", "gfx950")]
+AMD_TILES = [key for key in llama.ATTENTION_TILES if key[0] == "amd"]
 
 
 @pytest.mark.parametrize("key, seq_len", [  # one backward kernel, and two; neither length is a multiple of a tile

@@ -112,9 +112,7 @@ def test_logits_depend_on_the_tokens_up_to_theirs(make_step, impl):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_head_is_tied_to_the_embedding(make_step, impl):
     step = make_step(impl=impl)
-    kv = TINY.num_kv_heads * TINY.head_dim
-    layer = 2 * 32 + 32 * (32 + 2 * kv) + 32 * 32 + 3 * 32 * 48
-    assert sum(p.numel() for p in step.model.parameters()) == 37 * 32 + 2 * layer + 32
+    assert len(list(step.model.parameters())) == 1 + 2 * 6 + 1
     step.tokens.fill_(3)  # the rows of other tokens have a gradient from the head alone
     gradients = loss_and_gradients(step)["embed_tokens.weight"].abs().amax(dim=1)
     assert (gradients > 0).all()
