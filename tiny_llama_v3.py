@@ -30,10 +30,15 @@ One training step, and the sections of this file that describe it, from the loop
                       |
     report       results are verified, figures computed, printed and written               11 check, 12, 13
 
-Words: the phases of a step are forward, backward and optimizer; with --graph each is a captured graph, and a replay
-repeats its kernels on the same memory. main_grad is a weight's part of the flat buffer of gradients. A group is several
-layers computed as one autograd.Function (tiny_llama/groups.py). The loss kernel already writes the gradient of the
-logits, over the logits, in the forward phase. A step takes 6 x weights x tokens operations in matrix products.
+Words:
+
+    phase       forward, backward or optimizer; with --graph each is a captured graph, and a replay repeats its kernels
+                on the same memory
+    main_grad   a weight's part of the flat buffer of gradients
+    group       several layers computed as one autograd.Function, see tiny_llama/groups.py
+
+The loss kernel already writes the gradient of the logits, over the logits, in the forward phase. Forward and backward
+take about 6 operations per weight and token in matrix products: see tiny_llama/hardware.py.
 """
 
 import argparse
@@ -345,7 +350,7 @@ def train(step, data, records):
             raise interruption
 
 
-def add_records(step, records, issued, clock, phases):
+def add_records(step, records, issued, clock, phase_names):
     """Append and print the records of the steps [(loss, host ms)] of a window; return whether the run goes on."""
     config = step.config
     step.collect_gradients()
@@ -354,14 +359,14 @@ def add_records(step, records, issued, clock, phases):
     intervals = clock.intervals()
     for loss, (_, host_ms), batch_ms in zip(losses, issued, intervals, strict=False):
         # With --timing phases the intervals of a window are the phases of one step, else those of its steps.
-        phase_ms = dict(zip(phases, intervals, strict=False))
-        if phases:
+        phase_ms = dict(zip(phase_names, intervals, strict=False))
+        if phase_names:
             batch_ms = sum(phase_ms.values())
             # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
             if config.unsynced_timing:
                 batch_ms = clock.synced * 1e3 - clock.marks[0]
         # A gradient that is not finite makes the next loss so. Only the last step needs its norm checked.
-        is_known = phases or len(records) + 1 == config.num_steps
+        is_known = phase_names or len(records) + 1 == config.num_steps
         grad_norm = gradient_norm(step.model) if is_known else None
         records.append(StepRecord(loss, batch_ms, host_ms, phase_ms, grad_norm))
         norm = "" if grad_norm is None else f" | norm {grad_norm:.3f}"
@@ -1003,7 +1008,7 @@ def rmsnorm_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows < n_rows
     square_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-    x = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+    x = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)  # Triton forgets what is first set within a loop
     for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         mask = row_mask[:, None] & (cols < N_COLS)[None, :]
@@ -1130,7 +1135,7 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     rows_per_sm = next_power_of_2(cdiv(n_rows, device.num_sms))
     elements = NORM_BACKWARD_ELEMENTS if backward else NORM_FORWARD_ELEMENTS
     rows = max(1, min(elements // cols, rows_per_sm))
-    # An AMD warp has twice as many threads. Backward, with half as many threads on NVIDIA, registers would spill.
+    # An AMD warp has twice as many threads. On NVIDIA, backward needs twice as many as forward, or registers spill.
     if backward:
         warps = min(max(4, cols // 2048) * (2 if device.family == "nvidia" else 1), 16)
         programs = min(cdiv(n_rows, rows), 2 * device.num_sms)  # each loops over several tiles
@@ -1263,7 +1268,7 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 # the running maximum and sum of a row's softmax. Scores, m_i and lse are in base 2: scaled by log2(e).
 
 # The score matrix of a head, of which a program computes the rows of its block of queries (or the columns of its block
-# of keys), in two parts:
+# of keys), in two parts, drawn for BLOCK_M = BLOCK_N:
 #
 #             keys 0   1   2   3        m  part 0, tiles on the diagonal, where the mask decides about each element
 #  queries 0       m   .   .   .        x  part 1, tiles where each query sees each key: no mask
@@ -1289,7 +1294,7 @@ class AttentionConstants(NamedTuple):
     PRECISION: str  # tl.dot's input_precision
     ROUND_BY_HAND: bool  # see rounded_like()
     ROTARY: bool  # backward: whether to rotate the gradients of q and k back
-    INT64_OFFSETS: bool  # whether to compute offsets in 64 bits
+    INT64_OFFSETS: bool  # whether to compute the offsets of loads in 64 bits, see key_value_gradient()
 
 
 @jit
@@ -1310,7 +1315,7 @@ def head_columns(C):
     offsets = cols
     if C.HEAD_DIM != C.BLOCK_D:
         offsets = cols % HALF + (cols // HALF) * (C.HEAD_DIM // 2)
-    # A mask that the compiler knows to be true costs nothing: | True, here and below, tells it.
+    # Where a constant makes a mask true, as here and with `| EVEN` below, the compiler drops the mask.
     return offsets, (cols % HALF < C.HEAD_DIM // 2) | (C.HEAD_DIM == C.BLOCK_D)
 
 
@@ -1517,8 +1522,8 @@ def key_value_gradient(
     # The program owns these keys, and adds over all queries that see them.
     k_grad = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     v_grad = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
-    # Queries before `begin` see none of these keys, those from `end` on see them all.
-    # The score matrix read by columns: a block of keys is seen by the queries on the diagonal and below it.
+    # The score matrix read by columns: a block of keys is seen by the queries on the diagonal and below it. Queries
+    # before `begin` see none of these keys, those from `end` on see them all.
     begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M
     end = tl.minimum(tl.cdiv((block + 1) * C.BLOCK_N, C.BLOCK_M) * C.BLOCK_M, seq_len)
     # Query heads that share these keys, one after the other: their gradients add up without atomics.
@@ -1597,13 +1602,14 @@ def flash_attention_backward_kernel(
     Grid: dq (batch * heads, blocks of queries), dkdv (batch_kv_heads, blocks of keys), fused all of these on one axis,
     the keys first. What takes longest starts first: the last queries, the first keys.
     """
-    # In a fused launch the first axis counts all programs, and the lines below take batch_head and block from it.
-    batch_head, block = tl.program_id(0), tl.program_id(1)
+    # In a fused launch the first axis counts all programs: those of the keys, then those of the queries. They are
+    # numbered along the heads first, so that the longest blocks of all heads start first.
+    program, block = tl.program_id(0), tl.program_id(1)
+    batch_head = program
     key_programs = batch_kv_heads * tl.cdiv(seq_len, C.BLOCK_N)
-    if PART == "dkdv" or (PART == "fused" and batch_head < key_programs):
-        # Programs are numbered along the heads first, so that the longest blocks of all heads start first.
+    if PART == "dkdv" or (PART == "fused" and program < key_programs):
         if PART == "fused":
-            batch_head, block = batch_head % batch_kv_heads, batch_head // batch_kv_heads
+            batch_head, block = program % batch_kv_heads, program // batch_kv_heads
         key_value_gradient(
             q_ptr,
             k_ptr,
@@ -1628,8 +1634,8 @@ def flash_attention_backward_kernel(
     else:
         if PART == "fused":
             batch_heads = batch_kv_heads * C.GROUP_SIZE
-            program = batch_head - key_programs
-            batch_head, block = program % batch_heads, program // batch_heads
+            batch_head, block = (program - key_programs) % batch_heads, (program - key_programs) // batch_heads
+        block = tl.cdiv(seq_len, C.BLOCK_M) - 1 - block  # the last queries first
         query_gradient(
             q_ptr,
             k_ptr,
@@ -1642,7 +1648,7 @@ def flash_attention_backward_kernel(
             cos_ptr,
             sin_ptr,
             batch_head,
-            tl.cdiv(seq_len, C.BLOCK_M) - 1 - block,
+            block,
             num_kv_heads * C.GROUP_SIZE,
             seq_len,
             scale,
@@ -1710,7 +1716,7 @@ amd          any       128  64x16/4/1   64x16/4/1   16x32/4/1   16x16/4/1
 # Measured. One wgmma instruction takes 64 rows. The fused pass is too short for its loads to fill a pipeline.
 hopper       half       64  64x64/4/3   128x64/8/3  64x64/4/3   64x64/4/1
 hopper       half      128  64x64/4/3   64x64/4/2   32x64/4/3   64x64/4/1
-# Measured. TF32 instructions take 64 rows. Full fp32 has no such instructions: half the rows took 0.7 of the time.
+# Measured. TF32 instructions take 64 rows. Full fp32 (ieee) has none: BLOCK_M = 32 took 0.7 of the time of 64.
 hopper       tf32       64  64x32/4/1   64x32/4/1   64x32/4/1   64x32/4/1
 hopper       ieee       64  32x32/4/1   32x32/4/1   64x32/4/1   32x32/4/1
 hopper       any       128  32x32/4/1   32x32/4/1   32x32/4/1   32x32/4/1
@@ -1771,8 +1777,9 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
 
 
 def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **constants):
-    """Launch an attention kernel for one of PASSES. tensors: q, k, others; Strides are of those with 4 dimensions."""
+    """Launch an attention kernel for one of PASSES, on tensors that begin with q and k."""
     q, k, *_ = tensors
+    # The tensors with 4 dimensions come in the order of Strides; lse, delta, cos and sin have fewer.
     strides = Strides(*(t.stride() for t in tensors if t.dim() == 4))
     kind = q.device.type
     precision = dot_precision(get_device(kind)) if q.dtype == torch.float32 else "ieee"
@@ -2175,7 +2182,9 @@ def cross_entropy_kernel(
     A row whose target is ignore_index does not count: its loss and gradient are 0. Any other target outside
     0..N_COLS-1 gives a NaN loss and a NaN gradient.  Grid: (rows,).
     """
-    LANES: tl.constexpr = 8  # neighbors that share a running maximum: one rescaling for 8 exponentials
+    # Neighbors that share a running maximum. With one maximum for all columns, threads would wait for each other in
+    # every block: measured on an H100, 1.2 times as long for 32,000 columns.
+    LANES: tl.constexpr = 8
     # The logits of one token.
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * stride_row
     scale = tl.cast(gradient_scale, tl.float32)
@@ -2460,9 +2469,8 @@ class FlatAdamW:
         buckets=None,
         share=(0, 1),
     ):
-        self.names, self.parameters = zip(*model.named_parameters(), strict=True)
-        paths = [name.rpartition(".") for name in self.names]
-        self.slots = [(model.get_submodule(path)._parameters, name) for path, _, name in paths]
+        self.parameters = list(model.parameters())
+        self.places = [module._parameters for module in model.modules()]  # where the model looks its weights up
         # By default one bucket with all parameters, and one process that owns all of it.
         own_blocks = self.place(buckets or [self.parameters], *share)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self.parameters[0].device)
@@ -2486,9 +2494,11 @@ class FlatAdamW:
 
     # The flat buffers of a model with two parameters, of 1500 and 700 elements:
     #
-    #     block          0          1          2
-    #     elements   0 to 1023  to 1499    2048 to 2747   each block has one owner: owners = [0, 0, 1]. For
-    #                           (zeros)    (zeros)        two processes a block of zeros follows
+    #     block          0            1            2
+    #     elements   0 to 1023  1024 to 1499  2048 to 2747
+    #                             (zeros)       (zeros)
+    #
+    # Each block has one owner, here owners = [0, 0, 1]. For two processes a block of zeros would follow.
     def place(self, buckets, rank, processes):
         """Give each parameter blocks of its own in the flat buffers; return the blocks of this process."""
         # For each parameter its first element, for each block its parameter, for each bucket its elements.
@@ -2512,8 +2522,12 @@ class FlatAdamW:
         ):
             # p stays the same object, which the modules hold; only the memory behind it changes.
             p.data, p.main_grad = param_view, grad_view
-        self.addresses = [p.data_ptr() for p in self.parameters]
+        self.addresses = self.find_addresses()
         self.versions = [p._version for p in self.parameters]
+
+    def find_addresses(self):
+        """Return where the weights of the model lie now."""
+        return [p.data_ptr() for place in self.places for p in place.values() if p is not None]
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -2553,11 +2567,9 @@ class FlatAdamW:
     @torch.no_grad()
     def follow_model(self):
         """Take over what others have written into the weights; RuntimeError if the model has other weights by now."""
-        addresses = [owner[name].data_ptr() for owner, name in self.slots]
-        if addresses != self.addresses:
-            name = next(n for n, a, b in zip(self.names, addresses, self.addresses, strict=True) if a != b)
-            change = "was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
-            raise RuntimeError(f"{name} {change}, so FlatAdamW would not update it: make a new optimizer")
+        if self.find_addresses() != self.addresses:
+            change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
+            raise RuntimeError(f"{change}, so FlatAdamW would not update it: make a new optimizer")
         # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.
         versions = [p._version for p in self.parameters]
         if versions != self.versions and self.remainder is not None:
@@ -2686,7 +2698,9 @@ def check_batch(config, device, batch):
     exact = exact_loss_and_gradients(config, device, batch)
     errors, plain_errors = (relative_errors(loss_and_gradients(c, device, batch), exact) for c in (config, plain))
     verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
-    return companion("fp8").compare_with_bf16(verdict, exact, config, device, batch) if config.fp8 else verdict, exact
+    if config.fp8:
+        verdict = companion("fp8").compare_with_bf16(verdict, exact, config, device, batch)
+    return verdict, exact
 
 
 def print_verdict(verdict, reference):
@@ -2900,7 +2914,7 @@ def print_configuration(step):
         f"Device: {device.name} ({device.arch}); {', '.join(software)}\n"
         f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
         f"({config.num_kv_heads} of K and V), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
-        f"{'untied head, ' * config.untied_head}{count_weights(step.model.parameters()):,} parameters\n"
+        f"{'untied head, ' if config.untied_head else ''}{count_weights(step.model.parameters()):,} parameters\n"
         f"Training: batch {config.batch_size} x {config.seq_len} tokens{processes}, {config.num_steps} steps, "
         f"{precision_name(config, device)}, {config.data} data, seed {config.seed}\n"
         f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else "")
@@ -3004,7 +3018,7 @@ def train_and_report(config, step_class=TrainStep):
     small = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
     if config.check and not step_class.check(small, device):
         return 1
-    gc.collect()  # the models of the check, whose Functions and gradients refer to each other
+    gc.collect()  # frees the models of the check, whose Functions and gradients refer to each other
     step = step_class(config, device)
     # From here on a run can be interrupted, and what it has measured is reported.
     data, records, exit_code = step.batches(config.seed), [], 0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from tiny_llama_v3 import UsageError, jit, tl
+from tiny_llama_v3 import UsageError, jit, load, store, tile_ptrs, tl
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Types and scales
@@ -96,19 +96,19 @@ def load_values(x_ptr, hidden_grad_ptr, stride_x, rows, cols, n_cols, mask, SOUR
     MATRIX: x (rows, n_cols). SWIGLU: silu(gate) * up of x (rows, 2 n_cols) = [gate | up]. SWIGLU_GRADIENT: the
     gradients of gate and of up, given hidden_grad (rows, n_cols); see llama.swiglu_activation_backward_kernel.
     """
-    ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
-    first = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    rows = rows.to(tl.int64)
+    ptrs = tile_ptrs(x_ptr, rows, stride_x, cols)
+    first = load(ptrs, mask)
     second = first
     if SOURCE != MATRIX:
         gate = first
-        up = tl.load(ptrs + n_cols, mask=mask, other=0.0).to(tl.float32)
+        up = load(ptrs + n_cols, mask)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         if SOURCE == SWIGLU:
             first = silu * up
         else:
-            hidden_grad_ptrs = hidden_grad_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
-            hidden_grad = tl.load(hidden_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+            hidden_grad = load(tile_ptrs(hidden_grad_ptr, rows, n_cols, cols), mask)
             first = hidden_grad * up * (sigmoid + silu * (1.0 - sigmoid))
             second = hidden_grad * silu
     return first, second
@@ -133,11 +133,11 @@ def round_and_store(
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
     rows = tile_row * BLOCK_ROWS + 4 * tl.arange(0, BLOCK_ROWS // 4)
     mask = (rows < n_rows)[:, None] & (cols < end)[None, :]
-    ptrs = data_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
-    tl.store(ptrs, a.to(data_ptr.dtype.element_ty), mask=mask)
-    tl.store(ptrs + width, b.to(data_ptr.dtype.element_ty), mask=mask)
-    tl.store(ptrs + 2 * width, c.to(data_ptr.dtype.element_ty), mask=mask)
-    tl.store(ptrs + 3 * width, d.to(data_ptr.dtype.element_ty), mask=mask)
+    ptrs = tile_ptrs(data_ptr, rows.to(tl.int64), width, cols)
+    store(ptrs, a, mask)
+    store(ptrs + width, b, mask)
+    store(ptrs + 2 * width, c, mask)
+    store(ptrs + 3 * width, d, mask)
     # A thread has four values below each other: in the transposed matrix they are one word of 32 bits, and words cross
     # shared memory faster than bytes. one is 1.0, which the compiler does not know: if it rounds once for both stores,
     # ptxas 12.8 (Triton 3.3 to 3.6) stores registers that were never written.
@@ -146,7 +146,7 @@ def round_and_store(
     transposed = tl.reshape(tl.permute(four, (1, 0, 2)), (BLOCK_COLS, BLOCK_ROWS))
     rows = tile_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = (cols < end)[:, None] & (rows < n_rows)[None, :]
-    tl.store(transposed_ptr + cols.to(tl.int64)[:, None] * n_rows + rows[None, :], transposed, mask=mask)
+    tl.store(tile_ptrs(transposed_ptr, cols.to(tl.int64), n_rows, rows), transposed, mask=mask)
     return maximum
 
 

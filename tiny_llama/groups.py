@@ -6,6 +6,8 @@ one batched product, for which the inputs of all its layers lie side by side. A 
 the time with the small size, and about as long with the others.
 """
 
+import itertools
+
 import torch
 import torch.nn as nn
 
@@ -206,9 +208,9 @@ def write_products(place, accumulate, y_grads, xs):
 
 def stacked_view(tensors):
     """View equal parts of one tensor, evenly spaced, as one (n, *shape); None if they are anything else."""
-    first, starts = tensors[0], [t.storage_offset() for t in tensors]
-    step = max(1, starts[-1] - starts[0]) // max(1, len(starts) - 1)
-    is_even = starts == [starts[0] + index * step for index in range(len(starts))]
-    if not is_even or first._base is None or any(t._base is not first._base for t in tensors):
+    first, *_ = tensors
+    steps = {b.storage_offset() - a.storage_offset() for a, b in itertools.pairwise(tensors)} or {0}
+    bases = {id(t._base) for t in tensors}
+    if len(steps) > 1 or min(steps) < 0 or bases != {id(first._base)} or first._base is None:
         return None
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    return first.as_strided((len(tensors), *first.shape), (*steps, *first.stride()))
