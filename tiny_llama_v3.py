@@ -79,7 +79,7 @@ try:
     import triton.language as tl
 except ImportError:  # macOS, Windows, a CPU-only PyTorch: the kernels remain plain functions that nothing calls
     triton = None
-    tl = type("tl", (), {"constexpr": float})
+    tl = type("tl", (), {"constexpr": float})  # all of it that is used outside of kernels
 # Without Triton, @jit and @jit(...) return the function as it is, so that this file can be imported.
 jit = triton.jit if triton else lambda kernel=None, **options: kernel or (lambda function: function)
 
@@ -480,7 +480,7 @@ class TrainStep:
         return FlatAdamW(self.model, self.config.learning_rate, self.config.use_amp)
 
     def group_layers(self, stretches):
-        """Return groups of layers, each one autograd.Function within one of these lists, or None without groups.py."""
+        """Return the groups of tiny_llama/groups.py, none of them beyond one of these lists of layers, or None."""
         config, groups = self.config, companion("groups")
         if groups is None or config.severed_autograd or config.fp8 or config.compile:
             return None
@@ -819,6 +819,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
         stream = torch._C._cuda_getCurrentRawStream(device)
+        # What Triton's launcher takes before the arguments. The last three are for hooks of profilers, which are
+        # skipped.
         own = stream, compiled.function, compiled.packed_metadata, None, None, None  # in place of the hooks
         compiled.run(*(*grid, 1, 1)[:3], *own, *pointers, *scalars, *values)
         return
@@ -1153,6 +1155,7 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None, out=None):
     """
     assert weight.is_contiguous(), "the kernel reads weight as contiguous"
     n_rows, n_cols = x.shape
+    # Triton wants a tensor for every pointer. One that the kernel does not touch gets a placeholder.
     has_branch = branch is not None
     tile = norm_tile(n_rows, n_cols, False, x.device.type, block_size)
     y = x.new_empty(n_rows, n_cols) if out is None else out
@@ -1218,6 +1221,7 @@ class RMSNormFunction(torch.autograd.Function):
         ctx.has_branch = branch is not None
         ctx.weight = weight  # the parameter itself: torch.utils.checkpoint saves a copy of it
         residual, y, rstd = rmsnorm_forward(as_rows(x), as_rows(branch) if ctx.has_branch else None, weight, eps)
+        # Saving the weight too lets autograd refuse a backward pass after the weight was changed.
         ctx.save_for_backward(residual, weight, rstd)
         ctx.set_materialize_grads(False)  # an output that nothing uses, as the last norm's residual, gets None
         return y.view_as(x), residual.view_as(x) if ctx.has_branch else x
@@ -1549,6 +1553,7 @@ def key_value_gradient(
                 # second is issued right after the first, so that both are under way when p is needed. In fp32, two
                 # tiles of scores at a time would spill registers.
                 s = tl.dot(k, tl.trans(q), input_precision=C.PRECISION)
+                # p_grad = o_grad v^T, transposed like s.
                 if q.dtype != tl.float32:
                     p_grad = tl.dot(v, tl.trans(o_grad), input_precision=C.PRECISION)
                 p = tl.exp2(s * qk_scale - lse[None, :])
@@ -1688,7 +1693,7 @@ def rope_kernel(
     store(second_ptrs, second * cos + first * sin, mask)
 
 
-# What a launch of attention chooses: rows of the tiles, warps that share one, loads that a loop keeps under way.
+# What a launch of attention chooses: rows of both tiles, warps that share them, and num_stages, loads under way.
 AttentionTile = collections.namedtuple("AttentionTile", "BLOCK_M BLOCK_N num_warps num_stages options", defaults=({},))
 PASSES = ("forward", "dq", "dkdv", "fused")
 
@@ -2022,6 +2027,7 @@ def swiglu_activation(gate_up, out=None):
     """Return silu(gate) * up (rows, n) of gate_up (rows, 2 n), contiguous; it is written to out if that is given."""
     assert gate_up.is_contiguous(), "the kernel reads gate_up as contiguous"
     n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
+    # tiny_llama/groups.py passes out, here and in the other launchers, to have the tensors of all layers side by side.
     hidden = gate_up.new_empty(n_rows, n_cols) if out is None else out
     grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
     launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
@@ -2117,6 +2123,7 @@ def embedding_backward_kernel(
     weight_grad_ptrs = weight_grad_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols
     total = load(weight_grad_ptrs, mask)  # (BLOCK_SIZE,)
     for start in range(0, n_tokens, BLOCK_TOKENS):
+        # A search, so that the order of the sum is the order of the tokens, whatever the other programs do.
         positions = start + tl.arange(0, BLOCK_TOKENS)
         # (BLOCK_TOKENS,) of booleans. Most programs find nothing, or a few tokens.
         matches = tl.load(tokens_ptr + positions, mask=positions < n_tokens, other=-1) == tl.program_id(0)
@@ -2400,6 +2407,7 @@ def adamw_kernel(
         weights = tl.load(param_ptr + all_offsets)
         if SPLIT:
             remainder = tl.load(remainder_ptr + offsets).to(tl.int32)
+            # Upper half and lower half, which has a sign: together the bits of an fp32 number.
             weights = ((weights.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
         # Running means of the gradient and of its square.
         exp_avg += (grad - exp_avg) * (1.0 - BETA1)
@@ -2508,7 +2516,7 @@ class FlatAdamW:
             for p in bucket:
                 self.starts.append(len(self.owners) * ADAMW_BLOCK)
                 self.owners += [len(self.starts) - 1] * cdiv(p.numel(), ADAMW_BLOCK)
-            # Blocks of zeros, so that all processes have as many.
+            # Blocks of zeros, as many as make their number a multiple of processes.
             self.owners += [len(self.starts) - 1] * ((first - len(self.owners)) % processes)
             length = (len(self.owners) - first) // processes
             self.spans.append(slice(first * ADAMW_BLOCK, len(self.owners) * ADAMW_BLOCK))  # of the bucket
@@ -2567,6 +2575,7 @@ class FlatAdamW:
     @torch.no_grad()
     def follow_model(self):
         """Take over what others have written into the weights; RuntimeError if the model has other weights by now."""
+        # Looked up through the modules: .half() gives a parameter other memory, assign=True the model other parameters.
         if self.find_addresses() != self.addresses:
             change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
             raise RuntimeError(f"{change}, so FlatAdamW would not update it: make a new optimizer")
@@ -2655,7 +2664,7 @@ class Verdict(NamedTuple):
 
 def judge(errors, plain_errors, tolerance):
     """Return the Verdict on {name: error} beside those of plain PyTorch in the same precision."""
-    # In the same precision plain PyTorch rounds as often: kernels may be somewhat worse, not of another order.
+    # Plain PyTorch in the same precision shows how large rounding errors are: kernels may have twice as large ones.
     return Verdict(errors, {name: 2 * error + tolerance for name, error in plain_errors.items()})
 
 
@@ -2867,6 +2876,7 @@ def parse_config(argv, program):
     for field in dataclasses.fields(Config):
         if field.name in HELP_GROUPS:
             group = parser.add_argument_group(HELP_GROUPS[field.name])
+        # argparse converts by a type, and None is only ever a default.
         kind = {int | None: int, str | None: str}.get(field.type, field.type)
         keywords = field.metadata["keywords"] | (dict(action="store_true") if kind is bool else dict(type=kind))
         shown_default = "" if field.default in (None, False) else f" (default: {field.default})"
@@ -2967,6 +2977,7 @@ def writable_folder(flag, name):
     folder = Path(os.path.abspath(name))
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     too_long = max(map(len, map(os.fsencode, folder.parts))) > 255  # bytes of a name, as on most file systems
+    # os.makedirs() would find these errors as well, but not before the end of the run.
     problem = errno.ENAMETOOLONG if too_long else 0 if existing.is_dir() else errno.ENOTDIR
     if problem or not os.access(existing, os.W_OK | os.X_OK):
         reason = os.strerror(problem or errno.EACCES)

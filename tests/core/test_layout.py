@@ -37,9 +37,9 @@ MAY_EDIT_PATH = {  # what people start by its path, and what starts another's pr
 # What a reader meets: names, numbers, operators and strings, each once; comments and docstrings cost nothing.
 # These limits may be lowered, never raised.
 MOST_TOKENS = {
-    "tiny_llama_v3.py": 21_700,
-    "tiny_llama": 15_000,
-    "all code": 190_700,
+    "tiny_llama_v3.py": 21_600,
+    "tiny_llama": 14_850,
+    "all code": 190_500,
     "all tests": 200_500,
 }
 UNCOUNTED = {
@@ -204,7 +204,7 @@ def test_the_script_is_written_for_a_reader():
     source = PATHS[f"{SCRIPT}.py"].read_text()
     tokens, code, comments = counted(source)
     print(f"{tokens / code:.1f} tokens per line, {100 * comments / code:.1f} comments per 100 lines of code")
-    assert tokens / code <= 10.5 and comments / code >= 0.11 and source.count("# fmt: skip") <= 5
+    assert tokens / code <= 10.5 and comments / code >= 0.12 and source.count("# fmt: skip") <= 5
     functions = [node for node in ast.walk(TREES[f"{SCRIPT}.py"]) if isinstance(node, ast.FunctionDef)]
     many = [f.name for f in functions if len(f.args.args) + len(f.args.kwonlyargs) > 9]
     assert [name for name in many if not name.endswith(("_kernel", "_gradient"))] == []
