@@ -519,11 +519,11 @@ def test_cross_entropy_target_out_of_range_gives_nan(device, vocab, beyond):
     assert loss.isnan() and logits.grad[1].isnan().all() and logits.grad[0].isfinite().all()
 
 
-@pytest.mark.parametrize("vocab", [5, 8200])
-def test_cross_entropy_of_ignored_targets_only(device, vocab):
-    """As in PyTorch: the loss is NaN, the gradient 0."""
+@pytest.mark.parametrize("vocab, ignored", [(5, -100), (8200, 2)])
+def test_cross_entropy_of_ignored_targets_only(device, vocab, ignored):
+    """As in PyTorch: the loss is NaN, the gradient 0, also of a token that exists."""
     logits = torch.zeros(3, vocab, device=device, requires_grad=True)
-    loss = llama.triton_cross_entropy(logits * 1, torch.full((3,), -100, device=device))
+    loss = llama.triton_cross_entropy(logits * 1, torch.full((3,), ignored, device=device), ignored)
     loss.backward()
     assert loss.isnan() and not logits.grad.any()
 
