@@ -119,7 +119,7 @@ def companion(name, needed_for=None):
 
 # A stage brings back all mistakes that carry its number: stage 1 is the broken beginning, 5 has none left, and 6 to 8
 # show what the history did not. A flag like --no-init brings back one by itself.
-# A mistake of the published workshop, or one that is easily made: its stages, what it does, and how it shows.
+# The stages that have a mistake, what it does, and the sign by which it shows.
 Bug = collections.namedtuple("Bug", "stages effect sign")
 BUGS = {
     "no_init": Bug(
@@ -533,7 +533,7 @@ class TrainStep:
 
     @classmethod
     def check(cls, config, device):
-        """Return whether loss and gradients are as close to those in higher precision as the Verdict's rule demands."""
+        """Return whether loss and gradients are close enough to those in higher precision: see Verdict."""
         verdict, _ = check_batch(config, device, next(batches(config)))
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
         return not verdict.failed
@@ -543,7 +543,10 @@ class TrainStep:
         return batches(dataclasses.replace(self.config, seed=seed))
 
     def synchronize(self, marks=()):
-        """Wait for the GPU, if there is one; several processes wait for one of a StepClock's marks after the other."""
+        """Wait for the GPU, if there is one. marks are those of a StepClock.
+
+        tiny_llama.distributed.Step waits for one mark after the other, to notice a process that does not answer.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -1909,7 +1912,7 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
 
 def rope_tables(seq_len, head_dim, device, theta=10000.0):
     """Return cos, sin (seq_len, head_dim / 2) of the angles position * theta^(-2i / head_dim), in fp32."""
-    # Dimension i of a head turns by theta^(-2i / head_dim) a position: the first fast, the last slowly.
+    # The first dimensions of a head turn fast from position to position, the last ones slowly.
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
     return angles.cos().float(), angles.sin().float()
@@ -2809,8 +2812,8 @@ def print_summary(step, summary):
     if summary["diverged"]:
         where = "Step {step}: the {quantity} is {value}".format(**summary["diverged"])
         print(f"{where}: the run diverged, no later step counts; try a lower --learning-rate, or see what --check says")
-    floor = dict(random="ln(vocab): random tokens cannot be learnt", markov="the data's entropy").get(step.config.data)
-    floor = f"floor {summary['entropy']:.4f}, {floor}" if floor else f"guessing bytes: ln(256) = {math.log(256):.4f}"
+    reason = dict(random="ln(vocab): random tokens cannot be learnt", markov="the data's entropy").get(step.config.data)
+    floor = f"floor {summary['entropy']:.4f}, {reason}" if reason else f"guessing bytes: ln(256) = {math.log(256):.4f}"
     print(f"Final loss: {summary['final_loss']:.4f} (first {summary['first_loss']:.4f}; {floor})")
     print(f"Average training speed: {summary['samples_per_second']:.1f} samples/sec")
     print(f"Throughput: {summary['tokens_per_second']:,.0f} tokens/sec")
@@ -3071,7 +3074,7 @@ def train_and_report(config, step_class=TrainStep):
     if step.rank == 0:
         stem = f"tiny_llama_v3_{step.implementation}_{time.strftime('%Y%m%d_%H%M%S')}"
         print(f"Results: {write_new_json(output_folder, stem, result)}")
-    if profile_folder and exit_code == 0:
+    if profile_folder and not exit_code:
         profiler.write_profile(step, profile_folder)
     return exit_code
 
