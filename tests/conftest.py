@@ -73,11 +73,13 @@ def device():
 
 @pytest.fixture(autouse=True)
 def own_settings():
-    """What a run sets for its process is not left to the next test: after TF32, full fp32 on a GPU would fail."""
-    yield
+    """What a run sets for its process is not left to the next test: after TF32, full fp32 on a GPU would fail.
+
+    Under deterministic algorithms PyTorch fills fresh memory with NaN: what a kernel has not written shows.
+    """
     torch.set_float32_matmul_precision("highest")
-    if torch.are_deterministic_algorithms_enabled():  # to say so again imports much
-        torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture

@@ -332,12 +332,6 @@ def test_precision_by_its_new_name(setting):
     assert llama.dot_precision(llama.Device("cuda", "", "sm_90", 132, 32)) == setting
 
 
-def test_steps_under_deterministic_algorithms(make_step):
-    """Which fill fresh memory with NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert_all_move(make_step(SMALL))
-
-
 def test_two_models_train_in_two_threads():
     def train(step, losses):
         for batch in itertools.islice(step.batches(7), 3):

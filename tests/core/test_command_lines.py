@@ -68,4 +68,4 @@ def test_a_wrong_command_line_ends_in_one_line(tmp_path):
         _, flag, values = command
         assert code == 2 and text.count("\n") == 1 and "error: " in text, (command, text)
         assert all(word in text for word in [flag.lstrip("-"), *values]), (command, text)
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.iterdir())

@@ -54,7 +54,7 @@ def batches_of(step, count):
 
 def assert_same_bits(actual, expected):
     assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert not [name for name in expected if not torch.equal(actual[name], expected[name])]
 
 
 def assert_close(actual, expected):
@@ -93,6 +93,8 @@ def test_weight_gradients_of_a_group_are_one_product(grouped, monkeypatch, size)
         launches.extend([grid[1:]] * (kernel is llama.column_sum_kernel))
         launch(kernel, grid, *args, **kwargs)
 
+    monkeypatch.setattr(llama, "NORM_FORWARD_ELEMENTS", 16)  # more programs than in the backward pass
+    llama.norm_tile.cache_clear()
     plain, step = grouped(None, num_layers=3), grouped(size, num_layers=3)
     expected = pass_over(plain)
     monkeypatch.setattr(torch, "baddbmm", count_products)

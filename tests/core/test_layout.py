@@ -147,11 +147,6 @@ def test_sys_path_is_edited_only_where_a_file_is_started_by_its_path():
     assert {file: lines for file, lines in edits.items() if lines and (file not in allowed or len(lines) > 1)} == {}
 
 
-def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
-    users = {name for name in TREES if "ArgumentParser" in PATHS[name].read_text()}
-    assert users == {f"{SCRIPT}.py", "measure/command_line.py"}
-
-
 def test_no_package_has_a_name_of_the_standard_library():
     """ "profiling" is one from Python 3.15 on."""
     names = {part_of(name) for name in TREES} | {PATHS[name].stem for name in TREES if "/" not in name}
@@ -207,7 +202,7 @@ def test_the_script_is_written_for_a_reader():
     assert tokens / code <= 10.5 and comments / code >= 0.12 and source.count("# fmt: skip") <= 5
     functions = [node for node in ast.walk(TREES[f"{SCRIPT}.py"]) if isinstance(node, ast.FunctionDef)]
     many = [f.name for f in functions if len(f.args.args) + len(f.args.kwonlyargs) > 9]
-    assert [name for name in many if not name.endswith(("_kernel", "_gradient"))] == []
+    assert not [name for name in many if not name.endswith(("_kernel", "_gradient"))]
 
 
 COLLECTED = """

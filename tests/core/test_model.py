@@ -112,7 +112,6 @@ def test_logits_depend_on_the_tokens_up_to_theirs(make_step, impl):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_head_is_tied_to_the_embedding(make_step, impl):
     step = make_step(impl=impl)
-    assert len(list(step.model.parameters())) == 14  # 6 a layer, the last norm, and one for embedding and head
     step.tokens.fill_(3)  # the rows of other tokens have a gradient from the head alone
     gradients = loss_and_gradients(step)["embed_tokens.weight"].abs().amax(dim=1)
     assert (gradients > 0).all()

@@ -120,7 +120,7 @@ def test_flops_of_a_gpt_count_attention_without_its_masked_half():
 
 
 def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention():
-    config = dataclasses.replace(TINY, num_layers=3)
+    config = dataclasses.replace(TINY, num_layers=3, untied_head=True)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.long)
         llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])(tokens, tokens).backward()
