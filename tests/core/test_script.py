@@ -74,7 +74,7 @@ def test_a_second_launch_calls_what_was_compiled(kernel):
 
 
 @pytest.mark.parametrize("change", [
-    dict(x=torch.zeros(4, dtype=torch.bfloat16)), dict(x=torch.zeros(5)[1:]), dict(stride=8), dict(block=16),
+    dict(x=torch.zeros(4, dtype=torch.bfloat16)), dict(x=torch.zeros(6)[2:]), dict(stride=8), dict(block=16),
     dict(pair=Pair(1, 3)), dict(warps=4), dict(num_stages=3), dict(matrix_instr_nonkdim=16),
 ], ids=["type", "alignment", "stride", "constant", "tuple of constants", "warps", "stages", "option"])  # fmt: skip
 def test_a_launch_that_differs_is_compiled_anew(kernel, change):
