@@ -1283,8 +1283,9 @@ def sdpa_rmsnorm(x, branch, weight, eps):
 #          2       x   x   m   .
 #          3       x   x   x   m
 
-# The strides (batch, seq, head, head_dim) of the tensors of an attention kernel; forward has the first four. They are
-# constants: the compiler sees which addresses are aligned, and a tile's are one address plus constants.
+# The strides of the tensors of an attention kernel; forward has the first four. They are constants: the compiler sees
+# which addresses are aligned, and a tile's are one address plus constants.
+Stride = collections.namedtuple("Stride", "batch seq head dim")
 Strides = collections.namedtuple("Strides", "q k v o o_grad q_grad k_grad v_grad", defaults=(None,) * 4)
 
 
@@ -1307,7 +1308,7 @@ class AttentionConstants(NamedTuple):
 @jit
 def head_ptr(ptr, strides, batch, head):
     """Return a pointer to the (seq, head_dim) matrix of one head; batch is in 64 bits."""
-    return ptr + batch * strides[0] + head * strides[2]
+    return ptr + batch * strides.batch + head * strides.head
 
 
 @jit
@@ -1333,14 +1334,14 @@ def load_tile(ptr, strides, rows, n_rows, EVEN: tl.constexpr, C):
     mask = ((rows < n_rows) | EVEN)[:, None] & col_mask[None, :]
     if C.INT64_OFFSETS:
         rows, cols = rows.to(tl.int64), cols.to(tl.int64)
-    return tl.load(ptr + rows[:, None] * strides[1] + cols[None, :] * strides[3], mask=mask, other=0.0)
+    return tl.load(ptr + rows[:, None] * strides.seq + cols[None, :] * strides.dim, mask=mask, other=0.0)
 
 
 @jit
 def store_tile(ptr, strides, tile, rows, n_rows, C):
     """Store what load_tile would load, rounded to the type that ptr points to."""
     cols, col_mask = head_columns(C)
-    ptrs = ptr + rows[:, None] * strides[1] + cols[None, :] * strides[3]
+    ptrs = ptr + rows[:, None] * strides.seq + cols[None, :] * strides.dim
     store(ptrs, tile, (rows < n_rows)[:, None] & col_mask[None, :])
 
 
@@ -1759,10 +1760,10 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
     batch, seq_len, num_heads, head_dim = shape
     device = get_device(device_type)
     block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
-    if head_dim < block_d == 32 and strides.k[3] != 1:
+    if head_dim < block_d == 32 and strides.k.dim != 1:
         block_d = 64  # with 32, what Triton 3.6 compiles for sm_90 reads past the end of shared memory
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
-    if any(s[1] * seq_len + s[2] * num_heads + s[3] * head_dim > LARGEST for s in strides if s):
+    if any(s.seq * seq_len + s.head * num_heads + s.dim * head_dim > LARGEST for s in strides if s):
         raise ValueError("the attention kernels count within a sequence in 32 bits: shorten it, or make it contiguous")
     constants = AttentionConstants(
         STRIDES=strides,
@@ -1788,7 +1789,7 @@ def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **consta
     """Launch an attention kernel for one of PASSES, on tensors that begin with q and k."""
     q, k, *_ = tensors
     # The tensors with 4 dimensions come in the order of Strides; lse, delta, cos and sin have fewer.
-    strides = Strides(*(t.stride() for t in tensors if t.dim() == 4))
+    strides = Strides(*(Stride(*t.stride()) for t in tensors if t.dim() == 4))
     kind = q.device.type
     precision = dot_precision(get_device(kind)) if q.dtype == torch.float32 else "ieee"
     grid, C, options = attention_launch(pass_name, q.shape, k.shape[2], strides, q.dtype, precision, rotary, kind)
