@@ -822,9 +822,9 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # What Triton's launcher takes before the arguments. The last three are for hooks of profilers, which are
-        # skipped.
-        own = stream, compiled.function, compiled.packed_metadata, None, None, None  # in place of the hooks
+        # What Triton's launcher takes before the arguments; the last three are for hooks of profilers, which are left
+        # out, as the docstring says.
+        own = stream, compiled.function, compiled.packed_metadata, None, None, None
         compiled.run(*(*grid, 1, 1)[:3], *own, *pointers, *scalars, *values)
         return
     # A new combination: Triton compiles it, or finds it in its cache on disk, and launches it.

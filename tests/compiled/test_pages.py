@@ -33,7 +33,7 @@ def test_result_has_the_launches_of_today():
 
 
 def test_result_passes_the_check():
-    assert [line for row in committed()["rows"] for line in gate.violations(row)] == []
+    assert not [line for row in committed()["rows"] for line in gate.violations(row)]
 
 
 @pytest.mark.parametrize("arguments", [["--architectures", "gfx1"], ["--processes", "0"], ["--no-such-flag"]])

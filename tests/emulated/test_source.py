@@ -69,7 +69,7 @@ def test_a_patch_that_does_not_fit_is_refused(copy, capsys, monkeypatch):
     emulator_of(copy).write_text("other\n")
     monkeypatch.setattr(source, "DIGEST", source.digest_of(copy))
     assert "tinygrad.patch does not fit" in refused(capsys, "--tinygrad", str(copy))
-    assert list(source.FOLDER.iterdir()) == []
+    assert not list(source.FOLDER.iterdir())
 
 
 def test_without_a_network_the_remedy_is_named(copy, capsys, monkeypatch):

@@ -284,14 +284,14 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert run_prepare("shakespeare_char", "--output", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "--input FILE" in error and error.count("\n") == 1
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_truncated_download_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Response(b"half"))
     with pytest.raises(UsageError, match="4 of 1000 bytes"):
         preparing.download("http://example.org/x", tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\xff"])

@@ -181,7 +181,7 @@ def test_graphics_of_the_processor_beside_a_card(no_devices):
 
 
 def test_access(no_devices, monkeypatch):
-    assert list(doctor.probe_access(Machine())) == []
+    assert not list(doctor.probe_access(Machine()))
     level, _, remedy = diagnose("access", Machine(**ROCM))
     assert level == "FAIL" and "--device=/dev/kfd" in remedy
     (no_devices / "kfd").touch()
@@ -336,7 +336,7 @@ def test_rocm_is_not_asked_for_without_it(tools):
     assert list(doctor.probe_rocm(Machine(**ROCM))) == list(doctor.probe_counters(Machine(gpus=[GPU], **ROCM))) == []
     doctor.answer_of.cache_clear()
     tools("rocprofv3", "echo 1.0.0", rocm="6.4.1")
-    assert list(doctor.probe_rocm(Machine(cuda="13.0"))) == []
+    assert not list(doctor.probe_rocm(Machine(cuda="13.0")))
 
 
 # --- disk and kernel
@@ -367,7 +367,7 @@ def test_kernel_right_wrong_and_broken():
     assert diagnose("kernel", Machine(kernel=dict(error=float("nan"), seconds=1.0)))[0] == "FAIL"
     assert "boom" in diagnose("kernel", Machine(gpus=[GPU], **ROCM))[1]
     assert diagnose("kernel", Machine(problem="no answer", **ROCM))[0] == "FAIL"
-    assert list(doctor.probe_kernel(Machine(triton=None))) == []
+    assert not list(doctor.probe_kernel(Machine(triton=None)))
 
 
 # --- the command

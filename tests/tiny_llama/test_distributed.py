@@ -343,10 +343,9 @@ def test_slices_of_all_processes_are_the_buckets(size, low_precision):
             low, high = bucket.all_grads.data_ptr(), bucket.all_grads.data_ptr() + bucket.all_grads.nbytes
             assert all(low <= p.main_grad.data_ptr() < high for p in bucket.parameters)
         if low_precision:
-            with torch.no_grad():  # the lower halves of a weight that others write, and of no other, become 0
-                optimizer.remainder.fill_(1)
-                optimizer.parameters[5].fill_(1.0)
-            optimizer.follow_model()
+            optimizer.remainder.fill_(1)
+            optimizer.parameters[5].detach().fill_(1.0)
+            optimizer.follow_model()  # the lower halves of a weight that others write, and of no other, become 0
             kept = optimizer.remainder.view(-1, llama.ADAMW_BLOCK)[:, 0]
             assert kept.tolist() == [optimizer.owners[block] != 5 for block in optimizer.own_blocks]
             remainders = torch.cat([bucket.remainder for bucket in optimizer.buckets])

@@ -266,7 +266,7 @@ def contrast(color, ground):
 def test_colours_stand_out_from_their_ground(shade):
     colors = {name: getattr(color, shade) for name, color in drawing.COLORS.items()}
     least = dict.fromkeys(colors, 4.5) | {"ink": 7, "line": 1.5, "ground": 1}
-    assert [name for name in colors if contrast(colors[name], colors["ground"]) < least[name]] == []
+    assert not [name for name in colors if contrast(colors[name], colors["ground"]) < least[name]]
 
 
 def test_fillings_differ_without_their_colour():
