@@ -30,7 +30,6 @@ from measure.results import RESULTS, ResultFile, header
 from measure.timing import Bench, compile_apart, copy_calls
 from tiny_llama import fp8, hardware
 
-MEASURED = "benchmarks.fp8_layer.parts", "benchmarks.fp8_layer.SHAPE", "measure.timing.Bench"
 SHAPE = dict(tokens=8192, hidden=2048, ffn=8192)  # of the large model
 SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT  # as numbers here: torch.compile cannot compare these
 MATRIX, SWIGLU, SWIGLU_GRADIENT = range(3)
@@ -162,7 +161,7 @@ def main(argv):
         raise llama.UsageError(f"the device, {device.arch}, has no products in FP8: use a GPU that has them")
     folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.manual_seed(0)
-    bench, result = Bench(device), header("fp8_layer", device, argv, MEASURED) | {"shape": SHAPE, "parts": []}
+    bench, result = Bench(device), header("fp8_layer", device, argv) | {"shape": SHAPE, "parts": []}
     result["peaks"] = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
     with Heartbeat("measuring a layer"):
         try:

@@ -40,7 +40,6 @@ LEARNING_RATES = {"small": 3e-4, "medium": 3e-4, "large": 2e-4, "tiny": 3e-4}
 DATA, PRECISIONS = ("text", "markov"), ("bf16", "fp8")
 SMOOTHED = 50  # steps of a mean loss: the losses of single batches differ by more than those of the precisions do
 WINDOW_STEPS = 10
-MEASURED = "benchmarks.fp8_learning.train", "tiny_llama.fp8.with_fp8", "tiny_llama.data.batches"
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders of the standard library
 
 
@@ -164,7 +163,7 @@ def main(argv):
     if "fp8" in options.precisions and not fp8.formats_of(device.arch):
         raise llama.UsageError(f"--precisions fp8 needs a GPU with FP8, and this is {device.arch}: give bf16 alone")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("fp8_learning", device, argv, MEASURED) | {"text": None, "missing": [], "runs": []}
+    result = header("fp8_learning", device, argv) | {"text": None, "missing": [], "runs": []}
     file = ResultFile(folder, result)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "text")

@@ -70,8 +70,6 @@ RECIPES = {  # what they replace in tiny_llama.fp8
     "bf16": {},
 }
 
-MEASURED = "benchmarks.fp8_recipes.errors_of", "tiny_llama.fp8.with_fp8"
-
 
 def errors_of(recipe, config, device, batch, exact):
     """{"loss", and of all gradients "median", "worst"}: errors relative to the norms of the exact ones."""
@@ -110,7 +108,7 @@ def parse(argv):
 def main(argv):
     options, device = parse(argv), llama.select_device("auto")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("fp8_recipes", device, argv, MEASURED) | {"sizes": {}}
+    result = header("fp8_recipes", device, argv) | {"sizes": {}}
     file = ResultFile(folder, result)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch, "text")

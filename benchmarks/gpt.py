@@ -38,7 +38,6 @@ from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
 from nanogpt_triton.train import Settings, optimizer_step, preferred_attention, select_device, wrap_for_processes
 from tiny_llama import distributed, hardware
 
-MEASURED = "benchmarks.gpt.check", "benchmarks.gpt.measure_rows"
 SIZES = {
     "gpt2": (12, GPTConfig(bias=False)),
     "tiny": (2, GPTConfig(block_size=32, vocab_size=96, n_layer=2, n_head=2, n_embd=64, bias=False)),
@@ -235,7 +234,7 @@ def main(argv):
     device = select_device("auto", local_rank=0, world_size=1)
     described, config, batch = prepare(options, distributed.World(), device)
     hardware_device = llama.get_device(device.type)
-    result = header("gpt", hardware_device, argv, MEASURED) | described | {"rows": {}}
+    result = header("gpt", hardware_device, argv) | described | {"rows": {}}
     file = ResultFile(folder, result)
     print(f"{hardware_device.name} ({hardware_device.arch}), PyTorch {torch.__version__}", flush=True)
     try:

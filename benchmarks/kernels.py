@@ -428,7 +428,6 @@ CASES = {
     "attention": attention_cases,
 }
 
-MEASURED = "benchmarks.kernels.measure_group", "benchmarks.kernels.KernelBench"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring and report
@@ -481,7 +480,7 @@ def main(argv):
     folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.manual_seed(0)
     bench = KernelBench(device)
-    result = header("kernels", device, argv, MEASURED)
+    result = header("kernels", device, argv)
     result["peers"] = versions(*(library.package.split(".")[0] for library in LIBRARIES.values()))
     result |= {"dtype": str(bench.dtype).removeprefix("torch."), "cases": []}
     file = ResultFile(folder, result)

@@ -31,7 +31,6 @@ from measure.results import RESULTS, ResultFile, describe, header
 from measure.timing import Bench, compile_apart, copy_calls, gradient_call, release, wall_seconds
 from nanogpt_triton.kernels import triton_layer_norm
 
-MEASURED = "benchmarks.layer_norm.measure_case", "measure.timing.Bench", "measure.timing.compile_apart"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = (256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 WALL_CALLS = 100
@@ -137,7 +136,7 @@ def main(argv):
     folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.manual_seed(0)
     bench = Bench(device)
-    result = header("layer_norm", device, argv, MEASURED) | {"copy_rate": None, "cases": []}
+    result = header("layer_norm", device, argv) | {"copy_rate": None, "cases": []}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
     if bench.on_gpu:

@@ -1,13 +1,13 @@
-"""Measure again what the pages show, where the code that was measured has changed since.
+"""Measure again what the pages show, where the code has changed since it was measured.
 
-    python -m benchmarks.record                             list the results whose code has changed since
+    python -m benchmarks.record                             list the results that are older than the code
     python -m benchmarks.record --stale                     measure these again
     python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
     python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
-command with the digest of today's code. Afterwards `make publish` writes the pages; older results of the same commands
-can be removed.
+command, and git finds the code unchanged since the commit of that result. Afterwards `make publish` writes the pages;
+older results of the same commands can be removed.
 
 Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request cannot be met, 130 interrupted.
 """
@@ -30,11 +30,10 @@ if not __package__:
 import tiny_llama_v3 as llama
 from benchmarks.steps import ROWS, is_fp8
 from measure.command_line import Parser, program, time_limit
-from measure.digest import digest_of, has_changed
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
 
-TRAINING = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train", "tiny_llama.data.batches"
+MEASURED_CODE = "tiny_llama_v3.py", "tiny_llama", "nanogpt_triton", "measure", "benchmarks/*.py"
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
 LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"
 
@@ -81,6 +80,13 @@ PARTS = [
 ]
 
 
+def has_changed(result):
+    """Return whether the code differs from that of the commit which a result was measured at, or this is not known."""
+    commit = str(result["environment"].get("commit")).removesuffix("-dirty")
+    diff = ["git", "diff", "--quiet", commit, "--", *MEASURED_CODE]
+    return bool(subprocess.run(diff, cwd=ROOT, capture_output=True).returncode)
+
+
 def is_current(part, results, device_name):
     """Whether one of the results is of this part, this kind of GPU and today's code."""
     alike = (r for r in results if r.get("command") == part.command and r["environment"]["device"] == device_name)
@@ -101,7 +107,7 @@ def shown_results():
 
 
 def list_stale():
-    """Prints the results that pages show and whose code has changed. Returns their commands."""
+    """Print the results which pages show and which are older than the code. Return their commands."""
     commands = []
     for page, path in shown_results():
         result = read_result(path)
@@ -109,7 +115,7 @@ def list_stale():
             commands.append(result.get("command", ""))
             print(f"{page.relative_to(ROOT)}: {path.name}: {commands[-1]}")
     if not commands:
-        print("The code of every result on the pages is that of today.")
+        print("No result on the pages is older than the code.")
     return commands
 
 
@@ -126,7 +132,6 @@ def measure(part, device):
             result = json.loads(path.read_text())
             if part.name:
                 result |= {"benchmark": part.name, "command": part.command}
-                result |= {"measured": TRAINING, "digest": digest_of(TRAINING)}
                 result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
                 result.setdefault("environment", hardware.environment(device))
             file = ResultFile(RESULTS, result)

@@ -41,10 +41,6 @@ from measure.timing import compile_apart, in_turns, wall_seconds
 from measure.work import SIZES
 from tiny_llama import distributed
 
-MEASURED = (
-    "benchmarks.scaling.Setup", "benchmarks.scaling.measure_sizes", "benchmarks.scaling.measure_gpt",
-    "tiny_llama.distributed.Step",
-)  # fmt: skip
 ROWS = {  # flags of tiny_llama_v3.py
     "triton graph": dict(impl="triton", graph=True),
     "triton": dict(impl="triton"),
@@ -408,7 +404,7 @@ def run(argv, world):
     if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("scaling", device, argv, MEASURED) | {"processes": world.size, "sizes": {}}
+    result = header("scaling", device, argv) | {"processes": world.size, "sizes": {}}
     launcher = f"torchrun --standalone --nproc_per_node={world.size}"
     result["command"] = f"{launcher} {result['command'].removeprefix('python ')}"
     file = ResultFile(folder, result)

@@ -43,7 +43,6 @@ WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
 UNCOUNTED = 4  # windows, until clock and power are those of steady work
 OURS = "triton"
-MEASURED = "benchmarks.steps.measure_size", "tiny_llama.fp8.with_fp8"
 
 
 class Row(NamedTuple):
@@ -654,8 +653,7 @@ def main(argv):
     torch.set_float32_matmul_precision(options.matmul_precision)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is compiled never runs eagerly in silence
 
-    in_fp8 = any(is_fp8(row.implementation) for row in rows)
-    result = header("steps", device, argv, MEASURED if in_fp8 else MEASURED[:1])
+    result = header("steps", device, argv)
     result |= {"sweep": options.sweep, "peers": versions(*PEERS), "windows": options.windows, "sizes": {}}
     file = ResultFile(folder, result)
     print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)

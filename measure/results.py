@@ -11,7 +11,6 @@ from pathlib import Path
 
 import tiny_llama_v3 as llama
 from measure.command_line import replacing
-from measure.digest import digest_of
 from measure.tables import NOT_MEASURED
 from tiny_llama import hardware
 
@@ -45,16 +44,14 @@ def versions(*packages):
     return {name: importlib.metadata.version(name) for package in packages for name in distributions.get(package, [])}
 
 
-def header(benchmark, device, argv, measured):
-    """The fields that every result begins with. measured: the names of what is measured, for has_changed()."""
+def header(benchmark, device, argv):
+    """Return the fields that every result begins with: the command, and the commit, device and versions."""
     arguments = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
         "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect
         "date": datetime.now().isoformat(timespec="seconds"),
         "environment": hardware.environment(device),
-        "measured": list(measured),
-        "digest": digest_of(tuple(measured)),
     }
 
 

@@ -2,8 +2,6 @@
 
 import math
 
-from measure.digest import has_changed
-
 NOT_MEASURED = "_Not measured yet._"
 
 
@@ -44,15 +42,17 @@ def cell(text):
 
 
 def sources(items):
-    """Of (name, result): device, software, date, and links to the results from the top of the project."""
+    """Describe results, each (name, result): device, software, date, commit, and links from the top of the project."""
     links = {}
     for name, result in items:
         environment = result["environment"]
         versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
         software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
-        changed = "; **the code that it measured has changed since**" if has_changed(result) else ""
-        alike = links.setdefault(f"{environment['device']}, {software}, {result['date'][:10]}", {})
-        alike[name] = f"([{name}](benchmarks/results/{name})){changed}"
+        described = [environment["device"], software, result["date"][:10]]
+        if commit := environment.get("commit"):
+            described.append(f"commit {commit.replace('-dirty', ' with changes')}")
+        alike = links.setdefault(", ".join(described), {})
+        alike[name] = f"([{name}](benchmarks/results/{name}))"
     return "; ".join(f"{described} {', '.join(alike.values())}" for described, alike in links.items())
 
 

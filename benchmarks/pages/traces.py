@@ -38,7 +38,6 @@ RECORDED = {  # {name of a result: flags of its run}
     "trace_stage8": ["--stage", "8", "--use-amp"],
 }
 KEPT = (*torch_trace.ON_DEVICE, *(category for kind in torch_trace.CATEGORIES.values() for category in kind))
-MEASURED = "tiny_llama_v3.TrainStep", "tiny_llama_v3.train"
 FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 
@@ -60,7 +59,7 @@ def record(name, flags, device, folder):
         own = ["--profile", scratch, "--output-dir", scratch]
         subprocess.run([sys.executable, *command, *own], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         run = {"benchmark": name, "command": "python -m benchmarks.pages.traces", "run": " ".join(["python", *command])}
-        result = header(name, device, [], MEASURED) | run
+        result = header(name, device, []) | run
         result |= {"displayTimeUnit": "ms", "traceEvents": one_step(Path(scratch) / "trace.json")}
     file = ResultFile(folder, result)
     file.save(result)

@@ -11,16 +11,14 @@ import pytest
 import tiny_llama_v3 as llama
 from benchmarks import record
 from exercises.performance_debugging import replay
-from measure.digest import digest_of
 
 GPU = llama.Device("cuda", "Some GPU", "sm_90", 100, 32)
-HERE = "tiny_llama_v3.StepClock"
+NOW, BEFORE = "1" * 40, "0" * 40  # commits
 
 
-def result(command, **fields):
-    environment = {"device": GPU.name, "torch": "2.11", "triton": "3.6"}
-    current = {"measured": [HERE], "digest": digest_of((HERE,))}
-    return {"command": command, "date": "2030-01-02", "environment": environment} | current | fields
+def result(command, commit=NOW, **fields):
+    environment = {"device": GPU.name, "torch": "2.11", "triton": "3.6", "commit": commit}
+    return {"command": command, "date": "2030-01-02", "environment": environment} | fields
 
 
 @pytest.fixture
@@ -32,6 +30,7 @@ def recording(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(record, "PARTS", [record.Part("python -m one", 10), record.Part("python -m two", 20)])
     monkeypatch.setattr(llama, "select_device", lambda name: GPU)
+    monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] != NOW)
     monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
     return results, commands
 
@@ -42,7 +41,6 @@ def test_every_part_is_a_command_that_its_program_takes():
         words = shlex.split(part.command)
         if words[:2] == ["python", "-m"]:
             module = importlib.import_module(words[2])
-            assert part.name or digest_of(tuple(module.MEASURED))
             if words[3:]:
                 module.parse(words[3:])
             assert part.seconds <= 540
@@ -52,14 +50,31 @@ def test_every_part_is_a_command_that_its_program_takes():
         else:
             llama.parse_config(words[2:], words[1])
     assert {"benchmarks.steps", "benchmarks.kernels", "benchmarks.gpt", "benchmarks.layer_norm"} <= names
-    assert digest_of(record.TRAINING)
+
+
+def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, monkeypatch):
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    git("init")
+    for text in ("one", "two"):
+        (tmp_path / "tiny_llama_v3.py").write_text(text)
+        git("add", ".")
+        git("-c", "user.name=a", "-c", "user.email=b", "commit", "-m", text)
+    (tmp_path / "README.md").write_text("measured")
+    before, now = git("rev-parse", "HEAD~"), git("rev-parse", "HEAD")
+    for commit, changed in ((now, False), (f"{now[:12]}-dirty", False), (before, True), (BEFORE, True), (None, True)):
+        assert record.has_changed(result("python -m one", commit)) == changed
+    (tmp_path / "tiny_llama_v3.py").write_text("three")
+    assert record.has_changed(result("python -m one", now)), "what is not committed is a change too"
 
 
 def test_all_measures_what_is_not_current_on_this_gpu(recording):
     folder, commands = recording
     (folder / "a.json").write_text(json.dumps(result("python -m one")))
     assert record.main(["--all"]) == 0 and commands == ["python -m two"]
-    (folder / "a.json").write_text(json.dumps(result("python -m one", digest="0")))
+    (folder / "a.json").write_text(json.dumps(result("python -m one", BEFORE)))
     (folder / "b.json").write_text(json.dumps(result("python -m two") | {"environment": {"device": "Another GPU"}}))
     commands.clear()
     assert record.main(["--all"]) == 0 and commands == ["python -m one", "python -m two"]
@@ -78,16 +93,16 @@ def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsy
     page = folder.parents[1] / "README.md"
     page.write_text("".join(f"[{name}](benchmarks/results/{name}.json)\n" for name in "abb"))
     (folder / "a.json").write_text(json.dumps(result("python -m one")))
-    (folder / "b.json").write_text(json.dumps(result("python -m two", digest="0")))
-    (folder / "c.json").write_text(json.dumps(result("python -m two", digest="0")))  # on no page
+    (folder / "b.json").write_text(json.dumps(result("python -m two", BEFORE)))
+    (folder / "c.json").write_text(json.dumps(result("python -m two", BEFORE)))  # on no page
     assert record.main([]) == 0 and not commands
     assert capsys.readouterr().out == "README.md: b.json: python -m two\n"
-    (folder / "a.json").write_text(json.dumps(result("python old.py", digest="0")))
+    (folder / "a.json").write_text(json.dumps(result("python old.py", BEFORE)))
     assert record.main(["--stale"]) == 0 and commands == ["python -m two"]
     assert "one of --all may replace it: python old.py" in capsys.readouterr().out
     (folder / "a.json").write_text(json.dumps({"command": "python -m compiled.pages"}))
     (folder / "b.json").write_text(json.dumps(result("python -m two")))
-    assert record.main([]) == 0 and "is that of today" in capsys.readouterr().out.splitlines()[-1]
+    assert record.main([]) == 0 and "No result" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_measuring_needs_a_gpu_and_listing_does_not(recording, capsys, monkeypatch):
@@ -104,7 +119,7 @@ def test_a_run_of_the_script_becomes_a_result(tmp_path, monkeypatch):
     (path,) = tmp_path.iterdir()
     kept = json.loads(path.read_text())
     assert path.name.startswith("learning_correct_") and len(kept["steps"]) == 2
-    assert kept["command"] == part.command and kept["date"] and not record.has_changed(kept)
+    assert kept["command"] == part.command and kept["date"] and kept["environment"]["torch"]
     assert not record.measure(part._replace(command="python tiny_llama_v3.py --num-steps 0"), llama.get_device("cpu"))
     assert list(tmp_path.iterdir()) == [path]
 

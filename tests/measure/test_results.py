@@ -46,7 +46,7 @@ def test_a_replaced_file_is_whole_or_as_before(tmp_path):
 
 def test_the_header_says_how_to_repeat_it_without_the_private_folder():
     arguments = ["--rows", "triton graph", "--output-dir", "/home/me/x"]
-    header = results.header("steps", llama.get_device("cpu"), arguments, ["measure.timing.Bench"])
+    header = results.header("steps", llama.get_device("cpu"), arguments)
     assert header["command"] == "python -m benchmarks.steps --rows 'triton graph'"
     assert header["benchmark"] == "steps" and header["environment"]["torch"]
 
