@@ -28,6 +28,9 @@ PYTEST := $(VENV_PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 test: .venv/dev.stamp ## run the tests that a change must pass; PYTEST_ARGS="-k name" adds options
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+affected: .venv/dev.stamp ## run the tests that what changed since SINCE (default: the last commit) can break
+	tests=$$($(VENV_PYTHON) tests/affected.py $(SINCE)) && $(PYTEST) -m "not slow" $(PYTEST_ARGS) $$tests
+
 test-slow: .venv/dev.stamp ## run the other tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
