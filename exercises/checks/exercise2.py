@@ -64,15 +64,15 @@ def silu_mul_kernel(exercise, n_elements, block_size, dtype, tolerance):
 
 
 @task(((5, 60), 128), ((3, 500), 2048))  # shape, BLOCK_SIZE
-def silu_mul_backward_kernel(exercise, shape, block_size):
-    out_grad, gate, up = (randn(*shape) * 3 for _ in range(3))
+def silu_mul_backward_kernel(exercise, shape, block_size, dtype=torch.float32):
+    out_grad, gate, up = (randn(*shape, dtype=dtype) * 3 for _ in range(3))
     leaves = [t.double().requires_grad_() for t in (gate, up)]
     wanted = torch.autograd.grad((F.silu(leaves[0]) * leaves[1] * out_grad).sum(), leaves)
     n_elements = gate.numel()
     got = launch(
         exercise.silu_mul_backward_kernel,
         (llama.cdiv(n_elements, block_size),),
-        *(out_grad, gate, up, unwritten(*shape), unwritten(*shape), n_elements),
+        *(out_grad, gate, up, unwritten(*shape, dtype=dtype), unwritten(*shape, dtype=dtype), n_elements),
         BLOCK_SIZE=block_size,
     )
     for name, ours, theirs in zip(("gate_grad", "up_grad"), got, wanted, strict=True):

@@ -81,13 +81,13 @@ HEAD_DIM, SCALE = 64, 0.3  # which is not HEAD_DIM**-0.5
     (32, 1, 1, 16, 16, 3e7, 1, "right for small scores: what the mask hides needs the score float('-inf')"),
     (32, 1, 1, 16, 16, 2, 1e5, "right for small values: is acc kept in fp16, whose largest number is 65504?"),
 )
-def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_size, v_size, hint):
-    q = randn(seq_len, heads, HEAD_DIM) * q_size
-    k, v = randn(seq_len, kv_heads, HEAD_DIM), randn(seq_len, kv_heads, HEAD_DIM) * v_size
+def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_size, v_size, hint, dtype=torch.float32):
+    q = randn(seq_len, heads, HEAD_DIM, dtype=dtype) * q_size
+    k, v = (randn(seq_len, kv_heads, HEAD_DIM, dtype=dtype) * size for size in (1, v_size))
     o = launch(
         exercise.attention_kernel,
         (heads, llama.cdiv(seq_len, block_m)),
-        *(q, k, v, unwritten(*q.shape)),
+        *(q, k, v, unwritten(*q.shape, dtype=dtype)),
         *(*q.stride()[:2], *k.stride()[:2], seq_len, SCALE),
         **dict(GROUP_SIZE=heads // kv_heads, HEAD_DIM=HEAD_DIM, BLOCK_M=block_m, BLOCK_N=block_n),
         share="a program stores the queries of its block, rows, for its head",

@@ -93,13 +93,13 @@ LOW = (-3 * 10**10,) * 3  # below what often stands in for minus infinity
 SOFTMAX = ((2, 1, 0, 1, -1), 8), ((-11, -10, -9), 4), ((1000, 999, 0, -1000), 4), (LOW, 4)  # scores, BLOCK_SIZE
 
 
-@task(*SOFTMAX)
-def softmax_kernel(puzzles, scores, block_size):
-    x = torch.tensor([scores, scores[::-1]], device=DEVICE, dtype=torch.float32)
+@task(*(((scores, scores[::-1]), block_size) for scores, block_size in SOFTMAX))
+def softmax_kernel(puzzles, rows, block_size):
+    x = torch.as_tensor(rows, device=DEVICE, dtype=torch.float32)
     n_rows, n_cols = x.shape
     args = x, unwritten(*x.shape), n_cols
     y = launch(puzzles.softmax_kernel, (n_rows,), *args, BLOCK_SIZE=block_size, share=ROW)
-    name = f"y for the scores {', '.join(map(str, scores))}"
+    name = f"y for the scores {', '.join(map(str, rows[0]))}"
     expect_close(name, y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?")
 
 
@@ -109,10 +109,10 @@ FAR_BELOW = tuple(tuple((score - 10) * 1e11 for score in row) for row in MAXIMA)
 
 @task((MAXIMA, 6, 8, 4), (MAXIMA, 3, 8, 4), (FAR_BELOW, 6, 8, 4), (FAR_BELOW, 3, 8, 4))
 def row_max_kernel(puzzles, rows, n_cols, stride_row, block_size):
-    x = padded(torch.tensor(rows, device=DEVICE, dtype=torch.float32)[:, :n_cols], stride_row)
+    x = padded(torch.as_tensor(rows, device=DEVICE, dtype=torch.float32)[:, :n_cols], stride_row)
     args = x, unwritten(len(x)), n_cols, stride_row
     y = launch(puzzles.row_max_kernel, (len(x),), *args, BLOCK_SIZE=block_size, share=ROW)
-    name = f"y for rows of {n_cols}" + ", all far below zero" * (rows == FAR_BELOW)
+    name = f"y for rows of {n_cols}" + ", all far below zero" * (rows is FAR_BELOW)
     expect_close(name, y, x.amax(1), 0, "print x in the loop, and cols and the mask: which lanes are True?")
 
 
@@ -151,24 +151,23 @@ BLOCK = 16
 
 
 @task(*GROUPED, needs=(multiply_tile,))
-def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group):
-    x, y = randn(tile_rows * BLOCK - 3, BLOCK), randn(BLOCK, tile_cols * BLOCK - 5)
+def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=BLOCK, n_inner=BLOCK):
+    x, y = randn(tile_rows * block - 3, n_inner), randn(n_inner, tile_cols * block - 5)
     z = unwritten(len(x), y.shape[1])
     with mock.patch.object(Watch, "kept", []) as kept:
         launch(
             puzzles.grouped_matmul_kernel,
             (tile_rows * tile_cols,),
-            *(x, y, z, *z.shape, BLOCK),
-            **dict(BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=BLOCK, GROUP=group),
+            *(x, y, z, *z.shape, n_inner),
+            **dict(BLOCK_M=block, BLOCK_N=block, BLOCK_K=block, GROUP=group),
             share=GROUPS,
         )
     name = f"z of {tile_rows} x {tile_cols} tiles, GROUP {group}"
     expect_close(name, z, x.double() @ y.double(), 1e-4, GROUPS)
     for watch in kept:  # none on a GPU
-        programs = torch.from_numpy(watch.owners("z")[::BLOCK, ::BLOCK])
-        expect_close(
-            f"the program of each tile of {name}", programs, order_of_programs(tile_rows, tile_cols, group), 0, GROUPS
-        )
+        programs = torch.from_numpy(watch.owners("z")[::block, ::block])
+        wanted = order_of_programs(tile_rows, tile_cols, group)
+        expect_close(f"the program of each tile of {name}", programs, wanted, 0, GROUPS)
 
 
 @task((), needs=(grouped_matmul_kernel,))
