@@ -116,8 +116,12 @@ def differs(got, wanted, tolerance):
     return ~torch.isclose(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def expect_close(name, result, wanted, tolerance, hint):
-    """Compare tensors in fp64. The fact names the first element that differs, the hint begins with the symptom."""
+def expect_close(result, wanted, tolerance, hint, name=None):
+    """Compare tensors in fp64. The fact names the first element that differs, the hint begins with the symptom.
+
+    name: of the result; one that launch() returned has a name.
+    """
+    name = name or result.label
     expect(isinstance(result, torch.Tensor), f"{name} is {result!r}, not a tensor", "is it returned?")
     unstored = is_unwritten(result).cpu()
     got, wanted = result.detach().double().cpu(), wanted.detach().double().cpu()

@@ -58,9 +58,8 @@ def silu_mul_kernel(exercise, n_elements, block_size, dtype, tolerance):
         *(gate, up, unwritten(n_elements, dtype=dtype), n_elements),
         BLOCK_SIZE=block_size,
     )
-    name = f"out for {n_elements} elements in {str(dtype).removeprefix('torch.')}, BLOCK_SIZE {block_size}"
     hint = "out = silu(gate) * up, computed in fp32: is .to(tl.float32) behind each load?"
-    expect_close(name, out, F.silu(gate.double()) * up.double(), tolerance, hint)
+    expect_close(out, F.silu(gate.double()) * up.double(), tolerance, hint)
 
 
 @task(((5, 60), 128), ((3, 500), 2048))  # shape, BLOCK_SIZE
@@ -75,8 +74,8 @@ def silu_mul_backward_kernel(exercise, shape, block_size, dtype=torch.float32):
         *(out_grad, gate, up, unwritten(*shape, dtype=dtype), unwritten(*shape, dtype=dtype), n_elements),
         BLOCK_SIZE=block_size,
     )
-    for name, ours, theirs in zip(("gate_grad", "up_grad"), got, wanted, strict=True):
-        expect_close(name, ours, theirs, 1e-4, "compare with the derivative in the docstring")
+    for ours, theirs in zip(got, wanted, strict=True):
+        expect_close(ours, theirs, 1e-4, "compare with the derivative in the docstring")
 
 
 class Launches(Observer):
@@ -107,7 +106,7 @@ def hybrid_swiglu(exercise, shape, inner):
     with observed_by(launches), applied as apply, unchanged(**dict(zip(names, leaves, strict=True))):
         out = exercise.hybrid_swiglu(*leaves)
     wanted = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-    expect_close(f"the output for x of {shape}", out, wanted, 1e-3, "down(silu(x gate) * (x up))")
+    expect_close(out, wanted, 1e-3, "down(silu(x gate) * (x up))", f"the output for x of {shape}")
     used = ON_GPU or "silu_mul_kernel" in launches.seen
     expect(used, "the output is right, but silu_mul_kernel was not launched", use)
     cut = "go through SiluMul.apply, not through the kernel or SiluMul.forward"
@@ -121,7 +120,7 @@ def hybrid_swiglu(exercise, shape, inner):
     for name, leaf in zip(names, leaves, strict=True):
         expect(leaf.grad is not None, f"{name} receives no gradient", cut)
     for name, leaf, theirs in zip(names, leaves, exact, strict=True):
-        expect_close(f"the gradient of {name}", leaf.grad, theirs.grad, 1e-3, "is anything detached on the way?")
+        expect_close(leaf.grad, theirs.grad, 1e-3, "is anything detached on the way?", f"the gradient of {name}")
     used = ON_GPU or "silu_mul_backward_kernel" in launches.seen
     expect(used, "the gradients are right, but silu_mul_backward_kernel was not launched", use)
 

@@ -34,9 +34,9 @@ def fold(exercise):
         largest = scores[:, :end].max(dim=1).values
         p = torch.exp(scores[:, :end] - largest[:, None])
         hint = "what was summed under the old maximum must be rescaled to the new one"
-        expect_close(f"m after {end} keys", got[0], largest, 1e-12, "the largest score so far")
-        expect_close(f"l after {end} keys", got[1], p.sum(dim=1), 1e-9, hint)
-        expect_close(f"acc after {end} keys", got[2], p @ values[:end], 1e-9, hint)
+        expect_close(got[0], largest, 1e-12, "the largest score so far", f"m after {end} keys")
+        expect_close(got[1], p.sum(dim=1), 1e-9, hint, f"l after {end} keys")
+        expect_close(got[2], p @ values[:end], 1e-9, hint, f"acc after {end} keys")
         m, l, acc = got
 
 
@@ -94,8 +94,7 @@ def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_siz
     )
     q, k, v = (t.double().transpose(0, 1).repeat_interleave(heads // t.shape[1], dim=0) for t in (q, k, v))
     wanted = torch.stack([causal_softmax(*head, SCALE)[0] for head in zip(q, k, v, strict=True)], dim=1)
-    name = f"o for {seq_len} tokens, {heads} heads on {kv_heads}, tiles {block_m} x {block_n}"
-    expect_close(name, o, wanted, 1e-4 * v_size, hint)
+    expect_close(o, wanted, 1e-4 * v_size, hint)
 
 
 def forward_and_gradients(seq_len, d, scale):
@@ -114,19 +113,17 @@ def attention_gradients(exercise, seq_len, d, scale):
         got = exercise.attention_gradients(**given, scale=scale)
     expect_several(got, "q_grad", "k_grad", "v_grad")
     hint = "v_grad needs p only: exp(score - lse), 0 where a key comes after its query"
-    expect_close("v_grad", got[2], v_grad, 1e-9, hint)
+    expect_close(got[2], v_grad, 1e-9, hint, "v_grad")
     hint = "v_grad is right, so p is; score_grad needs delta, and q_grad the scale"
-    expect_close("q_grad", got[0], q_grad, 1e-9, hint)
-    expect_close("k_grad", got[1], k_grad, 1e-9, "q_grad is right; k_grad is score_grad^T q * scale")
+    expect_close(got[0], q_grad, 1e-9, hint, "q_grad")
+    expect_close(got[1], k_grad, 1e-9, "q_grad is right; k_grad is score_grad^T q * scale", "k_grad")
     # With another lse every p is e times smaller: whoever sums the row again does not see it.
     with mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as grad:
         other = exercise.attention_gradients(**given | {"lse": given["lse"] + 1.0}, scale=scale)
-    expect(not grad.called, "the gradients are right, but they are PyTorch's autograd's", FIVE_PRODUCTS)
+    hint = "write the five products yourself, with p from lse"
+    expect(not grad.called, "the gradients are right, but they are PyTorch's autograd's", hint)
     hint = "lse is not used: p is exp(score - lse), without another sum over the row, as softmax takes it"
-    expect_close("v_grad for lse + 1", other[2], v_grad / math.e, 1e-9, hint)
-
-
-FIVE_PRODUCTS = "write the five products yourself, with p from lse"
+    expect_close(other[2], v_grad / math.e, 1e-9, hint, "v_grad for lse + 1")
 
 
 @task((37, 32, 0.7, 16, 32), (40, 16, 0.3, 16, 16), (50, 16, 0.2, 32, 16))  # seq_len, d, scale, BLOCK_M, BLOCK_N
@@ -141,11 +138,10 @@ def key_value_gradient_kernel(exercise, seq_len, d, scale, block_m, block_n):
         **dict(HEAD_DIM=d, BLOCK_M=block_m, BLOCK_N=block_n),
         share="a program stores the gradients of its block of keys",
     )
-    case = f"for {seq_len} tokens, tiles {block_m} x {block_n}"
     hint = "v_grad adds p^T o_grad of each block of queries"
-    expect_close(f"v_grad {case}", got[1], v_grad, 1e-4, hint)
+    expect_close(got[1], v_grad, 1e-4, hint)
     hint = "v_grad is right, so p is; k_grad adds score_grad^T q * scale of each block of queries"
-    expect_close(f"k_grad {case}", got[0], k_grad, 1e-4, hint)
+    expect_close(got[0], k_grad, 1e-4, hint)
 
 
 TASKS = tasks_of(fold, key_blocks, attention_kernel, attention_gradients, key_value_gradient_kernel)

@@ -193,5 +193,10 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
         watch.finish()
         for result in results.values():
             result.undefined, result.rounded = watch.undefined, strict.rounded
+    numbers = {name: arg for name, arg in zip(names, args, strict=False) if name not in tensors} | constants
+    sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
+    for name, result in results.items():
+        kind = "" if result.dtype == torch.float32 else f" in {str(result.dtype).removeprefix('torch.')}"
+        result.label = f"{name}{kind} for {sizes}"
     found = list(results.values())
     return found if len(found) > 1 else found[0]

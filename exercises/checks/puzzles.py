@@ -27,31 +27,29 @@ def copy_kernel(puzzles, block_size):
     x = randn(block_size)
     y = launch(puzzles.copy_kernel, (1,), x, unwritten(block_size), BLOCK_SIZE=block_size)
     hint = "element i of y is element i of x: y_ptr + offsets and x_ptr + offsets are blocks of BLOCK_SIZE addresses"
-    expect_close(f"y of {block_size}", y, x, 0, hint)
+    expect_close(y, x, 0, hint)
 
 
 @task((5, 8), (8, 8), (100, 128))  # n_elements, BLOCK_SIZE
 def masked_copy_kernel(puzzles, n_elements, block_size):
     x = randn(n_elements)
     y = launch(puzzles.masked_copy_kernel, (1,), x, unwritten(n_elements), n_elements, BLOCK_SIZE=block_size)
-    expect_close(f"y of {n_elements} in a block of {block_size}", y, x, 0, "where the mask is True, y[i] = x[i]")
+    expect_close(y, x, 0, "where the mask is True, y[i] = x[i]")
 
 
 @task((10, 4), (64, 32), (100, 32), (3, 8))  # n_elements, BLOCK_SIZE
 def grid_copy_kernel(puzzles, n_elements, block_size):
     x, grid = randn(n_elements), (cdiv(n_elements, block_size),)
     y = launch(puzzles.grid_copy_kernel, grid, x, unwritten(n_elements), n_elements, BLOCK_SIZE=block_size)
-    name = f"y of {n_elements} in {grid[0]} blocks of {block_size}"
-    expect_close(name, y, x, 0, "program p copies the elements from p * BLOCK_SIZE on")
+    expect_close(y, x, 0, "program p copies the elements from p * BLOCK_SIZE on")
 
 
 @task((3, 5, 4, 8), (5, 3, 8, 4), (4, 4, 4, 4), (1, 13, 2, 16))  # n_rows, n_cols, BLOCK_M, BLOCK_N
 def outer_sum_kernel(puzzles, n_rows, n_cols, block_m, block_n):
     x, y, z = randn(n_rows), randn(n_cols), unwritten(n_rows, n_cols)
     z = launch(puzzles.outer_sum_kernel, (1,), x, y, z, n_rows, n_cols, BLOCK_M=block_m, BLOCK_N=block_n)
-    name = f"z of {n_rows} x {n_cols} in a block of {block_m} x {block_n}"
     hint = "z[i, j] = x[i] + y[j], and row i of z begins at element i * n_cols"
-    expect_close(name, z, x[:, None] + y, 1e-6, hint)
+    expect_close(z, x[:, None] + y, 1e-6, hint)
 
 
 TILE = "a program's tile begins at row tl.program_id(0) * BLOCK_M and column tl.program_id(1) * BLOCK_N"
@@ -73,8 +71,7 @@ def transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, block_m, b
         **dict(BLOCK_M=block_m, BLOCK_N=block_n),
         share=f"y[j, i] is element j * n_rows + i, and {TILE}",
     )
-    name = f"y for x of {n_rows} x {n_cols} with strides {stride_row} and {stride_col}"
-    expect_close(name, y, x.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides")
+    expect_close(y, x.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides")
 
 
 ROW = "program p works on row p: y_ptr + row"
@@ -85,8 +82,7 @@ def row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
     args = x, unwritten(n_rows), n_cols, stride_row
     y = launch(puzzles.row_sum_kernel, (n_rows,), *args, BLOCK_SIZE=block_size, share=ROW)
-    name, hint = f"y for rows of {n_cols}, BLOCK_SIZE {block_size}", "is every block of the row added once?"
-    expect_close(name, y, x.double().sum(1), 1e-6, hint)
+    expect_close(y, x.double().sum(1), 1e-6, "is every block of the row added once?")
 
 
 LOW = (-3 * 10**10,) * 3  # below what often stands in for minus infinity
@@ -99,8 +95,7 @@ def softmax_kernel(puzzles, rows, block_size):
     n_rows, n_cols = x.shape
     args = x, unwritten(*x.shape), n_cols
     y = launch(puzzles.softmax_kernel, (n_rows,), *args, BLOCK_SIZE=block_size, share=ROW)
-    name = f"y for the scores {', '.join(map(str, rows[0]))}"
-    expect_close(name, y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?")
+    expect_close(y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?")
 
 
 MAXIMA = (4, 8, 1, 6, 3, 2), (3, 1, 5, 2, 9, 7), (-6, -2, -4, -3, -8, -5)
@@ -112,8 +107,7 @@ def row_max_kernel(puzzles, rows, n_cols, stride_row, block_size):
     x = padded(torch.as_tensor(rows, device=DEVICE, dtype=torch.float32)[:, :n_cols], stride_row)
     args = x, unwritten(len(x)), n_cols, stride_row
     y = launch(puzzles.row_max_kernel, (len(x),), *args, BLOCK_SIZE=block_size, share=ROW)
-    name = f"y for rows of {n_cols}" + ", all far below zero" * (rows is FAR_BELOW)
-    expect_close(name, y, x.amax(1), 0, "print x in the loop, and cols and the mask: which lanes are True?")
+    expect_close(y, x.amax(1), 0, "print x in the loop, and cols and the mask: which lanes are True?")
 
 
 MATMUL = (24, 20, 40, 16), (16, 16, 16, 16), (5, 33, 17, 16)  # n_rows, n_cols, n_inner, the block of all three
@@ -129,9 +123,8 @@ def multiply_tile(puzzles, n_rows, n_cols, n_inner, block):
         **dict(BLOCK_M=block, BLOCK_N=block, BLOCK_K=block),
         share=TILE,
     )
-    name = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
     hint = "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x"
-    expect_close(name, z, x.double() @ y.double(), 1e-4, hint)
+    expect_close(z, x.double() @ y.double(), 1e-4, hint)
 
 
 GROUPS = (
@@ -162,12 +155,11 @@ def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=BLOCK, n_i
             **dict(BLOCK_M=block, BLOCK_N=block, BLOCK_K=block, GROUP=group),
             share=GROUPS,
         )
-    name = f"z of {tile_rows} x {tile_cols} tiles, GROUP {group}"
-    expect_close(name, z, x.double() @ y.double(), 1e-4, GROUPS)
+    expect_close(z, x.double() @ y.double(), 1e-4, GROUPS)
     for watch in kept:  # none on a GPU
         programs = torch.from_numpy(watch.owners("z")[::block, ::block])
         wanted = order_of_programs(tile_rows, tile_cols, group)
-        expect_close(f"the program of each tile of {name}", programs, wanted, 0, GROUPS)
+        expect_close(programs, wanted, 0, GROUPS, f"the program of each tile of {z.label}")
 
 
 @task((), needs=(grouped_matmul_kernel,))
@@ -181,7 +173,7 @@ def tuned_matmul_kernel(puzzles):
         x, y, z = randn(M, K), randn(K, N), unwritten(M, N)
         kernel[lambda tile: (cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](x, y, z, M, N, K)
         name = f"z of {M} x {N} with {kernel.best_config}"
-        expect_close(name, z, x.double() @ y.double(), 1e-4, "are these names of constants?")
+        expect_close(z, x.double() @ y.double(), 1e-4, "are these names of constants?", name)
 
     def bench(tuner, *args, config, **rest):
         tried.append(config)
@@ -218,9 +210,8 @@ def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
         **dict(BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=block_k),
         share=TILE,
     )
-    name = f"z of {n_rows} x {n_cols}, each of {n_inner} products"
     hint = 'z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z), and scales are 2^(byte - 127) of 32 numbers'
-    expect_close(name, z, exact_x @ exact_y.T, 1e-4, hint)
+    expect_close(z, exact_x @ exact_y.T, 1e-4, hint)
 
 
 def has_scaled_products():

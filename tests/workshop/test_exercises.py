@@ -143,7 +143,7 @@ def test_what_pytorch_itself_replaces_is_no_judge_replaced(mine, capsys):
 def told(got, wanted=None, tolerance=1e-3):
     """What is Wrong with a tensor."""
     with pytest.raises(common.Wrong) as raised:
-        common.expect_close("y", got, torch.ones(4) if wanted is None else wanted, tolerance, "hint")
+        common.expect_close(got, torch.ones(4) if wanted is None else wanted, tolerance, "hint", "y")
     return raised.value
 
 
@@ -157,7 +157,7 @@ def test_nan_of_a_computation_is_told_from_what_was_never_stored(dtype):
     got[1] = torch.zeros((), dtype=dtype) / 0
     assert "at (1,) it is NaN, of a computation (0 / 0" in str(told(got))
     got[1:] = 1
-    common.expect_close("y", got, torch.ones(4), 0, "hint")
+    common.expect_close(got, torch.ones(4), 0, "hint", "y")
     common.expect_untouched("y", got)
     got.behind[7] = torch.nan  # a NaN of a computation, too
     with pytest.raises(common.Wrong, match="beyond the end of y"):
