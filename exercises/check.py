@@ -13,7 +13,6 @@ there. Each task has a process of its own, so that a crash or an endless loop en
 tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
-import ast
 import bdb
 import faulthandler
 import importlib
@@ -42,13 +41,12 @@ try:
 
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
-    from exercises.checks import DEVICE, ON_GPU, exercise1, exercise2, exercise3, puzzles
+    from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
     from exercises.checks.common import NotYet, Wrong, judges_kept, load
     from exercises.checks.mutants import explain
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
-    from tiny_llama_v3 import tl
 except ImportError as error:
     print(f"check.py: error: {error}: restore the project's file, or install requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -143,26 +141,14 @@ def describe(error, path):
     return f"{type(error).__name__}{place}: {''.join(said.splitlines()[:1])}{hint}"
 
 
-@llama.jit
-def sum_kernel(x_ptr, sum_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
-    total = 0.0
-    for start in range(0, n_elements, BLOCK_SIZE):
-        total += tl.sum(tl.load(x_ptr + start + tl.arange(0, BLOCK_SIZE)), axis=0)
-    tl.store(sum_ptr, total)
-
-
-def interpreter_works():
-    """Tell whether a kernel with a loop runs: with Triton 3.6 and numpy 2.4, say, the interpreter fails at it."""
-    try:
-        sum_kernel[(1,)](torch.ones(32, device=DEVICE), torch.ones(1, device=DEVICE), 32, BLOCK_SIZE=16)
-    except Exception:
-        return False
-    return True
-
-
-def interpreter_failed(error):
-    """Tell whether the error is of the interpreter, which fails with a correct kernel as well."""
-    return any(type(link).__name__ == "InterpreterError" for link in chain_of(error)) and not interpreter_works()
+def interpreter_failed(error, task, solution):
+    """Tell whether the interpreter raises an error with the solution as well: Triton 3.6 with numpy 2.4 does, say."""
+    if any(type(link).__name__ == "InterpreterError" for link in chain_of(error)):
+        try:
+            task(load(solution))
+        except Exception:
+            return True
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,29 +163,20 @@ class Verdict(NamedTuple):
     report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
 
 
-def source_of(function):
+def blanks_of(function):
+    """Return the blanks in a function that are not filled in."""
     while hasattr(function, "fn"):  # of an autotuner, and of a kernel
         function = function.fn
-    return inspect.getsource(function)
+    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", inspect.getsource(function)))
 
 
-def unparenthesised(source):
-    """Name a line of a function in which & takes its operands from between two comparisons, or return ""."""
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-        if any(isinstance(getattr(side, "op", None), ast.BitAnd | ast.BitOr) for side in sides):
-            return f"`{ast.unparse(node)}` needs parentheses around each comparison, as & comes before <. So "
-    return ""
-
-
-def judge_wrong(wrong, source, task, solution):
+def judge_wrong(wrong, blanks, task, solution):
     """Return the Verdict on a wrong result: a usual mistake that gives the same, else the check's own hint."""
-    in_a_case = hasattr(wrong, "case") and not ON_GPU  # where the edits of the solution would have to be compiled
-    mistake = explain(wrong, task, solution) if in_a_case else None
-    blanks = " and ".join(re.findall(r"FILL ME IN \(.*?\)", source))
+    # On a GPU the edits of the solution would have to be compiled.
+    mistake = None if ON_GPU or wrong.case is None else explain(wrong, task, solution)
     if blanks and (wrong.is_empty() or mistake and mistake.given):
         return Verdict(False, f"not written yet, {blanks}; once it is, take the comment away", begun=False)
-    return Verdict(False, f"{unparenthesised(source)}{wrong.fact}: {mistake.words if mistake else wrong.hint}")
+    return Verdict(False, f"{wrong.fact}: {mistake.words if mistake else wrong.hint}")
 
 
 def judge(path, exercise, name):
@@ -218,17 +195,18 @@ def judge(path, exercise, name):
         return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
     if task is None:  # this interpreter lacks an operation of it
         return Verdict(False, obstacle="interpreter")
+    solution = SOLUTIONS / exercise.file
     try:
         with judges_kept():
             task(module)
     except Wrong as wrong:
-        return judge_wrong(wrong, source_of(getattr(module, name)), task, SOLUTIONS / exercise.file)
+        return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
     except anything as error:
-        if interpreter_failed(error):  # at the task that comes first, where one does
+        if interpreter_failed(error, task, solution):
             return Verdict(False, obstacle="interpreter")
         if isinstance(error, NotYet):
             return Verdict(False, str(error), begun=False)

@@ -22,8 +22,11 @@ from exercises.checks import DEVICE
 class Wrong(Exception):
     """What is wrong with a result, and a hint where to look.
 
-    got: the result in fp64, if it is a tensor. of: what it is of, so that only the same are compared.
+    got: the result in fp64, if it is a tensor. of: what it is of, so that only the same are compared. case: what the
+    check was given beside the module, in a check.
     """
+
+    case = None
 
     def __init__(self, fact, hint, of=None, got=None, tolerance=0.0):
         super().__init__(fact, hint)
