@@ -15,16 +15,17 @@ pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
     pytest.mark.skipif(ON_GPU, reason="counts are those of the interpreter"),
 ]
+SOLUTION = check.SOLUTIONS / "exercise1_triton_basics.py"
 SOLUTIONS = {
-    task: check.load(check.HERE / exercise.solution)
+    task: check.load(check.SOLUTIONS / exercise.file)
     for exercise in check.EXERCISES.values()
     for task in exercise.checks.TASKS
 }
 
 
-def counts_of(task, module=None):
+def counts_of(task):
     """The lines of the report as {name: its figures}."""
-    lines, picture, us = own_kernels.report(task, module or SOLUTIONS[task], SOLUTIONS[task])
+    lines, picture, us = own_kernels.report(task, SOLUTIONS[task], SOLUTIONS[task])
     found = [re.split(r" {2,}", line) for line in lines[2:]]
     assert us is None and "counted in Triton's interpreter" in lines[0]
     return {name: [float(figure.replace(",", "")) for figure in figures] for name, *figures in found}, picture
@@ -56,23 +57,17 @@ def test_the_counts_are_exact():
     assert eager.bytes == 7 * 8 * row + row + 4 * 8 * (1 + 2 + 2 + 1)  # what a row or a column takes as well
 
 
-def test_a_wrong_kernel_gets_no_time_and_a_task_without_a_kernel_is_refused(tmp_path, capsys, monkeypatch):
-    code = (check.HERE / check.EXERCISES["exercise1"].solution).read_text()
-    (tmp_path / "mine.py").write_text(code.replace("x * rstd * weight", "x * rstd"))
-    options = ["--file", str(tmp_path / "mine.py"), "--progress", str(tmp_path / "p.json"), "--time"]
+def test_a_wrong_kernel_gets_no_time_and_a_right_one_a_picture(tmp_path, capsys):
+    code, mine, picture = SOLUTION.read_text(), tmp_path / "mine.py", tmp_path / "rmsnorm_kernel_time.svg"
+    options = ["exercise1", "--file", str(mine), "--progress", str(tmp_path / "p.json"), "--time"]
     options += ["--output-dir", str(tmp_path)]
-    assert check.main(["exercise1", *options]) == 1
+    mine.write_text(code.replace("x * rstd * weight", "x * rstd"))
+    assert check.main(options) == 1 and not picture.exists()
     assert "the weight is missing\n      no time: a wrong kernel is not timed\n" in capsys.readouterr().out
-    assert not list(tmp_path.glob("*.svg"))
-    (tmp_path / "mine.py").write_text(code)
-    (tmp_path / "rmsnorm_kernel_time.svg").symlink_to(tmp_path / "mine.py")
-    assert check.main(["exercise1", *options]) == 0
-    assert "yours, 64" in capsys.readouterr().out and "<svg" in (tmp_path / "rmsnorm_kernel_time.svg").read_text()
-    assert (tmp_path / "mine.py").read_text() == code  # nothing was written through the link
-    for arguments, told in ((["exercise1", "--task", "mem", "--time"], "cannot be used for mem: it is for rmsnorm"),
-                            (["exercise1", "--show", "--debug"], "--show and --debug exclude"),
-                            (["--time"], "--time needs an exercise")):  # fmt: skip
-        assert check.main(arguments) == 2 and told in capsys.readouterr().err
+    mine.write_text(code)
+    picture.symlink_to(mine)  # through which nothing is written
+    assert check.main(options) == 0 and "<svg" in picture.read_text() and mine.read_text() == code
+    assert "yours, 64" in capsys.readouterr().out
 
 
 class FakeBench:
@@ -111,60 +106,39 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatc
 
 
 def test_a_time_is_remembered_for_the_scoreboard(tmp_path, monkeypatch):
-    verdict = check.Verdict(True, report=(["a table"], None, 12.5))
-    monkeypatch.setattr(check, "judge_everywhere", lambda *arguments: verdict)
     options = ["exercise1", "--time", "--progress", str(tmp_path / "p.json"), "--output-dir", str(tmp_path)]
-    assert check.main(options) == 0
-    state = check.Progress(tmp_path / "p.json").state("exercise1", "rmsnorm_kernel")
-    assert state["us"] == 12.5 and state["device"]
-    monkeypatch.setattr(check, "judge_everywhere", lambda *arguments: check.Verdict(True))
-    assert check.main([*options, "--task", "rms"]) == 0
-    assert check.Progress(tmp_path / "p.json").state("exercise1", "rmsnorm_kernel")["us"] == 12.5
+    for us in (12.5, None):  # later another check without a time
+        verdict = check.Verdict(True, report=(["a table"], None, us))
+        monkeypatch.setattr(check, "judge_everywhere", lambda *arguments, verdict=verdict: verdict)
+        assert check.main(options) == 0
+        state = check.Progress(tmp_path / "p.json").state("exercise1", "rmsnorm_kernel")
+        assert state["us"] == 12.5 and state["device"]
 
 
-@pytest.mark.parametrize("extra, reported, limit", [("time", "spawn time", 5), ("show", "forkserver show", 1)])
-def test_on_a_gpu_the_compiled_kernel_is_timed_and_the_interpreted_one_drawn(extra, reported, limit, monkeypatch):
-    def judge_apart(context, path, exercise, task, seconds, extra):
-        limits.append(seconds)
-        return check.Verdict(True, report=([f"{context.get_start_method()} {extra}"], None, None))
-
-    limits = []
-    monkeypatch.setattr(check, "judge_apart", judge_apart)
-    monkeypatch.setattr(check.multiprocessing.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(check, "ON_GPU", True)
-    verdict = check.judge_everywhere(check.HERE, "exercise1", "rmsnorm_kernel", 1, extra)
-    assert verdict.report[0] == [reported] and limits == [1, limit]
-
-
-def show(task, edits=(), tmp_path=None):
+def show(task, tmp_path, old="", new=""):
     exercise = next(each for each in check.EXERCISES.values() if task in each.checks.TASKS)
-    code = (check.HERE / exercise.solution).read_text()
-    for old, new in edits:
-        assert old in code
-        code = code.replace(old, new)
     path = tmp_path / exercise.file
-    path.write_text(code)
+    path.write_text((check.SOLUTIONS / exercise.file).read_text().replace(old, new))
     return check.report(path, exercise, task, "show")
 
 
 def test_what_each_program_touches_is_told_and_drawn(tmp_path):
-    lines, picture, _ = show("grid_copy_kernel", tmp_path=tmp_path)
+    lines, picture, _ = show("grid_copy_kernel", tmp_path)
     assert lines[0].endswith("reads x, 10:") and lines[4].endswith("writes y, 10:")
     assert lines[2:4] == ["  program 1: offsets 4-7 by lanes 0-3", "  program 2: offsets 8-9 by lanes 0-1; 2 masked"]
     kinds = [box.get("class") for box in ElementTree.fromstring(picture).findall("{*}rect")]
     assert kinds[1:] == 2 * (4 * ["p0"] + 4 * ["p1"] + 2 * ["p2"] + 2 * ["off"])
-    lines, picture, _ = show("transpose_kernel", tmp_path=tmp_path)
+    lines, picture, _ = show("transpose_kernel", tmp_path)
     assert "  program 0, 1: offsets 4, 11 by lanes 0, 4; 6 masked" in lines  # of rows that are 7 apart
     assert 'class="middle faint">12</text>' in picture  # between two rows
-    lines, picture, _ = show("rmsnorm_kernel", tmp_path=tmp_path)
+    lines, picture, _ = show("rmsnorm_kernel", tmp_path)
     assert lines[0].endswith("reads x, 3 x 10:") and len([line for line in lines if "writes y" in line]) == 1
 
 
 def test_a_wrong_kernel_is_drawn_as_well_and_an_empty_one_said_to_be_empty(tmp_path):
-    edits = [("x_ptr + offsets, mask=mask", "x_ptr + offsets + 1, mask=mask")]
-    lines, picture, _ = show("masked_copy_kernel", edits, tmp_path)
+    lines, picture, _ = show("masked_copy_kernel", tmp_path, "x_ptr + offsets, mask", "x_ptr + offsets + 1, mask")
     assert "  program 0: offsets 1-5 by lanes 0-4; 3 masked; 1 OUTSIDE of x" in lines
     assert "and OUTSIDE of it" in picture
-    assert show("memory_lines", tmp_path=tmp_path) == (["it loads and stores nothing"], None, None)
+    assert show("memory_lines", tmp_path) == (["it loads and stores nothing"], None, None)
     assert touched.ranges([3, 1, 2, 7, 7, 9]) == "1-3, 7, 9"
     assert touched.ranges(range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, ..."
