@@ -197,14 +197,10 @@ def symptom_of(got, wanted, bad):
 
 
 def ranges(true):
-    """The indices of what is True, "0 to 3, 7"; with ... after the third range."""
-    indices, parts = true.nonzero().flatten().tolist(), []
-    for index in indices:
-        if parts and parts[-1][1] == index - 1:
-            parts[-1][1] = index
-        else:
-            parts.append([index, index])
-    told = [f"{first} to {last}" if last > first else str(first) for first, last in parts[:3]]
+    """Return the indices of what is True, as "0 to 3, 7"; with ... after the third range."""
+    indices = true.nonzero().flatten()
+    parts = indices.tensor_split((indices.diff() > 1).nonzero().flatten() + 1)
+    told = [f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts[:3]]
     return ", ".join(told) + ", ..." * (len(parts) > 3)
 
 

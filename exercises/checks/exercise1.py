@@ -41,8 +41,12 @@ def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps, dtype, tolera
     y = launch(
         exercise.rmsnorm_kernel,
         (n_rows,),
-        *(x, weight, unwritten(n_rows, n_cols, dtype=dtype)),
-        *(n_cols + gap, n_cols, eps),
+        x,
+        weight,
+        unwritten(n_rows, n_cols, dtype=dtype),
+        n_cols + gap,
+        n_cols,
+        eps,
         BLOCK_SIZE=block_size,
         share=ROW,
     )

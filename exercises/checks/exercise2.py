@@ -55,7 +55,10 @@ def silu_mul_kernel(exercise, n_elements, block_size, dtype, tolerance):
     out = launch(
         exercise.silu_mul_kernel,
         grid,
-        *(gate, up, unwritten(n_elements, dtype=dtype), n_elements),
+        gate,
+        up,
+        unwritten(n_elements, dtype=dtype),
+        n_elements,
         BLOCK_SIZE=block_size,
     )
     hint = "out = silu(gate) * up, computed in fp32: is .to(tl.float32) behind each load?"
@@ -71,7 +74,12 @@ def silu_mul_backward_kernel(exercise, shape, block_size, dtype=torch.float32):
     got = launch(
         exercise.silu_mul_backward_kernel,
         (llama.cdiv(n_elements, block_size),),
-        *(out_grad, gate, up, unwritten(*shape, dtype=dtype), unwritten(*shape, dtype=dtype), n_elements),
+        out_grad,
+        gate,
+        up,
+        unwritten(*shape, dtype=dtype),
+        unwritten(*shape, dtype=dtype),
+        n_elements,
         BLOCK_SIZE=block_size,
     )
     for ours, theirs in zip(got, wanted, strict=True):

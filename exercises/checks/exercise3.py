@@ -87,9 +87,18 @@ def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_siz
     o = launch(
         exercise.attention_kernel,
         (heads, llama.cdiv(seq_len, block_m)),
-        *(q, k, v, unwritten(*q.shape, dtype=dtype)),
-        *(*q.stride()[:2], *k.stride()[:2], seq_len, SCALE),
-        **dict(GROUP_SIZE=heads // kv_heads, HEAD_DIM=HEAD_DIM, BLOCK_M=block_m, BLOCK_N=block_n),
+        q,
+        k,
+        v,
+        unwritten(*q.shape, dtype=dtype),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        seq_len,
+        SCALE,
+        GROUP_SIZE=heads // kv_heads,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         share="a program stores the queries of its block, rows, for its head",
     )
     q, k, v = (t.double().transpose(0, 1).repeat_interleave(heads // t.shape[1], dim=0) for t in (q, k, v))
@@ -134,8 +143,14 @@ def key_value_gradient_kernel(exercise, seq_len, d, scale, block_m, block_n):
     got = launch(
         exercise.key_value_gradient_kernel,
         (llama.cdiv(seq_len, block_n),),
-        *(*inputs, unwritten(seq_len, d), unwritten(seq_len, d), seq_len, scale),
-        **dict(HEAD_DIM=d, BLOCK_M=block_m, BLOCK_N=block_n),
+        *inputs,
+        unwritten(seq_len, d),
+        unwritten(seq_len, d),
+        seq_len,
+        scale,
+        HEAD_DIM=d,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         share="a program stores the gradients of its block of keys",
     )
     hint = "v_grad adds p^T o_grad of each block of queries"

@@ -130,8 +130,8 @@ class Watch(Observer):
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"
             self.tell(
-                f"is where program {self.shown(program)} stores {whose} program {self.shown(first)} has stored in "
-                f"{name}, but an element belongs to one program",
+                f"stores in {name} for program {self.shown(program)} {whose} program {self.shown(first)} has stored "
+                "there, but an element belongs to one program",
                 self.share,
             )
         self.owner[indices] = program

@@ -67,8 +67,14 @@ def transpose_kernel(puzzles, n_rows, n_cols, stride_row, stride_col, block_m, b
     y = launch(
         puzzles.transpose_kernel,
         (cdiv(n_rows, block_m), cdiv(n_cols, block_n)),
-        *(x, unwritten(n_cols, n_rows), n_rows, n_cols, stride_row, stride_col),
-        **dict(BLOCK_M=block_m, BLOCK_N=block_n),
+        x,
+        unwritten(n_cols, n_rows),
+        n_rows,
+        n_cols,
+        stride_row,
+        stride_col,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         share=f"y[j, i] is element j * n_rows + i, and {TILE}",
     )
     expect_close(y, x.T, 0, "y[j, i] = x[i, j], and the address in x takes both strides")
@@ -119,8 +125,15 @@ def multiply_tile(puzzles, n_rows, n_cols, n_inner, block):
     z = launch(
         puzzles.matmul_kernel,
         (cdiv(n_rows, block), cdiv(n_cols, block)),
-        *(x, y, unwritten(n_rows, n_cols), n_rows, n_cols, n_inner),
-        **dict(BLOCK_M=block, BLOCK_N=block, BLOCK_K=block),
+        x,
+        y,
+        unwritten(n_rows, n_cols),
+        n_rows,
+        n_cols,
+        n_inner,
+        BLOCK_M=block,
+        BLOCK_N=block,
+        BLOCK_K=block,
         share=TILE,
     )
     hint = "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x"
@@ -151,8 +164,15 @@ def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=BLOCK, n_i
         launch(
             puzzles.grouped_matmul_kernel,
             (tile_rows * tile_cols,),
-            *(x, y, z, *z.shape, n_inner),
-            **dict(BLOCK_M=block, BLOCK_N=block, BLOCK_K=block, GROUP=group),
+            x,
+            y,
+            z,
+            *z.shape,
+            n_inner,
+            BLOCK_M=block,
+            BLOCK_N=block,
+            BLOCK_K=block,
+            GROUP=group,
             share=GROUPS,
         )
     expect_close(z, x.double() @ y.double(), 1e-4, GROUPS)
@@ -206,8 +226,16 @@ def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
     z = launch(
         puzzles.scaled_matmul_kernel,
         (n_rows // BLOCK, n_cols // BLOCK),
-        *(x, x_scale, y, y_scale, unwritten(n_rows, n_cols), n_cols, n_inner),
-        **dict(BLOCK_M=BLOCK, BLOCK_N=BLOCK, BLOCK_K=block_k),
+        x,
+        x_scale,
+        y,
+        y_scale,
+        unwritten(n_rows, n_cols),
+        n_cols,
+        n_inner,
+        BLOCK_M=BLOCK,
+        BLOCK_N=BLOCK,
+        BLOCK_K=block_k,
         share=TILE,
     )
     hint = 'z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z), and scales are 2^(byte - 127) of 32 numbers'
