@@ -9,6 +9,7 @@ import torch
 import tiny_llama_v3 as llama
 from exercises import check, own_kernels, touched
 from exercises.checks import ON_GPU
+from measure import work
 from measure.results import Unavailable
 
 pytestmark = [
@@ -49,7 +50,7 @@ def test_the_counts_are_exact():
     assert counts["yours, 32 x 32"] == [4 * 64**2 * 5, 1.67, 4 * 64**2 * 5 / 128, 64**3]
     assert counts["bound"] == [4 * 64**2 * 3, 1, 4 * 64**2 * 3 / 128, 64**3]
     counts, _ = counts_of("attention_kernel")
-    pairs = 2 * 48 * 49 / 2  # of two heads, a query and a key that it sees; two products of 64
+    pairs = 2 * 48 * 48 / 2  # of two heads, half of all; two products of 64
     assert counts["bound"][3] == pairs * 2 * 64 and counts["bound"][0] == 4 * 48 * 64 * (2 + 1 + 1 + 2)
     x, weight = torch.randn(8, 200), torch.ones(200)
     with own_kernels.CountBytes() as eager:
@@ -70,6 +71,15 @@ def test_a_wrong_kernel_gets_no_time_and_a_right_one_a_picture(tmp_path, capsys)
     assert "yours, 64" in capsys.readouterr().out
 
 
+REACHED = "bytes_per_second", "flop_per_second"
+
+
+def launches_of(task):
+    case = own_kernels.CASES[task]
+    launches = [own_kernels.Launch(case.task, SOLUTIONS[task], size) for size in case.sizes()]
+    return case, {f"yours, {launch.tile}": launch for launch in launches}
+
+
 class FakeBench:
     """A GPU whose clock shows 2 ms for plain PyTorch, 1 ms for ours, and 0.5 ms for anything else."""
 
@@ -85,9 +95,8 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatc
     monkeypatch.setattr(own_kernels, "Bench", FakeBench)
     reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
     monkeypatch.setattr(own_kernels.measured_ceilings, "measure", lambda config, device: reached)
-    case, module = own_kernels.CASES["rmsnorm_kernel"], SOLUTIONS["rmsnorm_kernel"]
-    launch = own_kernels.Launch(case.task, module, case.sizes()[0])
-    launches, cost = {"yours, 64": launch}, own_kernels.Work(13_600, 0)
+    case, launches = launches_of("rmsnorm_kernel")
+    launch, cost = launches["yours, 64"], own_kernels.Work(13_600, 6_400_000)
 
     def fails():
         raise Unavailable("no compiler")
@@ -95,14 +104,35 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatc
     calls = {"yours, 64": launch.call, "compiled": fails}
     rows = {row.name: row for row in own_kernels.timed(case, launches, calls, cost)}
     assert "compiled is left out: no compiler" in capsys.readouterr().out and "compiled" not in rows
-    assert rows["yours, 64"].value == 500.0 and rows["yours, 64"].others[0] == "0.0272"  # 13,600 bytes in GB/s
+    assert rows["yours, 64"][1:] == (500.0, ("0.0272", "0.0128"))  # us, 13,600 bytes in GB/s, TFLOP/s
     assert rows["bound: memory"].value == pytest.approx(13.6)
-    cost = own_kernels.Work(13_600, 6_400)
     reached["flop_per_second"] = 1e6
     bound = list(own_kernels.timed(case, launches, {}, cost))[-1]
-    assert bound.name == "bound: arithmetic" and bound.value == pytest.approx(6400)
+    assert bound.name == "bound: arithmetic" and bound.value == pytest.approx(6.4e6)
     with pytest.raises(ArithmeticError, match="wrong"):
         list(own_kernels.timed(case, launches, {"yours, 64": launch.results[0].zero_}, cost))
+
+
+def test_operations_are_counted_as_for_the_script_s_kernels():
+    x, q, k = torch.ones(3, 5), torch.ones(1, 7, 4, 6), torch.ones(1, 7, 2, 6)
+    both = torch.ones(3, 10)
+    for task, inputs, known in (
+        ("rmsnorm_kernel", (x, x[0]), work.rmsnorm(x, x[0], x, None)),
+        ("silu_mul_kernel", (x, x), work.swiglu_activation(both, x)),
+        ("silu_mul_backward_kernel", (x, x, x), work.swiglu_activation_backward(x, both)),
+        ("attention_kernel", (q[0], k[0], k[0]), work.attention(q, k, k, q, None)),
+    ):
+        assert own_kernels.CASES[task].flop(*inputs) == known.flop
+
+
+@pytest.mark.parametrize("task", own_kernels.CASES)
+def test_every_tile_is_compared_on_the_same_inputs(task, monkeypatch):
+    monkeypatch.setattr(own_kernels, "Bench", FakeBench)
+    monkeypatch.setattr(own_kernels, "TURNS", 1)
+    monkeypatch.setattr(own_kernels.measured_ceilings, "measure", lambda *a: dict.fromkeys(REACHED, 1e9))
+    case, launches = launches_of(task)
+    calls = {name: launch.call for name, launch in launches.items()}
+    assert len(list(own_kernels.timed(case, launches, calls, own_kernels.Work(1, 1)))) == len(launches) + 1
 
 
 def test_a_time_is_remembered_for_the_scoreboard(tmp_path, monkeypatch):
