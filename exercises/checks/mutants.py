@@ -45,10 +45,13 @@ def edited(mistake, name, solution):
     """Return the code of a solution with a mistake in the function of this name."""
     code = solution.read_text()
     function = next(part for part in code.split("\n\n\n") if f"def {name}(" in part)
-    times = function.count(mistake.old)
+    bare = re.sub(r"^ *#.*\n", "", function, flags=re.M)  # comments may stand between the lines of an edit
+    times = bare.count(mistake.old)
     if times != mistake.times:
-        raise ValueError(f"{FOLDER}: {name} has {mistake.old!r} {times} times, not {mistake.times}")
-    return code.replace(function, function.replace(mistake.old, mistake.new))
+        raise ValueError(
+            f"{FOLDER.name}/{solution.stem}.txt: {name} has {mistake.old!r} {times} times, not {mistake.times}"
+        )
+    return code.replace(function, bare.replace(mistake.old, mistake.new))
 
 
 @functools.cache  # the tests judge many mistakes on the same cases
