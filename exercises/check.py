@@ -13,10 +13,9 @@ there. Each task has a process of its own, so that a crash or an endless loop en
 tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
-import ast
 import bdb
 import faulthandler
-import importlib.util
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.forkserver
@@ -28,7 +27,6 @@ import tempfile
 import textwrap
 import threading
 import traceback
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -44,15 +42,8 @@ try:
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-    from exercises.checks.common import (
-        POISON,
-        NothingStored,
-        NotYet,
-        Wrong,
-        interpreter_works,
-        judges_kept,
-        strict_interpreter,
-    )
+    from exercises.checks.common import NotYet, Wrong, judges_kept, load
+    from exercises.checks.mutants import explain
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
@@ -67,37 +58,25 @@ INTERPRETER_FAILS = "Triton's interpreter cannot run this kernel here: install n
 
 
 class Exercise(NamedTuple):
-    file: str  # the participant's, in this folder
-    solution: str
+    file: str  # the participant's, in this folder; its solution has the same name
     checks: ModuleType
+
+    @property
+    def solution(self):
+        return f"solutions/{self.file}"
 
 
 EXERCISES = {
-    "puzzles": Exercise("puzzles.py", "solutions/puzzles.py", puzzles),
-    "exercise1": Exercise("exercise1_triton_basics.py", "solutions/exercise1_triton_basics.py", exercise1),
-    "exercise2": Exercise("exercise2_swiglu_optimization.py", "solutions/exercise2_swiglu_optimization.py", exercise2),
-    "exercise3": Exercise("exercise3_flash_attention.py", "solutions/exercise3_flash_attention.py", exercise3),
+    "puzzles": Exercise("puzzles.py", puzzles),
+    "exercise1": Exercise("exercise1_triton_basics.py", exercise1),
+    "exercise2": Exercise("exercise2_swiglu_optimization.py", exercise2),
+    "exercise3": Exercise("exercise3_flash_attention.py", exercise3),
 }
+SOLUTIONS = HERE / "solutions"
+
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Judging one task, in this process
-
-
-class Verdict(NamedTuple):
-    passed: bool
-    message: str | None = None  # the reason why it fails
-    begun: bool = True  # False if the function is not filled in
-    obstacle: str | None = None  # "file" or "interpreter", if the task could not be judged
-    report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    with judges_kept(sys.modules[__name__]):
-        spec.loader.exec_module(module)
-    return module
-
+# Errors of the participant's code
 
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
 ADDRESSES = "a pointer is one address, pointer + offsets a block of them: tl.load(x_ptr + offsets, mask=mask)"
@@ -116,7 +95,7 @@ ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usua
     r"must be Tensor, not tensor|\bmath\.|name 'torch'": "in a kernel, use tl: tl.sigmoid, tl.exp, tl.sqrt, tl.arange",
     r"pow\(\)": "write x * x",
     r"for @": "tl.dot multiplies tiles",
-    r"reduction dimensions": "tl.dot multiplies (M, K) with (K, N): does one of them need tl.trans?",
+    r"eduction dimension": "tl.dot multiplies (M, K) with (K, N): does one of them need tl.trans?",
     r"same dtype": "tl.dot takes two tiles of one type: p.to(v.dtype)",
     r"return_types": ".max(dim=1) gives the values and their indices: .max(dim=1).values",
     r"size of tensor a": "[:, None] makes a column of one number for each row",
@@ -128,20 +107,20 @@ ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usua
 
 
 def line_of(error, path):
-    """The line of path in which an error was raised, or None."""
+    """Return the line of path in which an error was raised, or None."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     source, node = getattr(error, "src", None), getattr(error, "node", None)
     if source and hasattr(node, "lineno"):  # Triton's CompilationError, with lines of the kernel
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if source.strip() in text:
-            return text[: text.index(source.strip())].count("\n") + node.lineno
-    return lines[-1] if lines else None
+        before, found, _ = path.read_text(encoding="utf-8", errors="replace").partition(source.strip())
+        if found:
+            return before.count("\n") + node.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
 
 
 def chain_of(error):
-    """Yields an exception and its causes: the cause of an InterpreterError is the original error."""
+    """Return an exception and its causes: the cause of an InterpreterError is the original error."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -149,100 +128,103 @@ def chain_of(error):
 
 
 def describe(error, path):
-    """Describes an exception of the participant's code: its type, line, message and usual cause."""
+    """Describe an exception of the participant's code: its type, line, message and usual cause."""
     chain = chain_of(error)
-    line = next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
-    place = f" in line {line} of {path.name}" if line else ""
-    shown = traceback.TracebackException(type(chain[-1]), chain[-1], None)  # str() of the participant's may raise
-    said = (getattr(chain[-1], "error_message", None) or str(shown)).strip()
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if line else []
-    found = f"{lines[line - 1]}\n{said}" if line and line <= len(lines) else said
+    error, line = chain[-1], next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
+    shown = traceback.TracebackException(type(error), error, None)  # str() of the participant's may raise
+    said = (getattr(error, "error_message", None) or str(shown)).strip()
+    place, found = "", said
+    if line:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        place, found = f" in line {line} of {path.name}", "\n".join([*lines[line - 1 : line], said])
     hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, found)), "")
-    return f"{type(chain[-1]).__name__}{place}: {said.splitlines()[0] if said else ''}{hint}"
+    return f"{type(error).__name__}{place}: {''.join(said.splitlines()[:1])}{hint}"
 
 
-def source_of(exercise, task):
-    function = getattr(exercise, task)
+def interpreter_failed(error, task, solution):
+    """Tell whether the interpreter raises an error with the solution as well: Triton 3.6 with numpy 2.4 does, say."""
+    if any(type(link).__name__ == "InterpreterError" for link in chain_of(error)):
+        try:
+            task(load(solution))
+        except Exception:
+            return True
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Judging one task, in this process
+
+
+class Verdict(NamedTuple):
+    passed: bool
+    message: str | None = None  # the reason why it fails
+    begun: bool = True  # False if the function is not filled in
+    obstacle: str | None = None  # "file" or "interpreter", if the task could not be judged
+    report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
+
+
+def blanks_of(function):
+    """Return the blanks in a function that are not filled in."""
     while hasattr(function, "fn"):  # of an autotuner, and of a kernel
         function = function.fn
-    return inspect.getsource(function)
+    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", inspect.getsource(function)))
 
 
-def blanks_of(exercise, task):
-    """The blanks in a task's function that are not filled in."""
-    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", source_of(exercise, task)))
+def judge_wrong(wrong, blanks, task, solution):
+    """Return the Verdict on a wrong result: a usual mistake that gives the same, else the check's own hint."""
+    # On a GPU the edits of the solution would have to be compiled.
+    mistake = None if ON_GPU or wrong.case is None else explain(wrong, task, solution)
+    if blanks and (wrong.is_empty() or mistake and mistake.given):
+        return Verdict(False, f"not written yet, {blanks}; once it is, take the comment away", begun=False)
+    return Verdict(False, f"{wrong.fact}: {mistake.words if mistake else wrong.hint}")
 
 
-def unparenthesised(exercise, task):
-    """Names a line of a task's function in which & takes its operands from between two comparisons, or ""."""
-    for node in ast.walk(ast.parse(textwrap.dedent(source_of(exercise, task)))):
-        if isinstance(node, ast.Compare):
-            sides = [side for side in (node.left, *node.comparators) if isinstance(side, ast.BinOp)]
-            if any(isinstance(side.op, ast.BitAnd | ast.BitOr) for side in sides):
-                return f"`{ast.unparse(node)}` needs parentheses around each comparison, as & comes before <. So "
-    return ""
-
-
-def interpreter_failed(error):
-    """Whether the error is of the interpreter, which fails with a correct kernel as well."""
-    return any(type(link).__name__ == "InterpreterError" for link in chain_of(error)) and not interpreter_works()
-
-
-def judge(path, checks, task):
-    """The Verdict on a task of the file at path; checks: the module with its check."""
-    torch.manual_seed(0)
-    check = checks.TASKS.get(task)
+def judge(path, exercise, name):
+    """Return the Verdict on a task of the file at path."""
+    task = exercise.checks.TASKS.get(name)
     # The code under test may raise anything; but in this process, with --debug, KeyboardInterrupt is Ctrl-C.
     anything = BaseException if multiprocessing.parent_process() else (Exception, SystemExit)
     try:
-        exercise = load(path)
+        with judges_kept():
+            module = load(path)
     except Wrong as wrong:
         return Verdict(False, f"{path.name}: {wrong}", obstacle="file")
     except anything as error:
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
-    if not hasattr(exercise, task):
-        return Verdict(False, f"there is no {task} in {path.name}: in a notebook, run its cell first", begun=False)
-    if check is None:  # this interpreter lacks an operation of it
+    if not hasattr(module, name):
+        return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
+    if task is None:  # this interpreter lacks an operation of it
         return Verdict(False, obstacle="interpreter")
+    solution = SOLUTIONS / exercise.file
     try:
-        with (
-            judges_kept(sys.modules[__name__]),
-            warnings.catch_warnings(),
-            strict_interpreter(getattr(checks, "POISON", POISON)),
-        ):
-            warnings.simplefilter("ignore", RuntimeWarning)  # from numpy, for unfinished kernels in the interpreter
-            check(exercise)
-    except NotYet as reason:
-        if interpreter_failed(reason):  # at the task that comes first
-            return Verdict(False, obstacle="interpreter")
-        return Verdict(False, str(reason), begun=False)
+        with judges_kept():
+            task(module)
     except Wrong as wrong:
-        blanks = isinstance(wrong, NothingStored) and blanks_of(exercise, task)
-        left = f"not written yet, {blanks}; once it is, take the comment away"
-        return Verdict(False, left if blanks else unparenthesised(exercise, task) + str(wrong), begun=not blanks)
+        return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
     except anything as error:
-        if interpreter_failed(error):
+        if interpreter_failed(error, task, solution):
             return Verdict(False, obstacle="interpreter")
+        if isinstance(error, NotYet):
+            return Verdict(False, str(error), begun=False)
         return Verdict(False, describe(error, path))
     return Verdict(True)
 
 
 def report(path, exercise, task, extra):
-    """Verdict.report for the file at path; extra: "time" or "show"."""
+    """Return Verdict.report for the file at path; extra: "time" or "show"."""
     from exercises import own_kernels, touched
 
-    _, solution, checks = EXERCISES[exercise]
     if extra == "time":
         try:
-            reference = load(HERE / solution)  # before the participant's
+            reference = load(SOLUTIONS / exercise.file)  # before the participant's
             return own_kernels.report(task, load(path), reference)
         except Exception as error:
             return [f"no time: {describe(error, path)}"], None, None
-    watch = touched.watched(getattr(checks, "SHOWN", {}).get(task, checks.TASKS[task]), load(path))
+    watch = touched.watched(exercise.checks.TASKS[task], load(path))
     if not watch:
         return ["it loads and stores nothing"], None, None
     return list(touched.described(watch)), touched.picture(watch, task), None
@@ -281,9 +263,9 @@ def judge_and_send(connection, path, exercise, task, trace, extra):
     torch.set_num_threads(1)
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
-        verdict = judge(path, EXERCISES[exercise].checks, task)
+        verdict = judge(path, EXERCISES[exercise], task)
         if extra and not verdict.obstacle and (verdict.passed or extra == "show"):
-            verdict = verdict._replace(report=report(path, exercise, task, extra))
+            verdict = verdict._replace(report=report(path, EXERCISES[exercise], task, extra))
         connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
 
 
@@ -294,7 +276,7 @@ def place_in(trace, path):
 
 
 def judge_apart(context, path, exercise, task, limit, extra=None):
-    """The Verdict of a process of the context; after limit seconds SIGABRT makes it write its stack."""
+    """Return the Verdict of a process of the context; after limit seconds SIGABRT makes it write its stack."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         ours, theirs = context.Pipe(duplex=False)
@@ -302,12 +284,12 @@ def judge_apart(context, path, exercise, task, limit, extra=None):
         process.start()
         theirs.close()
         try:
-            if not ours.poll(limit):
-                os.kill(process.pid, signal.SIGABRT)
-                process.join(5)
-                reason = f"did not end within {limit:g} s{place_in(trace, path)}: is there an endless loop?"
-                return Verdict(False, f"{reason} (--limit gives it more)")
-            return Verdict(*ours.recv())
+            if ours.poll(limit):
+                return Verdict(*ours.recv())
+            os.kill(process.pid, signal.SIGABRT)
+            process.join(5)
+            reason = f"did not end within {limit:g} s{place_in(trace, path)}: is there an endless loop?"
+            return Verdict(False, f"{reason} (--limit gives it more)")
         except EOFError:
             process.join()
             place = place_in(trace, path)
@@ -322,21 +304,21 @@ def judge_apart(context, path, exercise, task, limit, extra=None):
 
 
 def judge_everywhere(path, exercise, task, limit, extra=None):
-    """Judges a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
+    """Judge a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
     checks = EXERCISES[exercise].checks
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
-    timed = extra if to_compile and extra == "time" else None
-    verdict = judge_apart(interpreting(), path, exercise, task, limit, None if timed else extra)
+    to_time = to_compile and extra == "time"
+    verdict = judge_apart(interpreting(), path, exercise, task, limit, None if to_time else extra)
     if not (to_compile and (verdict.passed or verdict.obstacle == "interpreter")):
         return verdict
-    compiled = judge_apart(
-        multiprocessing.get_context("spawn"), path, exercise, task, limit * (5 if timed else 1), timed
-    )
+    # Compilers take their time, and each of the tiles that are timed is another kernel.
+    context, limit = multiprocessing.get_context("spawn"), limit * (5 if to_time else 1)
+    compiled = judge_apart(context, path, exercise, task, limit, "time" if to_time else None)
     if verdict.passed and not compiled.passed:
         compiled = compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
     if extra == "show" and verdict.obstacle:
         return compiled._replace(report=([f"nothing is drawn: {INTERPRETER_FAILS}"], None, None))
-    return compiled if extra == "time" else compiled._replace(report=verdict.report)
+    return compiled if to_time else compiled._replace(report=verdict.report)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -344,6 +326,7 @@ def judge_everywhere(path, exercise, task, limit, extra=None):
 
 
 def show(text):
+    """Print a paragraph of lines of at most WIDTH characters."""
     lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
     print("\n".join(lines), flush=True)
 
@@ -353,15 +336,14 @@ def all_tasks():
 
 
 def summary(progress, exercise=None):
-    """The number of tasks done and the next one: of this exercise, of later ones, then of earlier ones."""
-    tasks = all_tasks()
-    open_tasks = [pair for pair in tasks if not progress.state(*pair)["passed"]]
-    done = f"{len(tasks) - len(open_tasks)} of {len(tasks)} done"
-    if not open_tasks:
+    """Return the number of tasks done and the next one: of this exercise, of later ones, then of earlier ones."""
+    tasks, names = all_tasks(), list(EXERCISES)
+    left = [pair for pair in tasks if not progress.state(*pair)["passed"]]
+    done = f"{len(tasks) - len(left)} of {len(tasks)} done"
+    if not left:
         return done
-    names = list(EXERCISES)
     begin = names.index(exercise) if exercise else 0
-    name, task = next((pair for pair in open_tasks if names.index(pair[0]) >= begin), open_tasks[0])
+    name, task = min(left, key=lambda pair: names.index(pair[0]) < begin)
     return f"{done}; next: {task} ({name})"
 
 
@@ -376,7 +358,7 @@ def show_progress(progress):
 
 
 def task_called(tasks, given):
-    """The task with this name, or the only one whose name begins with it."""
+    """Return the task with this name, or the only one whose name begins with it."""
     found = [task for task in tasks if task == given] or [task for task in tasks if task.startswith(given)]
     if len(found) != 1:
         reason = "fits more than one" if found else "is none"
@@ -386,49 +368,77 @@ def task_called(tasks, given):
 
 def parse(argv):
     parser = Parser("check.py", __doc__)
-    parser.add_argument("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
-    parser.add_argument("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
-    for flag, words in (("time", "time your kernels that pass beside others; without a GPU, count"),
-                        ("show", "draw which elements each program of a kernel touches")):  # fmt: skip
-        parser.add_argument(f"--{flag}", dest="extra", action="store_const", const=flag, help=words)
-    parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR",
-                        help="for the pictures of --time and --show (default: the current folder)")  # fmt: skip
-    parser.add_argument("--solution", action="store_true", help="check the solution, without keeping the progress")
-    parser.add_argument("--file", help="check this file instead of the one in exercises/")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", default=LIMIT,
-                        help=f"the limit for a task (default: {LIMIT})")  # fmt: skip
-    parser.add_argument("--debug", action="store_true",
-                        help="run in this process without a limit, so that breakpoint() works")  # fmt: skip
-    parser.add_argument("--progress", metavar="FILE", help="its file (default: exercises/progress.json)")
-    parser.add_argument("--name", type=participant_name, help="of the participant (default: the user's)")
+    add = parser.add_argument
+    add("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
+    add("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
+    count = "time your kernels that pass beside others; without a GPU, count"
+    add("--time", dest="extra", action="store_const", const="time", help=count)
+    draw = "draw which elements each program of a kernel touches"
+    add("--show", dest="extra", action="store_const", const="show", help=draw)
+    folder = "for the pictures of --time and --show (default: the current folder)"
+    add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    add("--solution", action="store_true", help="check the solution, without keeping the progress")
+    add("--file", help="check this file instead of the one in exercises/")
+    limit = f"the limit for a task (default: {LIMIT})"
+    add("--limit", type=float, metavar="SECONDS", default=LIMIT, help=limit)
+    add("--debug", action="store_true", help="run in this process without a limit, so that breakpoint() works")
+    add("--progress", metavar="FILE", help="its file (default: exercises/progress.json)")
+    add("--name", type=participant_name, help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
-    if options.exercise is None:
-        for flag in ("task", "extra", "solution", "file", "debug"):
-            if getattr(options, flag):
-                flag = options.extra or flag
-                raise llama.UsageError(f"--{flag} needs an exercise: {', '.join(EXERCISES)}")
-    if options.solution and options.progress is not None:
-        raise llama.UsageError("--progress is not for --solution, of which nothing is remembered")
-    if options.file is not None and (options.solution or not os.path.isfile(options.file)):
-        reason = "and --solution exclude each other" if options.solution else "is no file: name one"
-        raise llama.UsageError(f"--file {options.file} {reason}")
-    if not 0 < options.limit <= MOST:
-        raise llama.UsageError(f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}")
-    if options.extra and options.debug:
-        raise llama.UsageError(f"--{options.extra} and --debug exclude each other")
+    flags = [flag for flag in ("task", "solution", "file", "debug") if getattr(options, flag)]
+    flags += [options.extra] * bool(options.extra)
+    path = options.progress and Path(options.progress)
+    for wrong, told in (
+        (flags and not options.exercise, f"--{flags and flags[0]} needs an exercise: {', '.join(EXERCISES)}"),
+        (path and options.solution, "--progress is not for --solution, of which nothing is remembered"),
+        (options.file and options.solution, f"--file {options.file} and --solution exclude each other"),
+        (options.file and not os.path.isfile(options.file), f"--file {options.file} is no file: name one"),
+        (
+            not 0 < options.limit <= MOST,
+            f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}",
+        ),
+        (options.extra and options.debug, f"--{options.extra} and --debug exclude each other"),
+        (options.debug and ON_GPU, "--debug needs the interpreter: put TRITON_INTERPRET=1 before the command"),
+        (path and os.path.isdir(path), f"--progress {path} is a folder: name a file"),
+    ):
+        if wrong:
+            raise llama.UsageError(told)
     if options.extra:
         llama.writable_folder("--output-dir", options.output_dir)
-    if options.debug and ON_GPU:
-        raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
     return options
 
 
 def open_progress(options):
     path = HERE / "progress.json" if options.progress is None else Path(options.progress)
-    if os.path.isdir(path):
-        raise llama.UsageError(f"--progress {path} is a folder: name a file")
     llama.writable_folder("--progress", path.parent)
     return Progress(path, options.name)
+
+
+def tasks_asked_for(options, tasks):
+    """Return the names of the tasks to check; only some have a kernel that can be timed."""
+    asked = list(tasks) if options.task is None else [task_called(tasks, options.task)]
+    if options.extra != "time":
+        return asked
+    from exercises.own_kernels import CASES
+
+    if timed := [task for task in asked if task in CASES]:
+        return timed
+    known = ", ".join(task for task in tasks if task in CASES)
+    raise llama.UsageError(f"--time cannot be used for {options.task}: it is for {known}")
+
+
+def show_verdict(verdict, task, options):
+    """Print a verdict and its report, whose picture becomes a file."""
+    show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
+    lines, svg, _ = verdict.report
+    if options.extra == "time" and not verdict.passed:
+        lines = ["no time: a wrong kernel is not timed"]
+    if svg:
+        picture = options.output_dir / f"{task}_{options.extra}.svg"
+        with replacing(picture) as file:
+            file.write_text(svg, encoding="utf-8")
+        lines = [*lines, f"picture: {picture}"]
+    print("".join(f"      {line}\n" for line in lines), end="", flush=True)
 
 
 @program("check.py")
@@ -438,22 +448,16 @@ def main(argv):
     if options.exercise is None:
         show_progress(open_progress(options))
         return 0
-    file, solution, checks = EXERCISES[options.exercise]
-    tasks = list(checks.TASKS) if options.task is None else [task_called(checks.TASKS, options.task)]
-    if options.extra == "time":
-        from exercises.own_kernels import CASES
-
-        tasks = [task for task in tasks if task in CASES]
-        if not tasks:
-            known = ", ".join(task for task in checks.TASKS if task in CASES)
-            raise llama.UsageError(f"--time cannot be used for {options.task}: it is for {known}")
+    exercise = EXERCISES[options.exercise]
+    tasks = tasks_asked_for(options, exercise.checks.TASKS)
     progress = None if options.solution else open_progress(options)
-    given = options.file and Path(options.file).resolve()
-    path = HERE / (solution if options.solution else given or file)
+    path = Path(options.file).resolve() if options.file else HERE / exercise.file
+    if options.solution:
+        path = SOLUTIONS / exercise.file
     passed = 0
     for task in tasks:
         if options.debug:
-            verdict = judge(path, checks, task)
+            verdict = judge(path, exercise, task)
         else:
             verdict = judge_everywhere(path, options.exercise, task, options.limit, options.extra)
         if verdict.obstacle == "interpreter":
@@ -462,22 +466,14 @@ def main(argv):
             show(f"FAIL  {verdict.message}")
             return 1
         passed += verdict.passed
-        show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
-        lines, svg, us = verdict.report
-        if options.extra == "time" and not verdict.passed:
-            lines = ["no time: a wrong kernel is not timed"]
-        if svg:
-            picture = options.output_dir / f"{task}_{options.extra}.svg"
-            with replacing(picture) as file:
-                file.write_text(svg, encoding="utf-8")
-            lines = [*lines, f"picture: {picture}"]
-        print("".join(f"      {line}\n" for line in lines), end="", flush=True)
-        if progress is not None:
+        show_verdict(verdict, task, options)
+        if progress:
+            us = verdict.report[2]
             time = {"us": us, "device": llama.select_device("auto").name} if us else {}
             progress.record(options.exercise, task, *verdict[:3], **time)
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
-    if progress is not None:
+    if progress:
         print(summary(progress, options.exercise))
     return int(passed < len(tasks))
 

@@ -1,8 +1,7 @@
-"""What judges the exercises: a module an exercise, whose TASKS are {name of the task: its check}.
+"""What judges the exercises: a module an exercise, whose TASKS are {name of the task: common.Task}.
 
-A check takes the participant's module, and raises common.Wrong with the reason. A task is called like the function that
-it asks for. COMPILED names the tasks that are checked a second time where there is a GPU; left out, all are. POISON
-is what a masked load without `other` gives in the interpreter; left out, common.POISON.
+A check launches the participant's functions and compares what they give. It says what is wrong, not why: the mistakes
+of exercises/mistakes.py are edits of the solution, and the one that gives the same is told.
 """
 
 import os
@@ -13,3 +12,4 @@ import torch
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+DEVICE = "cuda" if ON_GPU else "cpu"

@@ -4,35 +4,28 @@ import math
 import sys
 from collections import Counter
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 
 from exercises.checks import ON_GPU
-from exercises.checks.common import Wrong, is_unwritten, unchanged
+from exercises.checks.common import GUARD, Wrong, expect_untouched, is_unwritten, unchanged
+from exercises.probe import Observer, Strict, observed_by, strict_truth
 
 
-class Fault(NamedTuple):
-    """What one load or store of a program touched beside the elements of the tensors."""
-
-    line: int  # of the participant's file
-    program: tuple  # its three program ids
-    verb: str  # "reads" or "writes"
-    tensor: str  # the one that was meant, by the name of its argument
-    size: int  # of that tensor, in elements
-    element: int  # the first that was touched, counted along memory from the tensor's first
-    lanes: tuple  # the index of each such element in the block, an array for each dimension
-
-    def describe(self, grid_dimensions, explain):
-        count, program = len(self.lanes[0]), ", ".join(map(str, self.program[:grid_dimensions]))
-        return (
-            f"line {self.line} {self.verb} offset {self.element} of {self.tensor}, where {self.tensor} has no element, "
-            f"in {count} {'lane' if count == 1 else 'lanes'} of program {program}: {explain(self)}"
-        )
+def addresses(tensor):
+    """Return the addresses of the elements of a tensor of any strides."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
+    return tensor.data_ptr() + offsets * tensor.element_size()
 
 
-class Access(NamedTuple):
+# ----------------------------------------------------------------------------------------------------------------------
+# The watch
+
+
+class Touched(NamedTuple):
     """What one load or store of a program touched."""
 
     line: int  # of the participant's file
@@ -44,48 +37,30 @@ class Access(NamedTuple):
     masked: np.ndarray  # the offsets of the lanes that the mask leaves out
 
 
-def addresses(tensor):
-    """Those of the elements of a tensor of any strides."""
-    offsets = np.zeros(1, dtype=np.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
-    return tensor.data_ptr() + offsets * tensor.element_size()
-
-
-class Watch:
-    """Stands in for the interpreter's load and store, leaves out what is not theirs to touch, and keeps the first.
+class Watch(Observer):
+    """Leaves out of loads and stores what is not theirs to touch, and remembers the first such access.
 
     outputs: names of the tensors in which nothing is stored yet. share: what a program of the kernel is to store.
     """
 
     kept = None  # a list, while watches are kept, each with its accesses
 
-    def __init__(self, kernel, tensors, outputs, share, explain, grid, builder):
-        self.file, self.tensors, self.outputs, self.builder = kernel.fn.__code__.co_filename, tensors, outputs, builder
-        self.share, self.explain, self.grid = share, explain, grid
-        self.fault = None  # the first one, or the words for it
+    def __init__(self, kernel, tensors, outputs, share, grid):
+        self.file = kernel.fn.__code__.co_filename
+        self.tensors, self.outputs, self.share, self.grid = tensors, outputs, share, grid
+        self.fault = None  # the first Wrong
         self.undefined = None  # the line of the first load whose mask leaves out what has no `other`
-        self.elements = {name: addresses(tensor) for name, tensor in tensors.items()}
-        self.known = np.unique(np.concatenate(list(self.elements.values())))
+        self.names, elements = list(tensors), [addresses(tensor) for tensor in tensors.values()]
+        self.known, first = np.unique(np.concatenate(elements), return_index=True)
+        self.whose = np.repeat(np.arange(len(elements)), [len(own) for own in elements])[first]  # an index of names
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
         self.single, self.stores = Counter(), {}  # {(line, program): loads of one element}, {tensor: lines that store}
-        self.real_load, self.real_store = builder.create_masked_load, builder.create_masked_store
         self.accesses = []
         if self.kept is not None:
             self.kept.append(self)
 
-    def program(self):
-        return int(np.ravel_multi_index(self.builder.grid_idx[: len(self.grid)], self.grid))
-
-    def record(self, verb, name, pointers, wanted):
-        """Adds an Access; pointers: addresses, wanted: what the mask lets through."""
-        tensor, lanes = self.tensors[name], np.flatnonzero(wanted)
-        offsets = (pointers.astype(np.int64).ravel() - tensor.data_ptr()) // tensor.element_size()
-        masked = np.delete(offsets, lanes)
-        self.accesses.append(Access(self.line(), verb, name, self.program(), offsets[lanes], lanes, masked))
-
     def line(self):
-        """That of the participant's file which is being executed."""
+        """Return that of the participant's file which is being executed."""
         frame = sys._getframe()
         while frame.f_back and frame.f_code.co_filename != self.file:
             frame = frame.f_back
@@ -94,108 +69,134 @@ class Watch:
     def shown(self, program):
         return ", ".join(map(str, np.unravel_index(program, self.grid)))
 
-    def tell(self, words):
-        self.fault = self.fault or words
+    def tell(self, fact, hint):
+        self.fault = self.fault or Wrong(f"line {self.line()} {fact}", hint)
 
-    def meant(self, verb, touched):
-        """The name of the tensor that most of what was touched belongs to, else that of the nearest to the first."""
-        hits = {name: np.isin(touched, own).sum() for name, own in self.elements.items()}
-        if any(hits.values()):
-            return max(hits, key=hits.get)
-        likely = self.outputs if verb == "writes" and self.outputs else self.elements
-        return min(likely, key=lambda name: np.abs(self.elements[name] - touched[0]).min())
+    def meant(self, verb, indices, outside):
+        """Name the tensor to which most of what was touched belongs, else the nearest to the first that is outside."""
+        if len(indices):
+            return self.names[np.bincount(self.whose[indices]).argmax()]
+        likely = self.outputs if verb == "writes" and self.outputs else self.names
+        return min(likely, key=lambda name: np.abs(addresses(self.tensors[name]) - outside[0]).min())
 
-    def inside(self, verb, pointers, mask):
-        """(the mask without what lies outside, the indices in self.known of what lies inside, the tensor's name)"""
-        wanted = np.broadcast_to(mask.data, pointers.data.shape)
-        touched = np.where(wanted, pointers.data.astype(np.int64), 0)
-        outside = wanted & ~np.isin(touched, self.known)
+    def inside(self, verb, access):
+        """Narrow the mask to what lies in tensors; return its indices in self.known, the tensor's name, the program."""
+        wanted, touched = access.mask, access.addresses
+        program = int(np.ravel_multi_index(access.program[: len(self.grid)], self.grid))
         if not wanted.any():
-            return mask, np.zeros(0, dtype=np.int64), None
-        name = self.meant(verb, np.concatenate([touched[outside], touched[wanted]]))
+            return np.zeros(0, dtype=np.int64), None, program
+        indices = np.minimum(np.searchsorted(self.known, touched), len(self.known) - 1)
+        access.mask = wanted & (self.known[indices] == touched)
+        indices, outside = indices[access.mask], wanted & ~access.mask
+        name = self.meant(verb, indices, touched[outside])
+        tensor = self.tensors[name]
+        offsets = (touched - tensor.data_ptr()) // tensor.element_size()
         if self.kept is not None:
-            self.record(verb, name, pointers.data, wanted)
-        if verb == "writes":
-            self.stores.setdefault(name, set()).add(self.line())
-            if name not in self.outputs:
-                results = " and ".join(sorted(self.outputs))
-                self.tell(f"line {self.line()} stores into {name}, which is an input: the result is {results}")
-        inside = np.searchsorted(self.known, touched[wanted & ~outside])
-        if verb == "reads" and name in self.outputs and (self.owner[inside] < 0).any():
-            self.tell(f"line {self.line()} loads from {name} before anything is stored there: it is a result, and "
-                      "its memory holds anything. Load an input, and store the result once")  # fmt: skip
-        if outside.any() and self.fault is None:
-            tensor = self.tensors[name]
-            element = int(touched[outside][0] - tensor.data_ptr()) // tensor.element_size()
-            fault = Fault(self.line(), self.builder.grid_idx, verb, name, tensor.numel(), element, outside.nonzero())
-            self.tell(fault)
-        return type(mask)(wanted & ~outside, mask.dtype), inside, name
+            lanes = np.flatnonzero(wanted)
+            self.accesses.append(Touched(self.line(), verb, name, program, offsets[wanted], lanes, offsets[~wanted]))
+        if outside.any():
+            lanes, first, last = outside.sum(), offsets[outside][0], tensor.numel() - 1
+            hint = "is there a mask, and does the address take strides and sizes from the arguments?"
+            if lanes == 1 and first == last + 1:
+                hint = f"one too many; the last element is {last}, so is it < or <=?"
+            where = f"in {lanes} of {wanted.sum()} lanes of program {self.shown(program)}"
+            self.tell(f"{verb} offset {first} of {name}, where {name} has no element, {where}", hint)
+        return indices, name, program
 
-    def load(self, pointers, mask, other, *rest):
-        inside, _, _ = self.inside("reads", pointers, mask)
-        if other is None and not np.all(mask.data):
+    def load(self, access):
+        if access.value is None and not access.mask.all():
             self.undefined = self.undefined or self.line()
-        if pointers.data.size == 1:
-            self.single[self.line(), self.builder.grid_idx] += 1
-            if self.single[self.line(), self.builder.grid_idx] > 2:
-                self.tell(f"line {self.line()} loads one element at a time, in a loop: one tl.load takes a whole block "
-                          "of addresses, a pointer + tl.arange(...)")  # fmt: skip
-        return self.real_load(pointers, inside, other, *rest)
+        indices, name, program = self.inside("reads", access)
+        if name in self.outputs and (self.owner[indices] < 0).any():
+            self.tell(
+                f"loads from {name} before anything is stored there",
+                "it is a result, and its memory holds anything. Load an input, and store the result once",
+            )
+        if access.addresses.size == 1:
+            self.single[self.line(), program] += 1
+            if self.single[self.line(), program] > 2:
+                self.tell(
+                    "loads one element at a time, in a loop",
+                    "one tl.load takes a whole block of addresses, a pointer + tl.arange(...)",
+                )
 
-    def store(self, pointers, value, mask, *rest):
-        inside, indices, name = self.inside("writes", pointers, mask)
-        program = self.program()
+    def store(self, access):
+        indices, name, program = self.inside("writes", access)
+        if name:
+            self.stores.setdefault(name, set()).add(self.line())
+        if name and name not in self.outputs:
+            self.tell(f"stores into {name}, which is an input", f"the result is {' and '.join(sorted(self.outputs))}")
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"
-            self.tell(f"line {self.line()}: program {self.shown(program)} stores {whose} program {self.shown(first)} "
-                      f"has stored in {name}, but an element belongs to one program: {self.share}")  # fmt: skip
+            self.tell(
+                f"stores in {name} for program {self.shown(program)} {whose} program {self.shown(first)} has stored "
+                "there, but an element belongs to one program",
+                self.share,
+            )
         self.owner[indices] = program
-        return self.real_store(pointers, value, inside, *rest)
 
     def owners(self, name):
-        """The number of the program that stored each element of a tensor last."""
-        return self.owner[np.searchsorted(self.known, self.elements[name])].reshape(self.tensors[name].shape)
+        """Return the number of the program that stored each element of a tensor last."""
+        tensor = self.tensors[name]
+        return self.owner[np.searchsorted(self.known, addresses(tensor))].reshape(tensor.shape)
 
-    def verdict(self):
-        """The words for what is wrong once the kernel is through, or None."""
+    def finish(self):
+        """Raise Wrong if the kernel, which is through, touched what it should not or left out what it should."""
+        if self.fault:
+            raise self.fault
         stored = np.unique(self.owner[self.owner >= 0])
-        if isinstance(self.fault, Fault):
-            return self.fault.describe(len(self.grid), self.explain)
-        if self.fault or not len(stored):
-            return self.fault  # where nothing at all is stored, perhaps nothing is written yet
-        for empty in self.outputs - self.stores.keys():
+        if not len(stored):  # perhaps nothing is written yet: the result tells
+            return
+        for empty in sorted(self.outputs - self.stores.keys()):
             twice = ((name, sorted(lines)) for name, lines in self.stores.items() if len(lines) > 1)
             told = "".join(f", and lines {' and '.join(map(str, own))} both store into {name}" for name, own in twice)
-            return f"nothing is stored in {empty}{told}"
+            raise Wrong(f"nothing is stored in {empty}{told}", "each result needs a tl.store of its own")
         idle = np.setdiff1d(np.arange(math.prod(self.grid)), stored)
         if len(idle):
             left = any((self.owners(name) < 0).any() for name in self.outputs)
             what = "and elements are left out: is its mask right?" if left else "and others do its work:"
-            return f"program {self.shown(idle[0])} stores nothing, {what} {self.share}"
-        return None
+            raise Wrong(f"program {self.shown(idle[0])} stores nothing, {what}", self.share)
 
 
-def launch(kernel, grid, *args, explain=lambda fault: "is there a mask?", share=None, **constants):
-    """Runs kernel[grid](*args, **constants), and returns the line of the first load that lacks `other`, or None.
+def apart(tensor):
+    """Return a copy of a tensor with GUARD elements behind it: what lies there belongs to no other tensor."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    memory = torch.cat([memory, memory.new_zeros(GUARD)])
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    Wrong if an input has changed. In the interpreter also if the kernel touched what no tensor holds, with the hint
-    explain(fault); if it read a result, which nobody has set; and if a program did not store its share, as share puts
-    it. A GPU does not tell.
+
+BLOCKS = "a program's block begins at tl.program_id(0) * BLOCK_SIZE, and has BLOCK_SIZE elements"
+
+
+def launch(kernel, grid, *args, share=BLOCKS, **constants):
+    """Run kernel[grid](*args, **constants), and return its results: the arguments in which nothing is stored yet.
+
+    Wrong if an input has changed. In the interpreter also if the kernel touched what no tensor holds; if it read a
+    result, which nobody has set; and if a program did not store its share, as share puts it. A GPU does not tell.
     """
-    named = zip((name.removesuffix("_ptr") for name in kernel.arg_names), args, strict=False)
-    tensors = {name: arg for name, arg in named if isinstance(arg, torch.Tensor)}
-    outputs = {name for name, tensor in tensors.items() if is_unwritten(tensor).all()}
+    names = [name.removesuffix("_ptr") for name in kernel.arg_names]
+    tensors = {name: arg for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)}
+    results = {name: tensor for name, tensor in tensors.items() if is_unwritten(tensor).all()}
+    inputs = {name: tensor for name, tensor in tensors.items() if name not in results}
     if ON_GPU:
-        with unchanged(**{name: tensor for name, tensor in tensors.items() if name not in outputs}):
+        with unchanged(**inputs):
             kernel[grid](*args, **constants)
-        return None
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    share = share or "a program's block begins at tl.program_id(0) * BLOCK_SIZE, and has BLOCK_SIZE elements"
-    watch = Watch(kernel, tensors, outputs, share, explain, grid, builder)
-    with mock.patch.multiple(builder, create_masked_load=watch.load, create_masked_store=watch.store):
-        kernel[grid](*args, **constants)
-    if words := watch.verdict():
-        raise Wrong(words)
-    return watch.undefined
+        for name, result in results.items():
+            expect_untouched(name, result)
+    else:
+        tensors |= {name: apart(tensor) for name, tensor in inputs.items()}
+        args = [tensors.get(name, arg) for name, arg in zip(names, args, strict=False)]
+        watch, strict = Watch(kernel, tensors, results.keys(), share, grid), Strict()
+        with observed_by(watch, strict), strict_truth():
+            kernel[grid](*args, **constants)
+        watch.finish()
+        for result in results.values():
+            result.undefined, result.rounded = watch.undefined, strict.rounded
+    numbers = {name: arg for name, arg in zip(names, args, strict=False) if name not in tensors} | constants
+    sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
+    for name, result in results.items():
+        kind = "" if result.dtype == torch.float32 else f" in {str(result.dtype).removeprefix('torch.')}"
+        result.label = f"{name}{kind} for {sizes}"
+    found = list(results.values())
+    return found if len(found) > 1 else found[0]

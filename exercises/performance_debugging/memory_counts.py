@@ -7,12 +7,9 @@ neighbours of a tile, as a wave of an AMD GPU loads them together. No time is me
 """
 
 import collections
-import contextlib
-import math
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 if not __package__:
     print("run it from the root as python -m exercises.performance_debugging.memory_counts", file=sys.stderr)
@@ -25,117 +22,83 @@ if __name__ == "__main__":
 
 import tiny_llama_v3 as llama  # noqa: E402
 from emulated.memory_system import LANES  # noqa: E402
+from exercises.probe import Observer, observed_by  # noqa: E402
 from measure.command_line import Parser, program  # noqa: E402
 from measure.device import require_triton  # noqa: E402
 from measure.results import write_json  # noqa: E402
 
 LINE_BYTES = (64, 128)  # of the vector cache of MI200; of MI300 and NVIDIA
-NOTHING = -1  # the address of a masked lane
+NOTHING = -1  # the address of a masked lane, and the line that it lies in
+APART = 2**40  # bytes between tensors, more than the size of any
 
 
 def distinct_in_rows(values):
-    """The number of different values in each row, except NOTHING."""
+    """Return the number of different values in each row, except NOTHING."""
     ordered = np.sort(values, axis=1)
     is_new = np.diff(ordered, axis=1, prepend=NOTHING) != 0
     return (is_new & (ordered != NOTHING)).sum(axis=1)
 
 
-class Accesses:
-    """The addresses of loads, or of stores, of all launches of one kernel."""
+def figures(accesses):
+    """Return the figures for summary.json; distinct_bytes counts each byte once.
 
-    def __init__(self):
-        self.waves = {}  # {bytes of an element: [addresses, a row for each wave]}
-
-    def add(self, addresses, itemsize):
-        """Adds the addresses of a tile of any shape; a wave has neighbours in the last dimension."""
-        lanes = np.full(-(-addresses.size // LANES) * LANES, NOTHING)
-        lanes[: addresses.size] = addresses.ravel()
-        self.waves.setdefault(itemsize, []).append(lanes.reshape(-1, LANES))
-
-    def figures(self):
-        """The figures for summary.json; distinct_bytes counts each byte once."""
-        total = {"waves": 0, "bytes": 0, "distinct_bytes": 0}
-        total |= {name: dict.fromkeys(LINE_BYTES, 0) for name in ("lines", "fewest_lines")}
-        for itemsize, parts in self.waves.items():
-            waves = np.concatenate(parts)
-            waves = waves[(waves != NOTHING).any(axis=1)]
-            asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * itemsize
-            total["waves"] += len(waves)
-            total["bytes"] += asked.size * itemsize
-            total["distinct_bytes"] += np.unique(asked).size * itemsize
-            for size in LINE_BYTES:
-                lines = np.where(waves == NOTHING, NOTHING, waves // size)
-                total["lines"][size] += int(distinct_in_rows(lines).sum())
-                total["fewest_lines"][size] += int((-(-distinct // size)).sum())
-        return total
+    accesses: {bytes of an element: [addresses, a row for each wave]}
+    """
+    total = collections.Counter(waves=0, bytes=0, distinct_bytes=0)
+    lines, fewest = ({size: 0 for size in LINE_BYTES} for _ in range(2))
+    for itemsize, parts in accesses.items():
+        waves = np.concatenate(parts)
+        waves = waves[(waves != NOTHING).any(axis=1)]
+        asked, distinct = waves[waves != NOTHING], distinct_in_rows(waves) * itemsize
+        total["waves"] += len(waves)
+        total["bytes"] += asked.size * itemsize
+        total["distinct_bytes"] += np.unique(asked).size * itemsize
+        for size in LINE_BYTES:
+            lines[size] += int(distinct_in_rows(waves // size).sum())
+            fewest[size] += int((-(-distinct // size)).sum())
+    return {**total, "lines": lines, "fewest_lines": fewest}
 
 
 class Launches:
     """What all launches of one kernel do."""
 
     def __init__(self):
-        self.programs, self.loads, self.stores = 0, Accesses(), Accesses()
+        self.programs = set()  # (number of the launch, program ids)
+        self.loads, self.stores = collections.defaultdict(list), collections.defaultdict(list)
         self.products = 0  # pairs of numbers that tl.dot multiplies
 
 
-class AddressSpace:
-    """Places the tensors of a launch as a GPU's allocator does: each begins at a cache line."""
+class Counts(Observer):
+    """Counts what kernels do."""
 
-    APART = 2**40  # bytes, more than the size of any tensor
+    def __init__(self):
+        self.kernels = collections.defaultdict(Launches)
+        self.launches = 0
 
-    def __init__(self, tensors):
-        self.storages = [t.untyped_storage() for t in tensors if t is not None]
+    def launch(self, kernel, tensors):
+        self.kernel, self.storages = self.kernels[kernel], [tensor.untyped_storage() for tensor in tensors]
+        self.launches += 1
 
-    def place(self, addresses):
-        """Moves addresses in one of the tensors to its place here."""
+    def load(self, access):
+        self.add(self.kernel.loads, access)
+
+    def store(self, access):
+        self.add(self.kernel.stores, access)
+
+    def dot(self, product):
+        a, b = product.sides
+        self.kernel.products += a.data.size * b.data.shape[-1]
+
+    def add(self, accesses, access):
+        """Add the addresses of a tile of any shape; a wave has neighbours in the last dimension."""
+        self.kernel.programs.add((self.launches, access.program))
+        lanes = np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
         for index, storage in enumerate(self.storages):
-            begin = storage.data_ptr()
-            if begin <= addresses[0] < begin + storage.nbytes():
-                return addresses - begin + index * self.APART
-        raise AssertionError("a load of none of the launch's tensors")
-
-
-@contextlib.contextmanager
-def observed_launches():
-    """Yields {kernel: Launches} of what the interpreter runs in this context."""
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
-
-    launches, running = collections.defaultdict(Launches), []
-    execute, load = GridExecutor.__call__, InterpreterBuilder.create_masked_load
-    store, dot = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_dot
-
-    def observed_execute(executor, *args, **kwargs):
-        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        running.append((launches[executor.fn.__name__], AddressSpace(tensors)))
-        execute(executor, *args, **kwargs)
-        running.pop()[0].programs += math.prod(interpreter_builder.grid_dim)
-
-    def add(kind, pointers, mask):
-        addresses, taking_part = pointers.data.astype(np.int64), np.broadcast_to(mask.data, pointers.data.shape)
-        if taking_part.any():
-            kernel, space = running[-1]
-            placed = np.full(addresses.shape, NOTHING)
-            placed[taking_part] = space.place(addresses[taking_part])
-            getattr(kernel, kind).add(placed, pointers.get_element_ty().primitive_bitwidth // 8)
-
-    def observed_load(builder, pointers, mask, *args, **kwargs):
-        add("loads", pointers, mask)
-        return load(builder, pointers, mask, *args, **kwargs)
-
-    def observed_store(builder, pointers, value, mask, *args, **kwargs):
-        add("stores", pointers, mask)
-        return store(builder, pointers, value, mask, *args, **kwargs)
-
-    def observed_dot(builder, a, b, *args, **kwargs):
-        running[-1][0].products += a.data.size * b.data.shape[-1]
-        return dot(builder, a, b, *args, **kwargs)
-
-    with (
-        mock.patch.object(GridExecutor, "__call__", observed_execute),
-        mock.patch.multiple(InterpreterBuilder, create_masked_load=observed_load, create_masked_store=observed_store,
-                            create_dot=observed_dot),
-    ):  # fmt: skip
-        yield launches
+            # As a GPU's allocator places tensors: each begins at a cache line.
+            offsets = (access.addresses - storage.data_ptr()).ravel()
+            own = access.mask.ravel() & (0 <= offsets) & (offsets < storage.nbytes())
+            lanes[: own.size][own] = offsets[own] + index * APART
+        accesses[access.element_type.primitive_bitwidth // 8].append(lanes.reshape(-1, LANES))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -153,18 +116,22 @@ def attention(layout):
     return llama.flash_attention_forward(q, layout(k), layout(v))[0]
 
 
-def naive_swiglu():
-    """The product and the activation by our kernel."""
+def swiglu_inputs():
+    """Return x and the weight of gate and up."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, HIDDEN, generator=generator)
-    return llama.swiglu_naive_matmul(x, torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5)[1]
+    return x, torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5
+
+
+def naive_swiglu():
+    """The product and the activation by our kernel."""
+    return llama.swiglu_naive_matmul(*swiglu_inputs())[1]
 
 
 def hybrid_swiglu():
     """The activation by our kernel; the product of the library is not observed."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, HIDDEN, generator=generator)
-    return llama.swiglu_activation(x @ (torch.randn(2 * FFN, HIDDEN, generator=generator) / HIDDEN**0.5).T)
+    x, weight = swiglu_inputs()
+    return llama.swiglu_activation(x @ weight.T)
 
 
 # {stage with a mistake: (the function for this stage, that for the next stage)}
@@ -180,10 +147,11 @@ def count(stages):
     for first in sorted(stages & set(PAIRS)):
         outputs = []
         for stage, execute in enumerate(PAIRS[first], first):
-            with observed_launches() as launches:
+            counts = Counts()
+            with observed_by(counts):
                 outputs.append(execute())
-            ((kernel, seen),) = launches.items()
-            cases.append({"stage": stage, "kernel": kernel, "programs": seen.programs, **seen.loads.figures()})
+            ((kernel, seen),) = counts.kernels.items()
+            cases.append({"stage": stage, "kernel": kernel, "programs": len(seen.programs), **figures(seen.loads)})
             print(f"stage {stage}, {kernel}: {cases[-1]['bytes']:,} bytes in {cases[-1]['waves']:,} loads", flush=True)
         for case in cases[-2:]:
             case["same_result"] = torch.allclose(*outputs, atol=1e-5)

@@ -7,14 +7,17 @@ import triton.language as tl
 
 
 def naive_bytes(rows, inner, cols, itemsize):
+    # No program knows what its neighbours have loaded: the cache has to save it.
     return rows * cols * (3 * inner + 3) * itemsize
 
 
 def least_bytes(rows, inner, cols, itemsize):
+    # x, the weights of gate and up, and gate, up and hidden.
     return (rows * inner + 2 * cols * inner + 3 * rows * cols) * itemsize
 
 
 def matmul_flop(rows, inner, cols):
+    # inner multiplications and as many additions for each of 2 * cols columns.
     return 2 * rows * inner * 2 * cols
 
 
@@ -24,6 +27,7 @@ def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.conste
     mask = offsets < n_elements
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # The sigmoid is of fp32; the store rounds once.
     tl.store(out_ptr + offsets, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
@@ -36,6 +40,7 @@ def silu_mul_backward_kernel(
     out_grad = tl.load(out_grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # Recomputed from gate: to store it would move as many bytes as gate has.
     s = tl.sigmoid(gate)
     tl.store(gate_grad_ptr + offsets, out_grad * up * (s + gate * s * (1.0 - s)), mask=mask)
     tl.store(up_grad_ptr + offsets, out_grad * gate * s, mask=mask)
@@ -63,4 +68,5 @@ class SiluMul(torch.autograd.Function):
 
 
 def hybrid_swiglu(x, gate_weight, up_weight, down_weight):
+    # Two products, so that gate and up are contiguous; the Function is what autograd knows.
     return F.linear(SiluMul.apply(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)

@@ -14,6 +14,7 @@ def copy_kernel(x_ptr, y_ptr, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def masked_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
     offsets = tl.arange(0, BLOCK_SIZE)
+    # False where the block is longer than the tensor: nothing is touched there.
     mask = offsets < n_elements
     x = tl.load(x_ptr + offsets, mask=mask)
     tl.store(y_ptr + offsets, x, mask=mask)
@@ -31,6 +32,7 @@ def grid_copy_kernel(x_ptr, y_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 def outer_sum_kernel(x_ptr, y_ptr, z_ptr, n_rows, n_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
+    # A column and a row broadcast to a tile, as in NumPy.
     x = tl.load(x_ptr + rows, mask=rows < n_rows)[:, None]
     y = tl.load(y_ptr + cols, mask=cols < n_cols)[None, :]
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
@@ -45,6 +47,7 @@ def transpose_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col, mask=mask)
+    # The same tile, at the addresses of its transpose.
     tl.store(y_ptr + cols[None, :] * n_rows + rows[:, None], x, mask=mask)
 
 
@@ -55,6 +58,7 @@ def row_sum_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
     for start in range(0, n_cols, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
         x = tl.load(x_ptr + row * stride_row + cols, mask=cols < n_cols, other=0.0)
+        # fp32: in fp16, adding 1 to 2048 changes nothing.
         total += tl.sum(x.to(tl.float32), axis=0)
     tl.store(y_ptr + row, total)
 
@@ -64,6 +68,7 @@ def softmax_kernel(x_ptr, y_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf"))
+    # -inf is never the largest, and exp(-inf) adds 0 to the sum.
     p = tl.exp(x - tl.max(x, axis=0))
     tl.store(y_ptr + row * n_cols + cols, p / tl.sum(p, axis=0), mask=cols < n_cols)
 
@@ -94,6 +99,7 @@ def multiply_tile(
         y_mask = (inner < n_inner)[:, None] & (cols < n_cols)[None, :]
         x = tl.load(x_ptr + rows[:, None] * n_inner + inner[None, :], mask=x_mask, other=0.0)
         y = tl.load(y_ptr + inner[:, None] * n_cols + cols[None, :], mask=y_mask, other=0.0)
+        # Each dimension has its mask: zeros add nothing to the product.
         z += tl.dot(x, y, input_precision="ieee")
     tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z, mask=z_mask)
 
@@ -109,7 +115,9 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     program, tiles_down, tiles_across = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # A full group has GROUP * tiles_across programs.
     first_row = program // (GROUP * tiles_across) * GROUP
+    # The last group may have fewer rows.
     rows_here = min(tiles_down - first_row, GROUP)
     tile_row = first_row + program % (GROUP * tiles_across) % rows_here
     tile_col = program % (GROUP * tiles_across) // rows_here
@@ -147,5 +155,6 @@ def scaled_matmul_kernel(
         y = tl.load(y_ptr + cols[None, :] * n_inner + inner[:, None])
         x_scale = tl.load(x_scale_ptr + rows[:, None] * (n_inner // 32) + scales[None, :])
         y_scale = tl.load(y_scale_ptr + cols[:, None] * (n_inner // 32) + scales[None, :])
+        # Scales are not transposed: a row of them for each row of x, and for each column of z.
         z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z)
     tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)

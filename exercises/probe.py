@@ -1,0 +1,154 @@
+"""Observe what kernels do in Triton's interpreter: their launches, loads, stores and products of tiles.
+
+Only this module patches the interpreter. An event is handed to each observer before the interpreter acts on it, and an
+observer may change it: narrow the mask of a load, say, or round the operands of a product.
+"""
+
+import contextlib
+import sys
+from unittest import mock
+
+import numpy as np
+import torch
+
+
+class Access:
+    """One load or store of a program."""
+
+    def __init__(self, builder, pointers, mask, value):
+        self.program = builder.grid_idx  # its three program ids
+        self.element_type = pointers.get_element_ty()
+        self.addresses = pointers.data.astype(np.int64)
+        self.mask = np.broadcast_to(mask.data, self.addresses.shape)
+        self.value = value  # what is stored; of a load, what `other` gives, or None
+
+
+class Product:
+    """One tl.dot of a program."""
+
+    def __init__(self, sides, precision):
+        self.sides, self.precision = sides, precision
+
+
+class Observer:
+    """Sees nothing; a subclass defines the events that it wants to see."""
+
+    def launch(self, kernel, tensors):
+        """See a kernel start: its name, and the tensors among its arguments."""
+
+    def load(self, access):
+        """See a program load."""
+
+    def store(self, access):
+        """See a program store."""
+
+    def dot(self, product):
+        """See a program multiply two tiles."""
+
+
+@contextlib.contextmanager
+def observed_by(*observers):
+    """Hand what kernels do within this context to the observers, in their order."""
+    from triton.runtime import interpreter
+
+    builder_type, executor_type = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    execute, dot = executor_type.__call__, builder_type.create_dot
+    load, store = builder_type.create_masked_load, builder_type.create_masked_store
+
+    def tell(event, *what):
+        for observer in observers:
+            getattr(observer, event)(*what)
+
+    def observed_execute(executor, *args, **kwargs):
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        tell("launch", executor.fn.__name__, tensors)
+        execute(executor, *args, **kwargs)
+
+    def observed_load(builder, pointers, mask, other, *rest):
+        access = Access(builder, pointers, mask, other)
+        tell("load", access)
+        return load(builder, pointers, type(mask)(access.mask, mask.dtype), access.value, *rest)
+
+    def observed_store(builder, pointers, value, mask, *rest):
+        access = Access(builder, pointers, mask, value)
+        tell("store", access)
+        store(builder, pointers, value, type(mask)(access.mask, mask.dtype), *rest)
+
+    def observed_dot(builder, a, b, c, precision, *rest):
+        product = Product([a, b], getattr(precision, "name", ""))
+        tell("dot", product)
+        return dot(builder, *product.sides, c, precision, *rest)
+
+    patch = mock.patch.multiple
+    with (
+        patch(executor_type, __call__=observed_execute),
+        patch(builder_type, create_masked_load=observed_load),
+        patch(builder_type, create_masked_store=observed_store, create_dot=observed_dot),
+    ):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the interpreter allows what a GPU does not
+
+POISON = float("inf")  # even 0 times it is seen
+
+
+class Strict(Observer):
+    """Refuse what the compiler refuses, leave undefined what a GPU does, and round as one does.
+
+    A masked load without `other` gives POISON for what is left out: on a GPU it is what the register held before. fp32
+    is multiplied in TF32 unless input_precision says otherwise. The interpreter would give 0, and use all digits.
+    """
+
+    def __init__(self):
+        from triton.runtime import interpreter
+
+        self.interpreter = interpreter
+        self.rounded = False  # whether a product was rounded to TF32
+
+    def load(self, access):
+        element = access.element_type
+        if access.value is None and element.is_floating():
+            # the interpreter holds bf16 as its bits
+            value = torch.tensor(POISON, dtype=torch.bfloat16).view(torch.int16).item() if element.is_bf16() else POISON
+            values = np.full(access.mask.shape, value, self.interpreter._get_np_dtype(element))
+            access.value = self.interpreter.TensorHandle(values, element)
+
+    def dot(self, product):
+        import triton.language as tl
+
+        kind = product.sides[0].dtype.scalar
+        if kind.is_bf16():  # whose bits the interpreter would multiply as integers
+            convert = self.interpreter.interpreter_builder.cast_impl
+            product.sides = [convert(side, tl.float32) for side in product.sides]
+        elif kind.is_fp32() and product.precision == "TF32":
+            self.rounded = True
+            bits = [(side.data.view(np.int32) + 0x1000) & ~0x1FFF for side in product.sides]
+            product.sides = [self.interpreter.TensorHandle(b.view(np.float32), tl.float32) for b in bits]
+
+
+def truth(block):
+    """Give the truth of a block (`and`, `or`, `not`, `if`), which the compiler refuses if it has several elements."""
+    data = block.handle.data
+    if data.size > 1 and not sys._getframe(1).f_globals.get("__name__", "").startswith("triton."):
+        raise ValueError(
+            "and, or, not and if take one True or False, not a block: combine masks by & and |, with parentheses "
+            "around each comparison"
+        )
+    return data.size > 1 or bool(data)
+
+
+@contextlib.contextmanager
+def strict_truth():
+    """Have kernels refuse the truth of a block."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, *rest):
+        patch_tensor(tensor, *rest)
+        tensor.__bool__ = truth
+
+    with mock.patch.object(interpreter, "_patch_lang_tensor", patch_lang_tensor):
+        yield
