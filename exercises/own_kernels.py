@@ -19,7 +19,7 @@ import tiny_llama_v3 as llama
 from exercises import svg
 from exercises.checks import ON_GPU
 from exercises.checks.common import CountBytes
-from exercises.performance_debugging import measured_ceilings
+from exercises.performance_debugging import measured
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.results import describe
@@ -202,7 +202,7 @@ def timed(case, calls):
             print(f"      {name} is left out: {describe(error)}")
             del calls[name]
     times = in_turns([partial(bench.flushed_ms, call) for call in calls.values()], TURNS)
-    reached = measured_ceilings.measure(llama.Config(use_amp=dtype == torch.bfloat16), bench.device)
+    reached = measured.ceilings(llama.Config(use_amp=dtype == torch.bfloat16), bench.device)
     for name, own in zip(calls, times, strict=True):
         us = statistics.median(own) * 1e3
         yield Row(name, us, (number(case.work.bytes / us / 1e3), number(case.work.flop / us / 1e6)))

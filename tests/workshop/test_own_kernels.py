@@ -85,7 +85,7 @@ class FakeBench:
 def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(own_kernels, "Bench", FakeBench)
     reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
-    monkeypatch.setattr(own_kernels.measured_ceilings, "measure", lambda config, device: reached)
+    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda config, device: reached)
     case, module = own_kernels.CASES["rmsnorm_kernel"](), SOLUTIONS["rmsnorm_kernel"]
 
     def fails():
