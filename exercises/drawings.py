@@ -11,7 +11,20 @@ from exercises import touched
 from exercises.checks import puzzles
 from exercises.solutions import puzzles as solutions
 from exercises.solutions.exercise3_flash_attention import fold
-from exercises.svg import WIDTH, box, labelled_rows, picture, row, shown, text
+from measure.drawing import GROUND, MUTED, SHEET_WIDTH, TINTS, Sheet
+
+
+def shown(value):
+    """Return a number for a cell: three digits at most."""
+    return "-inf" if value == -math.inf else f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:g}"
+
+
+def row(sheet, x, y, size, colors, words):
+    """Draw squares with words in them, which are faint where a square has no colour."""
+    for place, (color, word) in enumerate(zip(colors, words, strict=True)):
+        left = x + size * place
+        sheet.box(left + 1, y + 1, size - 2, size - 2, color)
+        sheet.text(left + size / 2, y + size / 2 + 6, word, "center", **{} if color else {"color": MUTED})
 
 
 def touches(task):
@@ -21,43 +34,40 @@ def touches(task):
 
 def softmax():
     ((scores, block_size), *_) = puzzles.SOFTMAX
-    lanes = [float(score) for score in scores] + [-math.inf] * (block_size - len(scores))
-    largest = max(lanes)
-    p = [math.exp(score - largest) for score in lanes]
-    kinds = ["p0"] * len(scores) + ["off"] * (block_size - len(scores))
-    rows = [("x", lanes), ("x - max", [score - largest for score in lanes]), ("exp", p),
-            ("/ sum", [q / sum(p) for q in p])]  # fmt: skip
-    drawn = labelled_rows([(label, kinds, map(shown, values)) for label, values in rows], 47, 92, gap=8)
-    return picture(f"A row of {len(scores)} in a block of {block_size}: max {largest:g}, sum {sum(p):.2f}", 268, drawn)
+    masked = block_size - len(scores)
+    x = torch.tensor([*map(float, scores), *[-math.inf] * masked], dtype=torch.float64)
+    p = torch.exp(x - x.max())
+    sheet = Sheet(f"A row of {len(scores)} in a block of {block_size}: max {x.max():g}, sum {p.sum():.2f}")
+    for line, (label, values) in enumerate({"x": x, "x - max": x - x.max(), "exp": p, "/ sum": p / p.sum()}.items()):
+        y = 44 + 55 * line
+        sheet.text(82, y + 30, label, "right")
+        row(sheet, 92, y, 47, [TINTS[0]] * len(scores) + [None] * masked, map(shown, values.tolist()))
+    return sheet.svg(268)
 
 
 def matmul():
     ((n_rows, n_cols, n_inner, block), *_) = puzzles.MATMUL
-    left, top, scale, gap = 16, 74, 5, 32
-    program = 1, 0
+    left, top, tile, gap = 16, 74, 5 * block, 32
+    sheet, program = Sheet(f"Tiles of {block} x {block}"), (1, 0)
 
-    def matrix(x, y, name, rows, cols, kind_of):
-        """Its tiles; dashed is what they have beyond its edges."""
-        parts = [text(x, y - 8, f"{name} {rows} x {cols}")]
+    def matrix(x, y, name, rows, cols, color_of):
+        """Draw its tiles; dashed is what they have beyond its edges."""
+        sheet.text(x, y - 8, f"{name} {rows} x {cols}")
         for i in range(llama.cdiv(rows, block)):
             for j in range(llama.cdiv(cols, block)):
-                corner = x + scale * block * j, y + scale * block * i
-                height, width = min(block, rows - block * i), min(block, cols - block * j)
-                parts += [box(*corner, scale * block, scale * block, "off"),
-                          box(*corner, scale * width, scale * height, kind_of(i, j))]  # fmt: skip
-        return "".join(parts)
+                place = x + tile * j, y + tile * i
+                sheet.box(*place, tile, tile)
+                width, height = (5 * min(block, size - block * at) for size, at in ((cols, j), (rows, i)))
+                sheet.box(*place, width, height, color_of(i, j))
 
-    z_left = left + scale * block * llama.cdiv(n_inner, block) + gap
-    z_top = top + scale * block * llama.cdiv(n_inner, block) + gap
-    steps = "p1", "p2", "p3"
-    parts = [
-        matrix(z_left, top, "y", n_inner, n_cols, lambda i, j: steps[i] if j == program[1] else "cell"),
-        matrix(left, z_top, "x", n_rows, n_inner, lambda i, j: steps[j] if i == program[0] else "cell"),
-        matrix(z_left, z_top, "z", n_rows, n_cols, lambda i, j: "p0" if (i, j) == program else "cell"),
-    ]
+    z_left, z_top = (start + tile * llama.cdiv(n_inner, block) + gap for start in (left, top))
+    matrix(z_left, top, "y", n_inner, n_cols, lambda i, j: TINTS[i + 1] if j == program[1] else GROUND)
+    matrix(left, z_top, "x", n_rows, n_inner, lambda i, j: TINTS[j + 1] if i == program[0] else GROUND)
+    matrix(z_left, z_top, "z", n_rows, n_cols, lambda i, j: TINTS[0] if (i, j) == program else GROUND)
     words = f"program {program[0]}, {program[1]} adds to its", "tile of z the products of", "tiles of the same color"
-    parts += [text(left, top + 60 + 24 * line, part) for line, part in enumerate(words)]
-    return picture(f"Tiles of {block} x {block}", z_top + scale * block * llama.cdiv(n_rows, block) + 14, *parts)
+    for line, part in enumerate(words):
+        sheet.text(left, top + 60 + 24 * line, part)
+    return sheet.svg(z_top + tile * llama.cdiv(n_rows, block) + 14)
 
 
 SCORES, VALUES, TILE = (1, 3, 5, 2, 0, 4, 6, 1), (10, 20, 30, 40, 50, 60, 70, 80), 2
@@ -67,31 +77,36 @@ def online_softmax(shown_tiles=range(4)):
     """The frames of these tiles of keys; all, with what follows from them, or one large frame for a slide."""
     scores, values = torch.tensor([SCORES], dtype=torch.float64), torch.tensor(VALUES, dtype=torch.float64)[:, None]
     m, l, acc = torch.full((1,), -math.inf).double(), torch.zeros(1).double(), torch.zeros(1, 1).double()
-    parts, height, scale = [], 128, 9
-    for frame, start in enumerate(range(0, len(SCORES), TILE)):
-        end, before = start + TILE, m
+    tiles, height, scale = len(SCORES) // TILE, 128, 9
+    single = len(shown_tiles) == 1
+    title = (
+        f"Tile {shown_tiles[0] + 1} of {tiles}"
+        if single
+        else "Scores of one query, two at a time; values 10, 20, ... 80"
+    )
+    sheet = Sheet(title)
+    for tile in range(tiles):
+        start, end, before = TILE * tile, TILE * (tile + 1), m
         m, l, acc = fold(m, l, acc, scores[:, start:end], values[start:end])
-        if frame not in shown_tiles:
+        if tile not in shown_tiles:
             continue
-        top = 40 + shown_tiles.index(frame) * height
+        top = 40 + height * shown_tiles.index(tile)
         floor = top + 86
         for key, score in enumerate(SCORES):
             x, tall = 20 + 24 * key, 4 + scale * score
-            parts += [box(x, floor - tall, 20, tall, "p1" if start <= key < end else "p0" if key < end else "off")]
-            parts += [text(x + 10, floor + 18, score, "middle faint")]
-        level = floor - 4 - scale * m.item()
-        parts += [f'<line x1="16" x2="216" y1="{level:g}" y2="{level:g}"/>']
+            sheet.box(x, floor - tall, 20, tall, TINTS[start <= key] if key < end else None)
+            sheet.text(x + 10, floor + 18, score, "center", MUTED)
+        sheet.line((16, 216), [floor - 4 - scale * m.item()] * 2)
         factor = math.exp(before.item() - m.item())
         lines = (f"m = {m.item():g}", f"old sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}",
                  f"l = {l.item():.3f}", f"acc = {acc.item():.2f}")  # fmt: skip
-        parts += [text(228, top + 22 + 22 * index, words) for index, words in enumerate(lines)]
-    wanted = (torch.softmax(scores, 1) @ values).item()
-    assert math.isclose(wanted, (acc / l).item())
-    bottom = 40 + len(shown_tiles) * height
-    if len(shown_tiles) == 1:
-        return picture(f"Tile {shown_tiles[0] + 1} of {len(SCORES) // TILE}", bottom, *parts)
-    parts += [text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")]
-    return picture("Scores of one query, two at a time; values 10, 20, ... 80", bottom + 28, *parts)
+        for line, words in enumerate(lines):
+            sheet.text(228, top + 22 + 22 * line, words)
+    bottom = 40 + height * len(shown_tiles)
+    if single:
+        return sheet.svg(bottom)
+    sheet.text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")
+    return sheet.svg(bottom + 28)
 
 
 LEVELS = (  # (name, who uses it) and two lines each of an H100 (SXM) and an MI300X
@@ -104,15 +119,17 @@ LEVELS = (  # (name, who uses it) and two lines each of an H100 (SXM) and an MI3
 
 
 def gpu():
-    parts, height, gap = [text(208, 58, "H100", "faint"), text(344, 58, "MI300X", "faint")], 56, 18
-    for index, (name, users, *sizes) in enumerate(LEVELS):
-        y = 70 + index * (height + gap)
-        parts += [box(12, y, WIDTH - 24, height, f"p{index}" if index < 4 else "cell")]
+    sheet, height, apart = Sheet("Where a kernel runs, and where its data lies"), 56, 74
+    for x, name in ((208, "H100"), (344, "MI300X")):
+        sheet.text(x, 58, name, color=MUTED)
+    for (name, users, *sizes), y, color in zip(LEVELS, range(70, 440, apart), [*TINTS, GROUND], strict=True):
+        sheet.box(12, y, SHEET_WIDTH - 24, height, color)
         for x, lines in zip((22, 208, 344), ((name, users), *sizes), strict=True):
-            parts += [text(x, y + 23 + 22 * line, words) for line, words in enumerate(lines)]
-        if index:
-            parts += [f'<line x1="60" x2="60" y1="{y - gap}" y2="{y}"/>']
-    return picture("Where a kernel runs, and where its data lies", 70 + len(LEVELS) * (height + gap), *parts)
+            for line, words in enumerate(lines):
+                sheet.text(x, y + 23 + 22 * line, words)
+        if y > 70:
+            sheet.line((60, 60), (y - apart + height, y))
+    return sheet.svg(440)
 
 
 LIMITS = (  # what limits a step, what of it shows that, and the shares of it in which host, memory and arithmetic work
@@ -123,29 +140,32 @@ LIMITS = (  # what limits a step, what of it shows that, and the shares of it in
 
 
 def limits():
-    parts, left, width = [], 132, WIDTH - 152
+    sheet, left, width = Sheet("One step: what works all the time?"), 132, SHEET_WIDTH - 152
     for index, (name, sign, shares) in enumerate(LIMITS):
         y = 48 + 136 * index
-        parts += [text(12, y + 14, f"{name}: {sign}")]
+        sheet.text(12, y + 14, f"{name}: {sign}")
         for line, (worker, share) in enumerate(zip(("host", "memory", "arithmetic"), shares, strict=True)):
-            top, kind = y + 24 + 28 * line, f"p{1 if share == max(shares) else 0}"
-            parts += [text(left - 10, top + 17, worker, "end faint"), box(left, top, width, 22, "off")]
+            top, limiting = y + 24 + 28 * line, share == max(shares)
+            sheet.text(left - 10, top + 17, worker, "right", MUTED)
+            sheet.box(left, top, width, 22)
             # What limits works without a break; the others work in bursts.
-            bursts = 1 if share == max(shares) else 6
-            parts += [box(left + width * i / bursts, top, width * share / bursts, 22, kind) for i in range(bursts)]
-    return picture("One step: what works all the time?", 440, *parts)
+            bursts = 1 if limiting else 6
+            for burst in range(bursts):
+                sheet.box(left + width * burst / bursts, top, width * share / bursts, 22, TINTS[limiting])
+    return sheet.svg(440)
 
 
 def grouped():
     """The programs that compute the tiles, row after row and in groups; in color those that run at the same time."""
     ((down, across, group), *_) = puzzles.GROUPED
-    size, together, parts = 44, 2 * group, []
+    size, together = 44, 2 * group
+    sheet = Sheet(f"Which program computes which tile; {together} run at once")
     for left, words, groups in ((16, "row after row", 1), (256, f"in groups of {group} rows", group)):
-        parts += [text(left, 62, words, "faint")]
+        sheet.text(left, 62, words, color=MUTED)
         for i, programs in enumerate(puzzles.order_of_programs(down, across, groups).tolist()):
-            kinds = ["p1" if program < together else "cell" for program in programs]
-            parts += [row(left, 76 + size * i, size, kinds, programs)]
-    return picture(f"Which program computes which tile; {together} run at once", 90 + size * down, *parts)
+            colors = [TINTS[1] if program < together else GROUND for program in programs]
+            row(sheet, left, 76 + size * i, size, colors, programs)
+    return sheet.svg(90 + size * down)
 
 
 DRAWINGS = {

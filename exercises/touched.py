@@ -5,8 +5,8 @@ from unittest import mock
 
 import numpy as np
 
-from exercises import svg
 from exercises.checks.memory import Watch, addresses
+from measure.drawing import INK, MUTED, SHEET_WIDTH, TINTS, Sheet
 
 LARGEST, SMALLEST, READABLE = 44, 3, 34  # widths of a cell; from READABLE on it has numbers in it
 COLUMNS, MOST_ROWS = 12, 24  # of a tensor of one dimension; of any
@@ -56,38 +56,40 @@ def described(watch):
             yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
 
 
-def panel(watch, top, name, words, accesses):
-    """(SVG, its lower edge) of one load or store: memory from the tensor's first element on, in rows of the tensor."""
+def panel(sheet, top, watch, name, words, accesses):
+    """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
     tensor = watch.tensors[name]
     own, last = {*offsets_of(tensor).tolist()}, int(offsets_of(tensor).max())
     if tensor.ndim == 1:  # what a mask leaves out lies behind the end
         last = max([last, *(i for access in accesses for i in access.masked.tolist() if i <= last + COLUMNS)])
     columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
-    size, rows = min(LARGEST, max(SMALLEST, (svg.WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
+    size, rows = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
     owners = {}  # {offset: {program: lane}}
     for access in accesses:
         for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
             owners.setdefault(offset, {})[access.program] = lane
     words += f", rows 0 to {rows - 1}" * (rows * columns <= last) + " and OUTSIDE of it" * bool(owners.keys() - own)
-    parts = [svg.text(12, top + 16, words)]
+    sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
         x, y, programs = 12 + size * (offset % columns), top + 26 + size * (offset // columns), owners.get(offset, {})
-        for index, program in enumerate(sorted(programs)[:4]):  # one that several programs touch has a strip of each
-            width = size / min(len(programs), 4)
-            parts.append(svg.box(x + width * index, y, width, size, f"p{program % 4}"))
-        parts += [svg.box(x, y, size, size, "off")] * (offset not in own or not programs)
+        several = sorted(programs)[:4]  # an element that several programs touch has a strip of each
+        for strip, program in enumerate(several):
+            width = size / len(several)
+            sheet.box(x + width * strip, y, width, size, TINTS[program % 4])
+        if offset not in own or not programs:
+            sheet.box(x, y, size, size)
         if size >= READABLE:
-            middle, faint, lanes = x + size / 2, " faint" * (not programs), {*programs.values()}
-            parts.append(svg.text(middle, y + size / 2, offset, "middle" + faint))
-            parts += [svg.text(middle, y + size - 7, lane, "middle small faint") for lane in lanes if len(lanes) == 1]
-    return "\n".join(parts), top + 26 + size * rows + 18
+            sheet.text(x + size / 2, y + size / 2, offset, "center", INK if programs else MUTED)
+            lanes = {*programs.values()}
+            if len(lanes) == 1:
+                sheet.text(x + size / 2, y + size - 7, *lanes, "center", MUTED, size=12)
+    return top + 26 + size * rows + 18
 
 
 def picture(watch, task, with_lines=True):
-    """The SVG of all loads and stores of a launch."""
-    parts, top = [], 62
+    """Return the SVG of all loads and stores of a launch."""
+    sheet, top = Sheet(task), 62
+    sheet.text(12, 48, "a program has a color; in a cell: offset, and small the lane", color=MUTED)
     for (line, verb, name), accesses in panels(watch).items():
-        drawn, top = panel(watch, top, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
-        parts.append(drawn)
-    legend = "a program has a color; in a cell: offset, and small the lane"
-    return svg.picture(task, top, svg.text(12, 48, legend, "faint"), *parts)
+        top = panel(sheet, top, watch, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
+    return sheet.svg(top)

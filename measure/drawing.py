@@ -152,8 +152,9 @@ class Sheet:
 
     def box(self, x, y, width, height, color=None):
         """Draw a box; without a colour it is dashed and empty."""
-        dashes = dict(linestyle=(0, (3, 3))) if color is None else {}
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=color or "none", edgecolor=LINE, **dashes))
+        line = "-" if color else (0, (3, 3))
+        look = dict(facecolor=color or "none", edgecolor=LINE, linestyle=line, clip_on=False)
+        self.axes.add_patch(Rectangle((x, y), width, height, **look))
 
     def line(self, xs, ys):
         self.axes.plot(xs, ys, color=INK, linewidth=1.5)
@@ -193,7 +194,7 @@ def svg(figure, name, title, description=""):
     text = file.getvalue()
     text = text[text.index("<svg") :].replace("'DejaVu Sans'", "system-ui").replace('pt"', '"', 2)
     # Comments repeat the words, nothing refers to numbered ids, and hundredths of a pixel are enough.
-    text = re.sub(r'<!--.*?-->\s*| id="[\w.]+_\d+"', "", text)
+    text = re.sub(r'<!--.*?-->\s*| id="[\w.]+_\d+"| transform="rotate\(-0 .*?"|(?<=\n) +', "", text)
     text = re.sub(r'(?<= d=")[^"]+', lambda path: " ".join(re.sub(r"(\.\d\d)\d+", r"\1", path[0]).split()), text)
     text = re.sub("#[0-9a-f]{6}", lambda color: VARIABLES[color[0]], text)
     words = f'<title id="{name}-title">{html.escape(title)}</title>\n'
