@@ -9,13 +9,15 @@ import inspect
 import textwrap
 from typing import NamedTuple
 
+import pandas
+
 import tiny_llama_v3 as llama
 from benchmarks.pages import replays
 from benchmarks.pages.replays import OPTIMIZED, NotMeasured, Replay
 from exercises.performance_debugging import pictures
 from measure import drawing
 from measure.tables import number, percent, times
-from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians
+from measure.timing import LEAST_TIMES, ratio_of_medians
 from profilers.kernel_names import operation_of, readable_name
 
 INTERPRETER = "Counted in Triton's interpreter"
@@ -23,11 +25,11 @@ TOP_KERNELS = 8
 
 
 class Lesson(NamedTuple):
-    """The texts of a card, and the figures that the fix changes."""
+    """The texts of a card, and the figures of the table that the fix changes."""
 
     symptom: str  # as a participant notices it
     fix: str
-    figures: tuple  # of FIGURES and of phases
+    figures: tuple = ()
 
 
 LESSONS = {
@@ -42,66 +44,55 @@ LESSONS = {
         "explains.",
         "Hand the kernel K and V whose last dimension has stride 1: here the views that split_heads makes. Ask for "
         "stride(), not for is_contiguous().",
-        ("attention kernel in the step, mean",),
+        ("attention kernel, us",),
     ),
     3: Lesson(
         "Forward, backward and optimizer look very fast, but add up to a fraction of the step.",
         "Events on the device around each phase, and one synchronization a step to read them. The flag changes no "
         "speed: it changes what you believe about it.",
-        ("phases / step",),
+        ("phases / step, %",),
     ),
     4: Lesson(
         "Now that the times are true, forward is slower than plain PyTorch's.",
         "The library multiplies the matrices, a small kernel of ours does silu(gate) * up.",
-        ("forward",),
+        ("forward, ms",),
     ),
     5: Lesson(
         "None: the first loss is ln(vocab), the phases add up, and every weight receives a gradient.",
         "Nothing left to mend by a flag. The comparison counts because the gradients agree (--check), and because "
         "plain PyTorch was measured in the same replay, on the same data, from the same weights.",
-        ("peak memory",),
+        ("peak memory, MiB",),
     ),
     6: Lesson(
         "The first loss shows nothing, but backward is many times faster than in stage 5.",
         "An autograd.Function around every kernel, and a test of every gradient. Count the weights that receive one.",
-        ("weights with a gradient", "backward"),
+        ("weights with a gradient, %", "backward, ms"),
     ),
     7: Lesson(
         "The average step is slow, although the run feels fast.",
         "Warm-up steps that are not measured, and the median beside the mean.",
-        ("first step", "mean step"),
+        ("mean / median",),
     ),
     8: Lesson(
         "In stage 5 the host needs about as long to launch the kernels of a step as the step takes.",
         "No mistake but a remedy: the step is captured once and replayed with one launch a phase. It helps if the "
         "device waits for the host.",
-        ("host time to issue a step",),
     ),
 }
-FIGURES = {  # {name: (its value in a run, its unit)}
-    "first loss": (lambda run: run["first_loss"], ""),
-    "final loss": (lambda run: run["final_loss"], ""),
-    "attention kernel in the step, mean": (lambda run: run.get("attention_us"), "us"),
-    "phases / step": (lambda run: run["phases_share"], "%"),
-    "weights with a gradient": (lambda run: run["gradient_share"], "%"),
-    "first step": (lambda run: run["step_ms"][0], "ms"),
-    "mean step": (lambda run: run["batch_ms"]["mean"], "ms"),
-    "host time to issue a step": (lambda run: run["host_ms"], "ms"),
-    "peak memory": (lambda run: run["peak_memory_mib"], "MiB"),
+STEP = "step, median, ms"
+TIMES = {  # {figure: its samples in a run}
+    STEP: lambda run: run["step_ms"],
+    "forward, ms": lambda run: run.get("phase_steps_ms", {}).get("forward", ()),
+    "backward, ms": lambda run: run.get("phase_steps_ms", {}).get("backward", ()),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What changed
 
 
-def with_spread(samples):
-    spread = percentiles(samples)
-    return f"{number(spread['median'])} ms ({number(spread['p20'])} – {number(spread['p80'])})"
-
-
 def verdict(before, after, between=1.0):
     """Say how two sets of times differ; between: see measure.timing.ratio_of_medians."""
-    if min(len(before), len(after)) < LEAST_TIMES:
+    if min(map(len, (before, after))) < LEAST_TIMES:
         return "too few steps to tell"
     ratio = ratio_of_medians(before, after, between)
     if not ratio.differs:
@@ -109,44 +100,44 @@ def verdict(before, after, between=1.0):
     return f"{times(ratio.value)} as fast" if ratio.value >= 1 else f"{times(1 / ratio.value)} as slow"
 
 
-def changes(replay, stage, before, after):
-    """Return [(figure, before, after, verdict on times)] of two runs, without the times of a CPU."""
+def frame_of(table):
+    """Return the DataFrame of a table of benchmarks.pages.replays, with a row for each run."""
+    labels, rows = table
+    return pandas.DataFrame(dict(rows), index=labels)
+
+
+def changes(replay, stage, table, runs):
+    """Return (labels, [(figure, before, after, verdict on times)]) of two runs, {label: run}, from their table."""
     rows, between = [], replays.spread_of_processes(replay.summary)
-    for figure in (*LESSONS[stage].figures, "step"):
-        if figure in FIGURES:
-            value, unit = FIGURES[figure]
-            shown = [percent(x) if unit == "%" and x else number(x) for x in (value(before), value(after))]
-            unit = f" {unit}" if unit not in ("", "%") else ""
-            rows += [(figure, *(text + unit for text in shown), "")] if all(shown) else []
-            continue
-        both = [
-            run["step_ms"] if figure == "step" else run.get("phase_steps_ms", {}).get(figure) for run in (before, after)
-        ]
-        if not replay.on_cpu() and all(both):
-            alike = replays.work_of(before) == replays.work_of(after)
-            rows.append((figure, *map(with_spread, both), "the same work: noise" if alike else verdict(*both, between)))
-    return rows
+    alike = len({replays.work_of(run) for run in runs.values()}) == 1
+    for figure, shown in frame_of(table).loc[list(runs)].filter((*LESSONS[stage].figures, STEP)).items():
+        difference = ""
+        if figure in TIMES:
+            if replay.on_cpu():
+                continue  # its times tell nothing
+            difference = "the same work: noise" if alike else verdict(*map(TIMES[figure], runs.values()), between)
+        rows.append((figure, *shown, difference))
+    return list(runs), rows
 
 
 def with_and_without(replay, stage):
-    """Return (names, changes) of a stage beside the next one, or beside stage 5: with and without what it shows."""
-    if stage == OPTIMIZED:
-        if not replay.summary["baseline"]:
+    """Return the changes between a stage and the next one, or stage 5: with and without what it shows."""
+    runs, others = {}, {OPTIMIZED: (None, OPTIMIZED), 8: (OPTIMIZED, 8)}
+    for n in others.get(stage, (stage, min(stage + 1, OPTIMIZED))):
+        run = replay.stage(n) if n else replay.summary["baseline"]
+        if not run:
             raise NotMeasured("the baseline was not measured")
-        runs = {"plain PyTorch": replay.summary["baseline"], f"stage {stage}": replay.stage(stage)}
-    else:
-        pair = {8: (OPTIMIZED, 8)}.get(stage, (stage, min(stage + 1, OPTIMIZED)))
-        runs = {f"stage {n}": replay.stage(n) for n in pair}
-    return [*runs], changes(replay, stage, *runs.values())
+        runs[replays.label_of(run) if n else "baseline"] = run
+    return changes(replay, stage, replays.comparison_table(replay.summary), runs)
 
 
 def alone(replay, stage):
-    """Return (names, changes) of the stage's mistake alone beside stage 5."""
-    mistake = replays.own_mistake(stage)
+    """Return the changes between the stage's mistake alone and stage 5."""
+    mistake, optimized = replays.own_mistake(stage), replay.stage(OPTIMIZED)
     for run in replay.summary.get("isolated", []):
         if run["mistake"] == mistake and "batch_ms" in run:
-            names = f"{llama.flag_of(mistake)} alone", f"stage {OPTIMIZED}"
-            return names, changes(replay, stage, run, replay.stage(OPTIMIZED))
+            runs = {llama.flag_of(mistake): run, replays.label_of(optimized): optimized}
+            return changes(replay, stage, replays.isolated_table(replay.summary), runs)
     raise NotMeasured("Not recorded: run_all_stages.sh --isolate replays each mistake alone beside stage 5")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import OPTIMIZED, NotMeasured
 from measure import drawing
-from measure.drawing import BLUE, GREEN, INK, LINE, MUTED, RED, VIOLET, Bar, Filling
+from measure.drawing import BLUE, GREEN, INK, LINE, MUTED, RED, Bar, Filling
 from measure.results import recorded_config
 from measure.tables import number, percent, times
 from measure.work import kernel_work
@@ -23,9 +23,8 @@ from tiny_llama.profiler import covered
 
 WRONG, RIGHT, REFERENCE = Filling(RED, "////"), Filling(BLUE), Filling(LINE)
 PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
-# Lines and symbols differ without their colour too.
-LINES = [dict(zip(("color", "marker", "linestyle"), style, strict=True))
-         for style in ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (VIOLET, "v", ":"))]  # fmt: skip
+RIGHT_LINE = dict(color=BLUE, marker="o", linestyle="-")  # they differ without their colour too
+WRONG_LINE = dict(color=RED, marker="s", linestyle="--")
 MARKERS = "os^vDP*Xd<>p"
 MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attention", "": "feed-forward"}
 ZOOM, ZOOM_AT = 0.05, 0.4  # the share of the longer step that is enlarged, and where it begins in each
@@ -119,9 +118,9 @@ def attention_lengths(figure, replay):
     rows, precision = layouts["lengths"], layouts["precision"]
     lengths = [row["seq_len"] for row in rows]
     axes = log_axes(figure, "xy", "tokens a sequence", f"us a call, {precision}")
-    for name, words, style in zip(("contiguous", "strided"), ("contiguous", "badly strided"), LINES, strict=False):
+    for name, words, style in (("contiguous", "", RIGHT_LINE), ("strided", "badly ", WRONG_LINE)):
         low, middle, high = np.percentile([row[name] for row in rows], [20, 50, 80], axis=1)
-        label = f"{words}: {number(middle[0])} us at {lengths[0]} tokens, {number(middle[-1])} at {lengths[-1]}"
+        label = f"{words}{name}: {number(middle[0])} us at {lengths[0]} tokens, {number(middle[-1])} at {lengths[-1]}"
         axes.errorbar(lengths, middle, (middle - low, high - middle), capsize=2, markersize=5, label=label, **style)
     axes.set_xticks(lengths, lengths, minor=False)
     return curve_picture(figure, f"One call of the attention kernel in {precision}, median and p20 to p80")
@@ -192,7 +191,7 @@ def gradients_by_module(figure, replay):
 def first_steps(figure, replay):
     """The time of every step on a logarithmic scale, on which the first and the others can be read."""
     axes = log_axes(figure, "y", "step", "ms")
-    for n, style in zip((OPTIMIZED, 7), LINES, strict=False):
+    for n, style in ((OPTIMIZED, RIGHT_LINE), (7, WRONG_LINE)):
         stage = replay.stage(n)
         steps, median = stage["step_ms"], number(stage["batch_ms"]["p50"])
         label = f"stage {n}: first step {number(steps[0])} ms, median {median} ms"
@@ -282,40 +281,6 @@ def step_times(figure, replay):
     return step_bars(figure, "A step of every stage", runs)
 
 
-def mistakes_alone(figure, replay):
-    """The median step of stage 5 with each mistake alone, with its spread."""
-    replay.require_times()
-    alone = {llama.flag_of(run["mistake"]): (run, WRONG) for run in replay.summary["isolated"] if "batch_ms" in run}
-    if not alone:
-        raise NotMeasured("each mistake alone was not recorded")
-    runs = {f"stage {OPTIMIZED}, none": (replay.stage(OPTIMIZED), RIGHT)} | alone
-    return step_bars(figure, "A step with each mistake alone", runs)
-
-
-def losses(figure, replay):
-    """The loss over the steps; stages with the same losses share a line with all their names."""
-    if any("config" in stage for stage in replay.stages.values()):
-        raise NotMeasured("the stages differ in their sizes, and so in their floors")
-    alike = {}
-    for n, stage in replay.stages.items():
-        alike.setdefault(tuple(stage["losses"]), []).append(str(n))
-    axes, highest, lowest = figure.subplots(), 0, math.inf
-    for (curve, stages), style in zip(alike.items(), itertools.cycle(LINES)):
-        ys = np.array(curve, dtype=float)  # None becomes NaN
-        label = f"stage {', '.join(stages)}: {number(curve[0])} at first, {number(curve[-1])} at last"
-        axes.plot(range(1, len(ys) + 1), ys, markersize=4, label=label, **style)
-        highest, lowest = np.fmax(highest, np.nanmax(ys)), np.fmin(lowest, np.nanmin(ys))
-    floor = replay.summary["entropy"]  # None of a file
-    if floor and floor <= lowest:  # a few random tokens may lie below it
-        axes.axhline(floor, color=INK, linewidth=1, linestyle=":", label=f"floor of the data, {number(floor)}")
-    axes.set(xlabel="step", ylabel="loss, nats a token")
-    if highest > 5 * lowest:
-        axes.set_yscale("log")
-        drawing.plain_log(axes.yaxis)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    return curve_picture(figure, "Loss at every step")
-
-
 def kernel_points(replay):
     """Return {kernel: {stage: (FLOP per byte, TFLOP per second)}} of our kernels in the profiles."""
     work, points = kernel_work(replay.config), {}
@@ -349,4 +314,4 @@ def roofline(figure, replay):
     return curve_picture(figure, "Our kernels under the ceilings that a copy and the library's matrix product reach")
 
 
-WHOLE = {"steps": step_times, "alone": mistakes_alone, "loss": losses, "roofline": roofline}
+WHOLE = {"steps": step_times, "roofline": roofline}

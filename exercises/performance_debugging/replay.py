@@ -39,6 +39,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -102,6 +103,11 @@ class Run:
     error: str | None = None
 
 
+def flags_of(settings):
+    """Return the command line of {name: value}."""
+    return [text for name, value in settings.items() for text in (llama.flag_of(name), str(value))]
+
+
 def on_gpu(config):
     """Tell whether there is a GPU to run on, without a query, which would occupy it for the stages."""
     return config.device != "cpu" and torch.cuda.is_available()
@@ -126,11 +132,11 @@ def training_commands(script, arguments, profiler=None, variables=()):
 def stage_run(stage, arguments, profiler=None, variables=()):
     """Return the Run of a stage, with an obstacle if this machine cannot run it."""
     (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-    config = llama.parse_config(arguments, link.name)
     if stage == 7:  # which shows compilation: a cache would hide it
         variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
     commands = training_commands(link, arguments, profiler, variables)
     run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", commands, stage)
+    config = llama.parse_config(arguments, link.name)
     try:
         if not on_gpu(config):
             llama.validate_on_device(config, llama.get_device("cpu"))
@@ -144,12 +150,12 @@ def isolated_run(stage, arguments, profiler):
     mistake = own_mistake(stage)
     run = Run(f"stage{stage}", f"{llama.flag_of(mistake)} alone", stage=stage, mistake=mistake)
     if set(llama.stage_flags(stage)) != {mistake}:
-        run.name = f"stage{stage}_alone"
+        run.name += "_alone"
         run.commands = training_commands(SCRIPT, [llama.flag_of(mistake), *arguments], profiler)
     return run
 
 
-def module_run(name, title, module, arguments):
+def module_run(name, title, module, *arguments):
     """Return the Run of a module of this folder."""
     command = [sys.executable, "-m", f"exercises.performance_debugging.{module}", *arguments, "--output-dir", FOLDER]
     return Run(name, title, [command])
@@ -157,12 +163,11 @@ def module_run(name, title, module, arguments):
 
 def plan(options):
     """Return the profiler and the Runs of a replay: what the device can do, the baseline, stages, mistakes alone."""
-    sizes = [text for name in SIZES for text in (llama.flag_of(name), str(getattr(options, name)))]
-    arguments = [*sizes, *options.script_options]
+    arguments = [*flags_of(SIZES | options.sizes), *options.script_options]
     config = llama.parse_config(arguments, SCRIPT.name)
     profiler = None if options.no_profile else profiler_of(config)
     runs = [
-        module_run(name, title, "measured", [name, *arguments])
+        module_run(name, title, "measured", name, *arguments)
         for name, (title, stages, needs_gpu) in MEASUREMENTS.items()
         if profiler and stages & set(options.stages) and (on_gpu(config) or not needs_gpu)
     ]
@@ -174,19 +179,19 @@ def plan(options):
 
 
 def plan_laptop(options):
-    """Return the Runs of --laptop: some stages on the CPU, the others without commands, and the counts of kernels."""
+    """Return no profiler, and the Runs of --laptop: some stages on the CPU, the others empty, and counts of kernels."""
     runs = []
     for stage in options.stages:
+        run = Run(f"stage{stage}", "", stage=stage)
         if stage in LAPTOP_RUNS:
-            arguments = [*LAPTOP_RUNS[stage].split(), *options.script_options]
-            runs.append(stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"]))
-            if runs[-1].obstacle:
-                raise llama.UsageError(runs[-1].obstacle)
-        else:
-            runs.append(Run(f"stage{stage}", "", stage=stage))
+            arguments = [*LAPTOP_RUNS[stage].split(), *flags_of(options.sizes), *options.script_options]
+            run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
+            if run.obstacle:
+                raise llama.UsageError(run.obstacle)
+        runs.append(run)
     if COUNTED_STAGES & set(options.stages):
         stages = ",".join(map(str, options.stages))
-        runs.append(module_run("counted", "what kernels ask memory for", "memory_counts", ["--stages", stages]))
+        runs.append(module_run("counted", "what kernels ask memory for", "memory_counts", "--stages", stages))
         runs[-1].obstacle = None if llama.triton else "Triton is not installed"
     return None, runs
 
@@ -211,18 +216,15 @@ def execute(run, output):
         with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
             words = [word.replace(FOLDER, work) for word in command]
             print(f"$ {shlex.join(words)}", file=log, flush=True)
-            quiet = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-            status = subprocess.run(words, **quiet).returncode
-            written = next(Path(work).glob("*.json"), None)
+            status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
             if command is run.commands[0]:
+                written = next(Path(work).glob("*.json"), None)
                 if written:  # also if the process failed while profiling
                     os.replace(written, output / f"{run.name}.json")
-                elif not status:
-                    status = "0, and no result was written"
+                else:
+                    status = status or "0, and no result was written"
             if status:
-                tail = "".join(
-                    f"    {line}\n" for line in log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-                )
+                tail = textwrap.indent("\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]), "    ")
                 raise RuntimeError(f"exit status {status}; {log_path.name} ends\n{tail}")
             if any(PROFILE in word for word in command):
                 write_kernels_of_steps(Path(work, "profile"), output / f"{run.name}_profile.csv")
@@ -239,7 +241,7 @@ def execute_all(runs, output):
         try:
             execute(run, output)
         except (RuntimeError, OSError, Unreadable) as error:
-            run.error = str(error).rstrip()
+            run.error = str(error)
             print(f"{PROGRAM}: {run.title} failed, {run.error}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print(f"Interrupted in {run.title}.", flush=True)
@@ -279,33 +281,15 @@ def stage_numbers(text):
     return stages
 
 
-def refuse_contradictions(options, script_flags):
-    """Raise UsageError for options that exclude each other. script_flags: those behind --."""
-    laptop, own_sizes = options.laptop, [name for name in SIZES if getattr(options, name) is not None]
-    refused = [
-        (options.stages and options.beyond, "--stages and --beyond contradict each other: name all in --stages"),
-        (laptop and options.beyond, "--laptop shows all stages: leave --beyond out"),
-        (laptop and options.isolate, "--laptop and --isolate: a CPU cannot tell what a mistake costs"),
-        *((laptop, f"--laptop has sizes of its own: leave {llama.flag_of(name)} out") for name in own_sizes),
-        *((flag in RESERVED, f"{flag} after -- is set by the replay itself: leave it out") for flag in script_flags),
-        *(
-            (laptop and flag in ("--device", "--use-amp"), f"--laptop interprets on the CPU, in fp32: leave {flag} out")
-            for flag in script_flags
-        ),
-    ]
-    for contradiction, message in refused:
-        if contradiction:
-            raise llama.UsageError(message)
-
-
 def parse(argv):
-    """Parse the options; script_options are those after --."""
+    """Parse the options; script_options are those after --, sizes those that were given."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
-    parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
-    parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
-    parser.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
-    parser.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
+    which, how = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
+    which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
+    how.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
+    how.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
     parser.add_argument("--batch-size", type=int, help="sequences per step (default: 8)")
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: 128)")
     parser.add_argument("--num-steps", type=int, help="steps of a full run (default: 20)")
@@ -314,15 +298,16 @@ def parse(argv):
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(argv[:end])
     options.script_options = argv[end + 1 :]
-    refuse_contradictions(options, [option.split("=")[0] for option in options.script_options])
-    for name, default in SIZES.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
     if options.isolate:
         if not any(map(own_mistake, options.stages)):
             raise llama.UsageError(f"--isolate: stages {options.stages} have no mistake: name one of 1 to 4, 6, 7")
         options.stages = sorted({*options.stages, OPTIMIZED})
+    reserved = RESERVED + ("--device", "--use-amp") * options.laptop
+    for option in options.script_options:
+        if option.split("=")[0] in reserved:
+            raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
     return options
 
 

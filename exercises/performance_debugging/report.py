@@ -40,9 +40,6 @@ def wrapped(text, indent=""):
 def tables(summary):
     """Yield (heading, text, DataFrame with a row for each run) of all figures, those of recordings last."""
 
-    def frame(labels, rows):
-        return pandas.DataFrame(dict(rows), index=labels)
-
     text = ""
     if summary["laptop"]:
         text = (
@@ -51,15 +48,15 @@ def tables(summary):
             else "as well"
         )
         text = f"{LAPTOP}with a tiny model {text}."
-    yield "This replay", text, frame(*replays.comparison_table(summary))
+    yield "This replay", text, cards.frame_of(replays.comparison_table(summary))
     if summary["isolated"]:
-        yield "Each mistake alone", ALONE, frame(*replays.isolated_table(summary))
+        yield "Each mistake alone", ALONE, cards.frame_of(replays.isolated_table(summary))
     if summary["counted"]:
         header, rows = replays.counted_table(summary)
         yield "Counted", COUNTED, pandas.DataFrame.from_dict(dict(rows), orient="index", columns=header)
     for replay in summary["recorded"]:
         text = f"Recorded on {replays.source_of(replay)}, in {replay['file']}: not measured here."
-        yield f"Recorded: {replays.sizes(replay)}", text, frame(*replays.comparison_table(replay))
+        yield f"Recorded: {replays.sizes(replay)}", text, cards.frame_of(replays.comparison_table(replay))
 
 
 def page(summary, shown):
