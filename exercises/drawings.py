@@ -46,27 +46,25 @@ def softmax():
 
 
 def matmul():
+    """The tiles of x and y whose products one program adds to its tile of z."""
     ((n_rows, n_cols, n_inner, block), *_) = puzzles.MATMUL
-    left, top, tile, gap = 16, 74, 5 * block, 32
-    sheet, program = Sheet(f"Tiles of {block} x {block}"), (1, 0)
-
-    def matrix(x, y, name, rows, cols, color_of):
-        """Draw its tiles; dashed is what they have beyond its edges."""
+    sheet, left, top, tile = Sheet(f"Tiles of {block} x {block}"), 16, 74, 5 * block
+    z_left, z_top = (start + tile * llama.cdiv(n_inner, block) + 32 for start in (left, top))
+    steps, others = TINTS[1:], [GROUND] * 3
+    # Colors of the tiles, row after row. Program 1, 0 has the second row of tiles of x, and the first column of y.
+    for name, x, y, rows, cols, colors in (
+        ("y", z_left, top, n_inner, n_cols, zip(steps, others, strict=True)),
+        ("x", left, z_top, n_rows, n_inner, (others, steps)),
+        ("z", z_left, z_top, n_rows, n_cols, (others, (TINTS[0], GROUND))),
+    ):
         sheet.text(x, y - 8, f"{name} {rows} x {cols}")
-        for i in range(llama.cdiv(rows, block)):
-            for j in range(llama.cdiv(cols, block)):
+        for i, row_colors in enumerate(colors):
+            for j, color in zip(range(llama.cdiv(cols, block)), row_colors, strict=False):
                 place = x + tile * j, y + tile * i
-                sheet.box(*place, tile, tile)
+                sheet.box(*place, tile, tile)  # dashed is what a tile has beyond the edges
                 width, height = (5 * min(block, size - block * at) for size, at in ((cols, j), (rows, i)))
-                sheet.box(*place, width, height, color_of(i, j))
-
-    z_left, z_top = (start + tile * llama.cdiv(n_inner, block) + gap for start in (left, top))
-    matrix(z_left, top, "y", n_inner, n_cols, lambda i, j: TINTS[i + 1] if j == program[1] else GROUND)
-    matrix(left, z_top, "x", n_rows, n_inner, lambda i, j: TINTS[j + 1] if i == program[0] else GROUND)
-    matrix(z_left, z_top, "z", n_rows, n_cols, lambda i, j: TINTS[0] if (i, j) == program else GROUND)
-    words = f"program {program[0]}, {program[1]} adds to its", "tile of z the products of", "tiles of the same color"
-    for line, part in enumerate(words):
-        sheet.text(left, top + 60 + 24 * line, part)
+                sheet.box(*place, width, height, color)
+    sheet.text(left, top + 60, "program 1, 0 adds to its\ntile of z the products of\ntiles of the same color")
     return sheet.svg(z_top + tile * llama.cdiv(n_rows, block) + 14)
 
 
@@ -98,10 +96,8 @@ def online_softmax(shown_tiles=range(4)):
             sheet.text(x + 10, floor + 18, score, "center", MUTED)
         sheet.line((16, 216), [floor - 4 - scale * m.item()] * 2)
         factor = math.exp(before.item() - m.item())
-        lines = (f"m = {m.item():g}", f"old sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}",
-                 f"l = {l.item():.3f}", f"acc = {acc.item():.2f}")  # fmt: skip
-        for line, words in enumerate(lines):
-            sheet.text(228, top + 22 + 22 * line, words)
+        sums = f"m = {m.item():g}\nold sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}\n"
+        sheet.text(228, top + 22, f"{sums}l = {l.item():.3f}\nacc = {acc.item():.2f}")
     bottom = 40 + height * len(shown_tiles)
     if single:
         return sheet.svg(bottom)
@@ -109,26 +105,27 @@ def online_softmax(shown_tiles=range(4)):
     return sheet.svg(bottom + 28)
 
 
-LEVELS = (  # (name, who uses it) and two lines each of an H100 (SXM) and an MI300X
-    ("multiprocessors", "run the programs", ("132", "64 warps of 32"), ("304", "32 waves of 64")),
-    ("registers", "of each thread", ("256 KiB", "each"), ("512 KiB", "each")),
-    ("shared memory, LDS", "of one program", ("228 KiB", "each"), ("64 KiB", "each")),
-    ("L2 cache", "of all programs", ("50 MB", ""), ("8 x 4 MB", "and 256 MB")),
-    ("HBM", "of all programs", ("80 GB", "3.35 TB/s"), ("192 GB", "5.3 TB/s")),
+LEVELS = (  # name and user of each level of memory, and its size in an H100 (SXM) and in an MI300X
+    ("multiprocessors\nrun the programs", "132\n64 warps of 32", "304\n32 waves of 64"),
+    ("registers\nof each thread", "256 KiB\neach", "512 KiB\neach"),
+    ("shared memory, LDS\nof one program", "228 KiB\neach", "64 KiB\neach"),
+    ("L2 cache\nof all programs", "50 MB", "8 x 4 MB\nand 256 MB"),
+    ("HBM\nof all programs", "80 GB\n3.35 TB/s", "192 GB\n5.3 TB/s"),
 )
 
 
 def gpu():
-    sheet, height, apart = Sheet("Where a kernel runs, and where its data lies"), 56, 74
-    for x, name in ((208, "H100"), (344, "MI300X")):
+    """The memories of a GPU, the fastest on top."""
+    sheet, columns = Sheet("Where a kernel runs, and where its data lies"), (22, 208, 344)
+    for x, name in zip(columns, ("", "H100", "MI300X"), strict=True):
         sheet.text(x, 58, name, color=MUTED)
-    for (name, users, *sizes), y, color in zip(LEVELS, range(70, 440, apart), [*TINTS, GROUND], strict=True):
-        sheet.box(12, y, SHEET_WIDTH - 24, height, color)
-        for x, lines in zip((22, 208, 344), ((name, users), *sizes), strict=True):
-            for line, words in enumerate(lines):
-                sheet.text(x, y + 23 + 22 * line, words)
+    for level, y, color in zip(LEVELS, range(70, 440, 74), [*TINTS, GROUND], strict=True):
+        sheet.box(12, y, SHEET_WIDTH - 24, 56, color)
+        for x, words in zip(columns, level, strict=True):
+            sheet.text(x, y + 23, words)
+        # A line leads to the level above.
         if y > 70:
-            sheet.line((60, 60), (y - apart + height, y))
+            sheet.line((60, 60), (y - 18, y))
     return sheet.svg(440)
 
 
@@ -140,18 +137,19 @@ LIMITS = (  # what limits a step, what of it shows that, and the shares of it in
 
 
 def limits():
+    """What works all the time in a step, and what waits for it."""
     sheet, left, width = Sheet("One step: what works all the time?"), 132, SHEET_WIDTH - 152
-    for index, (name, sign, shares) in enumerate(LIMITS):
-        y = 48 + 136 * index
-        sheet.text(12, y + 14, f"{name}: {sign}")
-        for line, (worker, share) in enumerate(zip(("host", "memory", "arithmetic"), shares, strict=True)):
-            top, limiting = y + 24 + 28 * line, share == max(shares)
-            sheet.text(left - 10, top + 17, worker, "right", MUTED)
-            sheet.box(left, top, width, 22)
+    for (name, sign, shares), y in zip(LIMITS, range(62, 470, 136), strict=True):
+        sheet.text(12, y, f"{name}: {sign}")
+        for worker, share in zip(("host", "memory", "arithmetic"), shares, strict=True):
+            y += 28
+            sheet.text(left - 10, y - 1, worker, "right", MUTED)
+            sheet.box(left, y - 18, width, 22)
             # What limits works without a break; the others work in bursts.
+            limiting = share == max(shares)
             bursts = 1 if limiting else 6
             for burst in range(bursts):
-                sheet.box(left + width * burst / bursts, top, width * share / bursts, 22, TINTS[limiting])
+                sheet.box(left + width * burst / bursts, y - 18, width * share / bursts, 22, TINTS[limiting])
     return sheet.svg(440)
 
 

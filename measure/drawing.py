@@ -148,7 +148,9 @@ class Sheet:
         self.text(12, 26, title)
 
     def text(self, x, y, words, align="left", color=INK, size=16):
-        self.axes.text(x, y, str(words), ha=align, color=color, size=size, parse_math=False)
+        """Write words from this place on, or as they are aligned to it, and further lines below."""
+        for line, part in enumerate(str(words).split("\n")):
+            self.axes.text(x, y + 22 * line, part, ha=align, color=color, size=size, parse_math=False)
 
     def box(self, x, y, width, height, color=None):
         """Draw a box; without a colour it is dashed and empty."""

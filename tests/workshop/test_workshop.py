@@ -129,8 +129,8 @@ def test_rocprofv3_profiles_on_amd_only(dry_run, monkeypatch):
 
 @pytest.mark.parametrize("argv, named", [
     ("--stages 9", "there is no stage 9"), ("--stages one", "--stages one"), ("--stages 2 --beyond", "--beyond"),
-    ("--isolate --stages 5,8", "--isolate"), ("--laptop --isolate", "--isolate"), ("--laptop -- --use-amp", "--use-amp"),
-    ("--laptop -- --graph", "--graph"),
+    ("--isolate --stages 5,8", "--isolate"), ("--laptop --isolate", "--isolate"),
+    ("--laptop -- --use-amp", "--use-amp"), ("--laptop -- --graph", "--graph"),
     ("--laptop -- --device=cuda", "--device"), ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
     ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir"),
     ("-- --hidden-dim 63", "--hidden-dim 63"), ("--output /dev/null/x --num-steps 1", "--output"),
