@@ -10,6 +10,7 @@ from benchmarks.pages import replays
 
 # gpu: a whole summary whose stages show no sign. signs: {stage: figures that show its sign}. isolated: mistakes alone,
 # the layout's with the steps of stage 5, the naive kernel's 15 ms longer. counted: as memory_counts.py counts.
+# run: the JSON of the script, with three steps.
 RECORDED = json.loads(Path(__file__).with_name("replays.json").read_text())
 SIGNS = {int(stage): figures for stage, figures in RECORDED["signs"].items()}
 NAIVE = SIGNS[4]["kernels"]

@@ -166,32 +166,29 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
     monkeypatch.setenv("IPYTHONDIR", str(copy.parent / "ipython"))
     path = (copy / "exercises" / "notebooks" / check.EXERCISES[name].file).with_suffix(".ipynb")
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    all_cells = cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
+    cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
     blanks, solutions = (generate.parts_of(name, folder)[1] for folder in (".", "solutions"))
     written = {source: solutions[function] for function, source in blanks.items()}
-    if name != "puzzles":  # whose blanks stand for all
-        cells = [cell for cell in cells if cell.source != "check()"]
-    solved = [nbformat.v4.new_code_cell(written.get(cell.source, cell.source)) for cell in all_cells[1:]]
-    if name == "puzzles":
+    solved = [nbformat.v4.new_code_cell(written.get(cell.source, cell.source)) for cell in cells[1:]]
+    if name == "puzzles":  # whose blanks stand for all
         unmasked = solutions["masked_copy_kernel"].replace("x, mask=mask)", "x)")
         cells[-1:-1] = [nbformat.v4.new_code_cell(unmasked)]  # before check()
         solved += [nbformat.v4.new_code_cell(SOURCE), nbformat.v4.new_code_cell("breakpoint()", metadata=MAY_RAISE)]
+    else:
+        cells = [cell for cell in cells if cell.source != "check()"]
     notebook = nbformat.v4.new_notebook(cells=cells + solved)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
 
-    printed = {id(cell): "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells}
-    tasks = check.EXERCISES[name].checks.TASKS
-    (drawn,) = [cell.outputs for cell in notebook.cells if cell.source == "check(time=True)"][-1:]
+    tasks = len(check.EXERCISES[name].checks.TASKS)
+    outputs = [(cell.source, cell.outputs) for cell in notebook.cells]
+    drawn = [out for source, outs in outputs if source == "check(time=True)" for out in outs]
     assert any("image/svg+xml" in output.get("data", {}) for output in drawn)
-    *before, after = (printed[id(cell)] for cell in notebook.cells if cell.source == "check()")
-    assert f"{name}: {len(tasks)} of {len(tasks)} tasks pass" in after
+    told = ["".join(out.get("text", "") for out in outs) for source, outs in outputs if source == "check()"]
+    assert f"{name}: {tasks} of {tasks} tasks pass" in told[-1]
     if name == "puzzles":
-        (before,) = before
-        assert f"{name}: 0 of {len(tasks)} tasks pass" in before
-        blank = re.findall(r"^FAIL  (\w+): not (?:written yet|checked before)", before, flags=re.M)
-        assert blank == [task for task in tasks if task != "masked_copy_kernel"]
-        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes offset 5 of y" in " ".join(before.split())
-        source, stopped = notebook.cells[-2:]
-        assert "tl.store(y_ptr + offsets, x)" in printed[id(source)]
-        errors = [output.ename for output in stopped.outputs if output.output_type == "error"]
-        assert errors == ["StdinNotImplementedError"]
+        assert f"{name}: 0 of {tasks} tasks pass" in told[0]
+        assert len(re.findall(r"^FAIL  \w+: not (?:written yet|checked before)", told[0], flags=re.M)) == tasks - 1
+        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes offset 5 of y" in " ".join(told[0].split())
+        (_, [shown]), (_, stopped) = outputs[-2:]
+        assert "tl.store(y_ptr + offsets, x)" in shown["text"]
+        assert [out.ename for out in stopped if out.output_type == "error"] == ["StdinNotImplementedError"]
