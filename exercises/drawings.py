@@ -16,7 +16,9 @@ from measure.drawing import GROUND, MUTED, SHEET_WIDTH, TINTS, Sheet
 
 def shown(value):
     """Return a number for a cell: three digits at most."""
-    return "-inf" if value == -math.inf else f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:g}"
+    if value % 1 and math.isfinite(value):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:g}"
 
 
 def row(sheet, x, y, size, colors, words):
@@ -33,15 +35,18 @@ def touches(task):
 
 
 def softmax():
+    """The steps of a softmax over one row, from above to below."""
     ((scores, block_size), *_) = puzzles.SOFTMAX
-    masked = block_size - len(scores)
-    x = torch.tensor([*map(float, scores), *[-math.inf] * masked], dtype=torch.float64)
+    # What the mask leaves out is loaded as -inf: it changes neither the maximum nor the sum.
+    x = torch.full((block_size,), -math.inf, dtype=torch.float64)
+    x[: len(scores)] = torch.as_tensor(scores)
     p = torch.exp(x - x.max())
+    colors = [TINTS[0] if math.isfinite(one) else None for one in x]
     sheet = Sheet(f"A row of {len(scores)} in a block of {block_size}: max {x.max():g}, sum {p.sum():.2f}")
-    for line, (label, values) in enumerate({"x": x, "x - max": x - x.max(), "exp": p, "/ sum": p / p.sum()}.items()):
-        y = 44 + 55 * line
+    steps = {"x": x, "x - max": x - x.max(), "exp": p, "/ sum": p / p.sum()}
+    for y, (label, values) in zip(range(44, 264, 55), steps.items(), strict=True):
         sheet.text(82, y + 30, label, "right")
-        row(sheet, 92, y, 47, [TINTS[0]] * len(scores) + [None] * masked, map(shown, values.tolist()))
+        row(sheet, 92, y, 47, colors, map(shown, values.tolist()))
     return sheet.svg(268)
 
 
@@ -61,7 +66,8 @@ def matmul():
         for i, row_colors in enumerate(colors):
             for j, color in zip(range(llama.cdiv(cols, block)), row_colors, strict=False):
                 place = x + tile * j, y + tile * i
-                sheet.box(*place, tile, tile)  # dashed is what a tile has beyond the edges
+                # Dashed is what a tile has beyond the edges of its matrix.
+                sheet.box(*place, tile, tile)
                 width, height = (5 * min(block, size - block * at) for size, at in ((cols, j), (rows, i)))
                 sheet.box(*place, width, height, color)
     sheet.text(left, top + 60, "program 1, 0 adds to its\ntile of z the products of\ntiles of the same color")
@@ -73,23 +79,22 @@ SCORES, VALUES, TILE = (1, 3, 5, 2, 0, 4, 6, 1), (10, 20, 30, 40, 50, 60, 70, 80
 
 def online_softmax(shown_tiles=range(4)):
     """The frames of these tiles of keys; all, with what follows from them, or one large frame for a slide."""
-    scores, values = torch.tensor([SCORES], dtype=torch.float64), torch.tensor(VALUES, dtype=torch.float64)[:, None]
-    m, l, acc = torch.full((1,), -math.inf).double(), torch.zeros(1).double(), torch.zeros(1, 1).double()
-    tiles, height, scale = len(SCORES) // TILE, 128, 9
-    single = len(shown_tiles) == 1
-    title = (
-        f"Tile {shown_tiles[0] + 1} of {tiles}"
-        if single
-        else "Scores of one query, two at a time; values 10, 20, ... 80"
-    )
+    scores, values = (torch.tensor(row, dtype=torch.float64) for row in (SCORES, VALUES))
+    m, l, acc = scores.new_full((1,), -math.inf), scores.new_zeros(1), scores.new_zeros(1, 1)
+    height, scale = 128, 9
+    title = "Scores of one query, two at a time; values 10, 20, ... 80"
+    if len(shown_tiles) == 1:
+        title = f"Tile {shown_tiles[0] + 1} of {len(SCORES) // TILE}"
     sheet = Sheet(title)
-    for tile in range(tiles):
-        start, end, before = TILE * tile, TILE * (tile + 1), m
-        m, l, acc = fold(m, l, acc, scores[:, start:end], values[start:end])
+    for tile, start in enumerate(range(0, len(SCORES), TILE)):
+        end, before = start + TILE, m
+        # The solution of exercise 3 computes what the picture says.
+        m, l, acc = fold(m, l, acc, scores[None, start:end], values[start:end, None])
         if tile not in shown_tiles:
             continue
         top = 40 + height * shown_tiles.index(tile)
         floor = top + 86
+        # A tile's own scores have another color than those before; those that follow are dashed.
         for key, score in enumerate(SCORES):
             x, tall = 20 + 24 * key, 4 + scale * score
             sheet.box(x, floor - tall, 20, tall, TINTS[start <= key] if key < end else None)
@@ -99,7 +104,7 @@ def online_softmax(shown_tiles=range(4)):
         sums = f"m = {m.item():g}\nold sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}\n"
         sheet.text(228, top + 22, f"{sums}l = {l.item():.3f}\nacc = {acc.item():.2f}")
     bottom = 40 + height * len(shown_tiles)
-    if single:
+    if len(shown_tiles) == 1:
         return sheet.svg(bottom)
     sheet.text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")
     return sheet.svg(bottom + 28)
@@ -157,6 +162,7 @@ def grouped():
     """The programs that compute the tiles, row after row and in groups; in color those that run at the same time."""
     ((down, across, group), *_) = puzzles.GROUPED
     size, together = 44, 2 * group
+    # In groups, those that run at once need fewer different tiles of x and y.
     sheet = Sheet(f"Which program computes which tile; {together} run at once")
     for left, words, groups in ((16, "row after row", 1), (256, f"in groups of {group} rows", group)):
         sheet.text(left, 62, words, color=MUTED)

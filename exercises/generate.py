@@ -68,6 +68,7 @@ def parts_of(exercise, folder="."):
 
 def blanks_of(text, left):
     """Take what Markdown asks to write from left, {name: source}, with what stands between the first and the last."""
+    # A page asks for them in the words of its text, each in backquotes, up to the end of the paragraph.
     asked = re.findall(r"\*\*(?:Write|Mend)\*\*(.*?)(?:\n\n|$)", text, flags=re.S)
     names = [name for words in asked for name in re.findall(r"`(\w+)`", words) if name in left]
     order = list(left)
@@ -79,6 +80,7 @@ def command_cell(exercise, command, setup):
     """Return the source of the cell for a command of a terminal; None if the check of each task has it."""
     if re.match(r"\. \S+/activate$", command):
         return setup
+    # In a notebook check() judges the cells; the command would judge the file.
     called = re.fullmatch(rf"python exercises/check.py {exercise}(?: --task (\w+))?(?: --(time|show))?", command)
     if not called:
         return f"%%terminal\n{command}"
@@ -112,7 +114,8 @@ def cells_of(exercise):
             source = command_cell(exercise, cell.source.removeprefix("%%sh\n"), setup)
             if source:
                 yield "code", source
-        else:  # the notebook defines itself what the page's blocks import from the file
+        else:
+            # The notebook defines itself what the page's blocks import from the file.
             code = re.sub(rf"(?m)^from exercises(\.{module} import .*| import {module}\b.*)\n+", "", cell.source)
             code = code.replace(f"{module}.", "")
             yield "blank" if re.search(rf"\b({functions})\b", code) else "code", code
@@ -126,6 +129,7 @@ def notebook(exercise):
 
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
+    # Ids count up, so that a notebook is the same in every run.
     for number, (kind, source) in enumerate(cells_of(exercise)):
         new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
         metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # as long as its functions are incomplete
@@ -150,6 +154,7 @@ def main(argv):
         texts = published()
     except ModuleNotFoundError as error:
         raise llama.UsageError(f"{error.name} is not installed: make notebooks, or pip install {error.name}") from error
+    # Files that have not changed keep their dates.
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in changed:
         print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")

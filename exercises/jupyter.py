@@ -20,6 +20,7 @@ def source_of(node, text):
     lines = text.splitlines()
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
     last = node.end_lineno
+    # A blank to fill in is a comment, which the syntax tree does not have.
     while last < len(lines) and lines[last].startswith(" "):
         last += 1
     return "\n".join(lines[first - 1 : last])
@@ -42,6 +43,7 @@ def definitions(cells):
     """Return {name: source} of what cells import, define or set to a constant, the last of each name."""
     found = {}
     for cell in cells:
+        # A cell with a magic or a mistake defines nothing that a check could see.
         try:
             body = ast.parse(cell).body
         except SyntaxError:
@@ -58,6 +60,7 @@ def definitions(cells):
 def execute(command):
     """Run a command at the top of the project, with this python, not interpreted; yield its output line by line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A notebook's kernel need not be started from the environment whose Python it is.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(command, cwd=ROOT, env=environment, errors="replace", **pipes) as process:
@@ -97,6 +100,7 @@ def start(exercise):
         if task and task not in found:
             print(f"FAIL  {task}: run the cell that defines it first")
             return
+        # A process of its own, as check.py has for everybody: an endless loop does not take the notebook with it.
         source = "\n\n\n".join(found.values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{exercise}.py"

@@ -50,6 +50,7 @@ def participant_name(text):
 
 def is_state(state):
     """Tell whether a dict has the fields of a task; all but the first two may be null or missing."""
+    # JSON's numbers may be of any size, and a hand-made file may hold anything.
     kinds = {name: type(state[name]) for name in FIELDS if state.get(name) is not None}
     return kinds == {name: FIELDS[name] for name in {"passed", "attempts"} | kinds.keys()} and state["attempts"] < 10**9
 
@@ -81,6 +82,7 @@ class Progress:
         except OSError as error:
             raise llama.UsageError(f"--progress {path} cannot be read ({error.strerror}): give a file") from error
         except (ValueError, RecursionError) as error:
+            # It may be a progress file that was damaged: a person can still save what it holds.
             aside = path.with_name(f"{path.name}.{datetime.now():%Y%m%d_%H%M%S_%f}")
             os.replace(path, aside)
             reason = str(error).splitlines()[0]
@@ -94,8 +96,9 @@ class Progress:
     def record(self, exercise, task, passed, message, begun=True, **time):
         """Write the file with what a check has found. begun: whether there was anything to check."""
         before, date = self.state(exercise, task), now()
+        # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
-            return  # the blanks of a notebook that is opened anew do not take back what has passed
+            return
         time = time or {name: before[name] for name in ("us", "device") if name in before}
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,

@@ -46,6 +46,7 @@ def read_all(paths):
         except (OSError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
             left_out.append((file, str(error)))
             continue
+        # Several participants may be called root: their files tell them apart.
         who = content["participant"]
         who += f" ({os.path.relpath(file, top)})" * (who.lower() in progress_file.NOBODY)
         progress.append((who, content))
@@ -77,6 +78,7 @@ def stuck_at(states):
     tried = tried.assign(kind=tried.message.str.replace(NUMBER, "#", regex=True))
     found = []
     for task, here in tried.groupby(TASK):
+        # The message that most of them see, in the words of the first of them.
         alike = here[here.kind == here.kind.mode()[0]]
         found.append({"task": " ".join(task), "participants": list(here.who), "attempts": here.attempts.median(),
                       "message": alike.message.iloc[0], "count": len(alike)})  # fmt: skip
@@ -183,7 +185,8 @@ def main(argv):
     if missing:
         raise Failure(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
     while options.watch:
-        print("\x1b[2J\x1b[H", end="")  # clears the terminal
+        # Clears the terminal.
+        print("\x1b[2J\x1b[H", end="")
         try:
             show(options)
         except Failure as nothing_yet:

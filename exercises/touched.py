@@ -14,7 +14,8 @@ MOST_PROGRAMS = 4  # whose elements are listed
 
 
 def watched(check, exercise):
-    """The Watch of the first launch in a check, or None; whether the check passes does not matter."""
+    """Return the Watch of the first launch in a check, or None; whether the check passes does not matter."""
+    # A wrong kernel is drawn too: the picture may show what is wrong with it.
     with mock.patch.object(Watch, "kept", []) as kept, suppress(Exception):
         check(exercise)
     return next((watch for watch in kept if watch.accesses), None)
@@ -25,15 +26,16 @@ def offsets_of(tensor):
 
 
 def ranges(numbers):
-    """0-3, 8, 10-11"""
+    """Return numbers as text: 0-3, 8, 10-11."""
     numbers = np.unique(numbers)
+    # A part ends where the next number is not the next one.
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     shown = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part)]
     return ", ".join([*shown[:6], "..."] if len(shown) > 6 else shown)
 
 
 def panels(watch):
-    """{(line, verb, tensor): [Access]} in the order of the lines."""
+    """Return {(line, verb, tensor): [Access]} in the order of the lines."""
     found = {}
     for access in watch.accesses:
         found.setdefault((access.line, access.verb, access.tensor), []).append(access)
@@ -41,7 +43,7 @@ def panels(watch):
 
 
 def described(watch):
-    """Yields the lines for a terminal."""
+    """Yield the lines for a terminal."""
     for (line, verb, name), accesses in panels(watch).items():
         yield f"line {line} {verb} {name}, {' x '.join(map(str, watch.tensors[name].shape))}:"
         own = offsets_of(watch.tensors[name])
@@ -60,7 +62,8 @@ def panel(sheet, top, watch, name, words, accesses):
     """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
     tensor = watch.tensors[name]
     own, last = {*offsets_of(tensor).tolist()}, int(offsets_of(tensor).max())
-    if tensor.ndim == 1:  # what a mask leaves out lies behind the end
+    # What a mask leaves out lies behind the end, or in a matrix within the next row.
+    if tensor.ndim == 1:
         last = max([last, *(i for access in accesses for i in access.masked.tolist() if i <= last + COLUMNS)])
     columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
     size, rows = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
@@ -72,7 +75,8 @@ def panel(sheet, top, watch, name, words, accesses):
     sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
         x, y, programs = 12 + size * (offset % columns), top + 26 + size * (offset // columns), owners.get(offset, {})
-        several = sorted(programs)[:4]  # an element that several programs touch has a strip of each
+        # An element that several programs touch has a strip of each.
+        several = sorted(programs)[:4]
         for strip, program in enumerate(several):
             width = size / len(several)
             sheet.box(x + width * strip, y, width, size, TINTS[program % 4])

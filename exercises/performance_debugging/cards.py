@@ -92,6 +92,7 @@ TIMES = {  # {figure: its samples in a run}
 
 def verdict(before, after, between=1.0):
     """Say how two sets of times differ; between: see measure.timing.ratio_of_medians."""
+    # Of three times each, all of one side are above the other's in one case of ten by chance.
     if min(map(len, (before, after))) < LEAST_TIMES:
         return "too few steps to tell"
     ratio = ratio_of_medians(before, after, between)
@@ -108,13 +109,15 @@ def frame_of(table):
 
 def changes(replay, stage, table, runs):
     """Return (labels, [(figure, before, after, verdict on times)]) of two runs, {label: run}, from their table."""
+    # Two processes that did the same work differ as well: only what exceeds that is a difference.
     rows, between = [], replays.spread_of_processes(replay.summary)
     alike = len({replays.work_of(run) for run in runs.values()}) == 1
     for figure, shown in frame_of(table).loc[list(runs)].filter((*LESSONS[stage].figures, STEP)).items():
         difference = ""
         if figure in TIMES:
+            # On a CPU all stages run the same operations, or the interpreter: its times tell nothing.
             if replay.on_cpu():
-                continue  # its times tell nothing
+                continue
             difference = "the same work: noise" if alike else verdict(*map(TIMES[figure], runs.values()), between)
         rows.append((figure, *shown, difference))
     return list(runs), rows
@@ -122,6 +125,7 @@ def changes(replay, stage, table, runs):
 
 def with_and_without(replay, stage):
     """Return the changes between a stage and the next one, or stage 5: with and without what it shows."""
+    # Stages up to 4 differ from the next by one flag. Stage 8 is a remedy, so stage 5 is what it was before.
     runs, others = {}, {OPTIMIZED: (None, OPTIMIZED), 8: (OPTIMIZED, 8)}
     for n in others.get(stage, (stage, min(stage + 1, OPTIMIZED))):
         run = replay.stage(n) if n else replay.summary["baseline"]
@@ -154,6 +158,7 @@ def kernels(replay, stage):
 # The lines of the script
 
 
+# Parsing the script takes longer than all the rest of a card.
 @functools.cache
 def script():
     """Return the lines of the script, and its statements in their order."""
@@ -167,6 +172,7 @@ def excerpts(mark):
 
     That is the function of a docstring, and otherwise the next statement.
     """
+    # A mark is a comment at the end of a line, a line of its own, or in a docstring.
     lines, nodes = script()
     for at, line in enumerate(lines, 1):
         if mark in line:
@@ -201,6 +207,7 @@ def sources(summary):
 
 def evidence_of(summary, stage):
     """Yield the Evidence of a stage: measured, counted, and recorded."""
+    # Observations name the device of a recording only; their order is that of the recordings.
     own, *recorded = sources(summary)
     recorded = (source for source in recorded if stage in source[0].stages)
     for seen in summary["observations"]:
@@ -224,6 +231,7 @@ def first_of(function, sources, *arguments):
 
 def picture_of(data, function, name):
     """Return a picture for the page, on which no other has its name, and the function that draws it again."""
+    # A function knows the height of its picture only when it has drawn it.
     with drawing.style():
         figure = drawing.new_figure(100)
         picture = function(figure, data)
@@ -245,7 +253,8 @@ def card(summary, stage):
     if any(each.replay is None for each in evidence):
         shown.insert(0, (picture_of(summary, pictures.COUNTED[stage], f"counted{stage}"), INTERPRETER))
     changed, source = first_of(with_and_without, usable, stage)
-    mark = f"BUG {flag}:" if flag else "def capture("  # of stage 8
+    # Stage 8 has no mistake: its lines are those of the remedy.
+    mark = f"BUG {flag}:" if flag else "def capture("
     return {
         "number": stage,
         "title": replays.short_title(stage),

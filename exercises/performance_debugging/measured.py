@@ -33,7 +33,8 @@ STEPS = 5  # of a timeline, of which the one with the median length is used
 def ceilings(config, device):
     """Return what a copying kernel and the library's matmul reach in this precision, and the datasheet's peak."""
     on_gpu = device.type == "cuda"
-    x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)  # more than any cache holds
+    # More bytes than any cache holds, and a product that is large enough for all multiprocessors.
+    x = torch.ones(2**28 if on_gpu else 2**24, device=device.type)
     side = 8192 if on_gpu else 1024
     a = torch.randn(side, side, device=device.type).to(torch.bfloat16 if config.use_amp else torch.float32)
 
@@ -63,9 +64,11 @@ def attention_layouts(config, device):
     for seq_len in LENGTHS:
         inputs = layouts(config, bench, seq_len)
         calls = [functools.partial(llama.flash_attention_forward, *tensors) for tensors in inputs.values()]
+        # In a graph, as a launch takes longer than a short kernel.
         single = replay_ms(bench.capture(calls[:1], 1))
         in_graph = max(1, min(8, round(GRAPH_MS / single)))
         graphs = [bench.capture([call], in_graph) for call in calls]
+        # The first replay of a graph uploads it.
         for graph in graphs:
             replay_ms(graph)
         ms = in_turns([functools.partial(replay_ms, graph) for graph in graphs], REPLAYS)
@@ -88,6 +91,7 @@ def timeline(config, device):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             step.run()
             step.synchronize()
+        # PyTorch lists what the host did as well, even where only the device was recorded.
         events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         kernels = sorted((event.time_range.start, event.time_range.end) for event in events)
         begin = kernels[0][0]

@@ -47,6 +47,7 @@ def config_of(replay, stage):
 
 def bar_picture(figure, title, rows, fillings=None, axis=None, limit=None):
     """Draw Bars, with an axis if it has a name, and say what the fillings stand for."""
+    # Lengths that have no unit are compared with each other only: they need no axis.
     axes = figure.subplots()
     drawing.bars(axes, rows)
     axes.set(xlim=(0, limit), xlabel=axis or "")
@@ -119,6 +120,7 @@ def attention_lengths(figure, replay):
     lengths = [row["seq_len"] for row in rows]
     axes = log_axes(figure, "xy", "tokens a sequence", f"us a call, {precision}")
     for name, words, style in (("contiguous", "", RIGHT_LINE), ("strided", "badly ", WRONG_LINE)):
+        # The same percentiles as of a step: the median, and what lies around it.
         low, middle, high = np.percentile([row[name] for row in rows], [20, 50, 80], axis=1)
         label = f"{words}{name}: {number(middle[0])} us at {lengths[0]} tokens, {number(middle[-1])} at {lengths[-1]}"
         axes.errorbar(lengths, middle, (middle - low, high - middle), capsize=2, markersize=5, label=label, **style)
@@ -130,6 +132,7 @@ def phases_in_step(figure, replay):
     """The phases as stacked bars inside an outline of the length of the step; the rest was not timed."""
     if replay.stage(3)["phases_share"] is None:
         raise NotMeasured("--timing step does not time phases")
+    # What the outline has beyond the phases was not timed. Stage 4 has the same kernels, and the right clock.
     rows = []
     for stage in filter(None, map(replay.stages.get, (3, 4))):
         step, phases = stage["batch_ms"]["p50"], stage["phase_ms"]
@@ -149,6 +152,7 @@ def operation_shares(kernels):
 
 def kernel_shares(figure, replay):
     """The share of the device's time of each operation's kernels, with and without the naive kernel."""
+    # The diamonds show which operations take the time once the naive kernel is gone.
     before, after = (operation_shares(replay.kernels(stage)) for stage in (4, OPTIMIZED))
     rows = []
     for name, share in before.most_common(6):
@@ -167,6 +171,7 @@ def step_and_baseline(figure, replay):
 
 def gradient_shares(config, without_gradient):
     """Return {module: (weights with a gradient, weights)} of a llama.Config and the names of weights without one."""
+    # A model without memory: only the names and the sizes of its weights are needed.
     with llama.torch.device("meta"):
         model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
     received, total = Counter(), Counter()
@@ -215,7 +220,8 @@ def gaps(figure, replay):
         label = f"stage {n}: {len(starts)} kernels, busy {percent(busy)} of {number(step_us / 1e3)} ms"
         words += [label, f"stage {n}: {number(without)} ms without the profiler"]
         for axes, xs, label in (whole, spans / 1e3, words[-2]), (part, spans - ZOOM_AT * step_us, words[-1]):
-            xs = np.pad(xs, ((0, 0), (0, 1)), constant_values=np.nan).ravel()  # NaN lifts the pen between two kernels
+            # One line with NaN between the kernels, where the pen is lifted, takes a tenth of the space of boxes.
+            xs = np.pad(xs, ((0, 0), (0, 1)), constant_values=np.nan).ravel()
             axes.plot(xs, np.full(len(xs), level), color=color, linewidth=24, solid_capstyle="butt")
             axes.annotate(label, (0, level - 0.35), va="bottom")
     whole.set(xlim=(0, longest / 1e3), xlabel="ms, the whole step")
@@ -229,9 +235,7 @@ def gaps(figure, replay):
 
 def counted_cases(summary, *stages):
     """Return the counts of these stages."""
-    cases = {case["stage"]: case for case in (summary.get("counted") or {"cases": []})["cases"]}
-    if not cases.keys() >= {*stages}:
-        raise NotMeasured("what its kernel asks memory for was not counted")
+    cases = {case["stage"]: case for case in summary["counted"]["cases"]}
     return [cases[stage] for stage in stages]
 
 
@@ -286,6 +290,7 @@ def kernel_points(replay):
     work, points = kernel_work(replay.config), {}
     for n, stage in replay.stages.items():
         for kernel in stage["kernels"] or []:
+            # The bytes and operations of libraries' kernels are not known.
             own = work.get(kernel["name"])
             if own:
                 rate = own.flop / kernel["average_us"] / 1e6
@@ -305,6 +310,7 @@ def roofline(figure, replay):
         label = f"{name}: {number([*stages.values()][-1][1])} TFLOP/s"
         color = RED if "naive" in operation_of(name) else BLUE
         axes.plot(*zip(*stages.values(), strict=True), marker, color=color, label=label)
+    # The roof rises with the bandwidth up to the ridge, from where on arithmetic is the limit.
     left, right = axes.get_xlim()
     corners = min(left, ridge / 6), ridge, max(right, ridge * 6)
     roof = f"reached: {number(slope)} TB/s, {number(reached)} TFLOP/s"

@@ -121,6 +121,7 @@ def profiler_of(config):
 def training_commands(script, arguments, profiler=None, variables=()):
     """Return the commands that measure a run of the script, and profile it."""
     command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
+    # As a part of the command, variables are printed with it and reach what a profiler starts.
     command[:0] = ["env", *variables] if variables else []
     if profiler == "torch.profiler":
         return [[*command, "--profile", PROFILE]]
@@ -132,7 +133,8 @@ def training_commands(script, arguments, profiler=None, variables=()):
 def stage_run(stage, arguments, profiler=None, variables=()):
     """Return the Run of a stage, with an obstacle if this machine cannot run it."""
     (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-    if stage == 7:  # which shows compilation: a cache would hide it
+    # Stage 7 shows compilation, which a cache would hide.
+    if stage == 7:
         variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
     commands = training_commands(link, arguments, profiler, variables)
     run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", commands, stage)
@@ -218,8 +220,9 @@ def execute(run, output):
             print(f"$ {shlex.join(words)}", file=log, flush=True)
             status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
             if command is run.commands[0]:
+                # The result is kept also if the process failed afterwards, in its profile.
                 written = next(Path(work).glob("*.json"), None)
-                if written:  # also if the process failed while profiling
+                if written:
                     os.replace(written, output / f"{run.name}.json")
                 else:
                     status = status or "0, and no result was written"
@@ -283,6 +286,7 @@ def stage_numbers(text):
 
 def parse(argv):
     """Parse the options; script_options are those after --, sizes those that were given."""
+    # Everything after -- belongs to the script, whose parser checks it when the runs are planned.
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
     which, how = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
@@ -322,13 +326,15 @@ def print_commands(runs):
 def single_command(run):
     """Return the command that measures a run, as it is typed in this folder."""
     command = run.commands[0][: run.commands[0].index("--output-dir")]
+    # A shell sets variables without env, and has no use for a cache in a temporary folder.
     words = [word for word in command if word != "env" and FOLDER not in word]
     return shlex.join(words).replace(sys.executable, "python").replace(f"{HERE}/", "").replace(f"{ROOT}/", "../../")
 
 
 @program(PROGRAM)
 def main(argv):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the time limit of a batch system interrupts too
+    # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(argv)
     profiler, runs = plan_laptop(options) if options.laptop else plan(options)
     if options.dry_run:

@@ -61,6 +61,7 @@ def tables(summary):
 
 def page(summary, shown):
     """Return the text of report.html, which needs no other file, no network and no script. shown: the cards."""
+    # What this machine could not measure is drawn from the first recording that has it.
     whole = {}
     for name, function in pictures.WHOLE.items():
         whole[name] = cards.first_of(cards.picture_of, cards.sources(summary), function, name)
@@ -92,6 +93,7 @@ def console(summary):
     """Return the main figures and the observations for a terminal."""
     lines = [wrapped(replays.setting(summary))]
     for heading, text, frame in tables(summary):
+        # The report has every figure; a terminal has room for those that tell the stages apart.
         shown = frame if heading == "Counted" else frame.filter(SHORT).rename(columns=SHORT)
         lines += ["", wrapped(f"{heading}. {text}"), "", shown.to_string()]
     lines.append("")
@@ -118,6 +120,7 @@ def write(summary, folder):
     write_json(folder / "summary.json", summary)
     if summary["environment"] is None:
         return
+    # Cards are made once, with their pictures; the page prints them, and the overview draws them again.
     shown = cards.cards(summary)
     drawn = [picture for card in shown for picture, _ in card["pictures"]]
     if drawn:

@@ -60,6 +60,7 @@ def run_figures(result):
     """
     steps = result["steps"]
     summary = result["summary"] | {"implementation": result["implementation"]}
+    # An even number of steps has two in the middle.
     ordered = sorted(steps, key=lambda step: step["batch_ms"])
     middle = ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
     phases = summary["phase_ms"]
@@ -99,10 +100,12 @@ def staged_figures(output, name, config):
 
 def summarize(output, runs):
     """Return a dict for summary.json of the runs, of replay.Run, whose files lie in the folder output."""
+    # Runs that failed or were not reached have no file; any of the others tells what all have in common.
     results = [read_json(output / f"{run.name}.json") for run in runs if run.stage or run.name == "baseline"]
     sample = next(filter(None, reversed(results)), None)
     config = sample and shared_config(sample["config"])
-    executed = {run.name: run for run in runs if run.commands}  # a mistake alone may be the run of a stage
+    # A mistake alone may be the run of a stage, whose obstacle and error are its own then.
+    executed = {run.name: run for run in runs if run.commands}
     baseline = read_json(output / "baseline.json")
     summary = {
         "environment": sample and sample["environment"],
@@ -126,6 +129,7 @@ def summarize(output, runs):
         else:
             title = replays.short_title(run.stage)
             summary["stages"].append(entry | {"title": title, "planned": bool(run.commands)})
+    # Comparisons need the spread of all runs, so they come last.
     for stage in summary["stages"]:
         stage["over_previous"] = replays.over_previous(summary, stage)
         stage["over_baseline"] = replays.over_baseline(summary, stage)
