@@ -58,35 +58,52 @@ def described(watch):
             yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
 
 
-def panel(sheet, top, watch, name, words, accesses):
-    """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
-    tensor = watch.tensors[name]
-    own, last = {*offsets_of(tensor).tolist()}, int(offsets_of(tensor).max())
-    # What a mask leaves out lies behind the end, or in a matrix within the next row.
-    if tensor.ndim == 1:
-        last = max([last, *(i for access in accesses for i in access.masked.tolist() if i <= last + COLUMNS)])
-    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
-    size, rows = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
-    owners = {}  # {offset: {program: lane}}
+def owners_of(accesses):
+    """Return {offset: {program: lane}}."""
+    owners = {}
     for access in accesses:
         for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
             owners.setdefault(offset, {})[access.program] = lane
-    words += f", rows 0 to {rows - 1}" * (rows * columns <= last) + " and OUTSIDE of it" * bool(owners.keys() - own)
+    return owners
+
+
+def element(sheet, x, y, size, offset, owners, exists):
+    """Draw an element of a tensor with the programs that touch it, {program: lane}. Dashed is what is not touched."""
+    # An element that several programs touch has a strip of each.
+    several = sorted(owners)[:4]
+    for strip, program in enumerate(several):
+        width = size / len(several)
+        sheet.box(x + width * strip, y, width, size, TINTS[program % 4])
+    if not (exists and owners):
+        sheet.box(x, y, size, size)
+    if size >= READABLE:
+        middle, lanes = x + size / 2, {*owners.values()}
+        sheet.text(middle, y + size / 2, offset, "center", INK if owners else MUTED)
+        if len(lanes) == 1:
+            sheet.text(middle, y + size - 7, *lanes, "center", MUTED, size=12)
+
+
+def panel(sheet, top, watch, name, words, accesses):
+    """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
+    tensor, owners = watch.tensors[name], owners_of(accesses)
+    offsets = offsets_of(tensor)
+    own, last = {*offsets.tolist()}, int(offsets.max())
+    # What a mask leaves out lies behind the end, or in a matrix within the next row.
+    if tensor.ndim == 1:
+        masked = np.concatenate([access.masked for access in accesses])
+        last = int(max(last, *masked[masked <= last + COLUMNS], 0))
+    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
+    rows = min(last // columns + 1, MOST_ROWS)
+    size = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns))
+    if rows * columns <= last:
+        words += f", rows 0 to {rows - 1}"
+    if owners.keys() - own:
+        words += " and OUTSIDE of it"
     sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
-        x, y, programs = 12 + size * (offset % columns), top + 26 + size * (offset // columns), owners.get(offset, {})
-        # An element that several programs touch has a strip of each.
-        several = sorted(programs)[:4]
-        for strip, program in enumerate(several):
-            width = size / len(several)
-            sheet.box(x + width * strip, y, width, size, TINTS[program % 4])
-        if offset not in own or not programs:
-            sheet.box(x, y, size, size)
-        if size >= READABLE:
-            sheet.text(x + size / 2, y + size / 2, offset, "center", INK if programs else MUTED)
-            lanes = {*programs.values()}
-            if len(lanes) == 1:
-                sheet.text(x + size / 2, y + size - 7, *lanes, "center", MUTED, size=12)
+        row, column = divmod(offset, columns)
+        place = 12 + size * column, top + 26 + size * row
+        element(sheet, *place, size, offset, owners.get(offset, {}), offset in own)
     return top + 26 + size * rows + 18
 
 
