@@ -45,13 +45,14 @@ def config_of(replay, stage):
 # Kinds of pictures
 
 
-def bar_picture(figure, title, rows, fillings=None, axis=None, limit=None):
+def bar_picture(figure, title, rows, fillings=None, axis=None):
     """Draw Bars, with an axis if it has a name, and say what the fillings stand for."""
     # Lengths that have no unit are compared with each other only: they need no axis.
     axes = figure.subplots()
     drawing.bars(axes, rows)
-    axes.set(xlim=(0, limit), xlabel=axis or "")
-    if not axis:
+    if axis:
+        axes.set_xlabel(axis)
+    else:
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
     if fillings:
@@ -159,7 +160,7 @@ def kernel_shares(figure, replay):
         label = f"{name}: {percent(share)}; stage {OPTIMIZED}: {percent(after[name])}"
         rows.append(Bar(label, [(100 * share, WRONG if "naive" in name else RIGHT)], mark=100 * after[name]))
     title = f"Share of the device's time by operation: bars stage 4, diamonds stage {OPTIMIZED}"
-    return bar_picture(figure, title, rows, axis="%", limit=100)
+    return bar_picture(figure, title, rows, axis="%")
 
 
 def step_and_baseline(figure, replay):
@@ -190,7 +191,7 @@ def gradients_by_module(figure, replay):
     rows = []
     for name, (received, total) in gradient_shares(config_of(replay, 6), without).items():
         rows.append(Bar(f"{name}: {received:,} of {total:,} weights", [(100 * received / total, RIGHT)], outline=100))
-    return bar_picture(figure, "Weights with a gradient, by module", rows, axis="%", limit=101)
+    return bar_picture(figure, "Weights with a gradient, by module", rows, axis="%")
 
 
 def first_steps(figure, replay):

@@ -202,7 +202,7 @@ def plan_laptop(options):
 # Running
 
 
-def write_kernels_of_steps(recording, path):
+def write_kernels(recording, path):
     """Write the kernels of the measured steps of a recording, a folder, as CSV with rocprofv3's columns."""
     table, steps = read_step_stats(recording)
     if not steps or table.empty:
@@ -230,7 +230,7 @@ def execute(run, output):
                 tail = textwrap.indent("\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]), "    ")
                 raise RuntimeError(f"exit status {status}; {log_path.name} ends\n{tail}")
             if any(PROFILE in word for word in command):
-                write_kernels_of_steps(Path(work, "profile"), output / f"{run.name}_profile.csv")
+                write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
 def execute_all(runs, output):
@@ -257,9 +257,7 @@ def put_aside(output):
     old = [path for pattern in WRITTEN for path in output.glob(pattern)]
     if old:
         date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
-        folder = output / f"previous_{date:%Y%m%d_%H%M%S}"
-        while folder.exists():
-            folder = folder.with_name(f"{folder.name}_1")
+        folder = output / f"previous_{date:%Y%m%d_%H%M%S_%f}"
         folder.mkdir()
         for path in old:
             os.replace(path, folder / path.name)
@@ -274,14 +272,11 @@ RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
-    try:
-        stages = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        raise llama.UsageError(f"--stages {text} is no list of numbers: give one such as 2,4") from None
-    for stage in stages:
-        if stage not in llama.STAGES:
-            raise llama.UsageError(f"--stages {text}: there is no stage {stage}: choose from 1 to {max(llama.STAGES)}")
-    return stages
+    stages = {int(number) if number.isdecimal() else number for number in text.split(",")}
+    unknown = stages - llama.STAGES.keys()
+    if unknown:
+        raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
+    return sorted(stages)
 
 
 def parse(argv):
@@ -294,9 +289,8 @@ def parse(argv):
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     how.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
     how.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
-    parser.add_argument("--batch-size", type=int, help="sequences per step (default: 8)")
-    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: 128)")
-    parser.add_argument("--num-steps", type=int, help="steps of a full run (default: 20)")
+    for name, default in SIZES.items():
+        parser.add_argument(llama.flag_of(name), type=int, help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
@@ -305,8 +299,6 @@ def parse(argv):
     options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
     if options.isolate:
-        if not any(map(own_mistake, options.stages)):
-            raise llama.UsageError(f"--isolate: stages {options.stages} have no mistake: name one of 1 to 4, 6, 7")
         options.stages = sorted({*options.stages, OPTIMIZED})
     reserved = RESERVED + ("--device", "--use-amp") * options.laptop
     for option in options.script_options:

@@ -129,7 +129,7 @@ def test_rocprofv3_profiles_on_amd_only(dry_run, monkeypatch):
 
 @pytest.mark.parametrize("argv, named", [
     ("--stages 9", "there is no stage 9"), ("--stages one", "--stages one"), ("--stages 2 --beyond", "--beyond"),
-    ("--isolate --stages 5,8", "--isolate"), ("--laptop --isolate", "--isolate"),
+    ("--stages 2,,4", "--stages 2,,4"), ("--laptop --isolate", "--isolate"),
     ("--laptop -- --use-amp", "--use-amp"), ("--laptop -- --graph", "--graph"),
     ("--laptop -- --device=cuda", "--device"), ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
     ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir"),
@@ -208,9 +208,6 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     (aside,) = tmp_path.glob("previous_*")
     assert {path.name for path in aside.iterdir()} == written
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", aside.name}
-    shutil.copy2(aside / "stages.png", tmp_path)
-    replay.put_aside(tmp_path)  # with the same date again
-    assert len(list(tmp_path.glob("previous_*/stages.png"))) == 2
 
 
 @pytest.fixture
