@@ -11,7 +11,6 @@ import statistics
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -276,9 +275,10 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where(monkeypatch):
     assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
 
 
-@pytest.mark.parametrize("files, drawn", [("quiet shows", "fp32)"), ("quiet quiet", "bf16)")])
+@pytest.mark.parametrize("files, drawn", [("quiet shows", "fp32)"), ("quiet quiet", "bf16)"), ("short shows", "fp32)")])
 def test_of_several_recordings_the_first_that_shows_a_stage_is_drawn(files, drawn):
     recorded = {"quiet": gpu_summary(file="a.json", precision="bf16"), "shows": whole_summary(file="b.json")}
+    recorded["short"] = recorded["quiet"] | {"stages": recorded["quiet"]["stages"][4:5]}
     summary = laptop_summary(*map(recorded.get, files.split()))
     assert card_of(summary, 7)["pictures"][0][1].endswith(drawn)
 
@@ -330,19 +330,29 @@ def test_what_cannot_be_measured_is_one_line(capsys, argv, told):
     assert told in error and error.count("\n") == 1
 
 
-def test_a_timeline_holds_the_kernels_of_one_step(monkeypatch):
+def test_a_timeline_holds_the_kernels_of_the_step_with_the_median_length(monkeypatch):
     gpu, cpu = llama.torch.autograd.DeviceType.CUDA, llama.torch.autograd.DeviceType.CPU
-    spans = [(gpu, 1010.0, 1014.0), (cpu, 900.0, 1100.0), (gpu, 1000.0, 1002.5)]
-    events = [SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=a, end=b)) for kind, a, b in spans]
-    profile = Mock(side_effect=lambda **options: contextlib.nullcontext(SimpleNamespace(events=lambda: events)))
+    lengths = iter([3.0, 1.0, 2.0, 5.0, 4.0])
+
+    def profile(activities, **options):
+        assert activities == [llama.torch.profiler.ProfilerActivity.CUDA]  # the host's would slow the host
+        spans = [(gpu, 1010.0, 1010.0 + next(lengths)), (cpu, 900.0, 1100.0), (gpu, 1000.0, 1002.5)]
+        events = [SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=a, end=b)) for kind, a, b in spans]
+        return contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+
     monkeypatch.setattr(llama.torch.profiler, "profile", profile)
     tiny = llama.Config(hidden_dim=16, num_layers=1, num_heads=2, ffn_dim=16, vocab_size=16, batch_size=1, seq_len=4,
                         warmup_steps=1, device="cpu")  # fmt: skip
-    assert measured.timeline(tiny, llama.get_device("cpu")) == {
-        "step_us": 14.0, "start_us": [0.0, 10.0], "length_us": [2.5, 4.0],
-    }  # fmt: skip
-    activities = [llama.torch.profiler.ProfilerActivity.CUDA]  # the host's would slow the host
-    assert [call.kwargs["activities"] for call in profile.call_args_list] == [activities] * measured.STEPS
+    recorded = measured.timeline(tiny, llama.get_device("cpu"))
+    assert recorded == {"step_us": 13.0, "start_us": [0.0, 10.0], "length_us": [2.5, 3.0]}
+
+
+def test_ceilings_by_hand(monkeypatch):
+    monkeypatch.setattr(measured, "Timer", lambda *statement, **options: SimpleNamespace(
+        blocked_autorange=lambda min_run_time: SimpleNamespace(median=0.5)))  # fmt: skip
+    reached = measured.ceilings(llama.Config(), llama.get_device("cpu"))
+    assert reached["bytes_per_second"] == 2 * 4 * 2**24 / 0.5  # read and written
+    assert reached["flop_per_second"] == 2 * 1024**3 / 0.5
 
 
 # --- the page
