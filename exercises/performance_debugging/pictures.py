@@ -154,10 +154,10 @@ def operation_shares(kernels):
 def kernel_shares(figure, replay):
     """The share of the device's time of each operation's kernels, with and without the naive kernel."""
     # The diamonds show which operations take the time once the naive kernel is gone.
-    before, after = (operation_shares(replay.kernels(stage)) for stage in (4, OPTIMIZED))
+    after = operation_shares(replay.stages.get(OPTIMIZED, {}).get("kernels") or [])
     rows = []
-    for name, share in before.most_common(6):
-        label = f"{name}: {percent(share)}; stage {OPTIMIZED}: {percent(after[name])}"
+    for name, share in operation_shares(replay.kernels(4)).most_common(6):
+        label = f"{name}: {percent(share)}" + (f"; stage {OPTIMIZED}: {percent(after[name])}" if after else "")
         rows.append(Bar(label, [(100 * share, WRONG if "naive" in name else RIGHT)], mark=100 * after[name]))
     title = f"Share of the device's time by operation: bars stage 4, diamonds stage {OPTIMIZED}"
     return bar_picture(figure, title, rows, axis="%")
@@ -197,10 +197,11 @@ def gradients_by_module(figure, replay):
 def first_steps(figure, replay):
     """The time of every step on a logarithmic scale, on which the first and the others can be read."""
     axes = log_axes(figure, "y", "step", "ms")
-    for n, style in ((OPTIMIZED, RIGHT_LINE), (7, WRONG_LINE)):
-        stage = replay.stage(n)
+    for stage, style in ((replay.stage(7), WRONG_LINE), (replay.stages.get(OPTIMIZED), RIGHT_LINE)):
+        if not stage:
+            continue
         steps, median = stage["step_ms"], number(stage["batch_ms"]["p50"])
-        label = f"stage {n}: first step {number(steps[0])} ms, median {median} ms"
+        label = f"stage {stage['stage']}: first step {number(steps[0])} ms, median {median} ms"
         axes.plot(range(1, len(steps) + 1), steps, label=label, markersize=4, **style | {"linestyle": ""})
     axes.xaxis.get_major_locator().set_params(integer=True)
     return curve_picture(figure, "Time of every step, logarithmic")

@@ -189,6 +189,12 @@ def test_a_figure_that_is_missing_says_so_on_its_card(stage, lacking, told):
     assert told in card_of(summary, stage)["no_picture"] and told in html.unescape(page_of(summary))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3, 4, 5, 6, 7])
+def test_a_stage_that_was_replayed_alone_is_drawn(stage):
+    card = card_of(whole_summary(stages=whole_summary()["stages"][stage - 1 : stage]), stage)
+    assert card["pictures"] and bool(card["changes"]) is (stage == 5)
+
+
 @pytest.mark.parametrize("flag", [name for name, bug in llama.BUGS.items() if bug.stages])
 def test_an_excerpt_is_the_script_s_own_lines(flag):
     found = list(cards.excerpts(f"BUG {flag}:"))
