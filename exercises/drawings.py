@@ -11,7 +11,22 @@ from exercises import touched
 from exercises.checks import puzzles
 from exercises.solutions import puzzles as solutions
 from exercises.solutions.exercise3_flash_attention import fold
-from exercises.svg import WIDTH, box, labelled_rows, picture, row, shown, text
+from measure.drawing import GROUND, MUTED, SHEET_WIDTH, TINTS, Sheet
+
+
+def shown(value):
+    """Return a number for a cell: three digits at most."""
+    if value % 1 and math.isfinite(value):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:g}"
+
+
+def row(sheet, x, y, size, colors, words):
+    """Draw squares with words in them, which are faint where a square has no colour."""
+    for place, (color, word) in enumerate(zip(colors, words, strict=True)):
+        left = x + size * place
+        sheet.box(left + 1, y + 1, size - 2, size - 2, color)
+        sheet.text(left + size / 2, y + size / 2 + 6, word, "center", **{} if color else {"color": MUTED})
 
 
 def touches(task):
@@ -20,44 +35,43 @@ def touches(task):
 
 
 def softmax():
+    """The steps of a softmax over one row, from above to below."""
     ((scores, block_size), *_) = puzzles.SOFTMAX
-    lanes = [float(score) for score in scores] + [-math.inf] * (block_size - len(scores))
-    largest = max(lanes)
-    p = [math.exp(score - largest) for score in lanes]
-    kinds = ["p0"] * len(scores) + ["off"] * (block_size - len(scores))
-    rows = [("x", lanes), ("x - max", [score - largest for score in lanes]), ("exp", p),
-            ("/ sum", [q / sum(p) for q in p])]  # fmt: skip
-    drawn = labelled_rows([(label, kinds, map(shown, values)) for label, values in rows], 47, 92, gap=8)
-    return picture(f"A row of {len(scores)} in a block of {block_size}: max {largest:g}, sum {sum(p):.2f}", 268, drawn)
+    # What the mask leaves out is loaded as -inf: it changes neither the maximum nor the sum.
+    x = torch.full((block_size,), -math.inf, dtype=torch.float64)
+    x[: len(scores)] = torch.as_tensor(scores)
+    p = torch.exp(x - x.max())
+    colors = [TINTS[0] if math.isfinite(one) else None for one in x]
+    sheet = Sheet(f"A row of {len(scores)} in a block of {block_size}: max {x.max():g}, sum {p.sum():.2f}")
+    steps = {"x": x, "x - max": x - x.max(), "exp": p, "/ sum": p / p.sum()}
+    for y, (label, values) in zip(range(44, 264, 55), steps.items(), strict=True):
+        sheet.text(82, y + 30, label, "right")
+        row(sheet, 92, y, 47, colors, map(shown, values.tolist()))
+    return sheet.svg(268)
 
 
 def matmul():
+    """The tiles of x and y whose products one program adds to its tile of z."""
     ((n_rows, n_cols, n_inner, block), *_) = puzzles.MATMUL
-    left, top, scale, gap = 16, 74, 5, 32
-    program = 1, 0
-
-    def matrix(x, y, name, rows, cols, kind_of):
-        """Its tiles; dashed is what they have beyond its edges."""
-        parts = [text(x, y - 8, f"{name} {rows} x {cols}")]
-        for i in range(llama.cdiv(rows, block)):
-            for j in range(llama.cdiv(cols, block)):
-                corner = x + scale * block * j, y + scale * block * i
-                height, width = min(block, rows - block * i), min(block, cols - block * j)
-                parts += [box(*corner, scale * block, scale * block, "off"),
-                          box(*corner, scale * width, scale * height, kind_of(i, j))]  # fmt: skip
-        return "".join(parts)
-
-    z_left = left + scale * block * llama.cdiv(n_inner, block) + gap
-    z_top = top + scale * block * llama.cdiv(n_inner, block) + gap
-    steps = "p1", "p2", "p3"
-    parts = [
-        matrix(z_left, top, "y", n_inner, n_cols, lambda i, j: steps[i] if j == program[1] else "cell"),
-        matrix(left, z_top, "x", n_rows, n_inner, lambda i, j: steps[j] if i == program[0] else "cell"),
-        matrix(z_left, z_top, "z", n_rows, n_cols, lambda i, j: "p0" if (i, j) == program else "cell"),
-    ]
-    words = f"program {program[0]}, {program[1]} adds to its", "tile of z the products of", "tiles of the same color"
-    parts += [text(left, top + 60 + 24 * line, part) for line, part in enumerate(words)]
-    return picture(f"Tiles of {block} x {block}", z_top + scale * block * llama.cdiv(n_rows, block) + 14, *parts)
+    sheet, left, top, tile = Sheet(f"Tiles of {block} x {block}"), 16, 74, 5 * block
+    z_left, z_top = (start + tile * llama.cdiv(n_inner, block) + 32 for start in (left, top))
+    steps, others = TINTS[1:], [GROUND] * 3
+    # Colors of the tiles, row after row. Program 1, 0 has the second row of tiles of x, and the first column of y.
+    for name, x, y, rows, cols, colors in (
+        ("y", z_left, top, n_inner, n_cols, zip(steps, others, strict=True)),
+        ("x", left, z_top, n_rows, n_inner, (others, steps)),
+        ("z", z_left, z_top, n_rows, n_cols, (others, (TINTS[0], GROUND))),
+    ):
+        sheet.text(x, y - 8, f"{name} {rows} x {cols}")
+        for i, row_colors in enumerate(colors):
+            for j, color in zip(range(llama.cdiv(cols, block)), row_colors, strict=False):
+                place = x + tile * j, y + tile * i
+                # Dashed is what a tile has beyond the edges of its matrix.
+                sheet.box(*place, tile, tile)
+                width, height = (5 * min(block, size - block * at) for size, at in ((cols, j), (rows, i)))
+                sheet.box(*place, width, height, color)
+    sheet.text(left, top + 60, "program 1, 0 adds to its\ntile of z the products of\ntiles of the same color")
+    return sheet.svg(z_top + tile * llama.cdiv(n_rows, block) + 14)
 
 
 SCORES, VALUES, TILE = (1, 3, 5, 2, 0, 4, 6, 1), (10, 20, 30, 40, 50, 60, 70, 80), 2
@@ -65,54 +79,59 @@ SCORES, VALUES, TILE = (1, 3, 5, 2, 0, 4, 6, 1), (10, 20, 30, 40, 50, 60, 70, 80
 
 def online_softmax(shown_tiles=range(4)):
     """The frames of these tiles of keys; all, with what follows from them, or one large frame for a slide."""
-    scores, values = torch.tensor([SCORES], dtype=torch.float64), torch.tensor(VALUES, dtype=torch.float64)[:, None]
-    m, l, acc = torch.full((1,), -math.inf).double(), torch.zeros(1).double(), torch.zeros(1, 1).double()
-    parts, height, scale = [], 128, 9
-    for frame, start in enumerate(range(0, len(SCORES), TILE)):
+    scores, values = (torch.tensor(row, dtype=torch.float64) for row in (SCORES, VALUES))
+    m, l, acc = scores.new_full((1,), -math.inf), scores.new_zeros(1), scores.new_zeros(1, 1)
+    height, scale = 128, 9
+    title = "Scores of one query, two at a time; values 10, 20, ... 80"
+    if len(shown_tiles) == 1:
+        title = f"Tile {shown_tiles[0] + 1} of {len(SCORES) // TILE}"
+    sheet = Sheet(title)
+    for tile, start in enumerate(range(0, len(SCORES), TILE)):
         end, before = start + TILE, m
-        m, l, acc = fold(m, l, acc, scores[:, start:end], values[start:end])
-        if frame not in shown_tiles:
+        # The solution of exercise 3 computes what the picture says.
+        m, l, acc = fold(m, l, acc, scores[None, start:end], values[start:end, None])
+        if tile not in shown_tiles:
             continue
-        top = 40 + shown_tiles.index(frame) * height
+        top = 40 + height * shown_tiles.index(tile)
         floor = top + 86
+        # A tile's own scores have another color than those before; those that follow are dashed.
         for key, score in enumerate(SCORES):
             x, tall = 20 + 24 * key, 4 + scale * score
-            parts += [box(x, floor - tall, 20, tall, "p1" if start <= key < end else "p0" if key < end else "off")]
-            parts += [text(x + 10, floor + 18, score, "middle faint")]
-        level = floor - 4 - scale * m.item()
-        parts += [f'<line x1="16" x2="216" y1="{level:g}" y2="{level:g}"/>']
+            sheet.box(x, floor - tall, 20, tall, TINTS[start <= key] if key < end else None)
+            sheet.text(x + 10, floor + 18, score, "center", MUTED)
+        sheet.line((16, 216), [floor - 4 - scale * m.item()] * 2)
         factor = math.exp(before.item() - m.item())
-        lines = (f"m = {m.item():g}", f"old sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}",
-                 f"l = {l.item():.3f}", f"acc = {acc.item():.2f}")  # fmt: skip
-        parts += [text(228, top + 22 + 22 * index, words) for index, words in enumerate(lines)]
-    wanted = (torch.softmax(scores, 1) @ values).item()
-    assert math.isclose(wanted, (acc / l).item())
-    bottom = 40 + len(shown_tiles) * height
+        sums = f"m = {m.item():g}\nold sums x e^({before.item():g} - {m.item():g}) = {shown(factor)}\n"
+        sheet.text(228, top + 22, f"{sums}l = {l.item():.3f}\nacc = {acc.item():.2f}")
+    bottom = 40 + height * len(shown_tiles)
     if len(shown_tiles) == 1:
-        return picture(f"Tile {shown_tiles[0] + 1} of {len(SCORES) // TILE}", bottom, *parts)
-    parts += [text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")]
-    return picture("Scores of one query, two at a time; values 10, 20, ... 80", bottom + 28, *parts)
+        return sheet.svg(bottom)
+    sheet.text(20, bottom + 8, f"acc / l = {(acc / l).item():.3f}, as from all {len(SCORES)} scores at once")
+    return sheet.svg(bottom + 28)
 
 
-LEVELS = (  # (name, who uses it) and two lines each of an H100 (SXM) and an MI300X
-    ("multiprocessors", "run the programs", ("132", "64 warps of 32"), ("304", "32 waves of 64")),
-    ("registers", "of each thread", ("256 KiB", "each"), ("512 KiB", "each")),
-    ("shared memory, LDS", "of one program", ("228 KiB", "each"), ("64 KiB", "each")),
-    ("L2 cache", "of all programs", ("50 MB", ""), ("8 x 4 MB", "and 256 MB")),
-    ("HBM", "of all programs", ("80 GB", "3.35 TB/s"), ("192 GB", "5.3 TB/s")),
+LEVELS = (  # name and user of each level of memory, and its size in an H100 (SXM) and in an MI300X
+    ("multiprocessors\nrun the programs", "132\n64 warps of 32", "304\n32 waves of 64"),
+    ("registers\nof each thread", "256 KiB\neach", "512 KiB\neach"),
+    ("shared memory, LDS\nof one program", "228 KiB\neach", "64 KiB\neach"),
+    ("L2 cache\nof all programs", "50 MB", "8 x 4 MB\nand 256 MB"),
+    ("HBM\nof all programs", "80 GB\n3.35 TB/s", "192 GB\n5.3 TB/s"),
 )
 
 
 def gpu():
-    parts, height, gap = [text(208, 58, "H100", "faint"), text(344, 58, "MI300X", "faint")], 56, 18
-    for index, (name, users, *sizes) in enumerate(LEVELS):
-        y = 70 + index * (height + gap)
-        parts += [box(12, y, WIDTH - 24, height, f"p{index}" if index < 4 else "cell")]
-        for x, lines in zip((22, 208, 344), ((name, users), *sizes), strict=True):
-            parts += [text(x, y + 23 + 22 * line, words) for line, words in enumerate(lines)]
-        if index:
-            parts += [f'<line x1="60" x2="60" y1="{y - gap}" y2="{y}"/>']
-    return picture("Where a kernel runs, and where its data lies", 70 + len(LEVELS) * (height + gap), *parts)
+    """The memories of a GPU, the fastest on top."""
+    sheet, columns = Sheet("Where a kernel runs, and where its data lies"), (22, 208, 344)
+    for x, name in zip(columns, ("", "H100", "MI300X"), strict=True):
+        sheet.text(x, 58, name, color=MUTED)
+    for level, y, color in zip(LEVELS, range(70, 440, 74), [*TINTS, GROUND], strict=True):
+        sheet.box(12, y, SHEET_WIDTH - 24, 56, color)
+        for x, words in zip(columns, level, strict=True):
+            sheet.text(x, y + 23, words)
+        # A line leads to the level above.
+        if y > 70:
+            sheet.line((60, 60), (y - 18, y))
+    return sheet.svg(440)
 
 
 LIMITS = (  # what limits a step, what of it shows that, and the shares of it in which host, memory and arithmetic work
@@ -123,29 +142,34 @@ LIMITS = (  # what limits a step, what of it shows that, and the shares of it in
 
 
 def limits():
-    parts, left, width = [], 132, WIDTH - 152
-    for index, (name, sign, shares) in enumerate(LIMITS):
-        y = 48 + 136 * index
-        parts += [text(12, y + 14, f"{name}: {sign}")]
-        for line, (worker, share) in enumerate(zip(("host", "memory", "arithmetic"), shares, strict=True)):
-            top, kind = y + 24 + 28 * line, f"p{1 if share == max(shares) else 0}"
-            parts += [text(left - 10, top + 17, worker, "end faint"), box(left, top, width, 22, "off")]
+    """What works all the time in a step, and what waits for it."""
+    sheet, left, width = Sheet("One step: what works all the time?"), 132, SHEET_WIDTH - 152
+    for (name, sign, shares), y in zip(LIMITS, range(62, 470, 136), strict=True):
+        sheet.text(12, y, f"{name}: {sign}")
+        for worker, share in zip(("host", "memory", "arithmetic"), shares, strict=True):
+            y += 28
+            sheet.text(left - 10, y - 1, worker, "right", MUTED)
+            sheet.box(left, y - 18, width, 22)
             # What limits works without a break; the others work in bursts.
-            bursts = 1 if share == max(shares) else 6
-            parts += [box(left + width * i / bursts, top, width * share / bursts, 22, kind) for i in range(bursts)]
-    return picture("One step: what works all the time?", 440, *parts)
+            limiting = share == max(shares)
+            bursts = 1 if limiting else 6
+            for burst in range(bursts):
+                sheet.box(left + width * burst / bursts, y - 18, width * share / bursts, 22, TINTS[limiting])
+    return sheet.svg(440)
 
 
 def grouped():
     """The programs that compute the tiles, row after row and in groups; in color those that run at the same time."""
     ((down, across, group), *_) = puzzles.GROUPED
-    size, together, parts = 44, 2 * group, []
+    size, together = 44, 2 * group
+    # In groups, those that run at once need fewer different tiles of x and y.
+    sheet = Sheet(f"Which program computes which tile; {together} run at once")
     for left, words, groups in ((16, "row after row", 1), (256, f"in groups of {group} rows", group)):
-        parts += [text(left, 62, words, "faint")]
+        sheet.text(left, 62, words, color=MUTED)
         for i, programs in enumerate(puzzles.order_of_programs(down, across, groups).tolist()):
-            kinds = ["p1" if program < together else "cell" for program in programs]
-            parts += [row(left, 76 + size * i, size, kinds, programs)]
-    return picture(f"Which program computes which tile; {together} run at once", 90 + size * down, *parts)
+            colors = [TINTS[1] if program < together else GROUND for program in programs]
+            row(sheet, left, 76 + size * i, size, colors, programs)
+    return sheet.svg(90 + size * down)
 
 
 DRAWINGS = {

@@ -9,7 +9,6 @@ After each paragraph that contains **Write** or **Mend** come the functions that
 Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
 """
 
-import ast
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
 import tiny_llama_v3 as llama
 from exercises import check, drawings
-from exercises.jupyter import source_of
+from exercises.jupyter import definitions
 from measure.command_line import Parser, program, replacing
 
 HERE = Path(__file__).resolve().parent
@@ -45,100 +44,92 @@ check = start("{exercise}")
 
 {imports}"""
 USE = """\
-*This is [{page}](../{page}) as a notebook. Complete the cells marked `FILL ME IN`, run them, and then the check below
+*This is [{page}]({page}) as a notebook. Complete the cells marked `FILL ME IN`, run them, and then the check below
 each; a check sees the cells that have been run. Kernels in cells run in Triton's interpreter; checks use a GPU as well
 where there is one.*"""
 
 
-class Stub:
-    """A file to complete, or a solution: its imports, and the source of each definition."""
+KERNEL = """\
+---
+jupyter:
+  kernelspec: {display_name: Python 3, language: python, name: python3}
+---
 
-    def __init__(self, exercise, folder="."):
-        self.module = Path(check.EXERCISES[exercise].file).stem
-        text = (HERE / folder / f"{self.module}.py").read_text()
-        self.definitions, imports = {}, []
-        for node in ast.parse(text).body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                imports.append(ast.unparse(node))
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                self.definitions[node.name] = source_of(node, text)
-        self.imports = "\n".join(imports)
-
-    def take(self, names):
-        """The sources from the first to the last of names, without those taken before."""
-        left = list(self.definitions)
-        places = sorted(map(left.index, names))
-        return [self.definitions.pop(name) for name in left[places[0] : places[-1] + 1]] if places else []
+"""
 
 
-def parts_of(text):
-    """Yields (language, code) of a page's blocks, ("details", text) of folded parts, (None, text) of paragraphs."""
-    for part in re.split(r"(<details>.*?</details>|^```\w*\n.*?^```$)", text, flags=re.M | re.S):
-        fence = re.match(r"```(\w*)\n(.*)\n```$", part, flags=re.S)
-        if fence:
-            yield fence.groups()
-        elif part.startswith("<details>"):
-            yield "details", part
-        else:
-            yield from ((None, paragraph) for paragraph in re.split(r"\n\n+", part.strip("\n")) if paragraph)
+def parts_of(exercise, folder="."):
+    """Return (imports, {name: source} of functions and classes) of a file to complete, or of a solution."""
+    text = (HERE / folder / Path(check.EXERCISES[exercise].file).name).read_text()
+    found = definitions([text])
+    imports = "\n".join(source for name, source in found.items() if name == source)
+    return imports, {name: source for name, source in found.items() if source.startswith(("@", "def ", "class "))}
+
+
+def blanks_of(text, left):
+    """Take what Markdown asks to write from left, {name: source}, with what stands between the first and the last."""
+    # A page asks for them in the words of its text, each in backquotes, up to the end of the paragraph.
+    asked = re.findall(r"\*\*(?:Write|Mend)\*\*(.*?)(?:\n\n|$)", text, flags=re.S)
+    names = [name for words in asked for name in re.findall(r"`(\w+)`", words) if name in left]
+    order = list(left)
+    places = sorted(map(order.index, names))
+    return {name: left.pop(name) for name in order[places[0] : places[-1] + 1]} if places else {}
+
+
+def command_cell(exercise, command, setup):
+    """Return the source of the cell for a command of a terminal; None if the check of each task has it."""
+    if re.match(r"\. \S+/activate$", command):
+        return setup
+    # In a notebook check() judges the cells; the command would judge the file.
+    called = re.fullmatch(rf"python exercises/check.py {exercise}(?: --task (\w+))?(?: --(time|show))?", command)
+    if not called:
+        return f"%%terminal\n{command}"
+    task, extra = called.groups()
+    words = [f'"{task}"'] * bool(task) + [f"{extra}=True"] * bool(extra)
+    return f"check({', '.join(words)})" if extra or not task else None
 
 
 def cells_of(exercise):
-    """[(kind, source)] of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
-    stub, tasks = Stub(exercise), check.EXERCISES[exercise].checks.TASKS
-    page, names = f"{stub.module}.md", list(stub.definitions)
-    title, _, text = (HERE / page).read_text().partition("\n")
-    cells, asked = [("markdown", f"{title}\n\n{USE.format(page=page)}")], []
-    for language, content in [*parts_of(text), (None, "## ")]:
-        if language or content.startswith("## "):  # after the paragraphs with the tasks
-            cells += [("code", source) for source in stub.take(asked)]
-            calls = "\n".join(f'check("{name}")' for name in asked if name in tasks)
-            cells += [("code", calls)] if calls else []
-            asked = []
-        check_of = language == "sh" and re.fullmatch(
-            rf"python exercises/check.py {exercise}(?: --task (\w+))?(?: --(time|show))?", content
-        )
-        if language == "sh" and re.match(r"\. \S+/activate$", content):
-            cells.append(("code", SETUP.format(exercise=exercise, imports=stub.imports)))
-        elif check_of:
-            task, extra = check_of.groups()
-            words = [f'"{task}"'] * bool(task) + [f"{extra}=True"] * bool(extra)
-            cells += [("code", f"check({', '.join(words)})")] * bool(extra or not task)  # each task has its own check
-        elif language == "sh":
-            cells.append(("code", f"%%terminal\n{content}"))
-        elif language == "python":
-            code = re.sub(rf"(?m)^from exercises(\.{stub.module} import .*| import {stub.module}\b.*)\n+", "", content)
-            code = code.replace(f"{stub.module}.", "")  # the notebook defines it itself
-            cells.append(("blank" if any(re.search(rf"\b{name}\b", code) for name in names) else "code", code))
-        elif language in (None, "details"):
-            asks = re.search(r"\*\*(?:Write|Mend)\*\*(.*)", content, flags=re.S)
-            asked += [name for name in re.findall(r"`(\w+)`", asks[1]) if name in stub.definitions] if asks else []
-            cells.append(("markdown", re.sub(r"\]\((?!https?:|#)", "](../", content)))
-        elif language != "sh":
-            cells.append(("markdown", f"```{language}\n{content}\n```"))
-    if stub.definitions:
-        raise llama.UsageError(f"{page} asks nowhere to **Write** {', '.join(stub.definitions)}")
-    return joined(cells[:-1])
+    """Yield (kind, source) of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
+    import jupytext  # `make test` and `make notebooks` install it
 
-
-def joined(cells):
-    """Joins the Markdown cells of each section."""
-    result = cells[:1]
-    for kind, source in cells[1:]:
-        if kind == result[-1][0] == "markdown" and not source.startswith("## "):
-            result[-1] = kind, f"{result[-1][1]}\n\n{source}"
+    tasks = check.EXERCISES[exercise].checks.TASKS
+    imports, left = parts_of(exercise)
+    module, functions = Path(check.EXERCISES[exercise].file).stem, "|".join(left)
+    title, _, text = (HERE / f"{module}.md").read_text().partition("\n")
+    text = f"{KERNEL}{title}\n\n{USE.format(page=f'{module}.md')}\n{text}"
+    # Jupytext keeps a region as one cell, and makes cells of Bash, which is not to be run here.
+    text = re.sub("<details>.*?</details>", r"<!-- #region -->\n\g<0>\n<!-- #endregion -->", text, flags=re.S)
+    text = text.replace("```bash\n", "```console\n")
+    for cell in jupytext.reads(text, {"extension": ".md", "split_at_heading": True}).cells:
+        if cell.cell_type == "markdown":
+            yield "markdown", re.sub(r"\]\((?!https?:|#)", "](../", cell.source)
+            blanks = blanks_of(cell.source, left)
+            yield from (("code", source) for source in blanks.values())
+            checks = [f'check("{name}")' for name in blanks if name in tasks]
+            if checks:
+                yield "code", "\n".join(checks)
+        elif cell.source.startswith("%%sh\n"):
+            setup = SETUP.format(exercise=exercise, imports=imports)
+            source = command_cell(exercise, cell.source.removeprefix("%%sh\n"), setup)
+            if source:
+                yield "code", source
         else:
-            result.append((kind, source))
-    return result
+            # The notebook defines itself what the page's blocks import from the file.
+            code = re.sub(rf"(?m)^from exercises(\.{module} import .*| import {module}\b.*)\n+", "", cell.source)
+            code = code.replace(f"{module}.", "")
+            yield "blank" if re.search(rf"\b({functions})\b", code) else "code", code
+    if left:
+        raise llama.UsageError(f"{module}.md asks nowhere to **Write** {', '.join(left)}")
 
 
 def notebook(exercise):
-    """The notebook of an exercise, as JSON."""
-    import nbformat  # `make test` and `make notebooks` install it
+    """Return the notebook of an exercise, as JSON."""
+    import nbformat
 
-    made = nbformat.v4.new_notebook()
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    made.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
+    # Ids count up, so that a notebook is the same in every run.
     for number, (kind, source) in enumerate(cells_of(exercise)):
         new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
         metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # as long as its functions are incomplete
@@ -163,6 +154,7 @@ def main(argv):
         texts = published()
     except ModuleNotFoundError as error:
         raise llama.UsageError(f"{error.name} is not installed: make notebooks, or pip install {error.name}") from error
+    # Files that have not changed keep their dates.
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in changed:
         print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")

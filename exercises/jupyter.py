@@ -16,47 +16,51 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def source_of(node, text):
-    """The lines of a top-level node of a module's text, with its decorators and a comment at its end."""
+    """Return the lines of a top-level node of a text, with its decorators and a comment at its end."""
     lines = text.splitlines()
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
     last = node.end_lineno
+    # A blank to fill in is a comment, which the syntax tree does not have.
     while last < len(lines) and lines[last].startswith(" "):
         last += 1
     return "\n".join(lines[first - 1 : last])
 
 
-def is_constant(value):
-    """Whether an expression can be computed again without running anything of the notebook: 2, math.log2(math.e)."""
-    calls = [ast.unparse(part.func) for part in ast.walk(value) if isinstance(part, ast.Call)]
-    return all(name.startswith(("math.", "tl.")) for name in calls)
+def name_of(node, source):
+    """Return the name under which a statement is kept: of a function, class or constant; an import's is its source."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return source
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name
+    if isinstance(node, ast.Assign):  # which can be computed again without running the notebook: 2, math.log2(math.e)
+        calls = [ast.unparse(part.func) for part in ast.walk(node.value) if isinstance(part, ast.Call)]
+        if all(name.startswith(("math.", "tl.")) for name in calls):
+            return ast.unparse(node.targets)
+    return None
 
 
 def definitions(cells):
-    """{name: source} of what cells import, define or set to a constant, the last of each name."""
+    """Return {name: source} of what cells import, define or set to a constant, the last of each name."""
     found = {}
     for cell in cells:
+        # A cell with a magic or a mistake defines nothing that a check could see.
         try:
             body = ast.parse(cell).body
         except SyntaxError:
             continue
         for node in body:
             source = source_of(node, cell)
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                name = source
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                name = node.name
-            elif isinstance(node, ast.Assign) and is_constant(node.value):
-                name = ast.unparse(node.targets)
-            else:
-                continue
-            found.pop(name, None)
-            found[name] = source
+            name = name_of(node, source)
+            if name:
+                found.pop(name, None)
+                found[name] = source
     return found
 
 
 def execute(command):
-    """Runs a command at the top of the project, with this python, not interpreted; gives its output line by line."""
+    """Run a command at the top of the project, with this python, not interpreted; yield its output line by line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A notebook's kernel need not be started from the environment whose Python it is.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(command, cwd=ROOT, env=environment, errors="replace", **pipes) as process:
@@ -64,7 +68,7 @@ def execute(command):
 
 
 def terminal(line, cell):
-    """The magic %%terminal: runs a cell in bash, unless it says that it needs what is not here."""
+    """The magic %%terminal: run a cell in bash, unless it says that it needs what is not here."""
     lacking = {"a GPU": not torch.cuda.is_available(), "ROCm": not torch.version.hip, "clang": not which("clang")}
     for what, reason in re.findall("^# needs (a GPU|ROCm|clang): (.*)", cell, flags=re.M):
         if lacking[what]:
@@ -75,14 +79,14 @@ def terminal(line, cell):
 
 
 def with_lines_shown(told, source):
-    """What a check told, with the lines of source in place of their numbers, which are none of the notebook."""
+    """Return what a check told, with the lines of source in place of their numbers, which it hides."""
     lines = dict(enumerate(source.splitlines(), start=1))
     pattern = r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?"
     return re.sub(pattern, lambda m: f"`{lines[int(m[1])].strip()}`" if int(m[1]) in lines else m[0], told)
 
 
 def start(exercise):
-    """Prepares the notebook of an exercise; returns check(task=None, ...), which judges what its cells define.
+    """Prepare the notebook of an exercise; return check(task=None, ...), which judges what its cells define.
 
     Kernels of its cells are interpreted, also where there is a GPU, so that print and breakpoint() work in them.
     """
@@ -96,6 +100,7 @@ def start(exercise):
         if task and task not in found:
             print(f"FAIL  {task}: run the cell that defines it first")
             return
+        # A process of its own, as check.py has for everybody: an endless loop does not take the notebook with it.
         source = "\n\n\n".join(found.values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{exercise}.py"

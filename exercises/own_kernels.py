@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from exercises import svg
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
 from exercises.checks.common import CountBytes, Task, randn
-from exercises.performance_debugging import measured_ceilings
+from exercises.performance_debugging import measured
 from exercises.probe import observed_by
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
+from measure.drawing import SHEET_WIDTH, TINTS, Sheet
 from measure.results import describe
 from measure.tables import number, text_table
 from measure.timing import Bench, in_turns
@@ -210,7 +210,7 @@ def timed(case, launches, calls, cost):
         if name in launches:
             require(named(launches[name].results), plain, exact, KERNEL_TOLERANCE[dtype])
     times = in_turns([partial(bench.flushed_ms, call) for call in calls.values()], TURNS)
-    reached = measured_ceilings.measure(llama.Config(use_amp=dtype == torch.bfloat16), bench.device)
+    reached = measured.ceilings(llama.Config(use_amp=dtype == torch.bfloat16), bench.device)
     for name, own in zip(calls, times, strict=True):
         us = statistics.median(own) * 1e3
         yield Row(name, us, (number(cost.bytes / us / 1e3), number(cost.flop / us / 1e6)))
@@ -250,20 +250,18 @@ def table(rows):
 
 
 def picture(title, rows):
-    """The SVG: a bar for each implementation, and the bound as a line."""
+    """Return the SVG: a bar for each implementation, and the bound as a line."""
     *bars, bound = rows
-    left, top, each, wide = 152, 56, 34, svg.WIDTH - 290
-    scale, bottom = wide / max(row.value for row in rows), top + each * len(bars)
-    parts = []
-    for index, row in enumerate(bars):
-        y = top + each * index
-        parts += [svg.text(left - 10, y + 19, row.name, "end"),
-                  svg.box(left, y, scale * row.value, each - 8, "p1" if row.name.startswith("yours") else "p0"),
-                  svg.text(svg.WIDTH - 12, y + 19, f"{shown(row.value)} {UNIT}", "end")]  # fmt: skip
+    sheet, left, top, each = Sheet(title), 152, 56, 34
+    scale, bottom = (SHEET_WIDTH - 290) / max(row.value for row in rows), top + each * len(bars)
+    for y, row in zip(range(top, bottom, each), bars, strict=True):
+        sheet.text(left - 10, y + 19, row.name, "right")
+        sheet.box(left, y, scale * row.value, each - 8, TINTS[row.name.startswith("yours")])
+        sheet.text(SHEET_WIDTH - 12, y + 19, f"{shown(row.value)} {UNIT}", "right")
     x = left + scale * bound.value
-    parts += [f'<line x1="{x:g}" x2="{x:g}" y1="{top - 8}" y2="{bottom + 2}"/>']
-    parts += [svg.text(x, bottom + 20, f"{bound.name}: {shown(bound.value)}", "middle")]
-    return svg.picture(title, bottom + 32, *parts)
+    sheet.line((x, x), (top - 8, bottom + 2))
+    sheet.text(x, bottom + 20, f"{bound.name}: {shown(bound.value)}", "center")
+    return sheet.svg(bottom + 32)
 
 
 def report(task, module, solution):

@@ -18,12 +18,11 @@ from datetime import datetime
 import tiny_llama_v3 as llama
 from measure.results import write_json
 
-FIELDS = {"passed": (bool,), "attempts": (int,), "passed_at": (str, type(None)), "message": (str, type(None)),
-          "us": (float, type(None)), "device": (str, type(None))}  # fmt: skip
 LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
 BLANK = {"passed": False, "attempts": 0, "passed_at": None, "message": None}
+FIELDS = {"passed": bool, "attempts": int, "passed_at": str, "message": str, "us": float, "device": str}
 
 
 def now():
@@ -38,7 +37,7 @@ def user_name():
 
 
 def is_name(content):
-    """Whether content, of a JSON file, can be shown in a table."""
+    """Tell whether content, of a JSON file, can be shown in a table."""
     return isinstance(content, str) and content.isprintable() and 0 < len(content) <= LONGEST_NAME
 
 
@@ -49,35 +48,25 @@ def participant_name(text):
     return text
 
 
-def has_fields(content, kinds):
-    """Whether content is a dict whose fields have one of their types; a field that is left out is None."""
-    return isinstance(content, dict) and all(type(content.get(name)) in types for name, types in kinds.items())
-
-
-def is_progress(content):
-    """Whether content, of a JSON file, has the form that this module writes."""
-    if not (has_fields(content, {"date": (str,), "exercises": (dict,)}) and is_name(content.get("participant"))):
-        return False
-    exercises = content["exercises"]
-    if not all(is_name(name) and isinstance(tasks, dict) for name, tasks in exercises.items()):
-        return False
-    states = [pair for tasks in exercises.values() for pair in tasks.items()]
-    return all(is_name(name) and has_fields(state, FIELDS) and 0 <= state["attempts"] < 10**9 for name, state in states)
+def is_state(state):
+    """Tell whether a dict has the fields of a task; all but the first two may be null or missing."""
+    # JSON's numbers may be of any size, and a hand-made file may hold anything.
+    kinds = {name: type(state[name]) for name in FIELDS if state.get(name) is not None}
+    return kinds == {name: FIELDS[name] for name in {"passed", "attempts"} | kinds.keys()} and state["attempts"] < 10**9
 
 
 def read(path):
-    """The content of a progress file. FileNotFoundError, other OSErrors; ValueError, RecursionError if it is none."""
+    """Return the content of a progress file. OSError if it cannot be read; ValueError, RecursionError if it is none."""
     content = json.loads(path.read_bytes())
-    if not is_progress(content):
-        raise ValueError("it has another form")
+    try:
+        tasks = [(name, task) for name, tasks in content["exercises"].items() for task in tasks.items()]
+        names = [content["participant"], *(name for exercise, (task, _) in tasks for name in (exercise, task))]
+        fits = all(map(is_name, names)) and isinstance(content["date"], str) and all(is_state(s) for _, (_, s) in tasks)
+    except (LookupError, TypeError, AttributeError):
+        fits = False
+    if not fits:
+        raise ValueError("not a participant's progress")
     return content
-
-
-def put_aside(path, reason):
-    """Renames a file that cannot be read, and says so."""
-    aside = path.with_name(f"{path.name}.{datetime.now():%Y%m%d_%H%M%S_%f}")
-    os.replace(path, aside)
-    print(f"{path} is no progress file ({reason}): kept as {aside.name}, begun anew", file=sys.stderr)
 
 
 class Progress:
@@ -93,7 +82,11 @@ class Progress:
         except OSError as error:
             raise llama.UsageError(f"--progress {path} cannot be read ({error.strerror}): give a file") from error
         except (ValueError, RecursionError) as error:
-            put_aside(path, str(error).splitlines()[0])
+            # It may be a progress file that was damaged: a person can still save what it holds.
+            aside = path.with_name(f"{path.name}.{datetime.now():%Y%m%d_%H%M%S_%f}")
+            os.replace(path, aside)
+            reason = str(error).splitlines()[0]
+            print(f"{path} is no progress file ({reason}): kept as {aside.name}, begun anew", file=sys.stderr)
         if name is not None:
             self.content["participant"] = name
 
@@ -101,16 +94,17 @@ class Progress:
         return self.content["exercises"].get(exercise, {}).get(task, BLANK)
 
     def record(self, exercise, task, passed, message, begun=True, **time):
-        """Writes the file with what a check has found. begun: whether there was anything to check."""
+        """Write the file with what a check has found. begun: whether there was anything to check."""
         before, date = self.state(exercise, task), now()
+        # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
-            return  # the blanks of a notebook that is opened anew do not take back what has passed
+            return
+        time = time or {name: before[name] for name in ("us", "device") if name in before}
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),
-            "passed_at": (before["passed_at"] or date) if passed else None,
+            "passed_at": (before.get("passed_at") or date) if passed else None,
             "message": None if passed else message,
-            **(time or {name: before[name] for name in ("us", "device") if name in before}),
-        }
+        } | time
         self.content["date"] = date
         write_json(self.path, self.content, follow=True)

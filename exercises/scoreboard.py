@@ -11,179 +11,159 @@ Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
 import argparse
-import json
 import os
-import re
-import statistics
 import sys
 import textwrap
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
     print("run it from the root as python -m exercises.scoreboard", file=sys.stderr)
     sys.exit(2)
 import jinja2
+import pandas
+from tabulate import tabulate
 
-from exercises.progress_file import NOBODY, is_progress
+from exercises import progress_file
 from measure.command_line import Failure, Parser, printable, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 WIDTH = 100
 CUT = 1000  # characters of a message
-NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
-
-
-@dataclass
-class Stuck:
-    """A task that some participants have tried and not passed."""
-
-    task: str  # "exercise1 rmsnorm_kernel"
-    participants: list
-    attempts: float  # their median
-    message: str  # the most frequent one
-    count: int  # the number of participants with it, apart from numbers in it
+NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
+TASK = ["exercise", "task"]
 
 
 def read_all(paths):
-    """Reads files, and all JSON below folders: ({participant: [progress]}, [(path, why it is left out)]).
-
-    The newest progress of a participant comes last.
-    """
+    """Return [(participant, progress)] of files and all JSON below folders, the newest last, and what is left out."""
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
     top = os.path.commonpath([path.absolute() if path.is_dir() else path.absolute().parent for path in paths])
-    progress, left_out = {}, []
+    progress, left_out = [], []
     for file in files:
         try:
-            content = json.loads(file.read_bytes())
+            content = progress_file.read(file)
         except (OSError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
             left_out.append((file, str(error)))
             continue
-        if is_progress(content):
-            who = content["participant"]
-            who += f" ({os.path.relpath(file, top)})" * (who.lower() in NOBODY)
-            progress.setdefault(who, []).append(content)
-        else:
-            left_out.append((file, "not a participant's progress"))
-    in_order = {who: sorted(files, key=lambda file: str(file.get("date"))) for who, files in sorted(progress.items())}
-    return in_order, left_out
+        # Several participants may be called root: their files tell them apart.
+        who = content["participant"]
+        who += f" ({os.path.relpath(file, top)})" * (who.lower() in progress_file.NOBODY)
+        progress.append((who, content))
+    return sorted(progress, key=lambda own: str(own[1]["date"])), left_out
 
 
-def tasks_of(progress):
-    """{exercise: [task]} of all participants, exercises by name, tasks in the order in which they first appear."""
-    found = {}
-    for content in progress.values():
+def mark_of(state):
+    return PASSED if state["passed"] else TRIED if state["attempts"] else UNTRIED
+
+
+def states_of(newest):
+    """Return a DataFrame with a row for each participant and task; newest: {participant: progress}."""
+    rows = []
+    for who, content in sorted(newest.items()):
         for exercise, tasks in content["exercises"].items():
-            found.setdefault(exercise, {}).update(dict.fromkeys(tasks))
-    return {exercise: list(found[exercise]) for exercise in sorted(found)}
-
-
-def mark_of(content, exercise, task):
-    state = content["exercises"].get(exercise, {}).get(task)
-    if not state or not (state["passed"] or state["attempts"]):
-        return UNTRIED
-    return PASSED if state["passed"] else TRIED
-
-
-def stuck_at(progress):
-    """[Stuck], the task with the most participants first. Messages that differ only in numbers count as the same."""
-    found = []
-    for exercise, tasks in tasks_of(progress).items():
-        for task in tasks:
-            here = {who: content["exercises"][exercise][task] for who, content in progress.items()
-                    if mark_of(content, exercise, task) == TRIED}  # fmt: skip
-            if here:
-                messages = [" ".join((state.get("message") or "no message")[:CUT].split()) for state in here.values()]
-                (kind, count), *_ = Counter(NUMBER.sub("#", message) for message in messages).most_common(1)
-                message = next(message for message in messages if NUMBER.sub("#", message) == kind)
-                attempts = statistics.median(state["attempts"] for state in here.values())
-                found.append(Stuck(f"{exercise} {task}", list(here), attempts, message, count))
-    return sorted(found, key=lambda stuck: len(stuck.participants), reverse=True)
-
-
-def fastest(progress):
-    """Lines with the fastest kernel of each task on each device."""
-    best = {}
-    for who, content in progress.items():
-        for tasks in content["exercises"].values():
             for task, state in tasks.items():
-                key, us = (task, state.get("device") or "unknown device"), state.get("us")
-                if state["passed"] and us and us > 0 and (key not in best or us < best[key][0]):  # not NaN either
-                    best[key] = us, who
-    return [f"{task}: {us:.1f} us, {who} ({device})" for (task, device), (us, who) in sorted(best.items())]
+                message = " ".join((state.get("message") or "no message")[:CUT].split())
+                timed = state.get("us"), state.get("device") or "unknown device"
+                rows.append((who, exercise, task, mark_of(state), state["attempts"], message, *timed))
+    return pandas.DataFrame(rows, columns=["who", *TASK, "mark", "attempts", "message", "us", "device"])
+
+
+def stuck_at(states):
+    """Return a dict for each task that some have tried and not passed, the one with the most participants first.
+
+    Messages that differ only in numbers count as the same.
+    """
+    tried = states[states.mark == TRIED]
+    tried = tried.assign(kind=tried.message.str.replace(NUMBER, "#", regex=True))
+    found = []
+    for task, here in tried.groupby(TASK):
+        # The message that most of them see, in the words of the first of them.
+        alike = here[here.kind == here.kind.mode()[0]]
+        found.append({"task": " ".join(task), "participants": list(here.who), "attempts": here.attempts.median(),
+                      "message": alike.message.iloc[0], "count": len(alike)})  # fmt: skip
+    return sorted(found, key=lambda stuck: -len(stuck["participants"]))
+
+
+def fastest(states):
+    """Return lines with the fastest kernel of each task on each device."""
+    timed = states[(states.mark == PASSED) & (states.us.astype(float) > 0)]  # not NaN either
+    best = timed.sort_values("us").drop_duplicates(["task", "device"]).sort_values(["task", "device"])
+    return [f"{row.task}: {row.us:.1f} us, {row.who} ({row.device})" for row in best.itertuples()]
+
+
+def board_of(paths):
+    """Return what the terminal and the page show; Failure if there is nothing."""
+    progress, left_out = read_all(paths)
+    if not progress:
+        named = "".join(f"; {path}: {why}" for path, why in left_out)
+        given = ", ".join(map(str, paths))
+        raise Failure(f"no progress.json in {given}{named}: have the class run exercises/check.py first")
+    newest = dict(progress)
+    states = states_of(newest)
+    # Exercises by name, and tasks in the order in which they first appear, which is that of the page.
+    order = states[TASK].drop_duplicates().sort_values("exercise", kind="stable")
+    marks = states.pivot(index="who", columns=TASK, values="mark")
+    several = Counter(who for who, _ in progress)
+    return {
+        "marks": marks.reindex(index=sorted(newest), columns=pandas.MultiIndex.from_frame(order)).fillna(UNTRIED),
+        "stuck": stuck_at(states),
+        "fastest": fastest(states),
+        "left_out": left_out,
+        "several": [f"{count} files of {who}: the newest counts. Several people? Each has to give a --name."
+                    for who, count in several.items() if count > 1],
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Output
 
 
-def summary_of(paths):
-    """A dict with the contents of the table and the page; Failure if there is nothing to show."""
-    files, left_out = read_all(paths)
-    progress = {who: contents[-1] for who, contents in files.items()}
-    if not progress:
-        named = "".join(f"; {path}: {why}" for path, why in left_out)
-        given = ", ".join(map(str, paths))
-        raise Failure(f"no progress.json in {given}{named}: have the class run exercises/check.py first")
-    tasks = tasks_of(progress)
-    marks = {who: {exercise: "".join(mark_of(content, exercise, task) for task in names)
-                   for exercise, names in tasks.items()} for who, content in progress.items()}  # fmt: skip
-    passed = {f"{exercise} {task}": sum(marks[who][exercise][index] == PASSED for who in marks)
-              for exercise, names in tasks.items() for index, task in enumerate(names)}  # fmt: skip
-    return {"tasks": tasks, "marks": marks, "passed": passed, "stuck": stuck_at(progress),
-            "fastest": fastest(progress), "left_out": left_out,
-            "several": [f"{len(contents)} files of {who}: the newest counts. Several people? Each has to give a --name."
-                        for who, contents in files.items() if len(contents) > 1]}  # fmt: skip
-
-
 def text_of(board):
-    """The lines for a terminal."""
-    tasks, marks = board["tasks"], board["marks"]
-    width = max(map(len, ("participant", *marks)))
-    columns = {exercise: max(len(exercise), len(names)) for exercise, names in tasks.items()}
-    lines = ["  ".join([f"{'participant':{width}}", *(f"{name:{size}}" for name, size in columns.items())])]
-    for who, row in marks.items():
-        lines.append("  ".join([f"{who:{width}}", *(f"{row[name]:{size}}" for name, size in columns.items())]))
+    """Return the text for a terminal."""
+    marks = board["marks"]
+    by_exercise = marks.T.groupby(level="exercise").agg("".join).T.rename_axis("participant")
+    lines = tabulate(by_exercise, headers="keys", tablefmt="plain", disable_numparse=True).splitlines()
     lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
-    for exercise, names in tasks.items():
-        counts = [f"{task} ({board['passed'][f'{exercise} {task}']} of {len(marks)})" for task in names]
-        lines += [f"  {exercise}: {'; '.join(counts)}"]
+    passed = (marks == PASSED).sum()
+    for exercise in by_exercise:
+        counts = [f"{task} ({count} of {len(marks)})" for task, count in passed[exercise].items()]
+        lines.append(f"  {exercise}: {'; '.join(counts)}")
     lines += board["several"]
     lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
     for stuck in board["stuck"]:
-        lines += [f"  {stuck.task}: {', '.join(stuck.participants)}; median of attempts {stuck.attempts:g}"]
-        lines += [f"    {stuck.count} of {len(stuck.participants)}: {stuck.message}"]
+        who = stuck["participants"]
+        lines += [f"  {stuck['task']}: {', '.join(who)}; median of attempts {stuck['attempts']:g}"]
+        lines += [f"    {stuck['count']} of {len(who)}: {stuck['message']}"]
     lines += ["", "The fastest kernels:", *(f"  {line}" for line in board["fastest"])] if board["fastest"] else []
-    return "\n".join(wrapped.rstrip() for line in lines for wrapped in wrap(line))
+    return "\n".join(map(wrapped, lines))
 
 
-def wrap(line):
-    """Wraps a line to WIDTH columns, indenting the following lines by two more."""
+def wrapped(line):
+    """Wrap a line to WIDTH columns, indenting the following lines by two more."""
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    how = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return textwrap.wrap(line, WIDTH, **how) or [line]
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def page_of(board, refresh):
-    """The text of a page that needs no other file; refresh: seconds after which a browser reloads it."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    """Return the text of a page that needs no other file; refresh: seconds after which a browser reloads it."""
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     names = {PASSED: "passed", TRIED: "tried", UNTRIED: "untried"}
+    passed = (board["marks"] == PASSED).sum()
     template = environment.get_template("scoreboard.html.jinja")
-    return template.render(board=board, names=names, refresh=refresh, now=time.strftime("%H:%M"))
+    return template.render(**board, passed=passed, names=names, refresh=refresh, now=time.strftime("%H:%M"))
 
 
 def seconds(text):
+    """The type of --watch."""
     if not 0 < float(text) <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is no time: give seconds, more than 0 and at most 86400")
     return float(text)
 
 
 def show(options):
-    board = summary_of(options.paths)
+    board = board_of(options.paths)
     print(printable(text_of(board)), flush=True)
     if options.html:
         with replacing(options.html, follow=True) as page:
@@ -205,7 +185,8 @@ def main(argv):
     if missing:
         raise Failure(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
     while options.watch:
-        print("\x1b[2J\x1b[H", end="")  # clears the terminal
+        # Clears the terminal.
+        print("\x1b[2J\x1b[H", end="")
         try:
             show(options)
         except Failure as nothing_yet:

@@ -5,8 +5,8 @@ from unittest import mock
 
 import numpy as np
 
-from exercises import svg
 from exercises.checks.memory import Watch, addresses
+from measure.drawing import INK, MUTED, SHEET_WIDTH, TINTS, Sheet
 
 LARGEST, SMALLEST, READABLE = 44, 3, 34  # widths of a cell; from READABLE on it has numbers in it
 COLUMNS, MOST_ROWS = 12, 24  # of a tensor of one dimension; of any
@@ -14,7 +14,8 @@ MOST_PROGRAMS = 4  # whose elements are listed
 
 
 def watched(check, exercise):
-    """The Watch of the first launch in a check, or None; whether the check passes does not matter."""
+    """Return the Watch of the first launch in a check, or None; whether the check passes does not matter."""
+    # A wrong kernel is drawn too: the picture may show what is wrong with it.
     with mock.patch.object(Watch, "kept", []) as kept, suppress(Exception):
         check(exercise)
     return next((watch for watch in kept if watch.accesses), None)
@@ -25,15 +26,16 @@ def offsets_of(tensor):
 
 
 def ranges(numbers):
-    """0-3, 8, 10-11"""
+    """Return numbers as text: 0-3, 8, 10-11."""
     numbers = np.unique(numbers)
+    # A part ends where the next number is not the next one.
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     shown = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part)]
     return ", ".join([*shown[:6], "..."] if len(shown) > 6 else shown)
 
 
 def panels(watch):
-    """{(line, verb, tensor): [Access]} in the order of the lines."""
+    """Return {(line, verb, tensor): [Access]} in the order of the lines."""
     found = {}
     for access in watch.accesses:
         found.setdefault((access.line, access.verb, access.tensor), []).append(access)
@@ -41,7 +43,7 @@ def panels(watch):
 
 
 def described(watch):
-    """Yields the lines for a terminal."""
+    """Yield the lines for a terminal."""
     for (line, verb, name), accesses in panels(watch).items():
         yield f"line {line} {verb} {name}, {' x '.join(map(str, watch.tensors[name].shape))}:"
         own = offsets_of(watch.tensors[name])
@@ -56,38 +58,59 @@ def described(watch):
             yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
 
 
-def panel(watch, top, name, words, accesses):
-    """(SVG, its lower edge) of one load or store: memory from the tensor's first element on, in rows of the tensor."""
-    tensor = watch.tensors[name]
-    own, last = {*offsets_of(tensor).tolist()}, int(offsets_of(tensor).max())
-    if tensor.ndim == 1:  # what a mask leaves out lies behind the end
-        last = max([last, *(i for access in accesses for i in access.masked.tolist() if i <= last + COLUMNS)])
-    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
-    size, rows = min(LARGEST, max(SMALLEST, (svg.WIDTH - 24) // columns)), min(last // columns + 1, MOST_ROWS)
-    owners = {}  # {offset: {program: lane}}
+def owners_of(accesses):
+    """Return {offset: {program: lane}}."""
+    owners = {}
     for access in accesses:
         for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
             owners.setdefault(offset, {})[access.program] = lane
-    words += f", rows 0 to {rows - 1}" * (rows * columns <= last) + " and OUTSIDE of it" * bool(owners.keys() - own)
-    parts = [svg.text(12, top + 16, words)]
+    return owners
+
+
+def element(sheet, x, y, size, offset, owners, exists):
+    """Draw an element of a tensor with the programs that touch it, {program: lane}. Dashed is what is not touched."""
+    # An element that several programs touch has a strip of each.
+    several = sorted(owners)[:4]
+    for strip, program in enumerate(several):
+        width = size / len(several)
+        sheet.box(x + width * strip, y, width, size, TINTS[program % 4])
+    if not (exists and owners):
+        sheet.box(x, y, size, size)
+    if size >= READABLE:
+        middle, lanes = x + size / 2, {*owners.values()}
+        sheet.text(middle, y + size / 2, offset, "center", INK if owners else MUTED)
+        if len(lanes) == 1:
+            sheet.text(middle, y + size - 7, *lanes, "center", MUTED, size=12)
+
+
+def panel(sheet, top, watch, name, words, accesses):
+    """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
+    tensor, owners = watch.tensors[name], owners_of(accesses)
+    offsets = offsets_of(tensor)
+    own, last = {*offsets.tolist()}, int(offsets.max())
+    # What a mask leaves out lies behind the end, or in a matrix within the next row.
+    if tensor.ndim == 1:
+        masked = np.concatenate([access.masked for access in accesses])
+        last = int(max(last, *masked[masked <= last + COLUMNS], 0))
+    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
+    rows = min(last // columns + 1, MOST_ROWS)
+    size = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns))
+    if rows * columns <= last:
+        words += f", rows 0 to {rows - 1}"
+    if owners.keys() - own:
+        words += " and OUTSIDE of it"
+    sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
-        x, y, programs = 12 + size * (offset % columns), top + 26 + size * (offset // columns), owners.get(offset, {})
-        for index, program in enumerate(sorted(programs)[:4]):  # one that several programs touch has a strip of each
-            width = size / min(len(programs), 4)
-            parts.append(svg.box(x + width * index, y, width, size, f"p{program % 4}"))
-        parts += [svg.box(x, y, size, size, "off")] * (offset not in own or not programs)
-        if size >= READABLE:
-            middle, faint, lanes = x + size / 2, " faint" * (not programs), {*programs.values()}
-            parts.append(svg.text(middle, y + size / 2, offset, "middle" + faint))
-            parts += [svg.text(middle, y + size - 7, lane, "middle small faint") for lane in lanes if len(lanes) == 1]
-    return "\n".join(parts), top + 26 + size * rows + 18
+        row, column = divmod(offset, columns)
+        place = 12 + size * column, top + 26 + size * row
+        element(sheet, *place, size, offset, owners.get(offset, {}), offset in own)
+    return top + 26 + size * rows + 18
 
 
 def picture(watch, task, with_lines=True):
-    """The SVG of all loads and stores of a launch."""
-    parts, top = [], 62
+    """Return the SVG of all loads and stores of a launch."""
+    sheet, top = Sheet(task), 62
+    sheet.text(12, 48, "a program has a color; in a cell: offset, and small the lane", color=MUTED)
     for (line, verb, name), accesses in panels(watch).items():
-        drawn, top = panel(watch, top, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
-        parts.append(drawn)
-    legend = "a program has a color; in a cell: offset, and small the lane"
-    return svg.picture(task, top, svg.text(12, 48, legend, "faint"), *parts)
+        top = panel(sheet, top, watch, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
+    return sheet.svg(top)

@@ -1,48 +1,50 @@
-"""Pictures with Matplotlib: one style, and SVG that takes its colours and its font from the page that it stands in.
+"""Pictures with Matplotlib: one style, as PNG, or as SVG that follows the reader's choice of dark or light.
 
-A picture is drawn into a Figure or a part of one, with the colours of COLORS. As PNG it has the light ones. As inline
-SVG its colours are the CSS variables of css(), so that it follows the reader's choice of dark or light, and its text is
-text. Nothing that matters is told by colour alone: fillings also differ by their hatch, lines by marker and dashes.
+Draw within style(), with the colours of COLORS, into what new_figure() or sheet() makes. Nothing that matters is told
+by colour alone: fillings also differ by their hatch, lines by marker and dashes.
 """
 
+import functools
+import html
 import io
 import re
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 from measure.command_line import replacing  # noqa: E402
 
-
-class Color(NamedTuple):
-    """A colour on white and on black; both keep a contrast of 3 to the ground, INK and MUTED one of 7 and of 4.5."""
-
-    light: str
-    dark: str
-
-
-COLORS = {  # hues after Okabe and Ito, which the colour-blind can tell apart
-    "ink": Color("#1a1d21", "#e8eaed"),
-    "muted": Color("#57606a", "#a6b0ba"),
-    "line": Color("#b8c0c8", "#4a525b"),
-    "ground": Color("#ffffff", "#15181c"),
-    "blue": Color("#0072b2", "#5ab4e8"),
-    "red": Color("#c8440b", "#ff8f5a"),
-    "green": Color("#00825e", "#3fc79c"),
-    "violet": Color("#8a4f9e", "#cf9fe0"),
+# On white, and on black. INK keeps a contrast of 7 to the ground, the others 4.5, so that they can be text.
+# The hues are after Okabe and Ito: the colour-blind can tell them apart. Tints stand behind text.
+COLORS = {
+    "ink": ("#1a1d21", "#e8eaed"),
+    "muted": ("#57606a", "#a6b0ba"),
+    "line": ("#b8c0c8", "#4a525b"),
+    "ground": ("#ffffff", "#15181c"),
+    "blue": ("#0072b2", "#5ab4e8"),
+    "red": ("#c8440b", "#ff8f5a"),
+    "green": ("#00825e", "#3fc79c"),
+    "violet": ("#8a4f9e", "#cf9fe0"),
+    "tint-blue": ("#b6d8ff", "#1f4f85"),
+    "tint-orange": ("#ffd08a", "#7a5210"),
+    "tint-green": ("#aae3b4", "#1f6131"),
+    "tint-violet": ("#e2c5ff", "#5b3a86"),
 }
-INK, MUTED, LINE, GROUND, BLUE, RED, GREEN, VIOLET = (color.light for color in COLORS.values())
+INK, MUTED, LINE, GROUND, BLUE, RED, GREEN, VIOLET, *TINTS = (light for light, dark in COLORS.values())
+VARIABLES = {light: f"var(--{name})" for name, (light, dark) in COLORS.items()}
 
 WIDTH = 340  # of a picture, in the unit of its text: as wide as a phone's screen, where it is shown in CSS pixels
+SHEET_WIDTH = 480
 TEXT = 11
 STYLE = {
     "font.size": TEXT,
+    "font.sans-serif": ["DejaVu Sans"],
     "text.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -63,6 +65,7 @@ STYLE = {
     "ytick.color": MUTED,
     "svg.fonttype": "none",  # text stays text
 }
+style = functools.partial(plt.rc_context, STYLE)  # a context, and a decorator
 
 
 class Filling(NamedTuple):
@@ -83,19 +86,14 @@ class Bar(NamedTuple):
 
 
 def new_figure(height, width=WIDTH, unit=72):
-    """An empty figure, so many units to the inch: 72, and they are those of its text. Call it within style()."""
-    figure = plt.figure(figsize=(width / unit, height / unit), dpi=unit, layout="constrained")
+    """Return an empty figure, so many units to the inch: 72, and they are those of its text."""
+    figure = Figure(figsize=(width / unit, height / unit), dpi=unit, layout="constrained")
     figure.get_layout_engine().set(w_pad=2 / 72, h_pad=2 / 72)
     return figure
 
 
-def style():
-    """The context in which pictures are drawn and saved."""
-    return plt.rc_context(STYLE)
-
-
 def bars(axes, rows, height=0.5):
-    """Horizontal bars from zero, a Bar each, the first on top. Labels stand above the bars, where none collide."""
+    """Draw a horizontal bar for each Bar, the first on top. Labels stand above the bars, where none collide."""
     for y, row in enumerate(rows):
         left = 0.0
         for length, filling in row.parts:
@@ -106,8 +104,7 @@ def bars(axes, rows, height=0.5):
         if row.outline is not None:
             axes.barh(y, row.outline, height, fill=False, edgecolor=INK, linewidth=1)
         if row.spread is not None:
-            middle = sum(row.spread) / 2
-            axes.errorbar(middle, y, xerr=middle - row.spread[0], color=INK, capsize=3, linewidth=1.2)
+            axes.plot(row.spread, (y, y), "|-", color=INK, markersize=6, linewidth=1.2)
         if row.mark is not None:
             axes.plot(row.mark, y, "D", color=INK, markeredgecolor=GROUND, markersize=6, clip_on=False, zorder=3)
         axes.annotate(row.label, (0, y - height / 2), (0, 3), textcoords="offset points", va="bottom")
@@ -115,13 +112,13 @@ def bars(axes, rows, height=0.5):
     axes.spines["left"].set_visible(False)
 
 
-def bars_height(rows, each=38, rest=40):
-    """The height of a figure of so many bars() with an axis below them."""
-    return each * rows + rest
+def bars_height(rows, rest=40):
+    """Return the height of a figure of so many bars() with an axis below them."""
+    return 38 * rows + rest
 
 
 def legend_below(figure, fillings, columns=3):
-    """What the fillings stand for: {name: Filling}."""
+    """Say below the figure what the fillings stand for: {name: Filling}."""
     handles = [
         Patch(facecolor=f.color, hatch=f.hatch, edgecolor=GROUND, linewidth=0.5, label=name)
         for name, f in fillings.items()
@@ -130,10 +127,47 @@ def legend_below(figure, fillings, columns=3):
 
 
 def plain_log(axis):
-    """A logarithmic axis with numbers instead of powers."""
+    """Give a logarithmic axis numbers instead of powers."""
     axis.set_major_locator(LogLocator(numticks=7))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sheets: boxes and words at places in pixels, as the pictures of the exercises have them
+
+
+class Sheet:
+    """A picture of boxes, lines and words below a title. Its unit is a CSS pixel, and y points downwards."""
+
+    def __init__(self, title):
+        self.title = title
+        with style():
+            self.axes = Figure(dpi=72).add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        self.text(12, 26, title)
+
+    def text(self, x, y, words, align="left", color=INK, size=16):
+        """Write words from this place on, or as they are aligned to it, and further lines below."""
+        for line, part in enumerate(str(words).split("\n")):
+            self.axes.text(x, y + 22 * line, part, ha=align, color=color, size=size, parse_math=False)
+
+    def box(self, x, y, width, height, color=None):
+        """Draw a box; without a colour it is dashed and empty."""
+        line = "-" if color else (0, (3, 3))
+        look = dict(facecolor=color or "none", edgecolor=LINE, linestyle=line, clip_on=False)
+        self.axes.add_patch(Rectangle((x, y), width, height, **look))
+
+    def line(self, xs, ys):
+        self.axes.plot(xs, ys, color=INK, linewidth=1.5)
+
+    def svg(self, height):
+        """Return the picture as a file of its own, which is so high."""
+        self.axes.set(xlim=(0, SHEET_WIDTH), ylim=(height, 0))
+        self.axes.figure.set_size_inches(SHEET_WIDTH / 72, height / 72)
+        with style():
+            text = svg(self.axes.figure, "picture", self.title)
+        return text.replace("<defs>", f"<defs>\n<style>{css()}</style>", 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,81 +175,30 @@ def plain_log(axis):
 
 
 def save_png(figure, path, dpi=110):
-    """Writes the picture, whole or not at all, and closes it."""
+    """Write the picture with its light colours, whole or not at all, and close it."""
     with replacing(path) as picture:
         figure.savefig(picture, dpi=dpi, facecolor="white", metadata={"Software": None})
     plt.close(figure)
 
 
-SVG = "http://www.w3.org/2000/svg"
-XLINK = "{http://www.w3.org/1999/xlink}href"
-VARIABLES = {color.light: f"var(--{name})" for name, color in COLORS.items()}
-
-
 def css():
-    """The variables of inline SVG, to stand in a page's style: light ones, and dark ones for who wants the dark."""
-    light, dark = (
-        "; ".join(f"--{name}: {getattr(color, shade)}" for name, color in COLORS.items()) for shade in ("light", "dark")
-    )
+    """Return the variables of a page with SVG: the light colours, and on a dark screen the dark ones."""
+    light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
     return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-def svg(figure, name, title, description):
-    """The picture as an element of a page, and closes it. name: of the page's pictures, it alone has it."""
-    file = io.BytesIO()
-    with plt.rc_context({"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    plt.close(figure)
-    root = ElementTree.fromstring(file.getvalue())
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag == f"{{{SVG}}}metadata" or child.find(f"{{{SVG}}}style") is not None:
-                parent.remove(child)
-    used = {value.strip("url(#)") for e in root.iter() for value in referring(e)}
-    for element in root.iter():
-        inline(element, name, used)
-    width, height = root.get("viewBox").split()[2:]
-    root.attrib.pop("version", None)
-    root.attrib |= {"width": width, "height": height, "role": "img", "aria-labelledby": f"{name}-title {name}-text"}
-    for index, (tag, text) in enumerate((("title", title), ("desc", description))):
-        element = ElementTree.Element(f"{{{SVG}}}{tag}", id=f"{name}-{'text' if index else 'title'}")
-        element.text = text
-        root.insert(index, element)
-    ElementTree.register_namespace("", SVG)
-    return ElementTree.tostring(root, encoding="unicode").replace(f' xmlns="{SVG}"', "", 1)
-
-
-def referring(element):
-    """The parts of an element's attributes that name the id of another, as url(#id) or #id."""
-    for attribute, value in element.attrib.items():
-        yield from re.findall(r"url\(#[^)]+\)", value)
-        if attribute == XLINK:
-            yield value
-
-
-def inline(element, name, used):
-    """Makes an element of Matplotlib's SVG one of a page with several: own ids, CSS's colours, the page's font."""
-    own = element.attrib.pop("id", None)
-    if own in used:
-        element.set("id", f"{name}-{own}")
-    if XLINK in element.attrib:
-        element.set("href", f"#{name}-{element.attrib.pop(XLINK)[1:]}")
-    for attribute, value in element.attrib.items():
-        if attribute == "d":
-            element.set("d", re.sub(r"(\.\d\d)\d+", r"\1", " ".join(value.split())))
-        elif attribute in ("style", "fill", "stroke", "clip-path"):
-            value = value.replace("url(#", f"url(#{name}-")
-            value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", re.sub(r"font-family:[^;]*;? ?", "", value))
-            element.set(attribute, re.sub(r"#[0-9a-f]{6}\b", variable, value))
-    if element.tag == f"{{{SVG}}}text" and "fill:" not in element.get("style", ""):
-        element.set("style", f"{element.get('style')}; fill: {VARIABLES[INK]}")
-    for attribute in ("fill", "stroke"):  # an attribute cannot hold a variable everywhere
-        if "var(" in element.get(attribute, ""):
-            style = f"{element.get('style', '')}; {attribute}: {element.attrib.pop(attribute)}"
-            element.set("style", style.strip("; "))
-
-
-def variable(match):
-    if match[0] not in VARIABLES:
-        raise ValueError(f"{match[0]} is no colour of measure/drawing.py: draw with those of COLORS")
-    return VARIABLES[match[0]]
+def svg(figure, name, title, description=""):
+    """Return the picture as an element of a page that has css(). No other of the page has this name."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with plt.rc_context({"svg.hashsalt": name}):  # ids differ from picture to picture, not from run to run
+        figure.savefig(file, format="svg", metadata=nothing)
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace("'DejaVu Sans'", "system-ui").replace('pt"', '"', 2)
+    # Comments repeat the words, nothing refers to numbered ids, and hundredths of a pixel are enough.
+    text = re.sub(r'<!--.*?-->\s*| id="[\w.]+_\d+"| transform="rotate\(-0 .*?"|(?<=\n) +', "", text)
+    text = re.sub(r'(?<= d=")[^"]+', lambda path: " ".join(re.sub(r"(\.\d\d)\d+", r"\1", path[0]).split()), text)
+    text = re.sub("#[0-9a-f]{6}", lambda color: VARIABLES[color[0]], text)
+    words = f'<title id="{name}-title">{html.escape(title)}</title>\n'
+    words += f'<desc id="{name}-text">{html.escape(description)}</desc>'
+    return text.replace(">", f' role="img" aria-labelledby="{name}-title {name}-text">\n{words}', 1)

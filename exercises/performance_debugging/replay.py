@@ -31,20 +31,18 @@ Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request ca
 interrupted (the finished runs are kept and compared).
 """
 
-import contextlib
-import fcntl
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+import textwrap
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 if not __package__:
     print("run it from the root as python -m exercises.performance_debugging.replay", file=sys.stderr)
@@ -54,15 +52,14 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import OPTIMIZED, newest_replays, observations, own_mistake, short_title
 from exercises.performance_debugging import report
-from exercises.performance_debugging.summary import compare, console, without_option, wrapped
+from exercises.performance_debugging.results import summarize
 from measure.command_line import Parser, program, replacing
-from measure.heartbeat import Heartbeat
 from measure.results import RESULTS
 from profilers.readers import Unreadable, read_step_stats
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-
+SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
 SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
@@ -74,49 +71,45 @@ LAPTOP_TINY = (
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
 COUNTED_STAGES = {2, 4}  # each with the next stage
-PROFILED_STEPS = ["--num-steps", "3", "--warmup-steps", "1"]  # as many as the script's own --profile records
+MEASUREMENTS = {  # of measured.py: (title, the stages whose pictures need it, whether it needs a GPU)
+    "ceilings": ("what the device can do", set(llama.STAGES), False),
+    "attention_layouts": ("the attention kernel over the sequence", {2}, True),
+    "kernel_timeline": ("when the kernels of a step run", {8}, True),
+}
+# rocprofv3 slows the steps down, so they are recorded in a run of their own: as many as the script's --profile records.
+ROCPROFV3 = "rocprofv3 --kernel-trace --marker-trace --output-format csv -o profile -d"
+PROFILED_STEPS = "--num-steps 3 --warmup-steps 1"
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = (  # by a replay into its output folder
-    "stage*", "baseline*", "ceilings*", "attention_layouts*", "kernel_timeline*", "counted*", "summary.*",
-    "report.html",
-)  # fmt: skip
+WRITTEN = ("stage*", "baseline*", *(f"{name}*" for name in MEASUREMENTS), "counted*", "summary.*", "report.html")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What to run
 
-
-@dataclass
-class Part:
-    """A process of the replay and its results."""
-
-    what: str  # "measured", "profiled" or "counted"
-    command: list
-    pattern: str | None = None  # the file that the process writes into the folder FOLDER of its command
-    target: str | None = None  # the name of that file in the output folder
-    environment: dict = field(default_factory=dict)
-    profile: str | None = None  # the name for the kernels that are recorded into FOLDER
-
-
-FOLDER = "{temporary folder}"  # a placeholder in a Part until the folder exists
+FOLDER = "{temporary folder}"  # a placeholder in commands until the folder exists
+PROFILE = f"{FOLDER}/profile"
 
 
 @dataclass
 class Run:
-    """The baseline, the ceilings, a stage, a mistake alone or the counts: its parts and its outcome."""
+    """The baseline, a measurement, a stage, a mistake alone or the counts: its commands and its outcome."""
 
     name: str  # the prefix of its files
     title: str
-    parts: list  # empty for a mistake alone that is a stage, and for a stage that --laptop does not run
+    commands: list = field(default_factory=list)  # the first writes the result into FOLDER, the last may profile
     stage: int | None = None
     mistake: str | None = None  # of BUGS, the only one
     obstacle: str | None = None  # why it cannot run here
     error: str | None = None
-    done: bool = False
+
+
+def flags_of(settings):
+    """Return the command line of {name: value}."""
+    return [text for name, value in settings.items() for text in (llama.flag_of(name), str(value))]
 
 
 def on_gpu(config):
-    """Does not query a GPU, which would occupy it for the stages."""
+    """Tell whether there is a GPU to run on, without a query, which would occupy it for the stages."""
     return config.device != "cpu" and torch.cuda.is_available()
 
 
@@ -125,190 +118,92 @@ def profiler_of(config):
     return "rocprofv3" if with_rocprofv3 else "torch.profiler"
 
 
-def rocprofv3_command(command):
-    """A short run, as recording slows the steps down."""
-    tracing = ["--kernel-trace", "--marker-trace", "--output-format", "csv", "-d", FOLDER, "-o", "profile"]
-    return ["rocprofv3", *tracing, "--", *command, *PROFILED_STEPS]
-
-
-def training_run(name, title, script, arguments, config, stage=None, with_profile=False):
+def training_commands(script, arguments, profiler=None, variables=()):
+    """Return the commands that measure a run of the script, and profile it."""
     command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
+    # As a part of the command, variables are printed with it and reach what a profiler starts.
+    command[:0] = ["env", *variables] if variables else []
+    if profiler == "torch.profiler":
+        return [[*command, "--profile", PROFILE]]
+    if profiler == "rocprofv3":
+        return [command, [*ROCPROFV3.split(), PROFILE, "--", *command, *PROFILED_STEPS.split()]]
+    return [command]
+
+
+def stage_run(stage, arguments, profiler=None, variables=()):
+    """Return the Run of a stage, with an obstacle if this machine cannot run it."""
+    (link,) = HERE.glob(f"v3_stage{stage}_*.py")
     # Stage 7 shows compilation, which a cache would hide.
-    environment = {"TRITON_CACHE_DIR": f"{FOLDER}/triton"} if stage == 7 else {}
-    measured = Part("measured", command, "tiny_llama_v3_*.json", f"{name}.json", environment)
-    parts, kernels = [measured], f"{name}_profile.csv"
-    if with_profile and profiler_of(config) == "rocprofv3":
-        parts.append(Part("profiled", rocprofv3_command(command), profile=kernels))
-    elif with_profile:
-        measured.command, measured.profile = [*command, "--profile", FOLDER], kernels
-    return Run(name, title, parts, stage)
-
-
-class Measurement(NamedTuple):
-    """A module of this folder that measures data for the pictures of a report."""
-
-    module: str
-    title: str
-    stages: set  # that need the data
-    needs_gpu: bool
-
-
-MEASUREMENTS = {  # by the name of the file that they write
-    "ceilings": Measurement("measured_ceilings", "what the device can do", set(llama.STAGES), False),
-    "attention_layouts": Measurement("attention_layouts", "the attention kernel over the sequence", {2}, True),
-    "kernel_timeline": Measurement("kernel_timeline", "when the kernels of a step run", {8}, True),
-}
-
-
-def measurement_runs(stages, arguments, config):
-    """Yields the Runs of the MEASUREMENTS that these stages need and this machine can make."""
-    for name, measurement in MEASUREMENTS.items():
-        if measurement.stages & set(stages) and (on_gpu(config) or not measurement.needs_gpu):
-            module = ["-m", f"exercises.performance_debugging.{measurement.module}"]
-            command = [sys.executable, *module, *arguments, "--output-dir", FOLDER]
-            yield Run(name, measurement.title, [Part("measured", command, f"{name}.json", f"{name}.json")])
-
-
-def isolated_runs(stages, arguments, config, with_profile):
-    """Yields a Run for the own mistake of each stage by itself."""
-    script = ROOT / "tiny_llama_v3.py"
-    for stage in stages:
-        mistake = own_mistake(stage)
-        if mistake is None:
-            continue
-        title = f"{llama.flag_of(mistake)} alone"
-        if set(llama.stage_flags(stage)) == {mistake}:
-            run = Run(f"stage{stage}", title, [])
-        else:
-            own = [llama.flag_of(mistake), *arguments]
-            run = training_run(f"stage{stage}_alone", title, script, own, config, with_profile=with_profile)
-        run.stage, run.mistake = stage, mistake
-        yield run
-
-
-def obstacle_of(config):
-    """The reason why a stage cannot run on this machine, or None."""
-    if on_gpu(config):
-        return None
+    if stage == 7:
+        variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
+    commands = training_commands(link, arguments, profiler, variables)
+    run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", commands, stage)
+    config = llama.parse_config(arguments, link.name)
     try:
-        llama.validate_on_device(config, llama.get_device("cpu"))
+        if not on_gpu(config):
+            llama.validate_on_device(config, llama.get_device("cpu"))
     except llama.UsageError as error:
-        return str(error)
+        run.obstacle = str(error)
+    return run
+
+
+def isolated_run(stage, arguments, profiler):
+    """Return the Run of a stage's own mistake by itself, without commands if the stage has no other."""
+    mistake = own_mistake(stage)
+    run = Run(f"stage{stage}", f"{llama.flag_of(mistake)} alone", stage=stage, mistake=mistake)
+    if set(llama.stage_flags(stage)) != {mistake}:
+        run.name += "_alone"
+        run.commands = training_commands(SCRIPT, [llama.flag_of(mistake), *arguments], profiler)
+    return run
+
+
+def module_run(name, title, module, *arguments):
+    """Return the Run of a module of this folder."""
+    command = [sys.executable, "-m", f"exercises.performance_debugging.{module}", *arguments, "--output-dir", FOLDER]
+    return Run(name, title, [command])
 
 
 def plan(options):
-    """(the profiler, the Runs of a replay): the ceilings, the baseline, the stages, the mistakes alone."""
-    sizes = [text for name in SIZES for text in (llama.flag_of(name), str(getattr(options, name)))]
-    arguments = [*sizes, *options.script_options]
-    script = ROOT / "tiny_llama_v3.py"
-    config = llama.parse_config(arguments, script.name)
-    runs = [training_run("baseline", "baseline, plain PyTorch", script, ["--impl", "torch", *arguments], config)]
-    with_profile = not options.no_profile
-    if with_profile:
-        runs[:0] = measurement_runs(options.stages, arguments, config)
-    for stage in options.stages:
-        (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-        title = f"stage {stage}, {short_title(stage)}"
-        run = training_run(f"stage{stage}", title, link, arguments, config, stage, with_profile)
-        run.obstacle = obstacle_of(llama.parse_config(arguments, link.name))
-        runs.append(run)
+    """Return the profiler and the Runs of a replay: what the device can do, the baseline, stages, mistakes alone."""
+    arguments = [*flags_of(SIZES | options.sizes), *options.script_options]
+    config = llama.parse_config(arguments, SCRIPT.name)
+    profiler = None if options.no_profile else profiler_of(config)
+    runs = [
+        module_run(name, title, "measured", name, *arguments)
+        for name, (title, stages, needs_gpu) in MEASUREMENTS.items()
+        if profiler and stages & set(options.stages) and (on_gpu(config) or not needs_gpu)
+    ]
+    runs += [Run("baseline", "baseline, plain PyTorch", training_commands(SCRIPT, ["--impl", "torch", *arguments]))]
+    runs += [stage_run(stage, arguments, profiler) for stage in options.stages]
     if options.isolate:
-        runs += isolated_runs(options.stages, arguments, config, with_profile)
-    return profiler_of(config) if with_profile else None, runs
+        runs += [isolated_run(stage, arguments, profiler) for stage in options.stages if own_mistake(stage)]
+    return profiler, runs
 
 
 def plan_laptop(options):
-    """The Runs of --laptop: some stages on the CPU, the others without parts, and the memory accesses of kernels."""
-    no_triton = None if llama.triton else "Triton is not installed"
+    """Return no profiler, and the Runs of --laptop: some stages on the CPU, the others empty, and counts of kernels."""
     runs = []
     for stage in options.stages:
-        (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-        run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [], stage)
+        run = Run(f"stage{stage}", "", stage=stage)
         if stage in LAPTOP_RUNS:
-            arguments = [*LAPTOP_RUNS[stage].split(), *options.script_options]
-            config = llama.parse_config(arguments, link.name)
-            llama.validate_on_device(config, llama.get_device("cpu"))
-            run = training_run(run.name, run.title, link, arguments, config, stage)
-            run.parts[0].environment["TRITON_INTERPRET"] = "1"
+            arguments = [*LAPTOP_RUNS[stage].split(), *flags_of(options.sizes), *options.script_options]
+            run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
+            if run.obstacle:
+                raise llama.UsageError(run.obstacle)
         runs.append(run)
     if COUNTED_STAGES & set(options.stages):
         stages = ",".join(map(str, options.stages))
-        command = [sys.executable, "-m", "exercises.performance_debugging.memory_counts", "--stages", stages]
-        parts = [Part("counted", [*command, "--output-dir", FOLDER], "counted.json", "counted.json")]
-        runs.append(Run("counted", "what kernels ask memory for", parts, obstacle=no_triton))
-    return runs
-
-
-def recorded_replays(stages):
-    """Yields the recorded summaries of replays on a GPU with any of these stages, each with its file."""
-    for name, summary in newest_replays(RESULTS):
-        if any(stage["stage"] in stages and "batch_ms" in stage for stage in summary["stages"]):
-            yield {"file": str((RESULTS / name).relative_to(ROOT)), **summary}
+        runs.append(module_run("counted", "what kernels ask memory for", "memory_counts", "--stages", stages))
+        runs[-1].obstacle = None if llama.triton else "Triton is not installed"
+    return None, runs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Running
 
 
-@dataclass
-class Progress:
-    """The progress of the replay, which estimates the remaining time from the finished parts."""
-
-    parts: list  # "measured" or "profiled", in order
-    seconds: list = field(default_factory=list)
-
-    def remaining(self):
-        """The remaining seconds, or None before a part is finished."""
-        if not self.seconds:
-            return None
-        taken = {}
-        for what, seconds in zip(self.parts, self.seconds, strict=False):
-            taken.setdefault(what, []).append(seconds)
-        mean = {what: sum(seconds) / len(seconds) for what, seconds in taken.items()}
-        overall = sum(self.seconds) / len(self.seconds)
-        return sum(mean.get(what, overall) for what in self.parts[len(self.seconds) :])
-
-    @contextlib.contextmanager
-    def part(self, title):
-        left = self.remaining()
-        words = (
-            f", about {left:.0f} s left" if left and left < 90 else f", about {left / 60:.0f} min left" if left else ""
-        )
-        print(f"[{len(self.seconds) + 1}/{len(self.parts)}] {title}{words}", flush=True)
-        start = time.monotonic()
-        yield
-        self.seconds.append(time.monotonic() - start)
-
-
-def execute(command, environment, log):
-    """Runs a command. Its output goes to the log and, on a terminal, to the last line. Returns the exit status."""
-    width = shutil.get_terminal_size().columns - 1
-    process = subprocess.Popen(
-        command, env=os.environ | environment, text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        with Heartbeat("nothing printed yet") as heartbeat:
-            for line in process.stdout:
-                log.write(line)
-                heartbeat.said = line.strip() or heartbeat.said
-                if sys.stdout.isatty():
-                    print(f"\r\033[K{line.rstrip()[:width]}", end="", flush=True)
-            return process.wait()
-    finally:
-        if process.poll() is None:  # interrupted
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if sys.stdout.isatty():
-            print("\r\033[K", end="", flush=True)
-
-
-def write_kernels_of_steps(recording, path):
-    """Writes the kernels of the measured steps of a recording, a folder, as CSV with rocprofv3's columns."""
+def write_kernels(recording, path):
+    """Write the kernels of the measured steps of a recording, a folder, as CSV with rocprofv3's columns."""
     table, steps = read_step_stats(recording)
     if not steps or table.empty:
         raise RuntimeError("the profiler recorded no kernels within a range named step: see its messages in the log")
@@ -316,81 +211,53 @@ def write_kernels_of_steps(recording, path):
         table.to_csv(file, index=False)
 
 
-def execute_part(part, log_path, output):
-    """Runs a part and moves its results into output. RuntimeError or Unreadable if it fails."""
-    with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
-        command = [argument.replace(FOLDER, work) for argument in part.command]
-        environment = {name: value.replace(FOLDER, work) for name, value in part.environment.items()}
-        log.write(f"$ {shlex.join(command)}\n")
-        log.flush()
-        status = execute(command, environment, log)
-        log.flush()
-        written = next(Path(work).rglob(part.pattern), None) if part.pattern else work
-        if part.pattern and written:  # also if the process failed while profiling
-            os.replace(written, output / part.target)
-        if status != 0 or written is None:
-            tail = "".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-LOG_TAIL:])
-            what = f"exit status {status}" if status else f"no {part.pattern} was written"
-            raise RuntimeError(f"{what}; {log_path.name} ends\n{tail}")
-        if part.profile:
-            write_kernels_of_steps(work, output / part.profile)
-
-
-def execute_run(run, output, progress):
-    """Runs the parts of a run. If one fails, run.error is set and the rest is skipped."""
-    for part in run.parts:
-        with progress.part(f"{run.title}, {part.what}"):
-            if run.error:
-                continue  # a failed run cannot be profiled
-            try:
-                execute_part(part, output / f"{run.name}_output.log", output)
-            except (RuntimeError, OSError, Unreadable) as error:
-                run.error = f"{part.what} run: {error}".rstrip()
-                print(f"{PROGRAM}: {run.title} failed, {run.error}", file=sys.stderr, flush=True)
-    run.done = True
+def execute(run, output):
+    """Run the commands of a run, and move their results into the folder output. RuntimeError if one fails."""
+    log_path = output / f"{run.name}_output.log"
+    for command in run.commands:
+        with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
+            words = [word.replace(FOLDER, work) for word in command]
+            print(f"$ {shlex.join(words)}", file=log, flush=True)
+            status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+            if command is run.commands[0]:
+                # The result is kept also if the process failed afterwards, in its profile.
+                written = next(Path(work).glob("*.json"), None)
+                if written:
+                    os.replace(written, output / f"{run.name}.json")
+                else:
+                    status = status or "0, and no result was written"
+            if status:
+                tail = textwrap.indent("\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]), "    ")
+                raise RuntimeError(f"exit status {status}; {log_path.name} ends\n{tail}")
+            if any(PROFILE in word for word in command):
+                write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
 def execute_all(runs, output):
-    """Executes all runs. Returns False if it was interrupted."""
-    able = [run for run in runs if run.parts and not run.obstacle]
-    progress = Progress([part.what for run in able for part in run.parts])
+    """Execute all runs, the others too if one fails. Return False if it was interrupted."""
     for run in runs:
         if run.obstacle:
-            print(wrapped(f"{run.title}: left out, {run.obstacle}"))
-    try:
-        for run in able:
-            execute_run(run, output, progress)
-        return True
-    except KeyboardInterrupt:
-        current = next(run for run in able if not run.done)
-        print(f"Interrupted in {current.title}.", flush=True)
-        return False
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The output folder
-
-
-@contextlib.contextmanager
-def locked(output):
-    """Makes and locks the output folder."""
-    llama.writable_folder("--output", output).mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "a") as lock:
+            print(report.wrapped(f"{run.title}: left out, {run.obstacle}"))
+    able = [run for run in runs if run.commands and not run.obstacle]
+    for number, run in enumerate(able, 1):
+        print(f"[{number}/{len(able)}] {run.title}", flush=True)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise llama.UsageError(f"--output {output} is in use by another replay: give another folder") from None
-        yield
+            execute(run, output)
+        except (RuntimeError, OSError, Unreadable) as error:
+            run.error = str(error)
+            print(f"{PROGRAM}: {run.title} failed, {run.error}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print(f"Interrupted in {run.title}.", flush=True)
+            return False
+    return True
 
 
 def put_aside(output):
-    """Moves the results of an earlier replay into previous_<its date>/."""
+    """Move the results of an earlier replay into previous_<its date>/."""
     old = [path for pattern in WRITTEN for path in output.glob(pattern)]
     if old:
         date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
-        folder = output / f"previous_{date:%Y%m%d_%H%M%S}"
-        while folder.exists():
-            folder = folder.with_name(f"{folder.name}_1")
+        folder = output / f"previous_{date:%Y%m%d_%H%M%S_%f}"
         folder.mkdir()
         for path in old:
             os.replace(path, folder / path.name)
@@ -400,112 +267,90 @@ def put_aside(output):
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
-
-def stage_numbers(text):
-    try:
-        stages = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        raise llama.UsageError(f"--stages {text} is no list of numbers: give one such as 2,4") from None
-    for stage in stages:
-        if stage not in llama.STAGES:
-            raise llama.UsageError(f"--stages {text}: there is no stage {stage}: choose from 1 to {max(llama.STAGES)}")
-    return stages
-
-
-def refuse_beside_laptop(options):
-    """UsageError for options that contradict --laptop."""
-    if options.beyond:
-        raise llama.UsageError("--laptop shows all stages: leave --beyond out")
-    if options.isolate:
-        raise llama.UsageError("--laptop and --isolate contradict each other: a CPU cannot tell what a mistake costs")
-    for name in SIZES:
-        if getattr(options, name) is not None:
-            raise llama.UsageError(f"--laptop has sizes of its own: leave {llama.flag_of(name)} out")
-    for option in options.script_options:
-        if option.split("=")[0] in ("--device", "--use-amp"):
-            raise llama.UsageError(f"--laptop interprets the kernels on the CPU, in fp32: leave {option} out")
-
-
 RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h")
 
 
+def stage_numbers(text):
+    """Return the numbers of an option such as 2,4."""
+    stages = {int(number) if number.isdecimal() else number for number in text.split(",")}
+    unknown = stages - llama.STAGES.keys()
+    if unknown:
+        raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
+    return sorted(stages)
+
+
 def parse(argv):
-    """Parses the options; script_options are those after --."""
+    """Parse the options; script_options are those after --, sizes those that were given."""
+    # Everything after -- belongs to the script, whose parser checks it when the runs are planned.
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
-    parser.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
-    parser.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
-    parser.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
-    parser.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
-    parser.add_argument("--batch-size", type=int, help="sequences a step (default: 8)")
-    parser.add_argument("--seq-len", type=int, help="tokens a sequence (default: 128)")
-    parser.add_argument("--num-steps", type=int, help="steps of a full run (default: 20)")
+    which, how = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
+    which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
+    how.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
+    how.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
+    for name, default in SIZES.items():
+        parser.add_argument(llama.flag_of(name), type=int, help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(argv[:end])
     options.script_options = argv[end + 1 :]
-    if options.stages and options.beyond:
-        raise llama.UsageError("--stages and --beyond contradict each other: name all of the stages in --stages")
-    if options.laptop:
-        refuse_beside_laptop(options)
-    for name, default in SIZES.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
     if options.isolate:
-        if not any(map(own_mistake, options.stages)):
-            raise llama.UsageError(f"--isolate: stages {options.stages} have no mistake: name one of 1 to 4, 6, 7")
         options.stages = sorted({*options.stages, OPTIMIZED})
+    reserved = RESERVED + ("--device", "--use-amp") * options.laptop
     for option in options.script_options:
-        if option.split("=")[0] in RESERVED:
+        if option.split("=")[0] in reserved:
             raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
     return options
 
 
 def print_commands(runs):
     for run in runs:
-        if run.parts:
+        if run.commands:
             print(f"# {run.title}" + (f": left out, {run.obstacle}" if run.obstacle else ""))
-        for part in run.parts if not run.obstacle else []:
-            variables = [f"{name}={shlex.quote(value)}" for name, value in part.environment.items()]
-            print(" ".join([*variables, shlex.join(part.command)]))
+        for command in run.commands if not run.obstacle else []:
+            print(shlex.join(command))
 
 
 def single_command(run):
-    """The command of the measured part of a run, for this folder."""
-    _, script, *arguments = run.parts[0].command
-    variables = [f"{name}={value}" for name, value in run.parts[0].environment.items() if FOLDER not in value]
-    command = ["python", os.path.relpath(script, HERE), *arguments[: arguments.index("--output-dir")]]
-    return " ".join([*variables, shlex.join(command)])
+    """Return the command that measures a run, as it is typed in this folder."""
+    command = run.commands[0][: run.commands[0].index("--output-dir")]
+    # A shell sets variables without env, and has no use for a cache in a temporary folder.
+    words = [word for word in command if word != "env" and FOLDER not in word]
+    return shlex.join(words).replace(sys.executable, "python").replace(f"{HERE}/", "").replace(f"{ROOT}/", "../../")
 
 
 @program(PROGRAM)
 def main(argv):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the time limit of a batch system interrupts too
+    # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(argv)
-    profiler, runs = (None, plan_laptop(options)) if options.laptop else plan(options)
+    profiler, runs = plan_laptop(options) if options.laptop else plan(options)
     if options.dry_run:
         print_commands(runs)
         return 0
-    with locked(options.output):
-        put_aside(options.output)
-        trained = [run for run in runs if run.parts and run.name not in (*MEASUREMENTS, "counted")]
-        header = {
-            "benchmark": "stages",
-            "command": shlex.join([f"./{PROGRAM}", *without_option(argv, "--output")]),
-            "date": datetime.now().isoformat(timespec="seconds"),
-            "commands": [single_command(run) for run in trained],
-            "profiler": profiler,
-            "laptop": options.laptop,
-            "recorded": list(recorded_replays(options.stages)) if options.laptop else [],
-        }
-        completed = execute_all(runs, options.output)
-        summary = header | {"interrupted": not completed} | compare(options.output, runs)
-        summary["observations"] = observations(summary) if summary["environment"] else []
-        report.write(summary, options.output)
+    output = llama.writable_folder("--output", options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    put_aside(output)
+    recorded = newest_replays(RESULTS) if options.laptop else []
+    header = {
+        "benchmark": "stages",
+        "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "commands": [single_command(run) for run in runs if run.commands and (run.stage or run.name == "baseline")],
+        "profiler": profiler,
+        "laptop": options.laptop,
+        "recorded": [{"file": str((RESULTS / name).relative_to(ROOT)), **summary} for name, summary in recorded],
+    }
+    completed = execute_all(runs, output)
+    summary = header | {"interrupted": not completed} | summarize(output, runs)
+    summary["observations"] = observations(summary) if summary["environment"] else []
+    report.write(summary, output)
     if summary["environment"]:
-        print(f"\n{console(summary)}\n\nReport: {options.output / 'report.html'}")
+        print(f"\n{report.console(summary)}\n\nReport: {output / 'report.html'}")
     if not completed:
         return 130
     return int(any(run.error for run in runs))

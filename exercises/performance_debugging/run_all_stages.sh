@@ -13,7 +13,7 @@ here=$(dirname "${BASH_SOURCE[0]}")
 python=${PYTHON:-$here/../../.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 command -v "$python" >/dev/null || die "there is no Python at PYTHON=$python: run make run at the top, or give another"
-needed=(torch pandas matplotlib jinja2)
+needed=(torch pandas matplotlib jinja2 tabulate)
 "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${needed[@]}" ||
     die "$python lacks one of ${needed[*]}: run make run at the top, or set PYTHON"
 root=$(CDPATH='' cd "$here/../.." && pwd)

@@ -37,33 +37,77 @@ def test_what_is_out_of_date_is_named_and_written(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.parametrize("name", check.EXERCISES)
 def test_every_function_of_a_stub_stands_in_a_cell_and_every_task_has_a_check(name):
-    code = [source for kind, source in generate.cells_of(name) if kind != "markdown"]
-    for definition, source in generate.Stub(name).definitions.items():
-        assert code.count(source) == 1, definition
+    cells = list(generate.cells_of(name))
+    code = [source for kind, source in cells if kind != "markdown"]
+    assert {code.count(source) for source in generate.parts_of(name)[1].values()} == {1}
     checks = [task for source in code for task in re.findall(r'^check\("(\w+)"\)$', source, flags=re.M)]
     assert sorted(checks) == sorted(check.EXERCISES[name].checks.TASKS)
-    markdown = "\n".join(source for kind, source in generate.cells_of(name) if kind == "markdown")
-    for target in re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", markdown, flags=re.S)):
-        assert target.startswith("https://") or (generate.HERE / "notebooks" / target).exists(), target
+    markdown = "\n".join(source for kind, source in cells if kind == "markdown")
+    targets = re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", markdown, flags=re.S))
+    assert all(link.startswith("https://") or (generate.HERE / "notebooks" / link).exists() for link in targets)
 
 
-def test_a_page_that_asks_nowhere_for_a_function_is_refused(tmp_path, monkeypatch):
-    for name in ("exercise3_flash_attention.md", "exercise3_flash_attention.py"):
-        text = (generate.HERE / name).read_text()
-        (tmp_path / name).write_text(text.replace("**Write** `fold`", "Write `fold`"))
+def test_a_page_becomes_cells_in_its_order(tmp_path, monkeypatch):
+    page = """# Title
+```sh
+. .venv/bin/activate
+```
+## One
+**Write** `f`, as `g` does.
+
+Some more.
+```sh
+python exercises/check.py exercise3 --task f --show
+python exercises/check.py
+```
+<details>Hint [link](there.md)
+```python
+1
+```
+</details>
+
+```python
+from exercises.exercise3_flash_attention import f
+
+f()
+```
+```sh
+python exercises/check.py exercise3 --time
+```
+```bash
+out
+```
+"""
+    stub = "import math\n\n\ndef f():\n    # FILL ME IN\n    ...\n\n\ndef g():\n    pass\n"
+    for ending, text in ((".md", page), (".py", stub)):
+        (tmp_path / f"exercise3_flash_attention{ending}").write_text(text)
     monkeypatch.setattr(generate, "HERE", tmp_path)
-    with pytest.raises(llama.UsageError, match="asks nowhere to .* fold"):
-        generate.cells_of("exercise3")
+    (kind, title), (_, setup), *cells = generate.cells_of("exercise3")
+    assert title.startswith("# Title\n\n*This is [exercise3_flash") and setup.endswith(
+        'check = start("exercise3")\n\nimport math'
+    )
+    assert cells == [
+        ("markdown", "## One\n**Write** `f`, as `g` does.\n\nSome more."),
+        ("code", "def f():\n    # FILL ME IN\n    ..."),
+        ("code", "def g():\n    pass"),
+        ("code", "%%terminal\npython exercises/check.py exercise3 --task f --show\npython exercises/check.py"),
+        ("markdown", "<details>Hint [link](../there.md)\n```python\n1\n```\n</details>"),
+        ("blank", "f()"),
+        ("code", "check(time=True)"),
+        ("markdown", "```console\nout\n```"),
+    ]
+    (tmp_path / "exercise3_flash_attention.md").write_text(page.replace("**Write** `f`", "Write `f`"))
+    with pytest.raises(llama.UsageError, match="asks nowhere to .* f, g"):
+        list(generate.cells_of("exercise3"))
 
 
 def test_definitions_are_the_last_of_each_name():
     cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
              "print(f())\nB = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
-    namespace = {"wrap": lambda function: function}
-    exec("\n".join(jupyter.definitions(cells).values()), namespace)
+    namespace, found = {"wrap": lambda function: function}, jupyter.definitions(cells)
+    exec("\n".join(found.values()), namespace)
     assert namespace["f"]() == 3 and "C" in namespace and "B" not in namespace
-    assert jupyter.definitions(cells)["f"].startswith("@wrap\n# how\n")
-    assert jupyter.definitions(cells)["f"].endswith("# a blank")
+    assert found["f"].startswith("@wrap\n# how\n") and found["f"].endswith("# a blank")
     again = jupyter.definitions([*cells, "def f():\n    return 'last'"])
     assert list(again.items())[-1] == ("f", "def f():\n    return 'last'")
 
@@ -78,11 +122,12 @@ def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
     monkeypatch.setattr(jupyter, "get_ipython", lambda: shell, raising=False)
     monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    jupyter.start("puzzles")("copy_kernel")
+    judge = jupyter.start("puzzles")
+    judge("copy_kernel")
     assert capsys.readouterr().out == "FAIL  copy_kernel: run the cell that defines it first\n"
     shell.user_ns["In"].append("def copy_kernel(): pass")
     monkeypatch.setattr(jupyter, "execute", lambda command: map("{}\n".format, range(20_000)))
-    jupyter.start("puzzles")("copy_kernel")
+    judge("copy_kernel")
     assert capsys.readouterr().out.split() == list(map(str, range(10_000, 20_000)))  # the last lines, if it is endless
 
 
@@ -121,32 +166,29 @@ def test_a_notebook_runs_as_it_is_and_with_the_solutions(name, copy, monkeypatch
     monkeypatch.setenv("IPYTHONDIR", str(copy.parent / "ipython"))
     path = (copy / "exercises" / "notebooks" / check.EXERCISES[name].file).with_suffix(".ipynb")
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    all_cells = cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
-    blanks, solutions = generate.Stub(name).definitions, generate.Stub(name, "solutions").definitions
+    cells = [cell for cell in cells if not re.match(r'%%terminal|check\("', cell.source)]
+    blanks, solutions = (generate.parts_of(name, folder)[1] for folder in (".", "solutions"))
     written = {source: solutions[function] for function, source in blanks.items()}
-    if name != "puzzles":  # whose blanks stand for all
-        cells = [cell for cell in cells if cell.source != "check()"]
-    solved = [nbformat.v4.new_code_cell(written.get(cell.source, cell.source)) for cell in all_cells[1:]]
-    if name == "puzzles":
+    solved = [nbformat.v4.new_code_cell(written.get(cell.source, cell.source)) for cell in cells[1:]]
+    if name == "puzzles":  # whose blanks stand for all
         unmasked = solutions["masked_copy_kernel"].replace("x, mask=mask)", "x)")
         cells[-1:-1] = [nbformat.v4.new_code_cell(unmasked)]  # before check()
         solved += [nbformat.v4.new_code_cell(SOURCE), nbformat.v4.new_code_cell("breakpoint()", metadata=MAY_RAISE)]
+    else:
+        cells = [cell for cell in cells if cell.source != "check()"]
     notebook = nbformat.v4.new_notebook(cells=cells + solved)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
 
-    printed = {id(cell): "".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells}
-    tasks = check.EXERCISES[name].checks.TASKS
-    (drawn,) = [cell.outputs for cell in notebook.cells if cell.source == "check(time=True)"][-1:]
+    tasks = len(check.EXERCISES[name].checks.TASKS)
+    outputs = [(cell.source, cell.outputs) for cell in notebook.cells]
+    drawn = [out for source, outs in outputs if source == "check(time=True)" for out in outs]
     assert any("image/svg+xml" in output.get("data", {}) for output in drawn)
-    *before, after = (printed[id(cell)] for cell in notebook.cells if cell.source == "check()")
-    assert f"{name}: {len(tasks)} of {len(tasks)} tasks pass" in after
+    told = ["".join(out.get("text", "") for out in outs) for source, outs in outputs if source == "check()"]
+    assert f"{name}: {tasks} of {tasks} tasks pass" in told[-1]
     if name == "puzzles":
-        (before,) = before
-        assert f"{name}: 0 of {len(tasks)} tasks pass" in before
-        blank = re.findall(r"^FAIL  (\w+): not (?:written yet|checked before)", before, flags=re.M)
-        assert blank == [task for task in tasks if task != "masked_copy_kernel"]
-        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes offset 5 of y" in " ".join(before.split())
-        source, stopped = notebook.cells[-2:]
-        assert "tl.store(y_ptr + offsets, x)" in printed[id(source)]
-        errors = [output.ename for output in stopped.outputs if output.output_type == "error"]
-        assert errors == ["StdinNotImplementedError"]
+        assert f"{name}: 0 of {tasks} tasks pass" in told[0]
+        assert len(re.findall(r"^FAIL  \w+: not (?:written yet|checked before)", told[0], flags=re.M)) == tasks - 1
+        assert "masked_copy_kernel: `tl.store(y_ptr + offsets, x)` writes offset 5 of y" in " ".join(told[0].split())
+        (_, [shown]), (_, stopped) = outputs[-2:]
+        assert "tl.store(y_ptr + offsets, x)" in shown["text"]
+        assert [out.ename for out in stopped if out.output_type == "error"] == ["StdinNotImplementedError"]

@@ -38,7 +38,9 @@ def test_every_case_counts_at_least_what_must_move_and_has_a_picture(task):
     assert {"PyTorch eager", "ours", "bound"} <= counts.keys() and list(counts)[-1] == "bound"
     assert all(factor >= 0.99 for _, factor, *_ in counts.values()) and counts["bound"][1] == 1
     root = ElementTree.fromstring(picture)
-    assert len(root.findall(".//{*}rect")) == len(counts) and len(root.findall("{*}line")) == 1
+    assert len(re.findall(r"fill: var\(--tint", picture)) == len(counts) - 1  # a bar for each but the bound
+    rights = [float(right) for path in root.findall(".//{*}path") for right in path.get("d").split()[1::3]]
+    assert 0 < max(rights) <= int(root.get("width"))
 
 
 def test_the_counts_are_exact():
@@ -94,7 +96,7 @@ class FakeBench:
 def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(own_kernels, "Bench", FakeBench)
     reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
-    monkeypatch.setattr(own_kernels.measured_ceilings, "measure", lambda config, device: reached)
+    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda config, device: reached)
     case, launches = launches_of("rmsnorm_kernel")
     launch, cost = launches["yours, 64"], own_kernels.Work(13_600, 6_400_000)
 
@@ -129,7 +131,7 @@ def test_operations_are_counted_as_for_the_script_s_kernels():
 def test_every_tile_is_compared_on_the_same_inputs(task, monkeypatch):
     monkeypatch.setattr(own_kernels, "Bench", FakeBench)
     monkeypatch.setattr(own_kernels, "TURNS", 1)
-    monkeypatch.setattr(own_kernels.measured_ceilings, "measure", lambda *a: dict.fromkeys(REACHED, 1e9))
+    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda *a: dict.fromkeys(REACHED, 1e9))
     case, launches = launches_of(task)
     calls = {name: launch.call for name, launch in launches.items()}
     assert len(list(own_kernels.timed(case, launches, calls, own_kernels.Work(1, 1)))) == len(launches) + 1
@@ -156,11 +158,11 @@ def test_what_each_program_touches_is_told_and_drawn(tmp_path):
     lines, picture, _ = show("grid_copy_kernel", tmp_path)
     assert lines[0].endswith("reads x, 10:") and lines[4].endswith("writes y, 10:")
     assert lines[2:4] == ["  program 1: offsets 4-7 by lanes 0-3", "  program 2: offsets 8-9 by lanes 0-1; 2 masked"]
-    kinds = [box.get("class") for box in ElementTree.fromstring(picture).findall("{*}rect")]
-    assert kinds[1:] == 2 * (4 * ["p0"] + 4 * ["p1"] + 2 * ["p2"] + 2 * ["off"])
+    colors = re.findall(r'style="fill: (?:var\(--tint-(\w+)|none; stroke-dash)', picture)
+    assert colors == 2 * (4 * ["blue"] + 4 * ["orange"] + 2 * ["green"] + 2 * [""])
     lines, picture, _ = show("transpose_kernel", tmp_path)
     assert "  program 0, 1: offsets 4, 11 by lanes 0, 4; 6 masked" in lines  # of rows that are 7 apart
-    assert 'class="middle faint">12</text>' in picture  # between two rows
+    assert re.search(r'var\(--muted\)"[^>]*>12</text>', picture)  # between two rows
     lines, picture, _ = show("rmsnorm_kernel", tmp_path)
     assert lines[0].endswith("reads x, 3 x 10:") and len([line for line in lines if "writes y" in line]) == 1
 

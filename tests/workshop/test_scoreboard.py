@@ -19,9 +19,9 @@ SAME = "7 of 600 elements of y are wrong: at (1, 77) it is -2.5e-05, expected 3;
 OTHER = "not written yet, FILL ME IN (2 lines)"
 
 
-def state(passed, attempts=1, message=None):
+def state(passed, attempts=1, message=None, **timed):
     at = "2030-01-02T03:04:05" if passed else None
-    return {"passed": passed, "attempts": attempts, "passed_at": at, "message": message}
+    return {"passed": passed, "attempts": attempts, "passed_at": at, "message": message} | timed
 
 
 def progress(participant, date="2030-01-02T03:04:05", **tasks):
@@ -37,113 +37,103 @@ CLASS = {
 
 
 @pytest.fixture
-def folder(tmp_path):
-    for name, content in CLASS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "progress.json").write_text(json.dumps(content))
-    return tmp_path
+def board(tmp_path, capsys):
+    """board(files, options) shows the class with more files, {name: content}, and returns what was printed."""
+
+    def shown(files=(), *options, code=0, folder=tmp_path):
+        for name, content in {**CLASS, **dict(files)}.items():
+            content = content if isinstance(content, str | bytes) else json.dumps(content)
+            path = tmp_path / f"{name}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        assert scoreboard.main([str(folder), *map(str, options)]) == code
+        return capsys.readouterr()
+
+    return shown
 
 
-def output_of(capsys, *argv, code=0):
-    assert scoreboard.main([str(word) for word in argv]) == code
-    return capsys.readouterr()
-
-
-def test_the_table_has_a_mark_for_each_participant_and_task(folder, capsys):
-    lines = output_of(capsys, folder).out.splitlines()
-    marks = {line.split()[0]: line.split()[1] for line in lines[1:5]}
-    assert marks == {"ada": "++", "bob": "xx", "cyd": "x.", "dan": "x."}
+def test_the_table_has_a_mark_for_each_task_and_what_most_are_stuck_at_comes_first(board):
+    table, stuck = board().out.split("Where they are stuck, most first:\n")
+    lines = table.splitlines()
+    assert dict(line.split() for line in lines[1:5]) == {"ada": "++", "bob": "xx", "cyd": "x.", "dan": "x."}
     assert f"  exercise1: {KERNEL} (1 of 4); {LINES} (1 of 4)" in lines
+    assert [line.strip() for line in stuck.splitlines()] == [
+        f"exercise1 {KERNEL}: bob, cyd, dan; median of attempts 4",
+        f"2 of 3: {MASK}",  # bob's and cyd's differ in numbers only
+        f"exercise1 {LINES}: bob; median of attempts 1",
+        f"1 of 1: {OTHER}",
+    ]
 
 
-def test_the_task_where_most_are_stuck_comes_first_with_the_message_that_most_see(folder, capsys):
-    text = output_of(capsys, folder).out.split("Where they are stuck")[1]
-    lines = [line.strip() for line in text.splitlines()[1:]]
-    assert lines[0] == f"exercise1 {KERNEL}: bob, cyd, dan; median of attempts 4"
-    assert lines[1] == f"2 of 3: {MASK}"  # bob's and cyd's differ in numbers only
-    assert lines[2] == f"exercise1 {LINES}: bob; median of attempts 1"
-
-
-def test_the_newest_of_a_participant_s_files_counts(folder, capsys):
-    for name, date, passed in (("0new", "2030-01-03T00:00:00", True), ("zold", "2029-01-01T00:00:00", False)):
-        (folder / f"{name}.json").write_text(json.dumps(progress("bob", date, rmsnorm_kernel=state(passed))))
-    text = output_of(capsys, folder).out
+def test_the_newest_of_a_participant_s_files_counts(board):
+    passed, failed = ({"rmsnorm_kernel": state(passes)} for passes in (True, False))
+    files = {"0new": progress("bob", "2030-01-03", **passed), "zold": progress("bob", "2029-01-01", **failed)}
+    text = board(files).out
     assert re.search("^bob +[+][.]", text, flags=re.M)
     assert "3 files of bob: the newest counts." in text and "files of ada" not in text
-    for name in ("ada", "bob"):  # in containers, whose user is root
-        (folder / name / "mine.json").write_text(json.dumps(progress("root", rmsnorm_kernel=state(True))))
-    text = output_of(capsys, folder).out
-    assert "root (ada/mine.json)  +" in text and "root (bob/mine.json)  +" in text and "files of root" not in text
+    text = board({f"{name}/mine": progress("root", **passed) for name in "ab"}).out  # in containers, whose user is root
+    assert "root (a/mine.json)  +" in text and "root (b/mine.json)  +" in text and "files of root" not in text
 
 
-def timed(us, device="Some GPU"):
-    return state(True) | {"us": us, "device": device}
+def test_the_fastest_kernel_on_each_device_is_named_with_its_owner(board):
+    assert "fastest" not in board().out  # nothing was timed
+    times = {"ada": (70.0, "Some GPU"), "bob": (60.0, "Some GPU"), "cyd": (800.0, "Laptop GPU"), "dan": (-1.0, None),
+             "eve": (float("nan"), None), "fay": (1.0, None)}  # fmt: skip
+    files = {}
+    for name, (us, device) in times.items():
+        files[name] = progress(name, rmsnorm_kernel=state(name != "fay", us=us, device=device))
+    assert board(files).out.split("The fastest kernels:\n")[1].splitlines() == [
+        f"  {KERNEL}: 800.0 us, cyd (Laptop GPU)",
+        f"  {KERNEL}: 60.0 us, bob (Some GPU)",
+    ]
 
 
-def test_the_fastest_kernel_on_each_device_is_named_with_its_owner(folder, capsys):
-    assert "fastest" not in output_of(capsys, folder).out  # nothing was timed
-    times = {"ada": timed(70.0), "bob": timed(60.0), "cyd": timed(800.0, "Laptop GPU"), "dan": timed(-1.0),
-             "eve": timed(float("nan")), "fay": timed(1.0) | {"passed": False}}  # fmt: skip
-    for name, own in times.items():
-        (folder / f"{name}.json").write_text(json.dumps(progress(name, "2031-01-01T00:00:00", rmsnorm_kernel=own)))
-    text = output_of(capsys, folder).out
-    assert f"{KERNEL}: 60.0 us, bob (Some GPU)" in text and f"{KERNEL}: 800.0 us, cyd (Laptop GPU)" in text
-    assert text.count(" us, ") == 2
-
-
-def test_broken_files_are_named_and_the_others_shown(folder, capsys):
-    broken = {
-        "cut.json": '{"participant": "eve", "exerc', "foreign.json": "[1, 2]",
-        "half.json": json.dumps({"participant": "eve", "exercises": {"exercise1": {KERNEL: True}}}),
-        "bytes.json": b"\xff\xfe", "deep.json": "[" * 100_000,
-    }  # fmt: skip
-    wrong = [*map(progress, ("x " * 5_000_000, 7, "eve\n", "")), progress("eve", **{"x" * 101: state(True)}),
-             progress("eve", memory_lines=state(False, 10**400)), progress("eve", memory_lines=timed("1")),
-             progress("eve", memory_lines=timed(1.0, ["a", "GPU"]))]  # fmt: skip
-    broken |= {f"wrong{number}.json": json.dumps(content) for number, content in enumerate(wrong)}
-    for name, content in broken.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    captured = output_of(capsys, folder, code=1)
+def test_broken_files_are_named_and_the_others_shown(board):
+    broken = ['{"participant": "eve", "exerc', "[1, 2]", b"\xff\xfe", "[" * 100_000]
+    broken.append({"participant": "eve", "exercises": {"exercise1": {KERNEL: True}}})
+    broken += map(progress, ("x " * 5_000_000, 7, "eve\n", ""))
+    broken += [progress("eve", **{"x" * 101: state(True)}), {"participant": "eve", "exercises": {}}]
+    wrong = state(False, 10**400), state(True, us="1"), state(True, us=1.0, device=["a", "GPU"]), state(1), {}
+    broken += [progress("eve", memory_lines=one) for one in wrong]
+    files = {f"broken{number}": content for number, content in enumerate(broken)}
+    captured = board(files, code=1)
     assert len(re.findall("^(ada|bob|cyd|dan) ", captured.out, flags=re.M)) == 4 and "eve" not in captured.out
-    named = [line for line in captured.err.splitlines() if line.startswith("left out: ")]
-    assert len(named) == len(broken) and all(any(name in line for line in named) for name in broken)
+    assert re.findall(r"^left out: \S+/(\w+)\.json: .", captured.err, flags=re.M) == sorted(files)
 
 
-def test_no_participant_writes_to_the_terminal(folder, capsys, monkeypatch):
-    """Escape sequences in a file, or in its name, arrive as text."""
+def test_no_participant_writes_to_the_terminal_or_the_page(board, tmp_path, monkeypatch):
+    """Escape sequences in a file, or in its name, arrive as text, and so does HTML."""
     escape = "\x1b]52;c;cm0gLXJm\x07\x9b2J\u202e"
-    evil = progress("eve", rmsnorm_kernel=timed(1.0, escape), memory_lines=state(False, 1, escape))
-    (folder / "evil.json").write_text(json.dumps(evil))
-    (folder / f"{escape}.json").write_text("{}")
-    shown = output_of(capsys, folder, code=1)
-    (folder / "empty").mkdir()
-    (folder / "empty" / f"{escape}.json").write_text("{}")
-    refused = output_of(capsys, folder / "empty", code=2)
+    evil = progress("<b>eve</b>", rmsnorm_kernel=state(True, us=1.0, device=escape),
+                    memory_lines=state(False, 1, f"{escape}<script>\ud800"))  # fmt: skip
+    page = tmp_path / "board.html"
+    shown = board({"evil": evil, escape: "{}"}, "--html", page, code=1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / f"{escape}.json").write_text("{}")
+    refused = board({}, code=2, folder=tmp_path / "empty")
     monkeypatch.setattr(scoreboard.time, "sleep", Mock(side_effect=KeyboardInterrupt))
-    watched = output_of(capsys, folder / "empty", "--watch", "1", code=130).out.removeprefix("\x1b[2J\x1b[H")
+    watched = board({}, "--watch", "1", code=130, folder=tmp_path / "empty").out.removeprefix("\x1b[2J\x1b[H")
     for text in (shown.out, shown.err, refused.err, watched):
         assert all(character.isprintable() or character == "\n" for character in text)
         assert "\\x1b]52;c;cm0gLXJm\\x07\\x9b2J\\u202e" in text.replace("\n", "")
-
-
-def test_lines_fit_a_terminal(folder, capsys):
-    (folder / "long.json").write_text(json.dumps(progress("fay", bytes_moved=state(False, 1, "many words " * 30))))
-    text = output_of(capsys, folder).out
-    assert max(map(len, text.splitlines())) <= scoreboard.WIDTH and len(re.findall(r"many\s+words", text)) == 30
-
-
-def test_the_page_says_the_same_and_no_participant_writes_html(folder, capsys, tmp_path, monkeypatch):
-    page = tmp_path / "board.html"
-    (folder / "evil.json").write_text(json.dumps(progress("<b>eve</b>", bytes_moved=state(False, 1, "<script>\ud800"))))
-    output_of(capsys, folder, "--html", page)
     text = page.read_text()
     assert "<b>" not in text and "<script" not in text and "&lt;script&gt;" in text
-    assert text.count('class="passed"') == 2 and text.count('class="tried"') == 5
+    assert text.count('class="passed"') == 3 and text.count('class="tried"') == 5
     assert "http" not in text.replace("http-equiv", "") and "refresh" not in text
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_the_old_one_stays(board, tmp_path, monkeypatch):
+    page = tmp_path / "board.html"
+    page.write_text("old")
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
-    error = output_of(capsys, folder, "--html", page, code=2).err
+    error = board({}, "--html", page, code=2).err
     assert f"{page} cannot be written (No space left on device)" in error and error.count("\n") == 1
-    assert page.read_text() == text and not list(folder.glob(".*"))
+    assert page.read_text() == "old" and not list(tmp_path.glob(".*"))
+
+
+def test_lines_fit_a_terminal(board):
+    text = board({"long": progress("fay", bytes_moved=state(False, 1, "many words " * 30))}).out
+    assert max(map(len, text.splitlines())) <= 100 and len(re.findall(r"many\s+words", text)) == 30
 
 
 def test_the_locale_does_not_matter(tmp_path):
@@ -156,16 +146,16 @@ def test_the_locale_does_not_matter(tmp_path):
     assert "J\xfcrgen" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_watching_shows_what_has_changed(folder, capsys, monkeypatch):
-    page = folder / "board.html"
+def test_watching_shows_what_has_changed(board, tmp_path, monkeypatch):
+    late, page = tmp_path / "gil.json", tmp_path / "board.html"
 
     def passes_meanwhile(seconds):
-        if (folder / "gil.json").exists():
+        if late.exists():
             raise KeyboardInterrupt
-        (folder / "gil.json").write_text(json.dumps(progress("gil", rmsnorm_kernel=state(True))))
+        late.write_text(json.dumps(progress("gil", rmsnorm_kernel=state(True))))
 
     monkeypatch.setattr(scoreboard.time, "sleep", passes_meanwhile)
-    text = output_of(capsys, folder, "--watch", "20", "--html", page, code=130).out
+    text = board({}, "--watch", "20", "--html", page, code=130).out
     assert len(re.findall("^gil ", text, flags=re.M)) == 1 and len(re.findall("^ada ", text, flags=re.M)) == 2
     assert '<meta http-equiv="refresh" content="20">' in page.read_text()
 
@@ -174,5 +164,6 @@ def test_watching_shows_what_has_changed(folder, capsys, monkeypatch):
 def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, argument):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    error = output_of(capsys, argument, "empty", code=2).err
+    assert scoreboard.main([argument, "empty"]) == 2
+    error = capsys.readouterr().err
     assert error.count("\n") == 1 and argument.replace("=", ": ") in error
