@@ -11,7 +11,6 @@ from pathlib import Path
 
 import tiny_llama_v3 as llama
 from measure.command_line import replacing
-from measure.tables import NOT_MEASURED
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,53 +112,3 @@ def damage_reported(folder, name):
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = f"a result of {name} is damaged ({error!r}): measure again"
         raise llama.UsageError(f"--results {folder}: {reason}") from error
-
-
-def by_device(folder, benchmark):
-    """{device: [(name, Record)], the newest first} of a benchmark's results in a folder.
-
-    The device with the most results comes first, or else the one with the oldest.
-    """
-    results, found = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")], {}
-    # A run of the script itself has its date in its name only.
-    for item in sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0])):
-        found.setdefault(item[1]["environment"]["device"], []).insert(0, item)
-    return dict(sorted(found.items(), key=lambda entry: -len(entry[1])))
-
-
-def newest_first(folder, benchmark, device=None):
-    """[(name, Record)] of a benchmark's results in a folder, the newest first, of one device.
-
-    By default it is the first of by_device(), so that what shows one device only never mixes it with others.
-    """
-    found = by_device(folder, benchmark)
-    return found.get(device or next(iter(found), None), [])
-
-
-def of_each_device(benchmark):
-    """Makes a function of (folder, device), which returns a text, one of a folder: the texts of all its devices."""
-
-    def decorate(section):
-        @functools.wraps(section)
-        def sections(folder):
-            texts = [section(folder, device) for device in by_device(folder, benchmark)]
-            return "\n\n".join(filter(None, texts)) or NOT_MEASURED
-
-        return sections
-
-    return decorate
-
-
-def of_newest(benchmark, is_wanted=lambda result: True):
-    """Makes a function of (name, result) one of a folder: the texts of each device's newest result that is wanted."""
-
-    def decorate(table):
-        @of_each_device(benchmark)
-        @functools.wraps(table)
-        def section(folder, device):
-            newest = next((item for item in newest_first(folder, benchmark, device) if is_wanted(item[1])), None)
-            return table(*newest) if newest else ""
-
-        return section
-
-    return decorate

@@ -4,10 +4,12 @@ Every sentence follows from a figure. exercises/performance_debugging/ writes th
 """
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import tiny_llama_v3 as llama
-from measure.results import newest_first, recorded_config
+from benchmarks.pages.long_table import first_device, long_table, newest, of_each_device, paragraphs, provenance
+from measure.results import RESULTS, recorded_config
 from measure.tables import markdown_table, number, percent, times
 from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 
@@ -37,12 +39,17 @@ def predecessor(stage):
     return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
 
 
-def newest_replays(folder, device=None):
-    """[(name, summary)]: the newest in a folder, of a device, for each length of sequence and precision, fp32 first."""
-    newest = {}
-    for name, result in newest_first(folder, "stages", device):
-        newest.setdefault((result["config"]["seq_len"], result["precision"] != "fp32"), (name, result))
-    return [newest[setting] for setting in sorted(newest)]
+def newest_of_settings(rows):
+    """Return the newest replay of each length of sequence and precision, fp32 first, from one device's long table."""
+    settings = {"seq_len": rows["config"].map(lambda config: config["seq_len"]), "low": rows["precision"] != "fp32"}
+    return newest(rows.assign(**settings), "seq_len", "low").sort_values(["seq_len", "low"])
+
+
+def newest_replays(folder):
+    """Return [(name, summary)]: the newest replay in a folder of each setting, of the first device."""
+    rows = long_table(folder, "stages")
+    rows = newest_of_settings(first_device(rows)) if len(rows) else rows
+    return list(zip(rows["file"], rows["result"], strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -569,3 +576,20 @@ def setting(summary):
         f"{source_of(summary)}; batch {sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; "
         f"{config['num_steps']} steps"
     )
+
+
+@of_each_device("stages", "")
+def stages_section(rows):
+    """Show the newest replay of each setting: its table, its observations and its picture."""
+    texts = []
+    for _, row in newest_of_settings(rows).iterrows():
+        summary, picture = row["result"], Path(row["file"]).with_suffix(".png")
+        lines = [f"- {title} ({mark}): {text}" for title, mark, text in observation_lines(summary)]
+        texts += [
+            f"**{sizes(summary)}**, {summary['config']['num_steps']} steps",
+            comparison_markdown(summary),
+            "\n".join(lines),
+            provenance(row.to_frame().T),
+            f"![The picture of each stage](benchmarks/results/{picture})" if (RESULTS / picture).exists() else "",
+        ]
+    return paragraphs(*texts, "\n".join(f"- {note}" for note in NOTES))

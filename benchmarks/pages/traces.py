@@ -22,9 +22,10 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.pages.long_table import long_table
 from measure.command_line import Parser, program
 from measure.drawing import MUTED, RED, save_png, style
-from measure.results import RESULTS, ROOT, ResultFile, header, newest_first
+from measure.results import RESULTS, ROOT, ResultFile, header
 from measure.tables import number, percent
 from profilers.kernel_names import short_name
 from profilers.plot import draw_bars, draw_operations
@@ -159,19 +160,19 @@ PICTURES = {  # {result: (title, function that marks the sign)}
 
 def draw(folder, path, name):
     """Writes the picture of a kept step. UsageError if there is no result."""
-    results = newest_first(folder, name)
-    if not results:
+    results = long_table(folder, name)
+    if results.empty:
         raise llama.UsageError(f"{folder} lacks {name}_*.json: python -m benchmarks.pages.traces records it on a GPU")
-    file, result = results[0]
+    newest = results.iloc[0]
     title, mark = PICTURES[name]
-    step = Step(folder / file)
+    step = Step(folder / newest["file"])
     with style():
         figure, (whole, part) = plt.subplots(2, 1, figsize=(12, 6.4), layout="constrained")
         for axes in (whole, part):
             draw_rows(axes, step)
             axes.set_ylim(-0.9, 3)
         whole.set_xlim(0, 1.02 * step.kernels["End"].max() / 1e6)
-        whole.set_title(f"{title} ({result['environment']['device']}, recorded by torch.profiler)")
+        whole.set_title(f"{title} ({newest['device']}, recorded by torch.profiler)")
         mark(step, whole, part)
         handles, labels = whole.get_legend_handles_labels()
         figure.legend(handles, labels, ncols=6, fontsize=9, frameon=False, loc="outside lower center")

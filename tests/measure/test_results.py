@@ -62,17 +62,6 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_newest_comes_first_of_the_device_with_the_most_results(tmp_path):
-    of_days = {2: ("steps_a", "A"), 3: ("steps_b", "A"), 1: ("steps_c", "B"), 4: ("gpt_d", "B"), 5: ("gpt_e", "A")}
-    for day, (name, device) in of_days.items():
-        result = {"date": f"2026-01-0{day}", "environment": {"device": device}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert [name for name, _ in results.newest_first(tmp_path, "steps")] == ["steps_b.json", "steps_a.json"]
-    assert [name for name, _ in results.newest_first(tmp_path, "steps", "B")] == ["steps_c.json"]
-    assert [name for name, _ in results.newest_first(tmp_path, "gpt")] == ["gpt_d.json"]  # as many: the oldest one's
-    assert results.newest_first(tmp_path, "kernels") == results.newest_first(tmp_path, "steps", "C") == []
-
-
 def test_an_error_in_one_line():
     assert results.describe(results.Unavailable("needs a GPU")) == "needs a GPU"
     assert results.describe(RuntimeError("no room\nfor this")) == "RuntimeError: no room"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.pages import publish, replays
+from benchmarks.pages import replays
 from exercises.performance_debugging import replay
 from exercises.performance_debugging.summary import console, kernel_figures, markdown, run_figures, shared_config
 from measure import heartbeat
@@ -693,26 +693,6 @@ def test_the_table_has_a_column_a_stage_and_the_unit_of_every_figure():
     assert figures["speed / baseline"][:2] == ["", "2.00"]
     assert figures["attention kernel, us"][:2] == ["", "5.00"]
     assert set(map(len, figures.values())) == {len(labels)}
-
-
-def test_the_documentation_s_table_takes_the_newest_replay_of_each_setting(tmp_path):
-    replays = {"old": ("2026-01-01", 7.0, 128, False), "new": ("2026-01-02", 470.0, 128, False),
-               "amp": ("2026-01-01", 7.0, 128, True), "long": ("2026-01-01", 7.0, 2048, False)}  # fmt: skip
-    for name, (date, first_loss, seq_len, use_amp) in replays.items():
-        summary = gpu_summary({1: {"first_loss": first_loss}}) | {"date": date}
-        summary["config"] |= {"seq_len": seq_len, "use_amp": use_amp}
-        summary["precision"] = "bf16" if use_amp else "fp32"
-        summary["observations"][0]["text"] = "in the words of that day"
-        (tmp_path / f"stages_{name}.json").write_text(json.dumps(summary))
-    (tmp_path / "stages_long.png").touch()
-    section = publish.stages_section(tmp_path)
-    titles = re.findall(r"^\*\*(.*?)\*\*", section, flags=re.M)
-    assert titles == ["8 x 128 tokens, fp32", "8 x 128 tokens, bf16", "8 x 2048 tokens, fp32"]
-    assert "| first loss | 7.00 | 470 |" in section
-    assert "stages_new.json" in section and "stages_old.json" not in section
-    assert re.findall(r"!\[.*\]\((.*)\)", section) == ["benchmarks/results/stages_long.png"]
-    assert "- stage 1, broken loss (shows): The first loss is 470" in section
-    assert publish.stages_section(tmp_path / "none") == publish.NOT_MEASURED
 
 
 def test_figures_of_a_run_by_hand(tmp_path):

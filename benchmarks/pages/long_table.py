@@ -1,0 +1,170 @@
+"""Read results into one long table: a line for each row that was measured, with the fields of all that it lies in.
+
+long_table() is a pandas DataFrame. Every table of the pages is a selection or a pivot of one, which markdown() writes,
+above the provenance() of its rows.
+"""
+
+import functools
+
+import pandas as pd
+
+from measure.results import read_result
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
+
+# Every long table has these columns, also if there is no result, or if all that was measured has failed.
+COLUMNS = """
+    file result device date row error size precision config tflop_per_step sweep comparisons strongest_peer ms us rate
+    mode processes data baseline stages
+""".split()
+TIMES = ["ms median", "ms exchanging"]
+
+
+def rows_below(node, way):
+    """Yield each row at the end of a way of keys, with the fields of what it lies in; its own fields win.
+
+    A name in braces stands for every key, or for every item of a list, and becomes a field with the key. What has an
+    error in the place of rows is yielded itself.
+    """
+    if not way:
+        nested = {name: part for name, part in node.items() if isinstance(part, dict)}
+        parts = {f"{name} {key}": value for name, part in nested.items() for key, value in part.items()}
+        yield node | parts
+    elif way[0].startswith("{"):
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            for row in rows_below(child, way[1:]):
+                yield {way[0].strip("{}"): key} | row
+    elif isinstance(node, dict) and way[0] in node:
+        for row in rows_below(node[way[0]], way[1:]):
+            yield node | row
+    elif isinstance(node, dict) and node.get("error"):
+        yield node
+
+
+def source_of(result):
+    """Describe the device, the software, the date and the commit of a result."""
+    environment = result["environment"]
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]}
+    versions |= result.get("peers", {})
+    software = [f"{library} {version}" for library, version in versions.items() if version]
+    described = [environment["device"], *software, result.get("date", "")[:10]]
+    if commit := environment.get("commit"):
+        described.append("commit " + commit.replace("-dirty", " with changes"))
+    return ", ".join(filter(None, described))
+
+
+def long_table(folder, benchmark, way=""):
+    """Return the long table of a benchmark's results: by device, and of each device the newest first.
+
+    The device with the most results is the first one, or else that with the oldest. What shows one device only shows
+    this one, whatever results others send.
+    """
+    lines = []
+    for path in folder.glob(f"{benchmark}_*.json"):
+        result = read_result(path)
+        # A run of the script itself has its date in its name only.
+        own = {"file": path.name, "result": result, "date": result.get("date", "")}
+        own["device"] = result["environment"]["device"]
+        own["source"] = source_of(result)
+        own["link"] = f"([{path.name}](benchmarks/results/{path.name}))"
+        for row in rows_below(result, way.split()):
+            lines.append(row | own | {"error": cell(row["error"]) if row.get("error") else None})
+    rows = pd.DataFrame(lines)
+    rows = rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *TIMES, *rows])))
+    rows = rows.sort_values(["date", "file"], ascending=False, kind="stable")
+    devices = rows.groupby("device")
+    fewest = -devices["file"].transform("nunique")
+    oldest = devices["date"].transform("min")
+    rows = rows.assign(fewest=fewest, oldest=oldest)
+    return rows.sort_values(["fewest", "oldest"], kind="stable", ignore_index=True)
+
+
+def first_device(rows):
+    """Return the rows of the first device."""
+    return rows[rows["device"].isin(rows["device"].head(1))]
+
+
+def newest(rows, *keys):
+    """Return, for each combination of keys, the rows of the newest result that has it."""
+    return rows[rows["file"] == rows.groupby(list(keys))["file"].transform("first")]
+
+
+def of_each_device(benchmark, *ways):
+    """Make a function of one device's long tables, one for each way, a function of a folder.
+
+    The function returns a text, and of a folder the texts of all its devices.
+    """
+
+    def decorate(section):
+        @functools.wraps(section)
+        def sections(folder):
+            tables = [long_table(folder, benchmark, way) for way in ways]
+            devices = tables[0]["device"].unique()
+            texts = (section(*(table[table["device"] == device] for table in tables)) for device in devices)
+            return "\n\n".join(filter(None, texts)) or NOT_MEASURED
+
+        return sections
+
+    return decorate
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns of texts
+
+
+def whole(value):
+    """Format a number without decimals."""
+    return number(value, digits=1)
+
+
+def tenths(share):
+    """Format a part of one in tenths of a per cent; empty if it is missing."""
+    return "" if pd.isna(share) else f"{100 * share:.1f} %"
+
+
+def in_brackets(shares):
+    """Return texts of parts of one to follow another text; empty where there is none."""
+    return shares.map(lambda share: "" if pd.isna(share) else f" ({percent(share)})")
+
+
+def us_and_rate(rows):
+    """Return texts of the time and the rate of each row."""
+    return rows["us"].map(number) + " us, " + rows["rate"].map(number) + " " + rows["unit"]
+
+
+def or_error(rows, texts):
+    """Return texts of rows, and the error in the place of the text where a row has one."""
+    return rows["error"].fillna(texts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Markdown
+
+
+def markdown(table, right=None):
+    """Return a DataFrame of texts as a table; right as for markdown_table()."""
+    return markdown_table(list(table), table.fillna("").values.tolist(), right)
+
+
+def paragraphs(*texts):
+    """Join those texts that are not empty."""
+    return "\n\n".join(filter(None, texts))
+
+
+def not_timed(rows, place):
+    """Return a sentence with the errors of rows, each with its place, a column; empty without any."""
+    failed = rows[rows["error"].notna()]
+    names = failed["row"].fillna("everything") + " of " + failed[place]
+    reasons = (names + ", " + failed["error"].str.rstrip(".")).unique()
+    return f"Not timed: {'; '.join(reasons)}." if len(reasons) else ""
+
+
+def provenance(rows):
+    """Return the lines below a table: the source of each of its results, and the command that was given."""
+    files = rows.drop_duplicates("file")
+    return paragraphs(*files["source"] + " " + files["link"] + ": `" + files["command"] + "`")
+
+
+def sources(rows):
+    """Return the sources of rows without the commands, each once, with the links to all its files."""
+    links = rows.drop_duplicates("file").groupby("source", sort=False)["link"].agg(", ".join)
+    return "; ".join(links.index + " " + links)
