@@ -12,13 +12,11 @@ from benchmarks.fp8_learning import SMOOTHED, smoothed
 from benchmarks.pages.kernel_tables import LAYER, with_ceilings
 from benchmarks.pages.learning_tables import RUNS, newest_runs
 from benchmarks.pages.long_table import first_device, long_table, newest
-from benchmarks.pages.scaling_tables import SCALING, newest_scaling
 from benchmarks.pages.training_steps import GROWS, OURS, PLAIN, STEPS, complete_sizes, newest_sweeps, strongest_peer
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, save_png, style
 from measure.tables import number, percent
 
-COLORS = BLUE, RED, GREEN, VIOLET, MUTED, INK, LINE
-LOOKS = ["o-", "s-", "D-", "^-", "v-", "P-", "X-"]
+COLORS = BLUE, RED, GREEN, VIOLET, MUTED, INK
 
 
 @contextlib.contextmanager
@@ -34,14 +32,6 @@ def legend_below(axes):
     """Say below all panels what the colours of one stand for."""
     handles, labels = axes.get_legend_handles_labels()
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-
-
-def draw_lines(axes, table, **options):
-    """Draw a line for each column of a table over its index, of a few numbers."""
-    table = table.sort_index()
-    table.plot(ax=axes, color=COLORS, style=LOOKS[: len(table.columns)], legend=False, **options)
-    axes.set_xticks(table.index, [f"{value:,}" for value in table.index])
-    axes.minorticks_off()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -118,7 +108,11 @@ def draw_sweeps(folder, path):
         for axes, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
             ms = rows.pivot_table("ms median", "grows", "row", sort=False)
             ratios = ms.div(ms[OURS], axis="index")
-            draw_lines(axes, ratios, loglog=True, title=f"{sweep} grows", xlabel=GROWS[sweep])
+            looks = ["o-", "s-", "D-", "^-", "v-", "P-"][: len(ms.columns)]
+            title = f"{sweep} grows"
+            ratios.plot(ax=axes, color=COLORS, style=looks, loglog=True, title=title, xlabel=GROWS[sweep], legend=False)
+            axes.set_xticks(ms.index, [f"{value:,}" for value in ms.index])
+            axes.minorticks_off()
         ticks = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10
         axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
         panels[0].set_ylabel("time of a step, ours = 1")
@@ -162,28 +156,3 @@ def draw_fp8_learning(folder, path):
             axes.set(xlabel="minutes of training", title=size, ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")
             axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall
             axes.legend()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Several GPUs
-
-
-def draw_scaling(folder, path):
-    """Draw tokens a second and efficiency of every row over the number of GPUs, the batch of each held constant."""
-    rows = newest_scaling(first_device(long_table(folder, *SCALING)))
-    rows = rows[(rows["mode"] == "weak") & rows["error"].isna()]
-    if rows.empty:
-        return
-    alone = rows["tokens_per_second"] / rows["efficiency"] / rows["processes"]
-    alone = rows.assign(processes=1, efficiency=1.0, tokens_per_second=alone)
-    rows = pd.concat([alone.drop_duplicates(["size", "row"]), rows])
-    sizes = rows.groupby("size", sort=False)
-    with picture(path, 6, 2, sizes.ngroups, sharex=True) as panels:
-        for (above, below), (size, part) in zip(panels.T, sizes, strict=True):
-            table = part.pivot_table(["tokens_per_second", "efficiency"], "processes", "row", sort=False)
-            title = f"{size}, {rows['device'].iloc[0]}"
-            draw_lines(above, table["tokens_per_second"] / 1e3, title=title, ylabel="thousand tokens a second")
-            draw_lines(below, 100 * table["efficiency"], xlabel="GPUs", ylabel="% of so many times one")
-            above.set_ylim(bottom=0)
-            below.set_ylim(0, 110)
-        legend_below(above)

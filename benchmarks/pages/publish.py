@@ -62,7 +62,6 @@ PICTURES = {  # {picture in docs/: function of the folder of results and the pat
     "learning": pictures.draw_learning,
     "fp8_layer": pictures.draw_fp8_layer,
     "fp8_learning": pictures.draw_fp8_learning,
-    "scaling_measured": pictures.draw_scaling,
     **{name: functools.partial(traces.draw, name=name) for name in traces.PICTURES},
 }
 

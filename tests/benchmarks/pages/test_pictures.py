@@ -59,10 +59,3 @@ def test_the_pictures_of_fp8(drawn):
     assert (steps[0], steps[-1]) == (50 * 8 / 6e4, 60 * 8 / 6e4)  # from the first mean on, in minutes
     assert losses[-1] == pytest.approx(0.955)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp8"]
-
-
-def test_the_picture_of_several_gpus(drawn):
-    above, below = drawn(pictures.draw_scaling)
-    gpus, tokens = lines_of(above)["triton graph"]
-    assert gpus == [1, 2, 4] and tokens == pytest.approx([315 / 0.962 / 4, 162, 315])
-    assert lines_of(below)["triton graph"][1] == pytest.approx([100, 99, 96.2])
