@@ -46,6 +46,11 @@ def run(folder, *flags):
         return hf_weights.main(flags)
 
 
+def write_config(folder, changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def error_of(capsys, folder, *flags):
     """What a run prints that cannot be done."""
     assert run(folder, *flags) == 2
@@ -64,9 +69,9 @@ def logits_of(transformers, folder, tokens):
 def test_weights_come_in_learn_and_go_out(transformers, make_folder, tmp_path, capsys, monkeypatch, changes):
     folder, new, save, models = make_folder(**changes), tmp_path / "new/model", hf_weights.save, []
 
-    def saving(transformers, step, *arguments):
+    def saving(step, *arguments):
         models.append(step.model)
-        save(transformers, step, *arguments)
+        save(step, *arguments)
 
     monkeypatch.setattr(hf_weights, "save", saving)
     assert run(folder, "--output", new, "--learning-rate", "1e-2") == 0
@@ -103,49 +108,41 @@ def test_a_text_in_the_tokens_of_the_model(transformers, make_folder, tmp_path, 
     assert "cannot be read (FileNotFoundError" in error_of(capsys, folder, "--text", tmp_path / "none")
 
 
+def remove_norm(weights):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(weights)
+    del tensors["model.norm.weight"]
+    safetensors.save_file(tensors, weights, {"format": "pt"})
+
+
+def pickled(weights):
+    torch.save(pytest.importorskip("safetensors.torch").load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+
+
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize("damage, words", [
     (dict(rope_parameters=SCALED), "rope scaling is not supported, and config.json has {.*'linear'"),
     (dict(attention_bias=True), "attention_bias is True in config.json, and only False"),
     (dict(head_dim=16), "head_dim is 16 in config.json, and only 8"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (dict(max_position_embeddings=32), "--seq-len 48 is more than the model's 32 positions"),
-    ('{"model_type": "gpt2"}', "cannot be read|model_type is 'gpt2'"),
-    ("truncated", "cannot be read \\(SafetensorError"),
-    ("norm", "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
-    ("gone", "is no folder: give one"),
-    ("adapter", "holds an adapter, whose model is elsewhere"),
-    ("pickle", "cannot be read"),
-    ("index ../model/model.safetensors", "names '../model/model.safetensors', which is not in the folder"),
-    ("index /etc/hostname", "names '/etc/hostname', which is not in the folder"),
-    ('{"transformers_weights": "sub/index.json"}', "transformers_weights is 'sub/.*' in config.json"),
+    (dict(model_type="gpt2"), "cannot be read|model_type is 'gpt2'"),
     (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is {.*'fp8'.*} in config.json"),
+    (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "cannot be read \\(SafetensorError"),
+    (remove_norm, "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
+    (pickled, "cannot be read"),
+    (lambda weights: shutil.rmtree(weights.parent), "is no folder: give one"),
+    (lambda weights: weights.with_name("adapter_config.json").touch(), "holds an adapter, whose model is elsewhere"),
 ])  # fmt: skip
-def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
-    folder = make_folder(**(changes if isinstance(changes, dict) else {}))
-    weights = folder / "model.safetensors"
-    if isinstance(changes, str) and changes.startswith("{"):  # what save_pretrained() would not write
-        config = json.loads((folder / "config.json").read_text()) | json.loads(changes)
-        (folder / "config.json").write_text(json.dumps(config))
-    elif changes == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif changes == "norm":
-        safetensors = pytest.importorskip("safetensors.torch")
-        tensors = safetensors.load_file(weights)
-        del tensors["model.norm.weight"]
-        safetensors.save_file(tensors, weights, {"format": "pt"})
-    elif changes == "gone":
-        shutil.rmtree(folder)
-    elif changes == "adapter":
-        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    elif changes == "pickle":
-        torch.save(pytest.importorskip("safetensors.torch").load_file(weights), folder / "pytorch_model.bin")
-        weights.unlink()
-    elif "index" in changes:
-        index = {"metadata": {}, "weight_map": {"lm_head.weight": changes.split()[1]}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def test_what_is_no_model_of_ours_is_named(make_folder, capsys, damage, words):
+    folder = make_folder()
+    if callable(damage):
+        damage(folder / "model.safetensors")
+    else:
+        write_config(folder, damage)
     error = error_of(capsys, folder)
     assert error.startswith("hf_weights: error: ") and re.search(words, error), error
 
@@ -166,7 +163,7 @@ AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "Auto
 def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, monkeypatch, changes):
     """Whatever is answered; nor that of a kernel in the hub which config.json names."""
     folder, asked = make_folder(), []
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    write_config(folder, changes)
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": AUTO, "tokenizer_class": "Tokenizer"}))
     (folder / "code.py").write_text(CODE)
     (tmp_path / "text").write_text("a text")
@@ -178,7 +175,7 @@ def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, 
 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(hf_weights, "transformers", None)
     assert hf_weights.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == "hf_weights: error: hf_weights needs a library: pip install transformers\n"
     assert tritonbench_rows.main([]) == 2
