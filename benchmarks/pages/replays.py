@@ -5,7 +5,6 @@ Every sentence follows from a figure. exercises/performance_debugging/ writes th
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import tiny_llama_v3 as llama
 from benchmarks.pages.long_table import first_device, long_table, newest, of_each_device, paragraphs, provenance
@@ -393,13 +392,6 @@ def observations(summary):
 # Tables
 
 
-class Column(NamedTuple):
-    title: str
-    unit: str
-    text: object  # a function of a summary and the figures of a run in it
-    needs_clock: bool = False  # left out if the interpreter ran the kernels
-
-
 def figure(name):
     return lambda summary, run: number(run.get(name))
 
@@ -409,28 +401,16 @@ def phase(name):
 
 
 def share(name):
-    return lambda summary, run: f"{100 * run[name]:.{0 if run[name] >= 0.1 else 1}f}" if run[name] is not None else ""
-
-
-def median_step(summary, run):
-    return number(run["batch_ms"]["p50"])
-
-
-def speed_cell(comparison):
-    """The ratio of compare_speed() if the speeds differ, otherwise a word of NOTES; empty for None."""
-    if comparison is None:
-        return ""
-    words = {"differs": number(comparison["value"]), "too few steps": "too few"}
-    return words.get(comparison["verdict"], "same")
+    return lambda summary, run: "" if run[name] is None else percent(run[name]).removesuffix(" %")
 
 
 def stage_of(summary, number):
-    """The entry of a stage, or None."""
+    """Return the entry of a stage, or None."""
     return next((stage for stage in summary["stages"] if stage["stage"] == number), None)
 
 
 def over_previous(summary, run):
-    """compare_speed() of a stage with its predecessor; None for other runs."""
+    """Return compare_speed() of a stage with its predecessor; None for other runs."""
     return compare_speed(summary, run, stage_of(summary, predecessor(run["stage"]))) if "stage" in run else None
 
 
@@ -443,42 +423,55 @@ def over_optimized(summary, run):
     return compare_speed(summary, run, optimized) if run is not optimized else None
 
 
+def speed(relative):
+    """Return a column of ratios of speeds where they differ, and of words of NOTES where they do not."""
+
+    def text(summary, run):
+        comparison = relative(summary, run) or {"verdict": None, "value": None}
+        words = {None: "", "differs": number(comparison["value"]), "too few steps": "too few"}
+        return words.get(comparison["verdict"], "same")
+
+    return text
+
+
 def added_step(summary, run):
-    """The ms that a mistake alone adds to the step of stage 5, if the speed differs."""
+    """Return the ms that a mistake alone adds to the step of stage 5, if the speed differs."""
     comparison = over_optimized(summary, run)
     if comparison is None or comparison["verdict"] != "differs":
         return ""
     return number(run["batch_ms"]["p50"] - stage_of(summary, OPTIMIZED)["batch_ms"]["p50"])
 
 
+CLOCK = {  # {figure: its text from a summary and a run}; left out if the interpreter ran the kernels
+    "speed, samples/s": figure("samples_per_second"),
+    "speed / previous": speed(over_previous),
+    "speed / baseline": speed(over_baseline),
+    "added by the mistake, ms": added_step,
+    "speed / stage 5": speed(over_optimized),
+    "phases / step, %": share("phases_share"),
+    "mean / median": figure("mean_over_median"),
+}
+FIGURES = CLOCK | {
+    "first loss": figure("first_loss"),
+    "final loss": figure("final_loss"),
+    "step, median, ms": lambda summary, run: number(run["batch_ms"]["p50"]),
+    "forward, ms": phase("forward"),
+    "backward, ms": phase("backward"),
+    "optimizer, ms": phase("optimizer"),
+    "attention kernel, us": figure("attention_us"),
+    "SwiGLU kernel, us": figure("swiglu_us"),
+    "weights with a gradient, %": share("gradient_share"),
+    "peak memory, MiB": figure("peak_memory_mib"),
+}
 COLUMNS = (
-    Column("first loss", "", figure("first_loss")),
-    Column("final loss", "", figure("final_loss")),
-    Column("speed", "samples/s", figure("samples_per_second"), needs_clock=True),
-    Column("speed / previous", "", lambda *of: speed_cell(over_previous(*of)), needs_clock=True),
-    Column("speed / baseline", "", lambda *of: speed_cell(over_baseline(*of)), needs_clock=True),
-    Column("step, median", "ms", median_step),
-    Column("forward", "ms", phase("forward")),
-    Column("backward", "ms", phase("backward")),
-    Column("optimizer", "ms", phase("optimizer")),
-    Column("phases / step", "%", share("phases_share"), needs_clock=True),
-    Column("attention kernel", "us", figure("attention_us")),
-    Column("SwiGLU kernel", "us", figure("swiglu_us")),
-    Column("weights with a gradient", "%", share("gradient_share")),
-    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
-    Column("peak memory", "MiB", figure("peak_memory_mib")),
-)
+    "first loss", "final loss", "speed, samples/s", "speed / previous", "speed / baseline", "step, median, ms",
+    "forward, ms", "backward, ms", "optimizer, ms", "phases / step, %", "attention kernel, us", "SwiGLU kernel, us",
+    "weights with a gradient, %", "mean / median", "peak memory, MiB",
+)  # fmt: skip
 ALONE_COLUMNS = (
-    Column("first loss", "", figure("first_loss")),
-    Column("step, median", "ms", median_step),
-    Column("added by the mistake", "ms", added_step, needs_clock=True),
-    Column("speed / stage 5", "", lambda *of: speed_cell(over_optimized(*of)), needs_clock=True),
-    Column("phases / step", "%", share("phases_share"), needs_clock=True),
-    Column("attention kernel", "us", figure("attention_us")),
-    Column("SwiGLU kernel", "us", figure("swiglu_us")),
-    Column("weights with a gradient", "%", share("gradient_share")),
-    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
-)
+    "first loss", "step, median, ms", "added by the mistake, ms", "speed / stage 5", "phases / step, %",
+    "attention kernel, us", "SwiGLU kernel, us", "weights with a gradient, %", "mean / median",
+)  # fmt: skip
 NOTES = (
     "speed / previous: against the stage before; from stage 6 on, against stage 5. It and speed / baseline are of the "
     "median steps, the speed is that of all steps together.",
@@ -500,15 +493,11 @@ def notes(summary):
     return (*NOTES, f"{same if replay.triton_obstacle() else INTERPRETED}.")
 
 
-def figures_table(summary, columns, runs):
-    """(labels, [(figure, its value in each run)]) of {label: run}, as text, without figures that no run has."""
-    rows = []
-    for column in columns:
-        head = column.title + (f", {column.unit}" if column.unit else "")
-        cells = [column.text(summary, run) for run in runs.values()]
-        if any(cells) and not (column.needs_clock and is_interpreted(summary)):
-            rows.append((head, cells))
-    return list(runs), rows
+def figures_table(summary, names, runs):
+    """Return (labels, [(figure, its value in each run)]) of {label: run}, as text, without figures that no run has."""
+    names = [name for name in names if not (name in CLOCK and is_interpreted(summary))]
+    rows = [(name, [FIGURES[name](summary, run) for run in runs.values()]) for name in names]
+    return list(runs), [(name, cells) for name, cells in rows if any(cells)]
 
 
 def label_of(stage):
