@@ -13,6 +13,7 @@ Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 import contextlib
 import difflib
 import functools
+import os
 import re
 import sys
 from pathlib import Path
@@ -36,7 +37,6 @@ from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT, damage_reported
 from measure.tables import NOT_MEASURED
 
-MARKER = re.compile(r"<!-- (begin|end): ([\w-]+) -->")
 SECTION = re.compile(r"<!-- begin: ([\w-]+) -->(.*?)<!-- end: \1 -->", re.DOTALL)
 SECTIONS = {  # {marker: function of the folder of results that returns Markdown, with links from the top folder}
     "steps": training_steps.steps_section,
@@ -68,32 +68,23 @@ PICTURES = {  # {picture in docs/: function of the folder of results and the pat
 
 def rewrite(page, text, folder):
     """Return the text of a page with the newest results in the folder between its markers."""
-    markers = MARKER.findall(text)
-    names = [name for _, name in markers[::2]]
-    if not names or markers != [(side, name) for name in names for side in ("begin", "end")]:
+    names = [name for name, _ in SECTION.findall(text)]
+    if not names or text.count("<!-- begin: ") != len(names):
         pair = "<!-- begin: NAME --> and <!-- end: NAME -->"
         raise llama.UsageError(f"{page} needs {pair} where a table goes, and after each begin its end")
     if unknown := set(names) - SECTIONS.keys():
         raise llama.UsageError(f"{page} has markers of {min(unknown)}: choose from {', '.join(SECTIONS)}")
-    path = page.resolve()
-    to_top = "../" * (len(path.relative_to(ROOT).parts) - 1) if path.is_relative_to(ROOT) else ""
+    to_top = os.path.relpath(ROOT, page.parent)
 
     def replaced(match):
         name, old = match[1], match[2].strip()
         with damage_reported(folder, name):
-            new = SECTIONS[name](folder).replace("](benchmarks/", f"]({to_top}benchmarks/")
+            new = SECTIONS[name](folder).replace("](benchmarks/", f"]({to_top}/benchmarks/").replace("](./", "](")
         if new == NOT_MEASURED and old not in ("", NOT_MEASURED):
             raise llama.UsageError(f"{page} has a table of {name}, but there is no result of it: empty the table")
         return f"<!-- begin: {name} -->\n\n{new}\n\n<!-- end: {name} -->"
 
     return SECTION.sub(replaced, text)
-
-
-def read(page):
-    try:
-        return page.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise llama.UsageError(f"{page} cannot be read ({error}): name another page") from error
 
 
 def write_all(texts):
@@ -112,13 +103,13 @@ def main(argv):
     options = parser.parse_args(argv)
     if not any(options.results.glob("*.json")):
         raise llama.UsageError(f"--results {options.results} holds no results: give a folder that the benchmarks wrote")
-    old = {page: read(page) for page in options.pages or PAGES}
+    old = {page: page.read_text(encoding="utf-8") for page in options.pages or PAGES}
     new = {page: rewrite(page, text, options.results) for page, text in old.items()}
     changed = {page: text for page, text in new.items() if text != old[page]}
     if options.check:
         for page, text in changed.items():
-            lines = old[page].splitlines(True), text.splitlines(True)
-            sys.stdout.writelines(difflib.unified_diff(*lines, str(page), "what the results say"))
+            texts = old[page].splitlines(True), text.splitlines(True)
+            sys.stdout.writelines(difflib.unified_diff(*texts, str(page), "what the results say"))
         return int(bool(changed))
     write_all(changed)
     if not options.pages:

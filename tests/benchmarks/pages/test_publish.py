@@ -39,7 +39,7 @@ def test_a_table_is_replaced_and_a_change_is_noticed(page, capsys):
     assert publish.main(flags) == 0 and publish.main([*flags, "--check"]) == 0
     text = page.read_text()
     assert text.startswith(f"# Title\n{BEGIN}") and "old" not in text and f"{END}\ntext\n" in text
-    assert publish.NOT_MEASURED in text and "](benchmarks/results/kernels_1.json)" in text
+    assert publish.NOT_MEASURED in text and "benchmarks/results/kernels_1.json)" in text
     page.write_text(text.replace("126 us", "125 us"))
     capsys.readouterr()
     assert publish.main([*flags, "--check"]) == 1 and "125 us" in capsys.readouterr().out
@@ -52,6 +52,7 @@ def test_links_start_at_the_page(page, tmp_path, monkeypatch):
     inner.write_text(TEXT)
     assert publish.main([*page[1], "--pages", str(inner)]) == 0
     assert "](../benchmarks/results/kernels_1.json)" in inner.read_text()
+    assert publish.main(page[1]) == 0 and "](benchmarks/results/kernels_1.json)" in page[0].read_text()
 
 
 @pytest.mark.parametrize("damage", [
@@ -78,7 +79,7 @@ def test_a_table_whose_result_is_gone_is_not_dropped_in_silence(page, capsys):
 @pytest.mark.parametrize("text, reason", [
     ("", "needs"), (BEGIN, "needs"), (END, "needs"), (f"{END}\n{BEGIN}", "needs"),
     (f"{BEGIN} <!-- end: steps -->", "needs"), (f"{BEGIN} <!-- begin: steps --> {END} <!-- end: steps -->", "needs"),
-    ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from steps"), (None, "cannot be read"),
+    ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from steps"), (None, "No such file"),
 ])  # fmt: skip
 def test_a_page_with_wrong_markers_is_named_and_no_other_is_written(page, capsys, text, reason):
     page, flags = page
@@ -87,7 +88,7 @@ def test_a_page_with_wrong_markers_is_named_and_no_other_is_written(page, capsys
         other.write_text(text)
     for order in ([page, other], [other, page]):
         error = refused(capsys, [*flags, "--pages", *map(str, order)], page)
-        assert f"{other} {reason}" in error or f"{other} has {reason}" in error
+        assert str(other) in error and reason in error
 
 
 def test_all_pages_are_written_or_none(page, capsys, monkeypatch):
