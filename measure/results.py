@@ -22,7 +22,7 @@ class Unavailable(Exception):
 
 
 def import_library(name):
-    """A module of a library that need not be there."""
+    """Return a module of a library that need not be there."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def import_library(name):
 
 
 def describe(error):
-    """One line for a report."""
+    """Return an error in one line, for a report."""
     if isinstance(error, Unavailable):
         return str(error)
     lines = str(error).strip().splitlines()
@@ -38,7 +38,7 @@ def describe(error):
 
 
 def versions(*packages):
-    """{distribution: version} of the packages that are installed."""
+    """Return {distribution: version} of the packages that are installed."""
     distributions = importlib.metadata.packages_distributions()
     return {name: importlib.metadata.version(name) for package in packages for name in distributions.get(package, [])}
 
@@ -55,7 +55,7 @@ def header(benchmark, device, argv):
 
 
 def write_json(path, result, follow=False):
-    """Replaces the file, whole or not at all; follow as for replacing()."""
+    """Replace the file, whole or not at all; follow as for replacing()."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
     with replacing(path, follow) as file:
         file.write_text(json.dumps(result, indent=1) + "\n")
@@ -89,7 +89,7 @@ class Record(dict):
 
 
 def read_result(path):
-    """The Record in a file; UsageError if it cannot be read or holds none."""
+    """Return the Record in a file; UsageError if it cannot be read or holds none."""
     try:
         result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
     except (OSError, ValueError, RecursionError) as error:
@@ -100,15 +100,17 @@ def read_result(path):
 
 
 def recorded_config(fields):
-    """The llama.Config of a result, which may have fields that it no longer has."""
+    """Return the llama.Config of a result, which may have fields that it no longer has."""
     return llama.Config(**{name: value for name, value in fields.items() if name in llama.Config.__dataclass_fields__})
 
 
 @contextlib.contextmanager
 def damage_reported(folder, name):
-    """Turns what results of other contents raise where they are used into UsageError."""
+    """Turn what results of other contents raise where they are used into UsageError."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except Exception as error:
+        if isinstance(error, OSError) or hasattr(error, "exit_code"):
+            raise
         reason = f"a result of {name} is damaged ({error!r}): measure again"
         raise llama.UsageError(f"--results {folder}: {reason}") from error

@@ -68,6 +68,16 @@ def test_a_damaged_result_is_named(page, capsys, damage):
     assert str(path) in error or "a result of kernels is damaged" in error
 
 
+def test_a_damaged_result_of_a_template_is_named(page, capsys):
+    page, flags = page
+    replay = json.loads((RESULTS / "stages_some-gpu_20300102.json").read_text())
+    for stage in replay["stages"]:
+        del stage["phase_ms"]["forward"]
+    page.with_name("stages_1.json").write_text(json.dumps(replay))
+    page.write_text("<!-- begin: published --><!-- end: published -->")
+    assert "a result of published is damaged" in refused(capsys, flags, page)
+
+
 def test_a_table_whose_result_is_gone_is_not_dropped_in_silence(page, capsys):
     page, flags = page
     page.with_name("kernels_1.json").unlink()

@@ -85,11 +85,13 @@ def test_without_results_a_section_says_so(tmp_path, name):
 
 def test_the_device_with_the_most_results_comes_first(tmp_path):
     """Or else the one with the oldest result; of each device the newest is first."""
-    days = {2: ("steps_a", "A"), 3: ("steps_b", "A"), 1: ("steps_c", "B"), 4: ("gpt_d", "B"), 5: ("gpt_e", "A")}
-    for day, (name, device) in days.items():
-        environment = {"device": device, "torch": "2.11", "triton": None}
-        result = {"date": f"2026-01-0{day}", "environment": environment}
+    for day, name, device in (
+        (2, "steps_a", "A"), (3, "steps_b", "A"), (1, "steps_c", "B"),
+        (6, "gpt_d", "A"), (5, "gpt_e", "A"), (4, "gpt_f", "B"), (9, "gpt_g", "B"),
+    ):  # fmt: skip
+        environment = {"device": device, "torch": "2.11", "triton": None, "commit": "c0ffee-dirty"}
+        result = {"date": f"2026-01-0{day}T10:00:00", "environment": environment}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert list(long_table(tmp_path, "steps")["file"]) == ["steps_b.json", "steps_a.json", "steps_c.json"]
-    assert list(long_table(tmp_path, "gpt")["file"]) == ["gpt_d.json", "gpt_e.json"]
-    assert list(long_table(tmp_path, "gpt")["source"]) == ["B, PyTorch 2.11, 2026-01-04", "A, PyTorch 2.11, 2026-01-05"]
+    files = {name: list(long_table(tmp_path, name)["file"].str.removesuffix(".json")) for name in ("steps", "gpt")}
+    assert files == {"steps": ["steps_b", "steps_a", "steps_c"], "gpt": ["gpt_g", "gpt_f", "gpt_d", "gpt_e"]}
+    assert long_table(tmp_path, "gpt")["source"][0] == "B, PyTorch 2.11, 2026-01-09, commit c0ffee with changes"
