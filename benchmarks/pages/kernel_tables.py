@@ -25,6 +25,7 @@ OURS = "triton"
 def kernels_section(rows):
     """Show ours beside the fastest peer of each case, which is bold if it is faster."""
     rows = newest(rows, "device")
+    # Columns are joined by their index, the case: where one of both is missing, its cells stay empty.
     timed = rows[rows["error"].isna()].set_index("case")
     ours = timed[timed["row"] == OURS]
     peers = timed[timed["row"] != OURS].sort_values("us")
@@ -49,9 +50,11 @@ def kernels_section(rows):
 def layer_norm_section(rows):
     """Show our time of each pass with its share of a copy's rate, and how many times as long others take."""
     rows = newest(rows, "device")
-    copy_rate = float(rows["copy_rate"].iloc[0] or "nan")
+    copy_rate = float(rows["copy_rate"].iloc[0] or "nan")  # None on a CPU
+    # Of the backward pass alone only ours is shown: two columns fewer.
     timed = rows[rows["error"].isna() & ((rows["row"] == OURS) | (rows["pass"] != "backward"))]
     is_ours = timed["row"] == OURS
+    # Our time beside every row of the same case and pass.
     ours = timed.assign(us=timed["us"].where(is_ours)).groupby(["dtype", "case", "pass"])["us"].transform("first")
     texts = timed["us"].map(number) + " us" + in_brackets(timed["rate"] / copy_rate)
     ratios = (timed["us"] / ours).map("{:.2f}".format)
@@ -68,6 +71,7 @@ def layer_norm_section(rows):
 
 LAYER = "fp8_layer", "parts {part} contenders {row}"
 PLAIN = "plain PyTorch (products: bf16)"
+# A row that is not named here gets a column of its own.
 COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}
 
 

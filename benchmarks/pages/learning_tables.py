@@ -12,6 +12,7 @@ RUNS = "fp8_learning", "runs {run}"
 
 def newest_runs(rows):
     """Return the runs of each size and data from the newest result that has them in two precisions."""
+    # A newer result of one precision says nothing about the other.
     precisions = rows.groupby(["file", "size", "data"])["precision"].transform("nunique")
     rows = newest(rows[precisions > 1], "size", "data")
     return rows.sort_values("tflop", kind="stable")
@@ -19,6 +20,7 @@ def newest_runs(rows):
 
 def seconds_to(run, target):
     """Return the seconds until the smoothed loss is first at most a target, at the median ms a step; NaN if never."""
+    # The mean of so many losses: a single loss depends on its batch.
     means = np.array(smoothed(run["losses"]))
     reached = np.flatnonzero(means <= target)
     first = len(run["losses"]) - len(means) + 1  # the step of the first mean
@@ -33,6 +35,7 @@ def compare(runs, precision):
     """
     pair = ["bf16", precision]
     done = runs[runs["error"].isna()].set_index(["seed", "precision"])
+    # A seed whose run diverged in one precision is left out of both.
     final = done["final_loss"].unstack().reindex(columns=pair).dropna()
 
     def times_to(targets):
@@ -72,6 +75,7 @@ def learning_row(runs, precision):
         "s to bf16's loss, bf16 / FP8": beside(seconds),
         "ratio": f"{seconds['bf16'] / seconds[precision]:.2f}",
     }
+    # FP8 does not reach the loss of bf16 with every seed: a mean over those that do would flatter it.
     if np.isnan(seconds[precision]):
         unreached = found["seconds"].index[found["seconds"][precision].isna()]
         steps = len(runs["losses"].iloc[0])

@@ -26,6 +26,7 @@ def rows_below(node, way):
     error in the place of rows is yielded itself.
     """
     if not way:
+        # {"ms": {"median": 1.0}} becomes the column "ms median".
         nested = {name: part for name, part in node.items() if isinstance(part, dict)}
         parts = {f"{name} {key}": value for name, part in nested.items() for key, value in part.items()}
         yield node | parts
@@ -59,6 +60,7 @@ def long_table(folder, benchmark, way=""):
     this one, whatever results others send.
     """
     lines = []
+    # The order of files does not matter: rows are sorted by what the results say.
     for path in folder.glob(f"{benchmark}_*.json"):
         result = read_result(path)
         # A run of the script itself has its date in its name only.
@@ -71,6 +73,7 @@ def long_table(folder, benchmark, way=""):
     rows = pd.DataFrame(lines)
     rows = rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *TIMES, *rows])))
     rows = rows.sort_values(["date", "file"], ascending=False, kind="stable")
+    # A stable sort keeps the newest of each device first.
     devices = rows.groupby("device")
     fewest = -devices["file"].transform("nunique")
     oldest = devices["date"].transform("min")
@@ -80,11 +83,13 @@ def long_table(folder, benchmark, way=""):
 
 def first_device(rows):
     """Return the rows of the first device."""
+    # isin() and head(), as a table of no rows has no first device.
     return rows[rows["device"].isin(rows["device"].head(1))]
 
 
 def newest(rows, *keys):
     """Return, for each combination of keys, the rows of the newest result that has it."""
+    # Rows are in the order of long_table(), so the first file of a group is the newest.
     return rows[rows["file"] == rows.groupby(list(keys))["file"].transform("first")]
 
 

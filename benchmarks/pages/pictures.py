@@ -46,6 +46,7 @@ def learning_runs(folder):
 
 def draw_losses(axes, correct, severed):
     """Draw the loss of a run that learns and of one that does not, on data that can be learnt."""
+    # The share of weights with a gradient is what tells both runs apart before they train.
     summary, entropy = severed["summary"], correct["summary"]["entropy"]
     share = percent(summary["parameters_with_gradient"] / summary["parameters"])
     labels = (
@@ -62,6 +63,7 @@ def draw_losses(axes, correct, severed):
 
 def draw_steps(axes, sizes):
     """Draw the time of a step relative to ours, three bars for each of {size: rows}."""
+    # {size: the times of three rows}, and relative to ours, as sizes differ by a factor of a hundred.
     ms = {}
     for size, rows in sizes.items():
         (peer,), config = strongest_peer(rows), rows["config"].iloc[0]
@@ -125,6 +127,7 @@ def draw_fp8_layer(folder, path):
     if rows.empty:
         return
     rows = with_ceilings(rows)
+    # Ours rounds for FP8; other rows have no bar.
     rows = rows.assign(
         bar=rows["row"].map({"bf16": "bf16", "fp8": "FP8", "triton": "FP8"}),
         floor=rows["amount"] / rows["ceiling"] / 1e6,
@@ -148,9 +151,11 @@ def draw_fp8_learning(folder, path):
     with picture(path, 4.2, 1, sizes.ngroups) as (panels,):
         for axes, (size, runs) in zip(panels, sizes, strict=True):
             for run in runs.to_dict("records"):
+                # Smoothed losses begin at the step that has enough of them.
                 means = pd.Series(smoothed(run["losses"]))
                 steps = means.index + len(run["losses"]) - len(means) + 1
                 color, look = (BLUE, "-") if run["precision"] == "bf16" else (RED, "--")
+                # One entry of the legend for all seeds.
                 label = run["precision"] if run["seed"] == runs["seed"].iloc[0] else None
                 axes.plot(steps * run["ms median"] / 6e4, means, look, color=color, label=label)
             axes.set(xlabel="minutes of training", title=size, ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")

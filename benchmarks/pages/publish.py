@@ -55,6 +55,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "published": published.published_section,
     "claims": published.claims_section,
 }
+# The pages that have markers; a test compares them with the results.
 PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/fp8.md")]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,
@@ -74,12 +75,14 @@ def rewrite(page, text, folder):
         raise llama.UsageError(f"{page} needs {pair} where a table goes, and after each begin its end")
     if unknown := set(names) - SECTIONS.keys():
         raise llama.UsageError(f"{page} has markers of {min(unknown)}: choose from {', '.join(SECTIONS)}")
+    # Sections have links from the top folder.
     to_top = os.path.relpath(ROOT, page.parent)
 
     def replaced(match):
         name, old = match[1], match[2].strip()
         with damage_reported(folder, name):
             new = SECTIONS[name](folder).replace("](benchmarks/", f"]({to_top}/benchmarks/").replace("](./", "](")
+        # Whoever removes a result by mistake should notice.
         if new == NOT_MEASURED and old not in ("", NOT_MEASURED):
             raise llama.UsageError(f"{page} has a table of {name}, but there is no result of it: empty the table")
         return f"<!-- begin: {name} -->\n\n{new}\n\n<!-- end: {name} -->"
@@ -89,6 +92,7 @@ def rewrite(page, text, folder):
 
 def write_all(texts):
     """Write {path: text}, either all files or none."""
+    # replacing() renames when its context ends, so nothing is replaced before all is written.
     with contextlib.ExitStack() as stack:
         for path, text in texts.items():
             stack.enter_context(replacing(path, follow=True)).write_text(text, encoding="utf-8")

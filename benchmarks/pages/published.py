@@ -9,6 +9,7 @@ from benchmarks.pages.long_table import first_device, long_table, of_each_device
 from benchmarks.pages.training_steps import STEPS
 from measure.tables import NOT_MEASURED, number
 
+# A figure that a result lacks is an error, and not an empty cell.
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     undefined=jinja2.StrictUndefined,
@@ -40,6 +41,7 @@ def measured_stages(replay):
 
 def newest_replay(rows, seq_len, precision, *stages):
     """Return the newest replay with a baseline and these stages, in a table of one line; none if there is none."""
+    # The published figures are for one setting; ours must be for the same.
     is_wanted = [
         replay["config"]["seq_len"] == seq_len
         and replay["precision"] == precision
@@ -78,6 +80,7 @@ def claims_section(folder):
     layouts = newest_replay(replays, 2048, "bf16", 2, 3)
     steps = first_device(long_table(folder, *STEPS))
     steps = steps[steps["size"] == "small"]
+    # Plain and fused PyTorch of one result, both eager.
     ms = steps.pivot_table("ms median", "file", "row", sort=False).reindex(columns=["torch", "sdpa"]).dropna()
     if story.empty or layouts.empty or ms.empty:
         return NOT_MEASURED

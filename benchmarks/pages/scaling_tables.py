@@ -21,6 +21,7 @@ OURS = "triton graph"
 def newest_scaling(rows):
     """Return the rows of the newest result with times of each number of processes, size and mode: weak, strong."""
     rows = rows[rows["size"] != "tiny"]
+    # What --time-limit left out has no times, and does not replace an older result.
     times = rows.groupby(["file", "size", "mode"])["ms exchanging"].transform("count")
     return newest(rows[times > 0], "processes", "size", "mode")
 
@@ -32,6 +33,7 @@ def comparison_of(size, weak):
     if peers.empty:
         return ""
     fastest = peers.sort_values("ms exchanging").iloc[0]
+    # Ours without a captured graph, whose host time one sees with small models.
     eager = rows["tokens_per_second"].get("triton") / fastest["tokens_per_second"]
     without = f" ({eager:.2f} without)" if eager > 0 else ""
     return f"{size} {1 / fastest['ratio']:.2f} times{without} those of {fastest.name}"
@@ -41,6 +43,7 @@ def scaling_text(gpus, rows):
     """Return the table and the sentences of a number of processes; "strong" divides the batch of "weak"."""
     names = ["size", "row"]
     weak = rows[rows["mode"] == "weak"]
+    # In the order of the rows of "weak"; cells of what was not measured stay empty.
     strong = rows[rows["mode"] == "strong"].set_index(names).reindex(weak[names]).set_index(weak.index)
     labels = weak["size"] + ", " + weak["row"]
     efficiency = f"of {gpus} times one"
@@ -56,6 +59,7 @@ def scaling_text(gpus, rows):
     })  # fmt: skip
     compared = [comparison_of(*size) for size in weak.groupby("size", sort=False)]
     compared = "; ".join(filter(None, compared))
+    # Of the result with the messages of this table.
     collectives = weak["collectives"].iloc[0]
     return paragraphs(
         markdown(table),

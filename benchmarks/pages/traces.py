@@ -46,6 +46,7 @@ def one_step(path):
     """Return the events of the typical step of a trace.json; ts and dur are in us, ts since the step began."""
     start, end = (ns / 1e3 for ns in typical_step(read_ranges(path)))
     events = json.loads(path.read_text())["traceEvents"]
+    # Only what ran inside the step, of kernels, launch calls and named ranges.
     inside = [e for e in events if e.get("cat") in KEPT and start <= e["ts"] and e["ts"] + e["dur"] <= end]
     processes = {event["pid"] for event in inside}
     names = [e | {"ts": 0} for e in events if e["ph"] == "M" and e["pid"] in processes]
@@ -107,6 +108,7 @@ def mark_stage4(kernels, launches, whole, part):
     point(whole, "the device is done", kernels["end"].max(), KERNELS, 0.9, 1.6)
     point(whole, f"one kernel: {name}, {share} of all kernels' time", at, KERNELS, 0.35, -0.6)
     part.set_xlim(0, 1.1 * issued)
+    # At which of the long kernels the device is when the host's clock stops.
     reached = (kernels["begin"][same] < issued).sum()
     part.set_title(f"The beginning: when all is launched, the device is at long kernel {reached} of {same.sum()}")
 
@@ -120,6 +122,7 @@ def mark_stage5(kernels, launches, whole, part):
     """Mark that the device waits for the host."""
     lasts = kernels["end"] - kernels["begin"]
     busy = percent(lasts.sum() / kernels["end"].max())
+    # A quarter of all kernels is in the middle of the forward pass.
     shown = kernels[len(kernels) // 4 :].head(6)
     begin, end = shown["begin"].min(), shown["end"].max()
     between = (shown["end"].iloc[2] + shown["begin"].iloc[3]) / 2

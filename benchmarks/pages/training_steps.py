@@ -33,6 +33,7 @@ WITH_OUR_OPTIMIZER = "sdpa flat compile graph"  # PyTorch's fused attention, wit
 
 def timed(rows):
     """Return the rows of sizes that were measured to the end with at least one time, from small to large."""
+    # A size is concluded by its comparisons: without them the benchmark was interrupted.
     ended = rows[rows["comparisons"].notna()]
     has_time = ended.groupby(["file", "size"])["ms median"].transform("count") > 0
     return ended[has_time].sort_values("tflop_per_step", kind="stable")
@@ -49,6 +50,7 @@ def whole_size(rows):
 
     What takes minutes to compile may be measured apart. Each row was timed in turns with ours of its own result.
     """
+    # A newer result of some rows, as somebody measures who looks into one of them, does not replace a whole table.
     results = [result for _, result in rows.groupby("file", sort=False)]
     base = next(filter(is_complete, results), results[0])
     others = [result[result["error"].isna()] for result in results if same_model(result, base)]
@@ -68,6 +70,7 @@ def sizes_in_bf16(rows):
 
 def strongest_peer(rows):
     """Return the row of the fastest among the strongest peers of these rows' results; empty if there is none."""
+    # Each result names the strongest of its own peers, so the fastest of these is the strongest of all.
     peers = rows[rows["row"].isin(rows["strongest_peer"])]
     return peers.sort_values("ms median")["row"].head(1)
 
@@ -79,6 +82,7 @@ def comparisons(rows):
     for pairs in rows.drop_duplicates("file")["comparisons"]:
         for pair in pairs:
             if pair["peer"] not in weaker and not is_fp8(pair["ours"]):
+                # The rows of the first result are those that are shown.
                 found.setdefault((pair["ours"], pair["peer"]), pair)
     return found
 
@@ -113,6 +117,7 @@ def steps_section(rows):
         first, config = shown.iloc[0], shown["config"].iloc[0]
         is_bold = shown["row"].isin([OURS, *strongest_peer(shown)])
         labels = shown["row"].mask(is_bold, "**" + shown["row"] + "**")
+        # The closest comparison comes first.
         pairs = sorted(comparisons(shown).values(), key=lambda pair: -pair["time_ratio"])
         texts += [
             f"**{size}**, {first['device']}: {config['batch_size']} x {config['seq_len']} tokens, "
@@ -141,6 +146,7 @@ GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # {
 
 def newest_sweeps(rows):
     """Yield (sweep, the rows of each size's newest result with times) of one device's results."""
+    # A sweep may be measured in parts, and a part again.
     rows = newest(timed(rows[rows["sweep"].notna()]), "sweep", "size")
     for sweep, field in GROWS.items():
         of_sweep = rows[rows["sweep"] == sweep]
@@ -167,6 +173,7 @@ def sweeps_section(rows):
 def fp8_speed_section(rows):
     """Show the rows in FP8 and ours in bf16 of each model, beside ours in FP8."""
     rows = rows[(rows["row"] == OURS) | rows["row"].map(is_fp8)]
+    # The time of ours in FP8 beside every row of the same result and size; missing if it was not measured there.
     ours = rows["ms median"].where(rows["row"] == IN_FP8)
     ours = ours.groupby([rows["file"], rows["size"]]).transform("max")
     rows = newest(rows.assign(ours=ours)[ours.notna()], "size").sort_values("tflop_per_step", kind="stable")
@@ -184,6 +191,7 @@ def front_row(size, rows):
     (peer,) = strongest_peer(rows)
     ours, theirs, config = named.loc[OURS], named.loc[peer], rows["config"].iloc[0]
     weights = hardware.count_matrix_weights(recorded_config(config)) / 1e6
+    # Of windows in turns, and not of the two medians, which may be from different results.
     ratio = comparisons(rows)[OURS, peer]["time_ratio"]
     with_ours = named["ms median"].get(WITH_OUR_OPTIMIZER)
 
