@@ -4,6 +4,7 @@ long_table() is a pandas DataFrame. Every table of the pages is a selection or a
 above the provenance() of its rows.
 """
 
+import collections
 import functools
 
 import pandas as pd
@@ -29,7 +30,7 @@ def rows_below(node, way):
         # {"ms": {"median": 1.0}} becomes the column "ms median".
         nested = {name: part for name, part in node.items() if isinstance(part, dict)}
         parts = {f"{name} {key}": value for name, part in nested.items() for key, value in part.items()}
-        yield node | parts
+        yield node | parts | {"error": cell(node["error"]) if node.get("error") else None}
     elif way[0].startswith("{"):
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             for row in rows_below(child, way[1:]):
@@ -38,7 +39,7 @@ def rows_below(node, way):
         for row in rows_below(node[way[0]], way[1:]):
             yield node | row
     elif isinstance(node, dict) and node.get("error"):
-        yield node
+        yield from rows_below(node, [])
 
 
 def source_of(result):
@@ -59,26 +60,18 @@ def long_table(folder, benchmark, way=""):
     The device with the most results is the first one, or else that with the oldest. What shows one device only shows
     this one, whatever results others send.
     """
+    # A run of the script itself has its date in its name only.
+    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
+    results.sort(key=lambda item: (item[1].get("date", ""), item[0]))
+    devices = collections.Counter(result["environment"]["device"] for _, result in results).most_common()
     lines = []
-    # The order of files does not matter: rows are sorted by what the results say.
-    for path in folder.glob(f"{benchmark}_*.json"):
-        result = read_result(path)
-        # A run of the script itself has its date in its name only.
-        own = {"file": path.name, "result": result, "date": result.get("date", "")}
-        own["device"] = result["environment"]["device"]
-        own["source"] = source_of(result)
-        own["link"] = f"([{path.name}](benchmarks/results/{path.name}))"
-        for row in rows_below(result, way.split()):
-            lines.append(row | own | {"error": cell(row["error"]) if row.get("error") else None})
+    for device, _ in devices:  # of as many, in the order of the oldest result
+        for name, result in reversed(results):
+            own = {"file": name, "result": result, "device": device, "source": source_of(result)}
+            if result["environment"]["device"] == device:
+                lines += [row | own for row in rows_below(result, way.split())]
     rows = pd.DataFrame(lines)
-    rows = rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *TIMES, *rows])))
-    rows = rows.sort_values(["date", "file"], ascending=False, kind="stable")
-    # A stable sort keeps the newest of each device first.
-    devices = rows.groupby("device")
-    fewest = -devices["file"].transform("nunique")
-    oldest = devices["date"].transform("min")
-    rows = rows.assign(fewest=fewest, oldest=oldest)
-    return rows.sort_values(["fewest", "oldest"], kind="stable", ignore_index=True)
+    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *TIMES, *rows])))
 
 
 def first_device(rows):
@@ -163,13 +156,19 @@ def not_timed(rows, place):
     return f"Not timed: {'; '.join(reasons)}." if len(reasons) else ""
 
 
+def links(rows):
+    """Return the name of each row's file as a link."""
+    return "([" + rows["file"] + "](benchmarks/results/" + rows["file"] + "))"
+
+
 def provenance(rows):
     """Return the lines below a table: the source of each of its results, and the command that was given."""
     files = rows.drop_duplicates("file")
-    return paragraphs(*files["source"] + " " + files["link"] + ": `" + files["command"] + "`")
+    return paragraphs(*files["source"] + " " + links(files) + ": `" + files["command"] + "`")
 
 
 def sources(rows):
     """Return the sources of rows without the commands, each once, with the links to all its files."""
-    links = rows.drop_duplicates("file").groupby("source", sort=False)["link"].agg(", ".join)
-    return "; ".join(links.index + " " + links)
+    files = rows.drop_duplicates("file")
+    alike = links(files).groupby(files["source"], sort=False).agg(", ".join)
+    return "; ".join(alike.index + " " + alike)

@@ -173,14 +173,14 @@ def sweeps_section(rows):
 def fp8_speed_section(rows):
     """Show the rows in FP8 and ours in bf16 of each model, beside ours in FP8."""
     rows = rows[(rows["row"] == OURS) | rows["row"].map(is_fp8)]
-    # The time of ours in FP8 beside every row of the same result and size; missing if it was not measured there.
-    ours = rows["ms median"].where(rows["row"] == IN_FP8)
-    ours = ours.groupby([rows["file"], rows["size"]]).transform("max")
-    rows = newest(rows.assign(ours=ours)[ours.notna()], "size").sort_values("tflop_per_step", kind="stable")
+    # Of each size the newest result in which ours was measured in FP8.
+    ours = rows[(rows["row"] == IN_FP8) & rows["error"].isna()]
+    rows = newest(rows.merge(ours[["file", "size"]]), "size").sort_values("tflop_per_step", kind="stable")
+    ratios = rows["ms median"] / rows["size"].map(ours.drop_duplicates("size").set_index("size")["ms median"])
     table = pd.DataFrame({
         "": rows["size"] + ", " + rows["row"],
         "ms a step": or_error(rows, rows["ms median"].map(number)),
-        f"its time / that of {IN_FP8}": (rows["ms median"] / rows["ours"]).map("{:.2f}".format, na_action="ignore"),
+        f"its time / that of {IN_FP8}": ratios.map("{:.2f}".format, na_action="ignore"),
     })  # fmt: skip
     return paragraphs(markdown(table), provenance(rows)) if len(rows) else ""
 
