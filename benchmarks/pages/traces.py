@@ -45,13 +45,15 @@ FIELDS = ("ph", "cat", "name", "pid", "tid")
 def one_step(path):
     """Return the events of the typical step of a trace.json; ts and dur are in us, ts since the step began."""
     start, end = (ns / 1e3 for ns in typical_step(read_ranges(path)))
-    events = json.loads(path.read_text())["traceEvents"]
-    # Only what ran inside the step, of kernels, launch calls and named ranges.
-    inside = [e for e in events if e.get("cat") in KEPT and start <= e["ts"] and e["ts"] + e["dur"] <= end]
-    processes = {event["pid"] for event in inside}
-    names = [e | {"ts": 0} for e in events if e["ph"] == "M" and e["pid"] in processes]
-    times = [{"ts": round(e["ts"] - start, 3), "dur": round(e["dur"], 3)} for e in inside]
-    return names + [{key: e[key] for key in FIELDS} | time for e, time in zip(inside, times, strict=True)]
+    kept = []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "M":  # the name of a process
+            kept.append(event | {"ts": 0})
+        # Of what ran inside the step only kernels, launch calls and named ranges.
+        elif event.get("cat") in KEPT and start <= event["ts"] and event["ts"] + event["dur"] <= end:
+            times = {"ts": round(event["ts"] - start, 3), "dur": round(event["dur"], 3)}
+            kept.append({key: event[key] for key in FIELDS} | times)
+    return kept
 
 
 def record(name, flags, device, folder):

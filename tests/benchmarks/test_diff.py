@@ -56,6 +56,7 @@ def test_changes_beyond_the_noise_are_told(tmp_path, capsys):
     ([[10.0] * 20], [[10.1] * 20, [10.302] * 4], "1.01 same (0.990 – 1.03)"),
     ([[10.0] * 20], [[10.1] * 20], "1.01 slower (1.01 – 1.01)"),
     ([[10.0] * 20, [10.0] * 4], [[9.9] * 20], "0.990 faster (0.990 – 0.990)"),
+    ([[10.0] * 4], [[5.0] * 4], "0.500 faster (0.500 – 0.500)"),  # the fewest that can tell
 ])  # fmt: skip
 def test_runs_of_one_side_that_differ_widen_the_bounds(tmp_path, capsys, before, after, cells):
     for side, runs in (("before", before), ("after", after)):

@@ -2,7 +2,6 @@
 
 import json
 
-import matplotlib.image
 import matplotlib.pyplot as plt
 import pytest
 
@@ -68,7 +67,6 @@ def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
     path = kept("trace_stage5", FAST)
     events = json.loads(path.read_text())["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "M"} == {"process_name"}
-    assert {e["pid"] for e in events if e["ph"] == "M"} == {7, 77}  # those that have a part in it
     assert {e.get("cat") for e in events if e["ph"] == "X"} == {"kernel", "user_annotation", "cuda_driver"}
     assert min(e["ts"] for e in events) == 0 and max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == 1000
     assert len(read_dispatches(path)) == 8 and step_windows(path)[1] == 1  # the project's readers open it
@@ -92,13 +90,6 @@ def test_the_pictures_say_what_the_step_shows(kept, monkeypatch):
     assert "a kernel runs for 15 % of the step" in text  # 24 of the 155 us until the last one ends
     text = texts_of(monkeypatch, kept("trace_stage8", FAST), "trace_stage8")
     assert "8 launches for 8 kernels" in text
-
-
-def test_a_picture_is_written_whole(kept):
-    path = kept("trace_stage4", SLOW)
-    traces.draw(path.parent, path.parent / "picture.png", "trace_stage4")
-    assert matplotlib.image.imread(path.parent / "picture.png").shape[:2] == (640, 1200)
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "picture.png"}
 
 
 def test_without_a_recording_the_page_says_how_to_make_one(tmp_path):
