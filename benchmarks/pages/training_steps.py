@@ -75,6 +75,13 @@ def strongest_peer(rows):
     return peers.sort_values("ms median")["row"].head(1)
 
 
+def without_slow_peers(rows):
+    """Return ours, plain PyTorch, what has failed, and the five fastest of the others."""
+    is_kept = rows["row"].str.startswith("triton") | rows["row"].isin(["torch", PLAIN]) | rows["error"].notna()
+    others = rows[~is_kept].nsmallest(5, "ms median")
+    return rows[is_kept | rows["row"].isin(others["row"])]
+
+
 def comparisons(rows):
     """Return {(ours, peer): how they compare} of these rows' results, without peers that only seemed the strongest."""
     weaker = set(rows["strongest_peer"]) - set(strongest_peer(rows))
@@ -111,9 +118,10 @@ def comparison_line(pair):
 
 @of_each_device(*STEPS)
 def steps_section(rows):
-    """Show all rows of each model, ours and the strongest peer in bold."""
+    """Show ours and its strongest peers for each model, ours and the strongest one in bold."""
     texts = []
-    for size, shown in sizes_in_bf16(rows):
+    for size, measured in sizes_in_bf16(rows):
+        shown = without_slow_peers(measured)
         first, config = shown.iloc[0], shown["config"].iloc[0]
         is_bold = shown["row"].isin([OURS, *strongest_peer(shown)])
         labels = shown["row"].mask(is_bold, "**" + shown["row"] + "**")
