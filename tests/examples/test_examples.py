@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,28 +200,32 @@ def test_swapped_kernels_pass_the_gate(transformers, tmp_path, capsys, monkeypat
 
 def test_rows_of_tritonbench_compute_what_its_rows_do(transformers, monkeypatch, device):
     """Registered with a stand-in for it, and called as it does."""
-    modules = {name: ModuleType(name) for name in ("run", "tritonbench", "tritonbench.operators", "tritonbench.utils")}
-    modules["tritonbench.utils.triton_op"], operators, registered = ModuleType("triton_op"), {}, []
-    modules["tritonbench.utils.triton_op"].register_benchmark = lambda name, row, fwd_only: (
-        registered.append((name, row, fwd_only)) or (lambda function: function)
-    )
-    modules["tritonbench.operators"].load_opbench_by_name = lambda name: operators.setdefault(name, type(name, (), {}))
-    modules["run"].run = registered.append
-    for name, module in modules.items():
+    operators, registered = {}, []
+
+    def register(name, row, fwd_only):
+        registered.append((name, row, fwd_only))
+        return lambda function: function
+
+    def load(name):
+        return operators.setdefault(name, type(name, (), {}))
+
+    for name, module in (
+        ("run", SimpleNamespace(run=registered.append)),
+        ("tritonbench.operators", SimpleNamespace(load_opbench_by_name=load)),
+        ("tritonbench.utils.triton_op", SimpleNamespace(register_benchmark=register)),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     assert tritonbench_rows.main(["--op", "rms_norm"]) == 0
-    forward_only = {"rms_norm": False, "layer_norm": False, "swiglu": True}
-    assert registered == [*((name, "tiny_llama", only) for name, only in forward_only.items()), ["--op", "rms_norm"]]
+    rows = [(name, "tiny_llama", name == "swiglu") for name in ("rms_norm", "layer_norm", "swiglu")]
+    assert registered == [*rows, ["--op", "rms_norm"]]
     x, weight, bias = torch.randn(3, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
-    norm, swiglu, F = operators["rms_norm"](), operators["swiglu"](), torch.nn.functional
-    swiglu.baseline_op = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES)).to(device)
+    norm, layer_norm, swiglu = (operators[name]() for name, *_ in rows)
     norm.eps = 1e-3
+    swiglu.baseline_op = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES)).to(device)
+    functional = torch.nn.functional
     for row, expected in (
-        (norm.tiny_llama(32, x), F.rms_norm(x, (32,), eps=1e-3)),
-        (
-            operators["layer_norm"]().tiny_llama(x, (32,), weight, bias, 1e-2),
-            F.layer_norm(x, (32,), weight, bias, 1e-2),
-        ),
+        (norm.tiny_llama(32, x), functional.rms_norm(x, (32,), eps=1e-3)),
+        (layer_norm.tiny_llama(x, (32,), weight, bias, 1e-2), functional.layer_norm(x, (32,), weight, bias, 1e-2)),
         (swiglu.tiny_llama(x), swiglu.baseline_op(x)),
     ):
         torch.testing.assert_close(row(), expected, rtol=1e-4, atol=1e-5)
