@@ -62,6 +62,15 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("error, words", [
+    (KeyError("us"), "--results x: a result of gpt is damaged .KeyError.'us'.*: measure again"),
+    (llama.UsageError("x has no us"), "^x has no us$"),
+])  # fmt: skip
+def test_what_a_damaged_result_raises_is_told_once(error, words):
+    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x", "gpt"):
+        raise error
+
+
 def test_an_error_in_one_line():
     assert results.describe(results.Unavailable("needs a GPU")) == "needs a GPU"
     assert results.describe(RuntimeError("no room\nfor this")) == "RuntimeError: no room"
