@@ -66,6 +66,7 @@ def test_runs_of_one_side_that_differ_widen_the_bounds(tmp_path, capsys, before,
     out = capsys.readouterr().out
     assert " ".join(rows(out)["step, ms"]).endswith(cells) and rows(out)["final loss"][-1] == "same"
     assert f"runs: {len(before)} / {len(after)}\n" in out
+    assert ("9.50000 – 10.5000" in out) == (len(before + after) > 2)
     assert ("One run a side" in out) == (len(before + after) == 2)
 
 

@@ -75,7 +75,7 @@ def test_a_damaged_result_of_a_template_is_named(page, capsys):
         del stage["phase_ms"]["forward"]
     page.with_name("stages_1.json").write_text(json.dumps(replay))
     page.write_text("<!-- begin: published --><!-- end: published -->")
-    assert "a result of published is damaged" in refused(capsys, flags, page)
+    assert "stages_1.json has no forward" in refused(capsys, flags, page)
 
 
 def test_a_table_whose_result_is_gone_is_not_dropped_in_silence(page, capsys):
