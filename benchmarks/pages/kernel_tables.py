@@ -14,6 +14,7 @@ from benchmarks.pages.long_table import (
     or_error,
     paragraphs,
     provenance,
+    texts,
     us_and_rate,
 )
 from measure.tables import number
@@ -33,7 +34,7 @@ def kernels_section(rows):
     theirs = {
         "fastest peer": us_and_rate(peers),
         "which": peers["row"],
-        "its time / ours": (peers["us"] / ours["us"]).map("{:.2f}".format, na_action="ignore"),
+        "its time / ours": texts(peers["us"] / ours["us"], "{:.2f}".format),
     }
     table = pd.DataFrame({"ours": us_and_rate(ours), **theirs}, index=rows["case"].unique())
     faster = table["its time / ours"].astype(float) < 1  # as it is printed
@@ -56,12 +57,12 @@ def layer_norm_section(rows):
     is_ours = timed["row"] == OURS
     # Our time beside every row of the same case and pass.
     ours = timed.assign(us=timed["us"].where(is_ours)).groupby(["dtype", "case", "pass"])["us"].transform("first")
-    texts = timed["us"].map(number) + " us" + in_brackets(timed["rate"] / copy_rate)
-    ratios = (timed["us"] / ours).map("{:.2f}".format)
+    us = texts(timed["us"], number) + " us" + in_brackets(timed["rate"] / copy_rate)
+    ratios = texts(timed["us"] / ours, "{:.2f}".format)
     shapes = timed["shape"].map(lambda shape: " x ".join(f"{n:,}" for n in shape))
     columns = {
         "": timed["dtype"] + ", " + shapes,
-        "text": texts.where(is_ours, ratios),
+        "text": us.where(is_ours, ratios),
         "column": timed["pass"] + (", x " + timed["row"]).mask(is_ours, ""),
     }
     table = timed.assign(**columns).pivot_table("text", "", "column", aggfunc="first", sort=False)
@@ -88,11 +89,11 @@ def with_ceilings(rows):
 def fp8_layer_section(rows):
     """Show each part of a layer, in FP8 and as others compute it, with its share of the roofline."""
     rows = with_ceilings(newest(rows, "device"))
-    texts = us_and_rate(rows) + in_brackets(rows["rate"] / rows["ceiling"])
+    rates = us_and_rate(rows) + in_brackets(rows["rate"] / rows["ceiling"])
     of_bytes = (rows["amount"] / 1e6).map(number) + " MB"
     of_products = (rows["amount"] / 1e12).map(number) + " TFLOP"
     work = of_bytes.where(rows["unit"] == "TB/s", of_products)
-    rows = rows.assign(text=or_error(rows, texts), work=work, column=rows["row"].replace(COLUMN))
+    rows = rows.assign(text=or_error(rows, rates), work=work, column=rows["row"].replace(COLUMN))
     table = rows.pivot_table("text", ["part", "work"], "column", aggfunc="first", sort=False)
     table = table.reset_index().rename(columns={"part": "of one layer"})
     return paragraphs(markdown(table), provenance(rows))
@@ -102,7 +103,7 @@ def fp8_layer_section(rows):
 def fp8_recipes_section(rows):
     """Show the error of the gradients of each recipe and size, the median and the worst."""
     rows = newest(rows, "device")
-    median, worst = (rows[name].map("{:.3f}".format) for name in ("median", "worst"))
+    median, worst = (texts(rows[name], "{:.3f}".format) for name in ("median", "worst"))
     rows = rows.assign(text=median + " (" + worst + ")", **{"": rows["row"]})
     table = rows.pivot_table("text", "", "size", aggfunc="first", sort=False)
     return paragraphs(markdown(table.reset_index()), provenance(rows))
@@ -116,7 +117,7 @@ def overhead_section(rows):
         "": "`" + rows["row"] + "`",
         "tool": rows["tool"],
         "ms a step": rows["ms"].map(number),
-        "times a step without": rows["ratio"].map("{:.1f}".format),
+        "times a step without": texts(rows["ratio"], "{:.1f}".format),
     })  # fmt: skip
     plain = f"Without a profiler, a step takes {number(rows['plain'].iloc[0]['ms'])} ms."
     return paragraphs(markdown(table, right=[False, False, True, True]), plain, provenance(rows))

@@ -58,9 +58,8 @@ def beside(values):
     return " / ".join(map(number, values))
 
 
-def learning_row(runs, precision):
-    """Return the texts of the runs of one size and data: means over the seeds that have both precisions."""
-    found = compare(runs, precision)
+def learning_row(runs, precision, found):
+    """Return the texts of the runs of one size and data, and of compare(): means over the seeds of both precisions."""
     final, seconds = found["final"], found["seconds"].mean(skipna=False)
     pairs = runs[runs["seed"].isin(final.index)].groupby("precision")
     bf16 = runs[(runs["precision"] == "bf16") & runs["error"].isna()]["final_loss"]
@@ -93,11 +92,14 @@ def learning_section(rows):
     rows = newest_runs(rows)
     lines, notes = [], []
     for (size, data), runs in rows.groupby(["size", "data"], sort=False):
-        for precision in runs["precision"].unique():
-            if precision != "bf16":
-                lines.append({"": f"{size}, {data}, {precision}", **learning_row(runs, precision)})
+        for precision in runs["precision"][runs["precision"] != "bf16"].unique():
+            found = compare(runs, precision)
+            if len(found["final"]):
+                row = learning_row(runs, precision, found)
+                lines.append({"": f"{size}, {data}, {precision}", **row})
         for run in runs[runs["error"].notna()].itertuples():
             notes.append(f"- {size} {data} seed {run.seed} {run.precision}: {run.error}")
         left_out = (label for label in runs["missing"].iloc[0] if label.startswith(f"{size} {data} "))
         notes += [f"- {label}: not measured" for label in left_out]
-    return paragraphs(markdown(pd.DataFrame(lines)), "\n".join(notes), provenance(rows)) if lines else ""
+    table = markdown(pd.DataFrame(lines)) if lines else ""
+    return paragraphs(table, "\n".join(notes), provenance(rows))

@@ -14,10 +14,10 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
 
 # Every long table has these columns, also if there is no result, or if all that was measured has failed.
 COLUMNS = """
-    file result device date row error size precision config tflop_per_step sweep comparisons strongest_peer ms us rate
-    mode processes data baseline stages
+    file result device date row error size precision config tflop_per_step sweep comparisons strongest_peer us rate
+    ratio tokens_per_second mfu peak_memory_mib mode processes efficiency data baseline stages final_loss
 """.split()
-TIMES = ["ms median", "ms exchanging"]
+NESTED = "ms median,ms p20,ms p80,ms alone,ms exchanging,speedup median,speedup peer".split(",")
 
 
 def rows_below(node, way):
@@ -71,7 +71,7 @@ def long_table(folder, benchmark, way=""):
             if result["environment"]["device"] == device:
                 lines += [row | own for row in rows_below(result, way.split())]
     rows = pd.DataFrame(lines)
-    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *TIMES, *rows])))
+    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *NESTED, *rows])))
 
 
 def first_device(rows):
@@ -109,6 +109,11 @@ def of_each_device(benchmark, *ways):
 # Columns of texts
 
 
+def texts(values, form):
+    """Return a column of numbers as texts, also where it is empty or all is missing; what is missing stays so."""
+    return values.map(form, na_action="ignore").astype(object)
+
+
 def whole(value):
     """Format a number without decimals."""
     return number(value, digits=1)
@@ -121,17 +126,17 @@ def tenths(share):
 
 def in_brackets(shares):
     """Return texts of parts of one to follow another text; empty where there is none."""
-    return shares.map(lambda share: "" if pd.isna(share) else f" ({percent(share)})")
+    return texts(shares, lambda share: f" ({percent(share)})").fillna("")
 
 
 def us_and_rate(rows):
     """Return texts of the time and the rate of each row."""
-    return rows["us"].map(number) + " us, " + rows["rate"].map(number) + " " + rows["unit"]
+    return texts(rows["us"], number) + " us, " + texts(rows["rate"], number) + " " + rows["unit"]
 
 
-def or_error(rows, texts):
-    """Return texts of rows, and the error in the place of the text where a row has one."""
-    return rows["error"].fillna(texts)
+def or_error(rows, shown):
+    """Return what is shown of rows, and in its place the error where a row has one."""
+    return rows["error"].fillna(shown)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from benchmarks.pages.long_table import (
     provenance,
     sources,
     tenths,
+    texts,
     whole,
 )
 from benchmarks.steps import is_fp8
@@ -100,10 +101,10 @@ def comparisons(rows):
 
 def step_columns(rows):
     """Return the columns of texts that tables of whole steps share."""
-    p20, p80 = rows["ms p20"].map(number), rows["ms p80"].map(number)
+    p20, p80 = (texts(rows[name], number) for name in ("ms p20", "ms p80"))
     return {
         "ms a step": or_error(rows, rows["ms median"].map(number)),
-        "p20 – p80": (p20 + " – " + p80).where(rows["error"].isna()),
+        "p20 – p80": p20 + " – " + p80,
         "tokens/s": rows["tokens_per_second"].map(whole),
         "of peak": rows["mfu"].map(tenths),
         "memory, MiB": rows["peak_memory_mib"].map(whole),
@@ -119,7 +120,7 @@ def comparison_line(pair):
 @of_each_device(*STEPS)
 def steps_section(rows):
     """Show ours and its strongest peers for each model, ours and the strongest one in bold."""
-    texts = []
+    parts = []
     for size, measured in sizes_in_bf16(rows):
         shown = without_slow_peers(measured)
         first, config = shown.iloc[0], shown["config"].iloc[0]
@@ -127,7 +128,7 @@ def steps_section(rows):
         labels = shown["row"].mask(is_bold, "**" + shown["row"] + "**")
         # The closest comparison comes first.
         pairs = sorted(comparisons(shown).values(), key=lambda pair: -pair["time_ratio"])
-        texts += [
+        parts += [
             f"**{size}**, {first['device']}: {config['batch_size']} x {config['seq_len']} tokens, "
             f"hidden {config['hidden_dim']}, {config['num_layers']} layers, {config['num_heads']} heads, "
             f"{first['precision']}",
@@ -135,7 +136,7 @@ def steps_section(rows):
             " ".join(map(comparison_line, pairs)),
             provenance(shown),
         ]
-    return paragraphs(*texts)
+    return paragraphs(*parts)
 
 
 @of_each_device("gpt", "rows {row}")
@@ -144,7 +145,7 @@ def gpt_section(rows):
     rows = newest(rows[rows["size"] != "tiny"], "device")
     if rows.empty:
         return ""
-    speed = rows["speedup median"].map("{:.3f} x `".format, na_action="ignore") + rows["speedup peer"] + "`"
+    speed = texts(rows["speedup median"], "{:.3f} x `".format) + rows["speedup peer"] + "`"
     table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
     return paragraphs(markdown(table), provenance(rows))
 
@@ -165,16 +166,16 @@ def newest_sweeps(rows):
 @of_each_device(*STEPS)
 def sweeps_section(rows):
     """Show a line for each size: the time of each row, and how ours compares with the strongest peer."""
-    texts = []
+    parts = []
     for sweep, sizes in newest_sweeps(rows):
         sizes = sizes.assign(text=or_error(sizes, sizes["ms median"].map(number)))
         table = sizes.pivot_table("text", "size", "row", aggfunc="first", sort=False)
         pairs = sizes.drop_duplicates("size").set_index("size")["comparisons"].str[0]
         for name, key in (("time, ours / strongest peer", "time_ratio"), ("memory", "memory_ratio")):
-            table[name] = pairs.str[key].map("{:.2f}".format, na_action="ignore")
+            table[name] = texts(pairs.str[key], "{:.2f}".format)
         table = table.reset_index(names=f"ms a step, {sweep} grows")
-        texts += [markdown(table), provenance(sizes)]
-    return paragraphs(*texts)
+        parts += [markdown(table), provenance(sizes)]
+    return paragraphs(*parts)
 
 
 @of_each_device(*STEPS)
@@ -188,7 +189,7 @@ def fp8_speed_section(rows):
     table = pd.DataFrame({
         "": rows["size"] + ", " + rows["row"],
         "ms a step": or_error(rows, rows["ms median"].map(number)),
-        f"its time / that of {IN_FP8}": ratios.map("{:.2f}".format, na_action="ignore"),
+        f"its time / that of {IN_FP8}": texts(ratios, "{:.2f}".format),
     })  # fmt: skip
     return paragraphs(markdown(table), provenance(rows)) if len(rows) else ""
 
