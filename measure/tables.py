@@ -6,18 +6,20 @@ NOT_MEASURED = "_Not measured yet._"
 
 
 def number(value, digits=3):
-    """So many significant digits, never an exponent, thousands apart; empty for None."""
-    if value is None:
+    """Format with so many significant digits, thousands apart, never an exponent; empty for None and NaN."""
+    if value is None or math.isnan(value):
         return ""
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:,.{decimals}f}"
 
 
 def percent(share):
+    """Format a part of one in per cent."""
     return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
 
 
 def times(factor):
+    """Format how many times as large something is."""
     return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
 
 

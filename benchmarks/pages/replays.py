@@ -1,13 +1,14 @@
-"""Derives observations and tables from the summary.json of a replay of the workshop's stages.
+"""Derive observations and tables from the summary.json of a replay of the workshop's stages.
 
 Every sentence follows from a figure. exercises/performance_debugging/ writes the summaries.
 """
 
 import math
-from typing import NamedTuple
+from pathlib import Path
 
 import tiny_llama_v3 as llama
-from measure.results import newest_first, recorded_config
+from benchmarks.pages.long_table import first_device, long_table, newest, of_each_device, paragraphs, provenance
+from measure.results import RESULTS, recorded_config
 from measure.tables import markdown_table, number, percent, times
 from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 
@@ -20,29 +21,27 @@ def short_title(stage):
     return llama.STAGES[stage].split(" instead of ")[0]
 
 
-def device_of(summary):
-    """The llama.Device of a summary, without its sizes."""
-    environment = summary["environment"]
-    kind = "cpu" if environment["arch"] == "cpu" else "cuda"
-    return llama.Device(kind, environment["device"], environment["arch"], num_sms=0, warp_size=0)
-
-
 def own_mistake(stage):
-    """The name of the mistake that this stage is the last to have; None if there is none."""
+    """Return the name of the mistake that this stage is the last to have; None if there is none."""
     return next((name for name, bug in llama.BUGS.items() if stage in bug.stages[-1:]), None)
 
 
 def predecessor(stage):
-    """The stage with which a stage is compared: up to the optimized stage the one before, then the optimized one."""
+    """Return the stage to compare a stage with: up to the optimized one the stage before, then the optimized one."""
     return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
 
 
-def newest_replays(folder, device=None):
-    """[(name, summary)]: the newest in a folder, of a device, for each length of sequence and precision, fp32 first."""
-    newest = {}
-    for name, result in newest_first(folder, "stages", device):
-        newest.setdefault((result["config"]["seq_len"], result["precision"] != "fp32"), (name, result))
-    return [newest[setting] for setting in sorted(newest)]
+def newest_of_settings(rows):
+    """Return the newest replay of each length of sequence and precision, fp32 first, from one device's long table."""
+    settings = {"seq_len": rows["config"].map(lambda config: config["seq_len"]), "low": rows["precision"] != "fp32"}
+    return newest(rows.assign(**settings), "seq_len", "low").sort_values(["seq_len", "low"])
+
+
+def newest_replays(folder):
+    """Return [(name, summary)]: the newest replay in a folder of each setting, of the first device."""
+    rows = long_table(folder, "stages")
+    rows = newest_of_settings(first_device(rows)) if len(rows) else rows
+    return list(zip(rows["file"], rows["result"], strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,20 +51,20 @@ CHANGES_WORK = {"graph", "noncontiguous_kv", "triton_matmul_swiglu", "severed_au
 
 
 def work_of(run):
-    """The work of a run's steps: equal for runs of the same operations at the same sizes."""
+    """Return the work of a run's steps: equal for runs of the same operations at the same sizes."""
     flags = {run["mistake"]} if "mistake" in run else set(llama.stage_flags(run.get("stage")))
     changing = CHANGES_WORK if run["implementation"] == "triton" else {"graph"}
     return run["implementation"], frozenset(flags & changing), str(run.get("config"))
 
 
 def runs_of(summary):
-    """Returns all runs of a replay that have figures."""
+    """Return all runs of a replay that have figures."""
     runs = [summary["baseline"], *summary["stages"], *summary.get("isolated", [])]
     return [run for run in runs if run and "batch_ms" in run]
 
 
 def spread_of_processes(summary):
-    """The largest ratio of the times of a step in two processes with the same work; 1 if there are no such processes.
+    """Return the largest ratio of the times of a step in two processes with the same work; 1 if there are none.
 
     Clocks, temperatures and other jobs differ more between processes than between steps.
     """
@@ -77,14 +76,13 @@ def spread_of_processes(summary):
 
 
 def compare_speed(summary, run, other):
-    """Returns {"value", "low", "high", "verdict"}: the speed of a run relative to another one, by their median steps.
+    """Return {"value", "low", "high", "verdict"}: the speed of a run relative to another one, by their median steps.
 
     The verdict is "differs" beyond the spread of steps and processes, else "same", "same work" or "too few steps".
-    Returns None if a run is missing, if the sizes differ, and if the interpreter ran the kernels.
+    Return None if a run is missing, if the sizes differ, and if the interpreter ran the kernels.
     """
-    if not (run and other) or "batch_ms" not in run or "batch_ms" not in other or is_interpreted(summary):
-        return None
-    if run.get("config") != other.get("config"):
+    both = [each for each in (run, other) if each and "batch_ms" in each]
+    if len(both) < 2 or run.get("config") != other.get("config") or is_interpreted(summary):
         return None
     ratio = ratio_of_medians(other["step_ms"], run["step_ms"], spread_of_processes(summary))
     if work_of(run) == work_of(other):
@@ -98,18 +96,18 @@ def compare_speed(summary, run, other):
 
 
 def is_interpreted(summary):
-    """Whether Triton's interpreter ran our kernels, on a CPU."""
+    """Return whether Triton's interpreter ran our kernels, on a CPU."""
     on_cpu = summary["environment"] and summary["environment"]["arch"] == "cpu"
     return bool(on_cpu) and any(run["implementation"] == "triton" for run in runs_of(summary))
 
 
 def is_recorded(summary):
-    """Whether the summary is a recording, which is shown beside the measurements of this machine."""
+    """Return whether the summary is a recording, which is shown beside the measurements of this machine."""
     return "file" in summary
 
 
 def speed_sentence(comparison, difference, other):
-    """The given sentence about the difference of two speeds, or one that says why there is none."""
+    """Return the given sentence about the difference of two speeds, or one that says why there is none."""
     return {
         "differs": difference,
         "same": f"The step takes as long as {other}, within the measured spread.",
@@ -127,14 +125,12 @@ class NotMeasured(Exception):
 
 
 def without_figures(stage):
-    """The reason why a stage was not measured."""
+    """Return the reason why a stage was not measured."""
     if stage["obstacle"]:
         return f"It cannot run here: {stage['obstacle']}"
-    return (
-        f"It failed: {stage['error'].splitlines()[0]}"
-        if stage["error"]
-        else "The replay was interrupted before it was done"
-    )
+    if stage["error"]:
+        return f"It failed: {stage['error'].splitlines()[0]}"
+    return "The replay was interrupted before it was done"
 
 
 class Replay:
@@ -143,7 +139,9 @@ class Replay:
     def __init__(self, summary):
         self.summary = summary
         self.config = recorded_config(summary["config"])
-        self.device = device_of(summary)
+        environment = summary["environment"]
+        kind = "cpu" if environment["arch"] == "cpu" else "cuda"
+        self.device = llama.Device(kind, environment["device"], environment["arch"], num_sms=0, warp_size=0)
         self.stages = {stage["stage"]: stage for stage in summary["stages"] if "batch_ms" in stage}
 
     def stage(self, number):
@@ -157,22 +155,21 @@ class Replay:
         return self.stage(number)["kernels"]
 
     def triton_obstacle(self):
-        """The reason why plain PyTorch ran instead of our kernels, or None."""
+        """Return the reason why plain PyTorch ran instead of our kernels, or None."""
         if any(stage["implementation"] == "triton" for stage in self.stages.values()):
             return None
         return llama.triton_obstacle(self.device, self.config.use_amp).split(" (")[0]
 
     def on_cpu(self):
-        """Whether the replay ran on a CPU, where times do not distinguish the stages."""
+        """Return whether the replay ran on a CPU, where times do not distinguish the stages."""
         return self.device.type == "cpu"
 
     def require_times(self):
-        """Raises NotMeasured if the times of the runs have no meaning."""
+        """Raise NotMeasured if the times of the runs have no meaning."""
         if self.on_cpu():
             raise NotMeasured("on a CPU times do not tell the stages apart")
 
     def speed(self, run, other):
-        """compare_speed() of two runs."""
         return compare_speed(self.summary, run, other)
 
 
@@ -180,7 +177,7 @@ INTERPRETED = "Triton's interpreter ran the kernels, and its times mean nothing"
 
 
 def without_our_kernels(replay, instead):
-    """The reason why there are no times of our kernels: PyTorch or the interpreter ran; None on a GPU."""
+    """Return the reason why there are no times of our kernels: PyTorch or the interpreter ran; None on a GPU."""
     if replay.triton_obstacle():
         return f"{instead}: {replay.triton_obstacle()}."
     return f"{INTERPRETED}." if replay.on_cpu() else None
@@ -347,7 +344,7 @@ COUNTED = {2: see_counted_layout, 4: see_counted_swiglu}
 
 
 def observe(summary, stage):
-    """Returns (whether the sign shows, text) of a stage's own figures."""
+    """Return (whether the sign shows, text) of a stage's own figures."""
     try:
         if "batch_ms" not in stage:
             raise NotMeasured(without_figures(stage))
@@ -358,39 +355,30 @@ def observe(summary, stage):
 
 
 def observations(summary):
-    """[{"stage", "source", "shown", "text"}]; shown is None if a figure is missing, which the text names.
+    """Return [{"stage", "source", "shown", "text"}]; shown is None if a figure is missing, which the text names.
 
     In laptop mode a stage has one for each source: "measured", "counted", "recorded on" a device.
     """
     counted = {case["stage"]: case for case in (summary.get("counted") or {"cases": []})["cases"]}
+    missing = "measured", None, "It cannot be measured here, and there is no recording of it."
     seen = []
     for stage in summary["stages"]:
-        number_of = stage["stage"]
-        count_before = len(seen)
+        name, found = stage["stage"], []
         if stage.get("planned", True):
-            seen.append((number_of, "measured", *observe(summary, stage)))
-        if number_of in COUNTED and number_of in counted:
-            seen.append((number_of, "counted", *COUNTED[number_of](counted)))
+            found.append(("measured", *observe(summary, stage)))
+        if name in COUNTED and name in counted:
+            found.append(("counted", *COUNTED[name](counted)))
         for replay in summary.get("recorded", []):
-            recorded = stage_of(replay, number_of)
+            recorded = stage_of(replay, name)
             if recorded and "batch_ms" in recorded:
                 shown, text = observe(replay, recorded)
-                source = f"recorded on {replay['environment']['device']}"
-                seen.append((number_of, source, shown, f"{sizes(replay)}: {text}"))
-        if len(seen) == count_before:
-            seen.append((number_of, "measured", None, "It cannot be measured here, and there is no recording of it."))
+                found.append((f"recorded on {replay['environment']['device']}", shown, f"{sizes(replay)}: {text}"))
+        seen += [(name, *each) for each in found or [missing]]
     return [dict(zip(("stage", "source", "shown", "text"), values, strict=True)) for values in seen]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tables
-
-
-class Column(NamedTuple):
-    title: str
-    unit: str
-    text: object  # a function of a summary and the figures of a run in it
-    needs_clock: bool = False  # left out if the interpreter ran the kernels
 
 
 def figure(name):
@@ -402,28 +390,16 @@ def phase(name):
 
 
 def share(name):
-    return lambda summary, run: f"{100 * run[name]:.{0 if run[name] >= 0.1 else 1}f}" if run[name] is not None else ""
-
-
-def median_step(summary, run):
-    return number(run["batch_ms"]["p50"])
-
-
-def speed_cell(comparison):
-    """The ratio of compare_speed() if the speeds differ, otherwise a word of NOTES; empty for None."""
-    if comparison is None:
-        return ""
-    words = {"differs": number(comparison["value"]), "too few steps": "too few"}
-    return words.get(comparison["verdict"], "same")
+    return lambda summary, run: "" if run[name] is None else percent(run[name]).removesuffix(" %")
 
 
 def stage_of(summary, number):
-    """The entry of a stage, or None."""
+    """Return the entry of a stage, or None."""
     return next((stage for stage in summary["stages"] if stage["stage"] == number), None)
 
 
 def over_previous(summary, run):
-    """compare_speed() of a stage with its predecessor; None for other runs."""
+    """Return compare_speed() of a stage with its predecessor; None for other runs."""
     return compare_speed(summary, run, stage_of(summary, predecessor(run["stage"]))) if "stage" in run else None
 
 
@@ -436,42 +412,55 @@ def over_optimized(summary, run):
     return compare_speed(summary, run, optimized) if run is not optimized else None
 
 
+def speed(relative):
+    """Return a column of ratios of speeds where they differ, and of words of NOTES where they do not."""
+
+    def text(summary, run):
+        comparison = relative(summary, run) or {"verdict": None, "value": None}
+        words = {None: "", "differs": number(comparison["value"]), "too few steps": "too few"}
+        return words.get(comparison["verdict"], "same")
+
+    return text
+
+
 def added_step(summary, run):
-    """The ms that a mistake alone adds to the step of stage 5, if the speed differs."""
+    """Return the ms that a mistake alone adds to the step of stage 5, if the speed differs."""
     comparison = over_optimized(summary, run)
     if comparison is None or comparison["verdict"] != "differs":
         return ""
     return number(run["batch_ms"]["p50"] - stage_of(summary, OPTIMIZED)["batch_ms"]["p50"])
 
 
+CLOCK = {  # {figure: its text from a summary and a run}; left out if the interpreter ran the kernels
+    "speed, samples/s": figure("samples_per_second"),
+    "speed / previous": speed(over_previous),
+    "speed / baseline": speed(over_baseline),
+    "added by the mistake, ms": added_step,
+    "speed / stage 5": speed(over_optimized),
+    "phases / step, %": share("phases_share"),
+    "mean / median": figure("mean_over_median"),
+}
+FIGURES = CLOCK | {
+    "first loss": figure("first_loss"),
+    "final loss": figure("final_loss"),
+    "step, median, ms": lambda summary, run: number(run["batch_ms"]["p50"]),
+    "forward, ms": phase("forward"),
+    "backward, ms": phase("backward"),
+    "optimizer, ms": phase("optimizer"),
+    "attention kernel, us": figure("attention_us"),
+    "SwiGLU kernel, us": figure("swiglu_us"),
+    "weights with a gradient, %": share("gradient_share"),
+    "peak memory, MiB": figure("peak_memory_mib"),
+}
 COLUMNS = (
-    Column("first loss", "", figure("first_loss")),
-    Column("final loss", "", figure("final_loss")),
-    Column("speed", "samples/s", figure("samples_per_second"), needs_clock=True),
-    Column("speed / previous", "", lambda *of: speed_cell(over_previous(*of)), needs_clock=True),
-    Column("speed / baseline", "", lambda *of: speed_cell(over_baseline(*of)), needs_clock=True),
-    Column("step, median", "ms", median_step),
-    Column("forward", "ms", phase("forward")),
-    Column("backward", "ms", phase("backward")),
-    Column("optimizer", "ms", phase("optimizer")),
-    Column("phases / step", "%", share("phases_share"), needs_clock=True),
-    Column("attention kernel", "us", figure("attention_us")),
-    Column("SwiGLU kernel", "us", figure("swiglu_us")),
-    Column("weights with a gradient", "%", share("gradient_share")),
-    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
-    Column("peak memory", "MiB", figure("peak_memory_mib")),
-)
+    "first loss", "final loss", "speed, samples/s", "speed / previous", "speed / baseline", "step, median, ms",
+    "forward, ms", "backward, ms", "optimizer, ms", "phases / step, %", "attention kernel, us", "SwiGLU kernel, us",
+    "weights with a gradient, %", "mean / median", "peak memory, MiB",
+)  # fmt: skip
 ALONE_COLUMNS = (
-    Column("first loss", "", figure("first_loss")),
-    Column("step, median", "ms", median_step),
-    Column("added by the mistake", "ms", added_step, needs_clock=True),
-    Column("speed / stage 5", "", lambda *of: speed_cell(over_optimized(*of)), needs_clock=True),
-    Column("phases / step", "%", share("phases_share"), needs_clock=True),
-    Column("attention kernel", "us", figure("attention_us")),
-    Column("SwiGLU kernel", "us", figure("swiglu_us")),
-    Column("weights with a gradient", "%", share("gradient_share")),
-    Column("mean / median", "", figure("mean_over_median"), needs_clock=True),
-)
+    "first loss", "step, median, ms", "added by the mistake, ms", "speed / stage 5", "phases / step, %",
+    "attention kernel, us", "SwiGLU kernel, us", "weights with a gradient, %", "mean / median",
+)  # fmt: skip
 NOTES = (
     "speed / previous: against the stage before; from stage 6 on, against stage 5. It and speed / baseline are of the "
     "median steps, the speed is that of all steps together.",
@@ -485,7 +474,7 @@ NOTES = (
 
 
 def notes(summary):
-    """The notes on the table of a replay: NOTES, and on a CPU the reason why times differ."""
+    """Return the notes on the table of a replay: NOTES, and on a CPU the reason why times differ."""
     replay = Replay(summary)
     if not replay.on_cpu():
         return NOTES
@@ -493,15 +482,11 @@ def notes(summary):
     return (*NOTES, f"{same if replay.triton_obstacle() else INTERPRETED}.")
 
 
-def figures_table(summary, columns, runs):
-    """(labels, [(figure, its value in each run)]) of {label: run}, as text, without figures that no run has."""
-    rows = []
-    for column in columns:
-        head = column.title + (f", {column.unit}" if column.unit else "")
-        cells = [column.text(summary, run) for run in runs.values()]
-        if any(cells) and not (column.needs_clock and is_interpreted(summary)):
-            rows.append((head, cells))
-    return list(runs), rows
+def figures_table(summary, names, runs):
+    """Return (labels, [(figure, its value in each run)]) of {label: run}, as text, without figures that no run has."""
+    names = [name for name in names if not (name in CLOCK and is_interpreted(summary))]
+    rows = [(name, [FIGURES[name](summary, run) for run in runs.values()]) for name in names]
+    return list(runs), [(name, cells) for name, cells in rows if any(cells)]
 
 
 def label_of(stage):
@@ -510,7 +495,7 @@ def label_of(stage):
 
 
 def comparison_table(summary):
-    """(labels of the runs that have figures, [(figure, its value in each of them)]), all as text."""
+    """Return (labels of the runs that have figures, [(figure, its value in each of them)]), all as text."""
     runs = {"baseline": summary["baseline"]} if summary["baseline"] else {}
     runs |= {label_of(stage): stage for stage in summary["stages"] if "batch_ms" in stage}
     return figures_table(summary, COLUMNS, runs)
@@ -522,14 +507,14 @@ def comparison_markdown(summary):
 
 
 def isolated_table(summary):
-    """Like comparison_table, for stage 5 and each mistake alone."""
+    """Return a table like comparison_table(), for stage 5 and each mistake alone."""
     runs = {f"{OPTIMIZED} {short_title(OPTIMIZED)}": stage_of(summary, OPTIMIZED) or {}}
     runs |= {llama.flag_of(run["mistake"]): run for run in summary["isolated"]}
     return figures_table(summary, ALONE_COLUMNS, {label: run for label, run in runs.items() if "batch_ms" in run})
 
 
 def counted_table(summary):
-    """([figure], [(stage and kernel, its values)]) of the memory accesses that were counted in the interpreter."""
+    """Return ([figure], [(stage and kernel, its values)]) of the memory accesses that the interpreter counted."""
     head = ["loads", "KB asked for", "KB distinct", "lines", "fewest lines", "lines a load"]
     rows = []
     for case in summary["counted"]["cases"]:
@@ -544,7 +529,7 @@ MARKS = {True: "shows", False: "does not show", None: "not measured"}
 
 
 def observation_lines(summary):
-    """Yields (title, mark, text) of every observation; the mark names the source if it was not measured here."""
+    """Yield (title, mark, text) of every observation; the mark names the source if it was not measured here."""
     for seen in observations(summary):  # computed again, so that older replays have the current texts
         mark = MARKS[seen["shown"]]
         mark = mark if seen["source"] == "measured" else f"{mark}, {seen['source']}"
@@ -552,7 +537,7 @@ def observation_lines(summary):
 
 
 def source_of(summary):
-    """A text with device, versions and date."""
+    """Return a text with device, versions and date."""
     environment = summary["environment"]
     versions = [f"PyTorch {environment['torch']}", f"Triton {environment['triton']}" if environment["triton"] else ""]
     return f"{environment['device']}, {', '.join(filter(None, versions))}, {summary['date'][:10]}"
@@ -563,9 +548,26 @@ def sizes(summary):
 
 
 def setting(summary):
-    """A line with the source and the sizes."""
+    """Return a line with the source and the sizes."""
     config = summary["config"]
     return (
         f"{source_of(summary)}; batch {sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; "
         f"{config['num_steps']} steps"
     )
+
+
+@of_each_device("stages", "")
+def stages_section(rows):
+    """Show the newest replay of each setting: its table, its observations and its picture."""
+    texts = []
+    for name, replay in newest_of_settings(rows).groupby("file", sort=False):
+        summary, picture = replay["result"].iloc[0], Path(name).with_suffix(".png")
+        lines = [f"- {title} ({mark}): {text}" for title, mark, text in observation_lines(summary)]
+        texts += [
+            f"**{sizes(summary)}**, {summary['config']['num_steps']} steps",
+            comparison_markdown(summary),
+            "\n".join(lines),
+            provenance(replay),
+            f"![The picture of each stage](benchmarks/results/{picture})" if (RESULTS / picture).exists() else "",
+        ]
+    return paragraphs(*texts, "\n".join(f"- {note}" for note in NOTES))

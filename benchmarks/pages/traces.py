@@ -22,12 +22,13 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.pages.long_table import long_table
 from measure.command_line import Parser, program
 from measure.drawing import MUTED, RED, save_png, style
-from measure.results import RESULTS, ROOT, ResultFile, header, newest_first
+from measure.results import RESULTS, ROOT, ResultFile, header
 from measure.tables import number, percent
 from profilers.kernel_names import short_name
-from profilers.plot import draw_bars, draw_operations
+from profilers.plot import draw_bars, draw_operations, draw_ranges
 from profilers.readers import read_dispatches, read_ranges, torch_trace
 from profilers.timeline import LAUNCH, typical_step
 
@@ -42,18 +43,21 @@ FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 
 def one_step(path):
-    """The events of the typical step of a trace.json; ts and dur are in us, ts since the step began."""
+    """Return the events of the typical step of a trace.json; ts and dur are in us, ts since the step began."""
     start, end = (ns / 1e3 for ns in typical_step(read_ranges(path)))
-    events = json.loads(path.read_text())["traceEvents"]
-    inside = [e for e in events if e.get("cat") in KEPT and start <= e["ts"] and e["ts"] + e["dur"] <= end]
-    processes = {event["pid"] for event in inside}
-    names = [e | {"ts": 0} for e in events if e["ph"] == "M" and e["pid"] in processes]
-    times = [{"ts": round(e["ts"] - start, 3), "dur": round(e["dur"], 3)} for e in inside]
-    return names + [{key: e[key] for key in FIELDS} | time for e, time in zip(inside, times, strict=True)]
+    kept = []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "M":  # the name of a process
+            kept.append(event | {"ts": 0})
+        # Of what ran inside the step only kernels, launch calls and named ranges.
+        elif event.get("cat") in KEPT and start <= event["ts"] and event["ts"] + event["dur"] <= end:
+            times = {"ts": round(event["ts"] - start, 3), "dur": round(event["dur"], 3)}
+            kept.append({key: event[key] for key in FIELDS} | times)
+    return kept
 
 
 def record(name, flags, device, folder):
-    """Runs the script under its profiler and keeps a step in folder. Returns the path of the result."""
+    """Run the script under its profiler and keep a step in the folder. Return the path of the result."""
     with tempfile.TemporaryDirectory() as scratch:
         command = ["tiny_llama_v3.py", *flags, *SIZES]
         own = ["--profile", scratch, "--output-dir", scratch]
@@ -72,82 +76,76 @@ def record(name, flags, device, folder):
 KERNELS, LAUNCHES, PHASES = range(3)  # the rows, from below
 
 
-class Step:
-    """A kept step: tables of Name, Start and End, in ns since it began; durations and gaps in us."""
-
-    def __init__(self, path):
-        self.kernels, ranges, calls = read_dispatches(path), read_ranges(path), read_ranges(path, "calls")
-        self.phases = ranges[ranges["Name"].isin(("forward", "backward", "optimizer"))]
-        self.launches = calls[calls["Name"].str.match(LAUNCH)]
-        self.kernel_us = (self.kernels["End"] - self.kernels["Start"]) / 1e3
-        self.gap_us = (self.kernels["Start"] - self.kernels["End"].shift()).dropna() / 1e3
-        self.longest = self.kernels.loc[self.kernel_us.idxmax()]
-
-
-def draw_rows(axes, step):
-    """Draws the three rows, in ms since the step began."""
-    for (left, width), name in zip(
-        draw_bars(axes, 0, step.phases, PHASES, color="0.85", edgecolor="0.4"), step.phases["Name"], strict=True
-    ):
-        if width > 0.06 * step.kernels["End"].max() / 1e6:  # otherwise the name does not fit
-            axes.text(left + width / 2, PHASES + 0.4, name, ha="center", va="center", fontsize=10, clip_on=True)
-    draw_bars(axes, 0, step.launches, LAUNCHES, color=MUTED)
-    draw_operations(axes, 0, step.kernels, lambda operation: KERNELS)
-    axes.set_yticks([0.4, 1.4, 2.4], ["device: kernels", "host: launch calls", "host: phases"])
-    axes.set_xlabel("ms since the step began")
+def read_step(path):
+    """Return the kernels, the launch calls and the phases of a kept step: Name, Start, End in ns; begin, end in ms."""
+    ranges, calls = read_ranges(path), read_ranges(path, "calls")
+    launches = calls[calls["Name"].str.match(LAUNCH)]
+    phases = ranges[ranges["Name"].isin(("forward", "backward", "optimizer"))]
+    tables = read_dispatches(path), launches, phases
+    return [table.assign(begin=table["Start"] / 1e6, end=table["End"] / 1e6) for table in tables]
 
 
 def point(axes, text, x_ms, row, text_x, text_y):
-    """Draws an arrow from a text, at text_x (0 to 1 of the width) and text_y (rows), to a time in a row."""
+    """Draw an arrow from a text, at text_x (0 to 1 of the width) and text_y (rows), to a time in a row."""
     axes.annotate(
-        text, (x_ms, row + 0.4), (text_x, text_y), xycoords="data", textcoords=axes.get_yaxis_transform(),
-        color=RED, ha="center", va="center", arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1.5},
-    )  # fmt: skip
+        text,
+        (x_ms, row + 0.4),
+        (text_x, text_y),
+        textcoords=axes.get_yaxis_transform(),
+        color=RED,
+        ha="center",
+        va="center",
+        arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1.5},
+    )
 
 
-def mark_stage4(step, whole, part):
-    """Marks that the host is ahead of the device, which is busy with one kernel."""
-    issued, done = step.launches["End"].max() / 1e6, step.kernels["End"].max() / 1e6
-    name = step.longest["Name"]
-    same = step.kernels["Name"] == name
-    share = step.kernel_us[same].sum() / step.kernel_us.sum()
-    begin = (step.longest["Start"] + step.longest["End"]) / 2e6
+def mark_stage4(kernels, launches, whole, part):
+    """Mark that the host is ahead of the device, which is busy with one kernel."""
+    issued, lasts = launches["end"].max(), kernels["end"] - kernels["begin"]
+    longest = kernels.loc[lasts.idxmax()]
+    same = kernels["Name"] == longest["Name"]
+    share = percent(lasts[same].sum() / lasts.sum())
+    name, at = short_name(longest["Name"]), longest[["begin", "end"]].mean()
     point(whole, "the host has issued everything:\nits clock stops here", issued, LAUNCHES, 0.5, 1.6)
-    point(whole, "the device is done", done, KERNELS, 0.9, 1.6)
-    point(whole, f"one kernel: {short_name(name)}, {percent(share)} of all kernels' time", begin, KERNELS, 0.35, -0.6)
+    point(whole, "the device is done", kernels["end"].max(), KERNELS, 0.9, 1.6)
+    point(whole, f"one kernel: {name}, {share} of all kernels' time", at, KERNELS, 0.35, -0.6)
     part.set_xlim(0, 1.1 * issued)
-    behind = f"{int((step.kernels['Start'][same] < 1e6 * issued).sum())} of {same.sum()}"
-    part.set_title(f"The beginning: when all is launched, the device is at long kernel {behind}", fontsize=11)
+    # At which of the long kernels the device is when the host's clock stops.
+    reached = (kernels["begin"][same] < issued).sum()
+    part.set_title(f"The beginning: when all is launched, the device is at long kernel {reached} of {same.sum()}")
 
 
-def mark_stage5(step, whole, part):
-    """Marks that the device waits for the host."""
-    busy = step.kernel_us.sum() * 1e3 / step.kernels["End"].max()
-    middle = len(step.kernels) // 4
-    shown = step.kernels.iloc[middle : middle + 6]
-    point(whole, f"a kernel runs for {percent(busy)} of the step", shown["Start"].iloc[0] / 1e6, KERNELS, 0.3, -0.6)
-    part.set_xlim(shown["Start"].iloc[0] / 1e6 - 0.05, shown["End"].iloc[-1] / 1e6 + 0.05)
-    begin, end = shown["End"].iloc[2] / 1e6, shown["Start"].iloc[3] / 1e6
-    gap, kernel = step.gap_us.median(), step.kernel_us.median()
-    text = f"a gap: {number(gap, 2)} us in the median, beside {number(kernel, 2)} us of a kernel"
-    point(part, text, (begin + end) / 2, KERNELS, 0.5, -0.6)
-    launch = step.launches[step.launches["Start"] < shown["Start"].iloc[3]].iloc[-1]
-    middle_ms = (launch["Start"] + launch["End"]) / 2e6
-    point(part, "until the host gets to the next launch", middle_ms, LAUNCHES, 0.45, PHASES + 0.4)
-    part.set_title("Six kernels of the forward pass", fontsize=11)
+def median_gap(kernels):
+    """Return the median time between two kernels, in us."""
+    return (kernels["begin"] - kernels["end"].shift()).median() * 1e3
 
 
-def mark_stage8(step, whole, part):
-    """Marks that neither waits: the kernels run back to back."""
-    last = step.launches["End"].iloc[-1] / 1e6
-    count = f"{len(step.launches)} launches for {len(step.kernels)} kernels"
-    point(whole, count, last, LAUNCHES, 0.6, LAUNCHES + 0.6)
-    first = step.kernels["Start"].iloc[0] / 1e6
+def mark_stage5(kernels, launches, whole, part):
+    """Mark that the device waits for the host."""
+    lasts = kernels["end"] - kernels["begin"]
+    busy = percent(lasts.sum() / kernels["end"].max())
+    # A quarter of all kernels is in the middle of the forward pass.
+    shown = kernels[len(kernels) // 4 :].head(6)
+    begin, end = shown["begin"].min(), shown["end"].max()
+    between = (shown["end"].iloc[2] + shown["begin"].iloc[3]) / 2
+    point(whole, f"a kernel runs for {busy} of the step", begin, KERNELS, 0.3, -0.6)
+    gap, kernel = (number(us, 2) for us in (median_gap(kernels), lasts.median() * 1e3))
+    point(part, f"a gap: {gap} us in the median, beside {kernel} us of a kernel", between, KERNELS, 0.5, -0.6)
+    launch = launches[launches["begin"] < shown["begin"].iloc[3]].iloc[-1]
+    point(part, "until the host gets to the next launch", launch["end"], LAUNCHES, 0.45, PHASES + 0.4)
+    part.set_xlim(begin - 0.05, end + 0.05)
+    part.set_title("Six kernels of the forward pass")
+
+
+def mark_stage8(kernels, launches, whole, part):
+    """Mark that neither waits: the kernels run back to back."""
+    count = f"{len(launches)} launches for {len(kernels)} kernels"
+    point(whole, count, launches["end"].max(), LAUNCHES, 0.6, LAUNCHES + 0.6)
+    first = kernels["begin"].min()
+    text = f"gaps of {number(median_gap(kernels), 2)} us in the median"
+    point(part, text, kernels["end"][kernels["end"] > first + 0.05].min(), KERNELS, 0.5, -0.6)
     part.set_xlim(first, first + 0.1)
-    ends = step.kernels["End"] / 1e6
-    gap = ends[ends > first + 0.05].iloc[0]
-    point(part, f"gaps of {number(step.gap_us.median(), 2)} us in the median", gap, KERNELS, 0.5, -0.6)
-    part.set_title("A tenth of a millisecond: the kernels follow each other without the host", fontsize=11)
+    part.set_title("A tenth of a millisecond: the kernels follow each other without the host")
 
 
 PICTURES = {  # {result: (title, function that marks the sign)}
@@ -158,23 +156,27 @@ PICTURES = {  # {result: (title, function that marks the sign)}
 
 
 def draw(folder, path, name):
-    """Writes the picture of a kept step. UsageError if there is no result."""
-    results = newest_first(folder, name)
-    if not results:
+    """Draw a kept step: all of it, and a part."""
+    results = long_table(folder, name)
+    if results.empty:
         raise llama.UsageError(f"{folder} lacks {name}_*.json: python -m benchmarks.pages.traces records it on a GPU")
-    file, result = results[0]
+    kernels, launches, phases = read_step(folder / results["file"].iloc[0])
     title, mark = PICTURES[name]
-    step = Step(folder / file)
     with style():
-        figure, (whole, part) = plt.subplots(2, 1, figsize=(12, 6.4), layout="constrained")
-        for axes in (whole, part):
-            draw_rows(axes, step)
-            axes.set_ylim(-0.9, 3)
-        whole.set_xlim(0, 1.02 * step.kernels["End"].max() / 1e6)
-        whole.set_title(f"{title} ({result['environment']['device']}, recorded by torch.profiler)")
-        mark(step, whole, part)
-        handles, labels = whole.get_legend_handles_labels()
-        figure.legend(handles, labels, ncols=6, fontsize=9, frameon=False, loc="outside lower center")
+        figure, panels = plt.subplots(2, 1, figsize=(12, 6.4), layout="constrained")
+        for axes in panels:
+            draw_ranges(axes, 0, kernels["End"].max(), phases)
+            for name in axes.texts:
+                name.set_clip_on(True)  # where a part does not show its phase
+            draw_bars(axes, 0, launches, LAUNCHES, color=MUTED)
+            draw_operations(axes, 0, kernels, lambda operation: KERNELS)
+            axes.set_yticks([0.4, 1.4, 2.4], ["device: kernels", "host: launch calls", "host: phases"])
+            axes.set(xlabel="ms since the step began", ylim=(-0.9, 3))
+        panels[0].set_xlim(0, 1.02 * kernels["end"].max())
+        panels[0].set_title(f"{title} ({results['device'].iloc[0]}, recorded by torch.profiler)")
+        mark(kernels, launches, *panels)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, ncols=6, fontsize=9, loc="outside lower center")
         save_png(figure, path, dpi=100)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 import tiny_llama_v3 as llama
 from benchmarks import diff
-from measure.results import RESULTS
 
 ENVIRONMENT = {"device": "Some GPU", "arch": "sm_90", "torch": "2.11.0", "commit": "a"}
 
@@ -50,17 +49,25 @@ def test_changes_beyond_the_noise_are_told(tmp_path, capsys):
     assert "commit: a / b\n" in out and "One run a side" in out and "held-out" not in out
 
 
-def test_runs_of_a_side_that_differ_widen_the_bounds(tmp_path, capsys):
-    for number, factor in enumerate((1.0, 1.2)):
-        write(tmp_path / f"before/{number}.json", [factor * t for t in STEPS], final_loss=9.5 + number)
-        write(tmp_path / f"after/{number}.json", [1.15 * factor * t for t in STEPS], final_loss=9.9 + number)
+@pytest.mark.parametrize("before, after, cells", [
+    # The median of 24 times is 10, as that of 20; the other run of a side takes 1.02 times as long. 10.1 / 10 / 1.02
+    # and 10.1 / 10 * 1.02 are the bounds, whichever side differs, and without the other run the ratio alone.
+    ([[10.0] * 20, [10.2] * 4], [[10.1] * 20], "1.01 same (0.990 – 1.03)"),
+    ([[10.0] * 20], [[10.1] * 20, [10.302] * 4], "1.01 same (0.990 – 1.03)"),
+    ([[10.0] * 20], [[10.1] * 20], "1.01 slower (1.01 – 1.01)"),
+    ([[10.0] * 20, [10.0] * 4], [[9.9] * 20], "0.990 faster (0.990 – 0.990)"),
+    ([[10.0] * 4], [[5.0] * 4], "0.500 faster (0.500 – 0.500)"),  # the fewest that can tell
+])  # fmt: skip
+def test_runs_of_one_side_that_differ_widen_the_bounds(tmp_path, capsys, before, after, cells):
+    for side, runs in (("before", before), ("after", after)):
+        for number, times in enumerate(runs):
+            write(tmp_path / side / f"{number}.json", times, final_loss=9.5 + number)
     assert diff.main([str(tmp_path / "before"), str(tmp_path / "after")]) == 0
     out = capsys.readouterr().out
-    assert rows(out)["step, ms"][-4] == "same" and rows(out)["final loss"][-1] == "same"
-    assert "9.50000 – 10.5000" in out and "runs: 2 / 2" in out and "One run a side" not in out
-    (tmp_path / "before/1.json").unlink(), (tmp_path / "after/1.json").unlink()
-    assert diff.main([str(tmp_path / "before"), str(tmp_path / "after")]) == 0
-    assert rows(capsys.readouterr().out)["step, ms"][-4] == "slower"
+    assert " ".join(rows(out)["step, ms"]).endswith(cells) and rows(out)["final loss"][-1] == "same"
+    assert f"runs: {len(before)} / {len(after)}\n" in out
+    assert ("9.50000 – 10.5000" in out) == (len(before + after) > 2)
+    assert ("One run a side" in out) == (len(before + after) == 2)
 
 
 def test_three_times_are_too_few(tmp_path, capsys):
@@ -97,11 +104,16 @@ def test_real_results(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert diff.main([str(run), str(run)]) == 0
     assert {row[-1] for name, row in rows(capsys.readouterr().out).items() if "loss" in name} == {"same"}
-    small = [str(path) for path in sorted(RESULTS.glob("steps_*h200*.json")) if '"small": {' in path.read_text()][:2]
-    assert diff.main(small) == 0
-    assert "same" in rows(capsys.readouterr().out)["small: triton graph, MiB"]
-    assert diff.main([small[0], str(run), "--anyway"]) == 0
+    row = {"error": None, "windows_ms": [1.0] * 4, "peak_memory_mib": 9.0}
+    size = {"config": {}, "rows": {"sdpa": row, "hf": {"error": "not there"}}}
+    steps, gpt = tmp_path / "steps.json", tmp_path / "gpt.json"
+    gpt.write_text('{"benchmark": "gpt"}')
+    steps.write_text(json.dumps({"benchmark": "steps", "environment": ENVIRONMENT, "sizes": {"small": size}}))
+    assert diff.main([str(steps), str(steps)]) == 0
+    found = rows(capsys.readouterr().out)
+    assert found["small: sdpa, MiB"][-1] == "same" and "small: sdpa, ms" in found and "hf" not in str(found)
+    assert diff.main([str(steps), str(run), "--anyway"]) == 0
+    (tmp_path / "empty").mkdir()
     capsys.readouterr()
-    for path in (next(RESULTS.glob("gpt_*.json")), tmp_path / "none.json", tmp_path / "empty"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
+    for path in (gpt, tmp_path / "none.json", tmp_path / "empty"):
         assert diff.main([str(path), str(run)]) == 2 and str(path) in capsys.readouterr().err

@@ -7,14 +7,12 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, layer_norm
-from benchmarks.pages import publish
 
 pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
     pytest.mark.usefixtures("small_gpt"),
 ]
 ROWS = ["torch", "triton", "triton, addition apart"]
-README = "".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in ("layer_norm", "gpt"))
 
 
 def newest(folder, benchmark):
@@ -89,29 +87,3 @@ def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
     assert run_gpt(tmp_path, "--rows", "torch", "torch flash") == 0
     rows = newest(tmp_path, "gpt")["rows"]
     assert rows["torch flash"]["error"] == "OutOfMemoryError: no room" and rows["torch"]["ms"]["median"] > 0
-
-
-def test_tables_hold_the_figures(tmp_path):
-    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
-    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
-    times = {"triton": {"us": 100.0, "rate": 3.0, "error": None}, "torch": {"us": 234.0, "error": None}}
-    passes = dict.fromkeys(("forward", "backward", "forward + backward"), times)
-    case = {"dtype": "bf16", "case": "N = 768", "shape": [4096, 768], "error": None, "passes": passes}
-    row = {"error": None, "ms": {"p20": 1.0, "median": 2.0, "p80": 3.0}, "tokens_per_second": 5e5, "mfu": 0.5}
-    row |= {"peak_memory_mib": 7.0, "speedup": {"peer": "torch", "median": 1.075}}
-    results = {
-        "layer_norm": {"copy_rate": 4.0, "cases": [case]},
-        "gpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
-    }
-    for name, result in results.items():
-        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
-    flags = ["--pages", str(readme), "--results", str(tmp_path)]
-    assert publish.main(flags) == 0
-    text = readme.read_text()
-    assert "| bf16, 4,096 x 768 | 100 us, 75 % | 2.34 |" in text
-    assert "| triton | 2.00 | 1.00 – 3.00 | 500,000 | 50.0 % | 7 | 1.075 x `torch` |" in text and "no room" in text
-    assert publish.main([*flags, "--check"]) == 0
-    readme.write_text(text.replace("2.34", "2.35"))
-    assert publish.main([*flags, "--check"]) == 1

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from benchmarks.pages import scaling_tables
 from measure.work import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,76 +118,3 @@ def test_without_gpus_the_models_are_refused(tmp_path, python):
     code, output, result = run(python, tmp_path, program=program)
     assert code != 0 and result is None
     assert len(re.findall("error: rank [01]: the models that are measured need GPUs", output)) == 1
-
-
-# --- pages
-
-
-def row(alone, exchanging, tokens, efficiency, **others):
-    times = {"ms": {"alone": alone, "exchanging": exchanging}, "tokens_per_second": tokens, "efficiency": efficiency}
-    return {"error": None, **times, "peak_memory_mib": 23501.0, **others}
-
-
-def result_of(processes, day):
-    weak = {
-        "triton graph": row(100.0, 101.0, 162e3, 0.99), "triton": {"error": "no room"},
-        "DDP": row(110.0, 121.0, 135e3, 0.909, ratio=0.8), "FSDP2": row(110.0, 118.0, 138e3, 0.932, ratio=0.85),
-    }  # fmt: skip
-    strong = {"triton graph": row(100.0, 55.0, 148e3, 0.909)}
-    large = {
-        "config": SIZES["large"] | {"use_amp": True},
-        "weak": {"rows": weak},
-        "strong": {"rows": strong},
-    }
-    gpt = {"ms": {"alone": 20.0, "exchanging": 25.0}, "tokens_per_second": 2e6, "efficiency": 0.8, "error": None}
-    return {
-        "benchmark": "scaling", "command": f"torchrun --nproc_per_node={processes}",
-        "date": f"2026-01-{day:02}T03:04:05", "environment": {"device": "Some GPU", "torch": "2.11", "triton": "3.6"},
-        "processes": processes, "collectives": {"bandwidth": 300.0, "latency_us": 20.0}, "sizes": {"large": large},
-        "gpt2": {"size": "gpt2", "rows": {"eager": gpt}},
-    }  # fmt: skip
-
-
-@pytest.fixture
-def results(tmp_path):
-    for processes, day in ((2, 2), (4, 3)):
-        (tmp_path / f"scaling_some-gpu_2026010{day}.json").write_text(json.dumps(result_of(processes, day)))
-    older = result_of(2, 1) | {"sizes": {}}
-    (tmp_path / "scaling_some-gpu_20260101.json").write_text(json.dumps(older))
-    return tmp_path
-
-
-def test_the_table_holds_the_figures(results):
-    text = scaling_tables.scaling_section(results)
-    ours = "| **large, triton graph** | 100 | 101 | 162,000 | 99.0 % | 23,501 | 55.0 | 90.9 % |"
-    assert text.count(ours) == 2 and "| large, triton | no room |" in text
-    # The faster of the peers, by its windows in turns with ours.
-    assert text.count(f"large {1 / 0.85:.2f} times those of FSDP2") == 2
-    large = result_of(2, 2)["sizes"]["large"]
-    large["weak"]["rows"]["triton"] = row(100.0, 120.0, 151.8e3, 0.9)
-    assert scaling_tables.peer_line("large", large) == f"large {1 / 0.85:.2f} times (1.10 without) those of FSDP2"
-    assert text.index("2 GPUs, ms") < text.index("4 GPUs, ms") < text.index("nanogpt_triton")
-    assert text.count("| eager | 20.0 ms | 25.0 ms | 2,000,000 | 80.0 % |") == 2 and "of 4 times one" in text
-    assert "scaling_some-gpu_20260101" not in text  # superseded
-
-
-def test_weak_and_strong_may_come_from_two_results(results):
-    """Each from the newest one that has times of it; both are named."""
-    newer = result_of(2, 9)
-    late = {"error": "not started within --time-limit 1"}
-    newer["sizes"]["large"]["weak"]["rows"] = dict.fromkeys(newer["sizes"]["large"]["weak"]["rows"], late)
-    newer["sizes"]["large"]["strong"]["rows"] = {"triton graph": row(100.0, 51.0, 160e3, 0.98)}
-    del newer["gpt2"]
-    (results / "scaling_some-gpu_20260109.json").write_text(json.dumps(newer))
-    text = scaling_tables.scaling_section(results)
-    assert "| **large, triton graph** | 100 | 101 | 162,000 | 99.0 % | 23,501 | 51.0 | 98.0 % |" in text
-    first = text[: text.index("4 GPUs, ms")]
-    assert "scaling_some-gpu_20260102" in first and "scaling_some-gpu_20260109" in first and "not started" not in text
-
-
-def test_the_picture_shows_what_was_measured(results):
-    scaling_tables.draw_measured(results, results / "measured.png")
-    assert (results / "measured.png").read_bytes().startswith(b"\x89PNG")
-    points = scaling_tables.points_of(scaling_tables.newest_sizes(results), "large", "DDP")
-    assert [(gpus, efficiency) for gpus, _, efficiency in points] == [(1, 1.0), (2, 0.909), (4, 0.909)]
-    assert points[0][1] == pytest.approx(4 * 2048 / 110.0 * 1e3)

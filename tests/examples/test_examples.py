@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +46,11 @@ def run(folder, *flags):
         return hf_weights.main(flags)
 
 
+def write_config(folder, changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def error_of(capsys, folder, *flags):
     """What a run prints that cannot be done."""
     assert run(folder, *flags) == 2
@@ -64,9 +69,9 @@ def logits_of(transformers, folder, tokens):
 def test_weights_come_in_learn_and_go_out(transformers, make_folder, tmp_path, capsys, monkeypatch, changes):
     folder, new, save, models = make_folder(**changes), tmp_path / "new/model", hf_weights.save, []
 
-    def saving(transformers, step, *arguments):
+    def saving(step, *arguments):
         models.append(step.model)
-        save(transformers, step, *arguments)
+        save(step, *arguments)
 
     monkeypatch.setattr(hf_weights, "save", saving)
     assert run(folder, "--output", new, "--learning-rate", "1e-2") == 0
@@ -103,49 +108,41 @@ def test_a_text_in_the_tokens_of_the_model(transformers, make_folder, tmp_path, 
     assert "cannot be read (FileNotFoundError" in error_of(capsys, folder, "--text", tmp_path / "none")
 
 
+def remove_norm(weights):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(weights)
+    del tensors["model.norm.weight"]
+    safetensors.save_file(tensors, weights, {"format": "pt"})
+
+
+def pickled(weights):
+    torch.save(pytest.importorskip("safetensors.torch").load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+
+
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize("damage, words", [
     (dict(rope_parameters=SCALED), "rope scaling is not supported, and config.json has {.*'linear'"),
     (dict(attention_bias=True), "attention_bias is True in config.json, and only False"),
     (dict(head_dim=16), "head_dim is 16 in config.json, and only 8"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (dict(max_position_embeddings=32), "--seq-len 48 is more than the model's 32 positions"),
-    ('{"model_type": "gpt2"}', "cannot be read|model_type is 'gpt2'"),
-    ("truncated", "cannot be read \\(SafetensorError"),
-    ("norm", "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
-    ("gone", "is no folder: give one"),
-    ("adapter", "holds an adapter, whose model is elsewhere"),
-    ("pickle", "cannot be read"),
-    ("index ../model/model.safetensors", "names '../model/model.safetensors', which is not in the folder"),
-    ("index /etc/hostname", "names '/etc/hostname', which is not in the folder"),
-    ('{"transformers_weights": "sub/index.json"}', "transformers_weights is 'sub/.*' in config.json"),
+    (dict(model_type="gpt2"), "cannot be read|model_type is 'gpt2'"),
     (dict(quantization_config=dict(quant_method="fp8")), "quantization_config is {.*'fp8'.*} in config.json"),
+    (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "cannot be read \\(SafetensorError"),
+    (remove_norm, "does not hold the weights of a LLaMA, but .*'model.norm.weight'"),
+    (pickled, "cannot be read"),
+    (lambda weights: shutil.rmtree(weights.parent), "is no folder: give one"),
+    (lambda weights: weights.with_name("adapter_config.json").touch(), "holds an adapter, whose model is elsewhere"),
 ])  # fmt: skip
-def test_what_is_no_model_of_ours_is_named(make_folder, capsys, changes, words):
-    folder = make_folder(**(changes if isinstance(changes, dict) else {}))
-    weights = folder / "model.safetensors"
-    if isinstance(changes, str) and changes.startswith("{"):  # what save_pretrained() would not write
-        config = json.loads((folder / "config.json").read_text()) | json.loads(changes)
-        (folder / "config.json").write_text(json.dumps(config))
-    elif changes == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif changes == "norm":
-        safetensors = pytest.importorskip("safetensors.torch")
-        tensors = safetensors.load_file(weights)
-        del tensors["model.norm.weight"]
-        safetensors.save_file(tensors, weights, {"format": "pt"})
-    elif changes == "gone":
-        shutil.rmtree(folder)
-    elif changes == "adapter":
-        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    elif changes == "pickle":
-        torch.save(pytest.importorskip("safetensors.torch").load_file(weights), folder / "pytorch_model.bin")
-        weights.unlink()
-    elif "index" in changes:
-        index = {"metadata": {}, "weight_map": {"lm_head.weight": changes.split()[1]}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def test_what_is_no_model_of_ours_is_named(make_folder, capsys, damage, words):
+    folder = make_folder()
+    if callable(damage):
+        damage(folder / "model.safetensors")
+    else:
+        write_config(folder, damage)
     error = error_of(capsys, folder)
     assert error.startswith("hf_weights: error: ") and re.search(words, error), error
 
@@ -166,7 +163,7 @@ AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "Auto
 def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, monkeypatch, changes):
     """Whatever is answered; nor that of a kernel in the hub which config.json names."""
     folder, asked = make_folder(), []
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
+    write_config(folder, changes)
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": AUTO, "tokenizer_class": "Tokenizer"}))
     (folder / "code.py").write_text(CODE)
     (tmp_path / "text").write_text("a text")
@@ -178,7 +175,7 @@ def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, 
 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(hf_weights, "transformers", None)
     assert hf_weights.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == "hf_weights: error: hf_weights needs a library: pip install transformers\n"
     assert tritonbench_rows.main([]) == 2
@@ -203,28 +200,32 @@ def test_swapped_kernels_pass_the_gate(transformers, tmp_path, capsys, monkeypat
 
 def test_rows_of_tritonbench_compute_what_its_rows_do(transformers, monkeypatch, device):
     """Registered with a stand-in for it, and called as it does."""
-    modules = {name: ModuleType(name) for name in ("run", "tritonbench", "tritonbench.operators", "tritonbench.utils")}
-    modules["tritonbench.utils.triton_op"], operators, registered = ModuleType("triton_op"), {}, []
-    modules["tritonbench.utils.triton_op"].register_benchmark = lambda name, row, fwd_only: (
-        registered.append((name, row, fwd_only)) or (lambda function: function)
-    )
-    modules["tritonbench.operators"].load_opbench_by_name = lambda name: operators.setdefault(name, type(name, (), {}))
-    modules["run"].run = registered.append
-    for name, module in modules.items():
+    operators, registered = {}, []
+
+    def register(name, row, fwd_only):
+        registered.append((name, row, fwd_only))
+        return lambda function: function
+
+    def load(name):
+        return operators.setdefault(name, type(name, (), {}))
+
+    for name, module in (
+        ("run", SimpleNamespace(run=registered.append)),
+        ("tritonbench.operators", SimpleNamespace(load_opbench_by_name=load)),
+        ("tritonbench.utils.triton_op", SimpleNamespace(register_benchmark=register)),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     assert tritonbench_rows.main(["--op", "rms_norm"]) == 0
-    forward_only = {"rms_norm": False, "layer_norm": False, "swiglu": True}
-    assert registered == [*((name, "tiny_llama", only) for name, only in forward_only.items()), ["--op", "rms_norm"]]
+    rows = [(name, "tiny_llama", name == "swiglu") for name in ("rms_norm", "layer_norm", "swiglu")]
+    assert registered == [*rows, ["--op", "rms_norm"]]
     x, weight, bias = torch.randn(3, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
-    norm, swiglu, F = operators["rms_norm"](), operators["swiglu"](), torch.nn.functional
-    swiglu.baseline_op = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES)).to(device)
+    norm, layer_norm, swiglu = (operators[name]() for name, *_ in rows)
     norm.eps = 1e-3
+    swiglu.baseline_op = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES)).to(device)
+    functional = torch.nn.functional
     for row, expected in (
-        (norm.tiny_llama(32, x), F.rms_norm(x, (32,), eps=1e-3)),
-        (
-            operators["layer_norm"]().tiny_llama(x, (32,), weight, bias, 1e-2),
-            F.layer_norm(x, (32,), weight, bias, 1e-2),
-        ),
+        (norm.tiny_llama(32, x), functional.rms_norm(x, (32,), eps=1e-3)),
+        (layer_norm.tiny_llama(x, (32,), weight, bias, 1e-2), functional.layer_norm(x, (32,), weight, bias, 1e-2)),
         (swiglu.tiny_llama(x), swiglu.baseline_op(x)),
     ):
         torch.testing.assert_close(row(), expected, rtol=1e-4, atol=1e-5)

@@ -62,15 +62,13 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_newest_comes_first_of_the_device_with_the_most_results(tmp_path):
-    of_days = {2: ("steps_a", "A"), 3: ("steps_b", "A"), 1: ("steps_c", "B"), 4: ("gpt_d", "B"), 5: ("gpt_e", "A")}
-    for day, (name, device) in of_days.items():
-        result = {"date": f"2026-01-0{day}", "environment": {"device": device}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert [name for name, _ in results.newest_first(tmp_path, "steps")] == ["steps_b.json", "steps_a.json"]
-    assert [name for name, _ in results.newest_first(tmp_path, "steps", "B")] == ["steps_c.json"]
-    assert [name for name, _ in results.newest_first(tmp_path, "gpt")] == ["gpt_d.json"]  # as many: the oldest one's
-    assert results.newest_first(tmp_path, "kernels") == results.newest_first(tmp_path, "steps", "C") == []
+@pytest.mark.parametrize("error, words", [
+    (KeyError("us"), "--results x: a result of gpt is damaged .KeyError.'us'.*: measure again"),
+    (llama.UsageError("x has no us"), "^x has no us$"),
+])  # fmt: skip
+def test_what_a_damaged_result_raises_is_told_once(error, words):
+    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x", "gpt"):
+        raise error
 
 
 def test_an_error_in_one_line():

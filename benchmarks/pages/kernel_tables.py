@@ -1,0 +1,123 @@
+"""Write the tables of kernels, of FP8's products and recipes, and of what profiling costs.
+
+Each section shows the newest result of a device as it was recorded, with all rows that it has.
+"""
+
+import pandas as pd
+
+from benchmarks.pages.long_table import (
+    in_brackets,
+    markdown,
+    newest,
+    not_timed,
+    of_each_device,
+    or_error,
+    paragraphs,
+    provenance,
+    texts,
+    us_and_rate,
+)
+from measure.tables import number
+
+OURS = "triton"
+
+
+@of_each_device("kernels", "cases {case} contenders {row}")
+def kernels_section(rows):
+    """Show ours beside the fastest peer of each case, which is bold if it is faster."""
+    rows = newest(rows, "device")
+    # Columns are joined by their index, the case: where one of both is missing, its cells stay empty.
+    timed = rows[rows["error"].isna()].set_index("case")
+    ours = timed[timed["row"] == OURS]
+    peers = timed[timed["row"] != OURS].sort_values("us")
+    peers = peers[~peers.index.duplicated()]
+    theirs = {
+        "fastest peer": us_and_rate(peers),
+        "which": peers["row"],
+        "its time / ours": texts(peers["us"] / ours["us"], "{:.2f}".format),
+    }
+    table = pd.DataFrame({"ours": us_and_rate(ours), **theirs}, index=rows["case"].unique())
+    faster = table["its time / ours"].astype(float) < 1  # as it is printed
+    table.loc[faster, list(theirs)] = "**" + table.loc[faster, list(theirs)] + "**"
+    return paragraphs(
+        f"**{rows['device'].iloc[0]}**, {rows['dtype'].iloc[0]}",
+        markdown(table.reset_index(names="kernel")),
+        not_timed(rows, "group"),
+        provenance(rows),
+    )
+
+
+@of_each_device("layer_norm", "cases {case} passes {pass} {row}")
+def layer_norm_section(rows):
+    """Show our time of each pass with its share of a copy's rate, and how many times as long others take."""
+    rows = newest(rows, "device")
+    copy_rate = float(rows["copy_rate"].iloc[0] or "nan")  # None on a CPU
+    # Of the backward pass alone only ours is shown: two columns fewer.
+    timed = rows[rows["error"].isna() & ((rows["row"] == OURS) | (rows["pass"] != "backward"))]
+    is_ours = timed["row"] == OURS
+    # Our time beside every row of the same case and pass.
+    ours = timed.assign(us=timed["us"].where(is_ours)).groupby(["dtype", "case", "pass"])["us"].transform("first")
+    us = texts(timed["us"], number) + " us" + in_brackets(timed["rate"] / copy_rate)
+    ratios = texts(timed["us"] / ours, "{:.2f}".format)
+    shapes = timed["shape"].map(lambda shape: " x ".join(f"{n:,}" for n in shape))
+    columns = {
+        "": timed["dtype"] + ", " + shapes,
+        "text": us.where(is_ours, ratios),
+        "column": timed["pass"] + (", x " + timed["row"]).mask(is_ours, ""),
+    }
+    table = timed.assign(**columns).pivot_table("text", "", "column", aggfunc="first", sort=False)
+    ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing." if copy_rate > 0 else ""
+    return paragraphs(markdown(table.reset_index()), not_timed(rows, "case"), ceiling, provenance(rows))
+
+
+LAYER = "fp8_layer", "parts {part} contenders {row}"
+PLAIN = "plain PyTorch (products: bf16)"
+# A row that is not named here gets a column of its own.
+COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}
+
+
+def with_ceilings(rows):
+    """Return the rows without that of a copy, and the rate that the roofline allows: a copy's, or the datasheet's."""
+    is_copy = rows["part"].str.startswith("read and write")
+    peaks = dict(zip(("fp8", "bf16"), rows["peaks"].iloc[0], strict=True))
+    copy_rate = rows["rate"][is_copy].iloc[0]
+    ceilings = [peaks.get(row, copy_rate) for row in rows["row"]]
+    return rows.assign(ceiling=pd.Series(ceilings, rows.index, dtype=float))[~is_copy]
+
+
+@of_each_device(*LAYER)
+def fp8_layer_section(rows):
+    """Show each part of a layer, in FP8 and as others compute it, with its share of the roofline."""
+    rows = with_ceilings(newest(rows, "device"))
+    rates = us_and_rate(rows) + in_brackets(rows["rate"] / rows["ceiling"])
+    of_bytes = (rows["amount"] / 1e6).map(number) + " MB"
+    of_products = (rows["amount"] / 1e12).map(number) + " TFLOP"
+    work = of_bytes.where(rows["unit"] == "TB/s", of_products)
+    rows = rows.assign(text=or_error(rows, rates), work=work, column=rows["row"].replace(COLUMN))
+    table = rows.pivot_table("text", ["part", "work"], "column", aggfunc="first", sort=False)
+    table = table.reset_index().rename(columns={"part": "of one layer"})
+    return paragraphs(markdown(table), provenance(rows))
+
+
+@of_each_device("fp8_recipes", "sizes {size} {row}")
+def fp8_recipes_section(rows):
+    """Show the error of the gradients of each recipe and size, the median and the worst."""
+    rows = newest(rows, "device")
+    median, worst = (texts(rows[name], "{:.3f}".format) for name in ("median", "worst"))
+    rows = rows.assign(text=median + " (" + worst + ")", **{"": rows["row"]})
+    table = rows.pivot_table("text", "", "size", aggfunc="first", sort=False)
+    return paragraphs(markdown(table.reset_index()), provenance(rows))
+
+
+@of_each_device("overhead", "scripts {row}")
+def overhead_section(rows):
+    """Show the step of each profiling script beside one without a profiler."""
+    rows = newest(rows, "device")
+    table = pd.DataFrame({
+        "": "`" + rows["row"] + "`",
+        "tool": rows["tool"],
+        "ms a step": rows["ms"].map(number),
+        "times a step without": texts(rows["ratio"], "{:.1f}".format),
+    })  # fmt: skip
+    plain = f"Without a profiler, a step takes {number(rows['plain'].iloc[0]['ms'])} ms."
+    return paragraphs(markdown(table, right=[False, False, True, True]), plain, provenance(rows))

@@ -1,0 +1,179 @@
+"""Read results into one long table: a line for each row that was measured, with the fields of all that it lies in.
+
+long_table() is a pandas DataFrame. Every table of the pages is a selection or a pivot of one, which markdown() writes,
+above the provenance() of its rows.
+"""
+
+import collections
+import functools
+
+import pandas as pd
+
+from measure.results import read_result
+from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
+
+# Every long table has these columns, also if there is no result, or if all that was measured has failed.
+COLUMNS = """
+    file result device date row error size precision config tflop_per_step sweep comparisons strongest_peer us rate
+    ratio tokens_per_second mfu peak_memory_mib mode processes efficiency data baseline stages final_loss
+""".split()
+NESTED = "ms median,ms p20,ms p80,ms alone,ms exchanging,speedup median,speedup peer".split(",")
+
+
+def rows_below(node, way):
+    """Yield each row at the end of a way of keys, with the fields of what it lies in; its own fields win.
+
+    A name in braces stands for every key, or for every item of a list, and becomes a field with the key. What has an
+    error in the place of rows is yielded itself.
+    """
+    if not way:
+        # {"ms": {"median": 1.0}} becomes the column "ms median".
+        nested = {name: part for name, part in node.items() if isinstance(part, dict)}
+        parts = {f"{name} {key}": value for name, part in nested.items() for key, value in part.items()}
+        yield node | parts | {"error": cell(node["error"]) if node.get("error") else None}
+    elif way[0].startswith("{"):
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            for row in rows_below(child, way[1:]):
+                yield {way[0].strip("{}"): key} | row
+    elif isinstance(node, dict) and way[0] in node:
+        for row in rows_below(node[way[0]], way[1:]):
+            yield node | row
+    elif isinstance(node, dict) and node.get("error"):
+        yield from rows_below(node, [])
+
+
+def source_of(result):
+    """Describe the device, the software, the date and the commit of a result."""
+    environment = result["environment"]
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]}
+    versions |= result.get("peers", {})
+    software = [f"{library} {version}" for library, version in versions.items() if version]
+    described = [environment["device"], *software, result.get("date", "")[:10]]
+    if commit := environment.get("commit"):
+        described.append("commit " + commit.replace("-dirty", " with changes"))
+    return ", ".join(filter(None, described))
+
+
+def long_table(folder, benchmark, way=""):
+    """Return the long table of a benchmark's results: by device, and of each device the newest first.
+
+    The device with the most results is the first one, or else that with the oldest. What shows one device only shows
+    this one, whatever results others send.
+    """
+    # A run of the script itself has its date in its name only.
+    results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
+    results.sort(key=lambda item: (item[1].get("date", ""), item[0]))
+    devices = collections.Counter(result["environment"]["device"] for _, result in results).most_common()
+    lines = []
+    for device, _ in devices:  # of as many, in the order of the oldest result
+        for name, result in reversed(results):
+            own = {"file": name, "result": result, "device": device, "source": source_of(result)}
+            if result["environment"]["device"] == device:
+                lines += [row | own for row in rows_below(result, way.split())]
+    rows = pd.DataFrame(lines)
+    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *NESTED, *rows])))
+
+
+def first_device(rows):
+    """Return the rows of the first device."""
+    # isin() and head(), as a table of no rows has no first device.
+    return rows[rows["device"].isin(rows["device"].head(1))]
+
+
+def newest(rows, *keys):
+    """Return, for each combination of keys, the rows of the newest result that has it."""
+    # Rows are in the order of long_table(), so the first file of a group is the newest.
+    return rows[rows["file"] == rows.groupby(list(keys))["file"].transform("first")]
+
+
+def of_each_device(benchmark, *ways):
+    """Make a function of one device's long tables, one for each way, a function of a folder.
+
+    The function returns a text, and of a folder the texts of all its devices.
+    """
+
+    def decorate(section):
+        @functools.wraps(section)
+        def sections(folder):
+            tables = [long_table(folder, benchmark, way) for way in ways]
+            devices = tables[0]["device"].unique()
+            texts = (section(*(table[table["device"] == device] for table in tables)) for device in devices)
+            return "\n\n".join(filter(None, texts)) or NOT_MEASURED
+
+        return sections
+
+    return decorate
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns of texts
+
+
+def texts(values, form):
+    """Return a column of numbers as texts, also where it is empty or all is missing; what is missing stays so."""
+    return values.map(form, na_action="ignore").astype(object)
+
+
+def whole(value):
+    """Format a number without decimals."""
+    return number(value, digits=1)
+
+
+def tenths(share):
+    """Format a part of one in tenths of a per cent; empty if it is missing."""
+    return "" if pd.isna(share) else f"{100 * share:.1f} %"
+
+
+def in_brackets(shares):
+    """Return texts of parts of one to follow another text; empty where there is none."""
+    return texts(shares, lambda share: f" ({percent(share)})").fillna("")
+
+
+def us_and_rate(rows):
+    """Return texts of the time and the rate of each row."""
+    return texts(rows["us"], number) + " us, " + texts(rows["rate"], number) + " " + rows["unit"]
+
+
+def or_error(rows, shown):
+    """Return what is shown of rows, and in its place the error where a row has one."""
+    return rows["error"].fillna(shown)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Markdown
+
+
+def markdown(table, right=None):
+    """Return a DataFrame of texts as a table; right as for markdown_table()."""
+    return markdown_table(list(table), table.fillna("").values.tolist(), right)
+
+
+def paragraphs(*texts):
+    """Join those texts that are not empty."""
+    return "\n\n".join(filter(None, texts))
+
+
+def not_timed(rows, place):
+    """Return a sentence with the errors of rows, each with its place, a column; empty without any."""
+    failed = rows[rows["error"].notna()]
+    names = failed["row"].fillna("everything") + " of " + failed[place]
+    reasons = (names + ", " + failed["error"].str.rstrip(".")).unique()
+    return f"Not timed: {'; '.join(reasons)}." if len(reasons) else ""
+
+
+def links(rows):
+    """Return the name of each row's file as a link."""
+    return "([" + rows["file"] + "](benchmarks/results/" + rows["file"] + "))"
+
+
+def provenance(rows):
+    """Return the lines below a table: the source of each of its results, and the command that was given."""
+    files = rows.drop_duplicates("file")
+    return paragraphs(*files["source"] + " " + links(files) + ": `" + files["command"] + "`")
+
+
+def sources(rows):
+    """Return the sources of rows without the commands, each once, with the links to all its files."""
+    files = rows.drop_duplicates("file")
+    alike = links(files).groupby(files["source"], sort=False).agg(", ".join)
+    return "; ".join(alike.index + " " + alike)

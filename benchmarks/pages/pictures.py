@@ -1,0 +1,163 @@
+"""Draw the pictures of the pages from results; those of traces are in traces.py.
+
+Each function takes the folder of results and the path of the picture. It draws one device, and nothing without results.
+"""
+
+import contextlib
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from benchmarks.fp8_learning import SMOOTHED, smoothed
+from benchmarks.pages.kernel_tables import LAYER, with_ceilings
+from benchmarks.pages.learning_tables import RUNS, newest_runs
+from benchmarks.pages.long_table import first_device, long_table, newest
+from benchmarks.pages.training_steps import GROWS, OURS, PLAIN, STEPS, complete_sizes, newest_sweeps, strongest_peer
+from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, save_png, style
+from measure.tables import number, percent
+
+COLORS = BLUE, RED, GREEN, VIOLET, MUTED, INK
+
+
+@contextlib.contextmanager
+def picture(path, height, *panels, **options):
+    """Yield the panels of a picture that is 12 inches wide, and write it."""
+    with style():
+        figure, axes = plt.subplots(*panels, figsize=(12, height), layout="constrained", squeeze=False, **options)
+        yield axes
+        save_png(figure, path, dpi=100)
+
+
+def legend_below(axes):
+    """Say below all panels what the colours of one stand for."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The front page
+
+
+def learning_runs(folder):
+    """Return the newest results of a run that learns and of one that does not; both or none."""
+    tables = [first_device(long_table(folder, f"learning_{kind}")) for kind in ("correct", "severed")]
+    return [table["result"].iloc[0] for table in tables] if all(map(len, tables)) else []
+
+
+def draw_losses(axes, correct, severed):
+    """Draw the loss of a run that learns and of one that does not, on data that can be learnt."""
+    # The share of weights with a gradient is what tells both runs apart before they train.
+    summary, entropy = severed["summary"], correct["summary"]["entropy"]
+    share = percent(summary["parameters_with_gradient"] / summary["parameters"])
+    labels = (
+        f"kernels outside autograd, as published:\n{share} of the weights learn",
+        "the same kernels, with their gradients",
+    )
+    for run, look, color, label in zip((severed, correct), ("--", "-"), (RED, BLUE), labels, strict=True):
+        losses = [step["loss"] for step in run["steps"]]
+        axes.plot(range(1, len(losses) + 1), losses, look, color=color, label=label)
+    axes.axhline(entropy, color=MUTED, linestyle=":", label=f"entropy of the data, {entropy:.2f}")
+    axes.legend(loc="center right")
+    axes.set(xlim=0, ylim=(0, 8), xlabel="step", ylabel="loss, nats a token", title="Does it learn?")
+
+
+def draw_steps(axes, sizes):
+    """Draw the time of a step relative to ours, three bars for each of {size: rows}."""
+    # {size: the times of three rows}, and relative to ours, as sizes differ by a factor of a hundred.
+    ms = {}
+    for size, rows in sizes.items():
+        (peer,), config = strongest_peer(rows), rows["config"].iloc[0]
+        times = rows.set_index("row")["ms median"][[PLAIN, peer, OURS]]
+        label = f"{size}\n{config['batch_size']} x {config['seq_len']} tokens"
+        ms[label] = times.set_axis(["plain PyTorch", "strongest peer", "ours"])
+    ms = pd.DataFrame(ms).T
+    ratios = ms.div(ms["ours"], axis="index")
+    ratios.plot.barh(ax=axes, color=[LINE, MUTED, BLUE], width=0.8)
+    for bars, name in zip(axes.containers, ms, strict=True):
+        texts = [f"{number(time)} ms, {ratio:.1f} x" for time, ratio in zip(ms[name], ratios[name], strict=True)]
+        axes.bar_label(bars, texts, padding=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    where = f"{rows['precision'].iloc[0]}, {rows['device'].iloc[0]}"
+    axes.set(xlabel=f"time of a training step, ours = 1 ({where})", title="How long does a step take?")
+
+
+def draw_front_page(folder, path):
+    runs, sizes = learning_runs(folder), complete_sizes(folder)
+    if runs and sizes:
+        with picture(path, 4.2, 1, 2) as ((left, right),):
+            draw_losses(left, *runs)
+            draw_steps(right, sizes)
+
+
+def draw_learning(folder, path):
+    """Draw the losses alone, for a slide."""
+    if runs := learning_runs(folder):
+        with picture(path, 6) as ((axes,),):
+            draw_losses(axes, *runs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measured and FP8
+
+
+def draw_sweeps(folder, path):
+    """Draw how many times as long as ours the steps of the other rows take, over what grows."""
+    sweeps = dict(newest_sweeps(first_device(long_table(folder, *STEPS))))
+    if not sweeps:
+        return
+    with picture(path, 3.8, 1, len(sweeps), sharey=True) as (panels,):
+        for axes, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
+            ms = rows.pivot_table("ms median", "grows", "row", sort=False)
+            ratios = ms.div(ms[OURS], axis="index")
+            looks = ["o-", "s-", "D-", "^-", "v-", "P-"][: len(ms.columns)]
+            title = f"{sweep} grows"
+            ratios.plot(ax=axes, color=COLORS, style=looks, loglog=True, title=title, xlabel=GROWS[sweep], legend=False)
+            axes.set_xticks(ms.index, [f"{value:,}" for value in ms.index])
+            axes.minorticks_off()
+        ticks = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10
+        axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
+        panels[0].set_ylabel("time of a step, ours = 1")
+        legend_below(axes)
+
+
+def draw_fp8_layer(folder, path):
+    """Draw the times of a layer's products in bf16, and in FP8 with rounding; a diamond marks the roofline."""
+    rows = newest(first_device(long_table(folder, *LAYER)), "device")
+    if not rows["us"].count():
+        return
+    rows = with_ceilings(rows)
+    # Ours rounds for FP8; other rows have no bar.
+    rows = rows.assign(
+        bar=rows["row"].map({"bf16": "bf16", "fp8": "FP8", "triton": "FP8"}),
+        floor=rows["amount"] / rows["ceiling"] / 1e6,
+    )
+    us = rows.pivot_table("us", "bar", "part", sort=False).iloc[:, ::-1]  # the products first
+    floors = rows.groupby("bar")["floor"].sum(skipna=False)[us.index]
+    with picture(path, 2.3) as ((axes,),):
+        us.plot.barh(ax=axes, stacked=True, color=COLORS, edgecolor=GROUND, legend=False)
+        axes.plot(floors, range(len(us)), "D", color=INK, label="what the roofline allows")
+        axes.set(xlabel="us a layer, forward and backward", ylabel="")
+        legend_below(axes)
+
+
+def draw_fp8_learning(folder, path):
+    """Draw the smoothed losses of each size's runs on a text, over time."""
+    rows = newest_runs(first_device(long_table(folder, *RUNS)))
+    rows = rows[(rows["data"] == "text") & rows["error"].isna()]
+    sizes = rows.groupby("size", sort=False)
+    if not sizes.ngroups:
+        return
+    with picture(path, 4.2, 1, sizes.ngroups) as (panels,):
+        for axes, (size, runs) in zip(panels, sizes, strict=True):
+            for run in runs.to_dict("records"):
+                # Smoothed losses begin at the step that has enough of them.
+                means = pd.Series(smoothed(run["losses"]))
+                steps = means.index + len(run["losses"]) - len(means) + 1
+                color, look = (BLUE, "-") if run["precision"] == "bf16" else (RED, "--")
+                # One entry of the legend for all seeds.
+                label = run["precision"] if run["seed"] == runs["seed"].iloc[0] else None
+                axes.plot(steps * run["ms median"] / 6e4, means, look, color=color, label=label)
+            axes.set(xlabel="minutes of training", title=size, ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")
+            axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall
+            axes.legend()

@@ -1,0 +1,233 @@
+"""Write the tables of training steps: of each model, of GPT-2, of sweeps over one size, and of FP8."""
+
+import pandas as pd
+
+from benchmarks.pages.long_table import (
+    first_device,
+    long_table,
+    markdown,
+    newest,
+    of_each_device,
+    or_error,
+    paragraphs,
+    provenance,
+    sources,
+    tenths,
+    texts,
+    whole,
+)
+from benchmarks.steps import is_fp8
+from measure.results import recorded_config
+from measure.tables import NOT_MEASURED, number
+from tiny_llama import hardware
+
+STEPS = "steps", "sizes {size} rows {row}"
+OURS = "triton graph"
+IN_FP8 = "triton fp8 graph"
+PLAIN = "torch graph"  # captured like ours, without the host's time, which differs most
+WITH_OUR_OPTIMIZER = "sdpa flat compile graph"  # PyTorch's fused attention, with our optimizer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which rows a table has
+
+
+def timed(rows):
+    """Return the rows of sizes that were measured to the end with at least one time, from small to large."""
+    # A size is concluded by its comparisons: without them the benchmark was interrupted.
+    ended = rows[rows["comparisons"].notna()]
+    has_time = ended.groupby(["file", "size"])["ms median"].transform("count") > 0
+    return ended[has_time].sort_values("tflop_per_step", kind="stable")
+
+
+def is_complete(rows):
+    """Return whether the rows of one size and result have times of ours, plain PyTorch and the strongest peer."""
+    names = set(rows["row"][rows["error"].isna()])
+    return {OURS, PLAIN, rows["strongest_peer"].iloc[0]} <= names
+
+
+def whole_size(rows):
+    """Return the rows of a size's newest complete result, and those which only its other results have.
+
+    What takes minutes to compile may be measured apart. Each row was timed in turns with ours of its own result.
+    """
+    # A newer result of some rows, as somebody measures who looks into one of them, does not replace a whole table.
+    results = [result for _, result in rows.groupby("file", sort=False)]
+    base = next(filter(is_complete, results), results[0])
+    others = [result[result["error"].isna()] for result in results if same_model(result, base)]
+    return pd.concat([base, *others]).drop_duplicates("row")
+
+
+def same_model(rows, others):
+    return rows["config"].iloc[0] == others["config"].iloc[0]
+
+
+def sizes_in_bf16(rows):
+    """Yield (size, its rows) of one device's results without sweeps and FP8."""
+    rows = timed(rows[rows["sweep"].isna() & ~rows["row"].map(is_fp8)])
+    for size, of_size in rows.groupby("size", sort=False):
+        yield size, whole_size(of_size)
+
+
+def strongest_peer(rows):
+    """Return the row of the fastest among the strongest peers of these rows' results; empty if there is none."""
+    # Each result names the strongest of its own peers, so the fastest of these is the strongest of all.
+    peers = rows[rows["row"].isin(rows["strongest_peer"])]
+    return peers.sort_values("ms median")["row"].head(1)
+
+
+def without_slow_peers(rows):
+    """Return ours, plain PyTorch, what has failed, and the five fastest of the others."""
+    is_kept = rows["row"].str.startswith("triton") | rows["row"].isin(["torch", PLAIN]) | rows["error"].notna()
+    others = rows[~is_kept].nsmallest(5, "ms median")
+    return rows[is_kept | rows["row"].isin(others["row"])]
+
+
+def comparisons(rows):
+    """Return {(ours, peer): how they compare} of these rows' results, without peers that only seemed the strongest."""
+    weaker = set(rows["strongest_peer"]) - set(strongest_peer(rows))
+    found = {}
+    for pairs in rows.drop_duplicates("file")["comparisons"]:
+        for pair in pairs:
+            if pair["peer"] not in weaker and not is_fp8(pair["ours"]):
+                # The rows of the first result are those that are shown.
+                found.setdefault((pair["ours"], pair["peer"]), pair)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def step_columns(rows):
+    """Return the columns of texts that tables of whole steps share."""
+    p20, p80 = (texts(rows[name], number) for name in ("ms p20", "ms p80"))
+    return {
+        "ms a step": or_error(rows, rows["ms median"].map(number)),
+        "p20 – p80": p20 + " – " + p80,
+        "tokens/s": rows["tokens_per_second"].map(whole),
+        "of peak": rows["mfu"].map(tenths),
+        "memory, MiB": rows["peak_memory_mib"].map(whole),
+    }
+
+
+def comparison_line(pair):
+    spread = " ({:.2f} – {:.2f})".format(*pair["spread"]) if pair["spread"] else ""
+    memory = f" and {pair['memory_ratio']:.2f} of its peak memory" if pair["memory_ratio"] else ""
+    return f"`{pair['ours']}` takes {pair['time_ratio']:.2f}{spread} of the time of `{pair['peer']}`{memory}."
+
+
+@of_each_device(*STEPS)
+def steps_section(rows):
+    """Show ours and its strongest peers for each model, ours and the strongest one in bold."""
+    parts = []
+    for size, measured in sizes_in_bf16(rows):
+        shown = without_slow_peers(measured)
+        first, config = shown.iloc[0], shown["config"].iloc[0]
+        is_bold = shown["row"].isin([OURS, *strongest_peer(shown)])
+        labels = shown["row"].mask(is_bold, "**" + shown["row"] + "**")
+        # The closest comparison comes first.
+        pairs = sorted(comparisons(shown).values(), key=lambda pair: -pair["time_ratio"])
+        parts += [
+            f"**{size}**, {first['device']}: {config['batch_size']} x {config['seq_len']} tokens, "
+            f"hidden {config['hidden_dim']}, {config['num_layers']} layers, {config['num_heads']} heads, "
+            f"{first['precision']}",
+            markdown(pd.DataFrame({"": labels, **step_columns(shown)})),
+            " ".join(map(comparison_line, pairs)),
+            provenance(shown),
+        ]
+    return paragraphs(*parts)
+
+
+@of_each_device("gpt", "rows {row}")
+def gpt_section(rows):
+    """Show all rows of GPT-2's step, with the speed of each relative to PyTorch's LayerNorm."""
+    rows = newest(rows[rows["size"] != "tiny"], "device")
+    if rows.empty:
+        return ""
+    speed = texts(rows["speedup median"], "{:.3f} x `".format) + rows["speedup peer"] + "`"
+    table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
+    return paragraphs(markdown(table), provenance(rows))
+
+
+GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # {sweep: the field that grows}
+
+
+def newest_sweeps(rows):
+    """Yield (sweep, the rows of each size's newest result with times) of one device's results."""
+    # A sweep may be measured in parts, and a part again.
+    rows = newest(timed(rows[rows["sweep"].notna()]), "sweep", "size")
+    for sweep, field in GROWS.items():
+        of_sweep = rows[rows["sweep"] == sweep]
+        if len(of_sweep):
+            yield sweep, of_sweep.assign(grows=[config[field] for config in of_sweep["config"]])
+
+
+@of_each_device(*STEPS)
+def sweeps_section(rows):
+    """Show a line for each size: the time of each row, and how ours compares with the strongest peer."""
+    parts = []
+    for sweep, sizes in newest_sweeps(rows):
+        sizes = sizes.assign(text=or_error(sizes, sizes["ms median"].map(number)))
+        table = sizes.pivot_table("text", "size", "row", aggfunc="first", sort=False)
+        pairs = sizes.drop_duplicates("size").set_index("size")["comparisons"].str[0]
+        for name, key in (("time, ours / strongest peer", "time_ratio"), ("memory", "memory_ratio")):
+            table[name] = texts(pairs.str[key], "{:.2f}".format)
+        table = table.reset_index(names=f"ms a step, {sweep} grows")
+        parts += [markdown(table), provenance(sizes)]
+    return paragraphs(*parts)
+
+
+@of_each_device(*STEPS)
+def fp8_speed_section(rows):
+    """Show the rows in FP8 and ours in bf16 of each model, beside ours in FP8."""
+    rows = rows[(rows["row"] == OURS) | rows["row"].map(is_fp8)]
+    # Of each size the newest result in which ours was measured in FP8.
+    ours = rows[(rows["row"] == IN_FP8) & rows["error"].isna()]
+    rows = newest(rows.merge(ours[["file", "size"]]), "size").sort_values("tflop_per_step", kind="stable")
+    ratios = rows["ms median"] / rows["size"].map(ours.drop_duplicates("size").set_index("size")["ms median"])
+    table = pd.DataFrame({
+        "": rows["size"] + ", " + rows["row"],
+        "ms a step": or_error(rows, rows["ms median"].map(number)),
+        f"its time / that of {IN_FP8}": texts(ratios, "{:.2f}".format),
+    })  # fmt: skip
+    return paragraphs(markdown(table), provenance(rows)) if len(rows) else ""
+
+
+def front_row(size, rows):
+    """Return the texts of ours and of the strongest peer at a size, on the front page."""
+    named = rows.set_index("row")
+    (peer,) = strongest_peer(rows)
+    ours, theirs, config = named.loc[OURS], named.loc[peer], rows["config"].iloc[0]
+    weights = hardware.count_matrix_weights(recorded_config(config)) / 1e6
+    # Of windows in turns, and not of the two medians, which may be from different results.
+    ratio = comparisons(rows)[OURS, peer]["time_ratio"]
+    with_ours = named["ms median"].get(WITH_OUR_OPTIMIZER)
+
+    def beside(field, form):
+        return f"**{form(ours[field])}** / {form(theirs[field])}"
+
+    return {
+        "**ours** / strongest peer": f"**{size}**: {config['batch_size']} x {config['seq_len']:,} tokens, "
+        f"{number(weights)} M weights",
+        "ms a step": beside("ms median", number),
+        "ratio": f"**{ratio:.2f}**",
+        "with our AdamW": f"{ours['ms median'] / with_ours:.2f}" if with_ours else "not measured",
+        "tokens/s": beside("tokens_per_second", whole),
+        "peak memory, MiB": beside("peak_memory_mib", whole),
+        "which peer": f"`{peer}`",
+    }
+
+
+def complete_sizes(folder):
+    """Return {size: rows} of the first device's complete sizes."""
+    sizes = sizes_in_bf16(first_device(long_table(folder, *STEPS)))
+    return {size: rows for size, rows in sizes if is_complete(rows)}
+
+
+def front_section(folder):
+    sizes = complete_sizes(folder)
+    if not sizes:
+        return NOT_MEASURED
+    table = pd.DataFrame([front_row(*item) for item in sizes.items()])
+    return paragraphs(markdown(table, right=[False, *[True] * 5, False]), sources(pd.concat(sizes.values())))
