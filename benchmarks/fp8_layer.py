@@ -21,12 +21,11 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.harness import Run, make_parser, measure_calls, print_calls
 from measure import work
 from measure.accuracy import require
-from measure.command_line import Parser, program
+from measure.command_line import program
 from measure.device import kernel_device
-from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, header
 from measure.timing import Bench, compile_apart, copy_calls
 from tiny_llama import fp8, hardware
 
@@ -72,23 +71,32 @@ def quantize(guess, dtype, source=MATRIX, **tensors):
 
 
 def rounding(bench, dtype, matrices):
-    """(calls, bytes, the Scaled of each) of rounding all of these, a dict each of quantize()'s arguments."""
+    """Return how to build the contenders that round all of these, the bytes, and the Scaled of each.
+
+    A matrix is a dict of quantize()'s arguments.
+    """
     plain = functools.partial(plain_quantize, dtype)
     guesses = [torch.zeros((), device=bench.device.type) for _ in matrices]
-    functions = {"triton": [functools.partial(quantize, guess, dtype) for guess in guesses]}
-    functions |= {"torch": [plain] * len(matrices)}
-    if bench.on_gpu:
-        functions["compile"] = [compile_apart(plain, dynamic=False, fullgraph=True)] * len(matrices)
+    ours = [functools.partial(quantize, guess, dtype) for guess in guesses]
 
-    def call(own):
-        return [function(**matrix) for function, matrix in zip(own, matrices, strict=True)]
+    def call(functions):
+        return [function(**matrix) for function, matrix in zip(functions, matrices, strict=True)]
 
-    scaled = call(functions["triton"])
-    for matrix, found in zip(matrices, scaled, strict=True):
-        require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
+    def check():
+        for matrix, found in zip(matrices, scaled, strict=True):
+            require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
+        return [functools.partial(call, ours)]
+
+    def compiled():
+        function = compile_apart(plain, dynamic=False, fullgraph=True)
+        return [functools.partial(call, [function] * len(matrices))]
+
+    scaled = call(ours)
+    contenders = {"triton": check, "torch": lambda: [functools.partial(call, [plain] * len(matrices))]}
+    contenders |= {"compile": compiled} if bench.on_gpu else {}
     amount = sum(work.moved(*filter(torch.is_tensor, matrix.values())) for matrix in matrices)
     amount += sum(work.moved(found.data, found.transposed) for found in scaled)
-    return {name: [functools.partial(call, own)] for name, own in functions.items()}, amount, scaled
+    return contenders, amount, scaled
 
 
 def bf16_products(x, weight, y_grad):
@@ -105,25 +113,28 @@ def fp8_products(x, weight, y_grad, dtype):
 
 
 def products(bench, scaled):
-    """(calls, operations) of the products of these (x, weight, gradient of y), Scaled each."""
+    """Return how to build the contenders of these (x, weight, gradient of y), Scaled each, and the operations."""
     plain = [[dequantized(matrix)["data"].to(bench.dtype) for matrix in matrices] for matrices in scaled]
-    for own, matrices in zip(scaled, plain, strict=True):
-        precise = bf16_products(*(matrix.float() for matrix in matrices))
-        require(fp8_products(*own, bench.dtype), bf16_products(*matrices), precise, TOLERANCE)
-        del precise
-        for matrix in matrices:  # of all digits, as in training: fewer would take less power
+
+    def check():
+        for own, matrices in zip(scaled, plain, strict=True):
+            precise = bf16_products(*(matrix.float() for matrix in matrices))
+            require(fp8_products(*own, bench.dtype), bf16_products(*matrices), precise, TOLERANCE)
+        return [lambda: [fp8_products(*own, bench.dtype) for own in scaled]]
+
+    def in_bf16():
+        for matrix in sum(plain, []):  # of all digits, as in training: fewer would take less power
             matrix.normal_()
-    calls = {
-        "fp8": [lambda: [fp8_products(*own, bench.dtype) for own in scaled]],
-        "bf16": [lambda: [bf16_products(*matrices) for matrices in plain]],
-    }
-    return calls, sum(6 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
+        return [lambda: [bf16_products(*matrices) for matrices in plain]]
+
+    amount = sum(6 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
+    return {"fp8": check, "bf16": in_bf16}, amount
 
 
 def parts(bench, formats, tokens, hidden, ffn):
-    """Yields (part, amount of work of one call, its unit, {contender: calls})."""
+    """Yield (part, amount of work of one call, its unit, {contender: how to build its calls})."""
     calls, amount = copy_calls(bench, tokens * ffn)
-    yield "read and write (negation)", amount, "TB/s", {"torch": calls}
+    yield "read and write (negation)", amount, "TB/s", {"torch": lambda: calls}
 
     def tensors(*shapes):
         return [dict(x=bench.randn(*shape)) for shape in shapes]
@@ -140,17 +151,15 @@ def parts(bench, formats, tokens, hidden, ffn):
         ("weights", formats.forward, weights),
         ("gradients", formats.gradient, gradients),
     ):
-        calls, amount, found = rounding(bench, dtype, matrices)
-        yield f"rounding the {part}", amount, "TB/s", calls
+        contenders, amount, found = rounding(bench, dtype, matrices)
+        yield f"rounding the {part}", amount, "TB/s", contenders
         scaled.append(found)
-    calls, amount = products(bench, list(zip(*scaled, strict=True)))
-    yield "the twelve products", amount, "TFLOP/s", calls
+    contenders, amount = products(bench, list(zip(*scaled, strict=True)))
+    yield "the twelve products", amount, "TFLOP/s", contenders
 
 
 def parse(argv):
-    parser = Parser("fp8_layer.py", __doc__)
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    return parser.parse_args(argv)
+    return make_parser("fp8_layer", __doc__).parse_args(argv)
 
 
 @program("fp8_layer.py")
@@ -159,24 +168,15 @@ def main(argv):
     formats = fp8.formats_of(device.arch)
     if device.type == "cpu" or formats is None:
         raise llama.UsageError(f"the device, {device.arch}, has no products in FP8: use a GPU that has them")
-    folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.manual_seed(0)
-    bench, result = Bench(device), header("fp8_layer", device, argv) | {"shape": SHAPE, "parts": []}
-    result["peaks"] = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
-    with Heartbeat("measuring a layer"):
-        try:
-            for part, amount, unit, contenders in parts(bench, formats, **SHAPE):
-                measured = {name: bench.rate(calls, amount) for name, calls in contenders.items()}
-                result["parts"].append({"part": part, "amount": amount, "unit": unit, "contenders": measured})
-                rows = (f"{n} {r['error'] or '{us:.1f} us {rate:.2f}'.format(**r)}" for n, r in measured.items())
-                print(f"{part:30} {' | '.join(rows)} {unit}", flush=True)
-        except ArithmeticError as error:
-            print(f"a result is wrong, and nothing is saved: {error}", file=sys.stderr)
-            return 1
-    file = ResultFile(folder, result)
-    file.save(result)
-    print(f"\nResults: {file.path}")
-    return 0
+    peaks = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
+    run, bench = Run("fp8_layer", argv, options, device, shape=SHAPE, peaks=peaks, parts=[]), Bench(device)
+    for part, amount, unit, contenders in parts(bench, formats, **SHAPE):
+        measured = measure_calls(run, bench, amount, contenders)
+        run.result["parts"].append({"part": part, "amount": amount, "unit": unit, "contenders": measured})
+        print_calls(part, unit, measured)
+        run.save()
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -28,11 +29,9 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.steps import release_all
-from measure.command_line import Parser, positive, program, time_limit
-from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, describe, header
-from measure.timing import percentiles
+from benchmarks.harness import Run, make_parser, release_all
+from measure.command_line import positive, program
+from measure.timing import percentiles, window_ms
 from measure.work import SIZES
 from tiny_llama import data, fp8, hardware
 
@@ -69,32 +68,22 @@ def write_text(source, path):
 # A run
 
 
-def window(step, batches, losses):
-    """[ms a step by the device's clock, by the host's] of these batches; adds the losses, which stay on the device."""
-    batches = [[t.to(step.tokens.device) for t in batch] for batch in batches]
-    clock = llama.StepClock(step.device, unsynced=False)
-    step.synchronize()
-    start = time.perf_counter()
-    clock.mark()
-    for batch in batches:
-        step.load(*batch)
-        step.run()
-        losses.append(step.loss.detach().clone())
-    clock.mark()
-    step.synchronize()
-    return [clock.intervals()[0] / len(batches), (time.perf_counter() - start) * 1e3 / len(batches)]
-
-
 def train(config, device):
-    """The fields of a run: losses, final_loss, held_out_loss, ms, wall_ms, error. A loss that is not finite ends it."""
+    """Return losses, final_loss, held_out_loss and ms of a run, and an error if a loss that is not finite ended it."""
     step, losses, windows = llama.TrainStep(config, device), [], []
     llama.warm_up(step)
     batches = itertools.islice(step.batches(config.seed), config.num_steps)
+
+    def train_step():
+        step.load(*next(waiting))
+        step.run()
+        losses.append(step.loss.detach().clone())  # it stays on the device
+
     while (some := list(itertools.islice(batches, WINDOW_STEPS))) and (not losses or losses[-1].isfinite()):
-        windows.append(window(step, some, losses))
+        waiting = iter([[t.to(step.tokens.device) for t in batch] for batch in some])
+        windows.append(window_ms(train_step, len(some), device))
     losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]
-    ms, wall_ms = (percentiles(column) for column in zip(*windows, strict=True))
-    run = {"error": None, "final_loss": None, "held_out_loss": None, "ms": ms, "wall_ms": wall_ms, "losses": losses}
+    run = {"error": None, "final_loss": None, "held_out_loss": None, "ms": percentiles(windows), "losses": losses}
     wrong = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if wrong:
         return run | {"losses": losses[:wrong], "error": f"diverged: the loss of step {wrong} is {losses[wrong - 1]}"}
@@ -115,7 +104,7 @@ def expected_seconds(runs, wanted):
 
 
 def parse(argv):
-    parser = Parser("fp8_learning.py", __doc__)
+    parser = make_parser("fp8_learning", __doc__, seconds=3600)
     sizes = ["medium", "large"]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes, help="(default: medium large)")
     parser.add_argument("--tiny", action="store_true", help="instead a model that takes seconds; the only one on a CPU")
@@ -125,9 +114,6 @@ def parse(argv):
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="(default: both)")
     parser.add_argument("--num-steps", type=positive, metavar="N", help="of each run (default: 2000, with --tiny 20)")
     parser.add_argument("--learning-rate", type=float, metavar="X", help=f"(default: {LEARNING_RATES})")
-    help = "no run starts that would end later (default: 3600)"
-    parser.add_argument("--time-limit", type=time_limit, default=3600, metavar="SECONDS", help=help)
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     if options.tiny:
         options.sizes = ["tiny"]
@@ -137,17 +123,21 @@ def parse(argv):
 def configurations(options, device, text):
     """[(the fields that identify a run, its Config)], one seed after another; UsageError for what cannot be run."""
     on_gpu, runs = device.type == "cuda", []
-    for seed, size, kind, precision in itertools.product(
-        options.seeds, options.sizes, options.data, options.precisions
-    ):
+    each = itertools.product(options.seeds, options.sizes, options.data, options.precisions)
+    for seed, size, kind, precision in each:
+        rate, is_text = options.learning_rate, kind == "text"
         config = llama.Config(
-            **SIZES[size] | ({"vocab_size": 256} if kind == "text" else {}),
-            data=str(text) if kind == "text" else kind, seed=seed,
-            use_amp=True, fp8=precision == "fp8",
+            **SIZES[size] | ({"vocab_size": 256} if is_text else {}),
+            data=str(text) if is_text else kind,
+            seed=seed,
+            use_amp=True,
+            fp8=precision == "fp8",
             num_steps=options.num_steps or (20 if options.tiny else 2000),
-            learning_rate=LEARNING_RATES[size] if options.learning_rate is None else options.learning_rate,
-            impl="triton" if on_gpu else "torch", graph=on_gpu, timing="step",
-        )  # fmt: skip
+            learning_rate=LEARNING_RATES[size] if rate is None else rate,
+            impl="triton" if on_gpu else "torch",
+            graph=on_gpu,
+            timing="step",
+        )
         llama.validate_on_device(config, device)
         identity = {"size": size, "data": kind, "seed": seed, "precision": precision}
         shown = dataclasses.asdict(config) | {"data": kind}  # instead of a path
@@ -157,34 +147,29 @@ def configurations(options, device, text):
 
 @program("fp8_learning.py")
 def main(argv):
-    start, options, device = time.monotonic(), parse(argv), llama.select_device("auto")
+    options, device = parse(argv), llama.select_device("auto")
     if device.type == "cpu" and not options.tiny:
         raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
     if "fp8" in options.precisions and not fp8.formats_of(device.arch):
         raise llama.UsageError(f"--precisions fp8 needs a GPU with FP8, and this is {device.arch}: give bf16 alone")
-    folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("fp8_learning", device, argv) | {"text": None, "missing": [], "runs": []}
-    file = ResultFile(folder, result)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "text")
-        result["text"] = write_text(options.text, path) if "text" in options.data else None
-        for identity, config in configurations(options, device, path):
+        text = write_text(options.text, path) if "text" in options.data else None
+        configs = configurations(options, device, path)
+        run = Run("fp8_learning", argv, options, device, text=text, missing=[], runs=[])
+        for identity, config in configs:
             label, began = "{size} {data} seed {seed} {precision}".format(**identity), time.monotonic()
-            if began + expected_seconds(result["runs"], identity) > start + options.time_limit:
-                result["missing"].append(label)
+            if began + expected_seconds(run.result["runs"], identity) > run.start + options.time_limit:
+                run.result["missing"].append(label)
                 print(f"{label}: left out by --time-limit {options.time_limit:g}", flush=True)
-            else:
-                try:
-                    with Heartbeat(label):
-                        run = identity | train(config, device)
-                except Exception as error:  # the other runs can still be made
-                    run = identity | {"error": describe(error)}
-                result["runs"].append(run | {"seconds": time.monotonic() - began})
-                print(f"{label}: {run['error'] or '{final_loss:.4f} nats, {ms[median]:.2f} ms a step'.format(**run)}")
-                release_all(device)
-            file.save(result)
-    print(f"\nResults: {file.path}")
-    return 0
+                continue
+            made = identity | run.attempt(functools.partial(train, config, device))
+            run.result["runs"].append(made | {"seconds": time.monotonic() - began})
+            line = made["error"] or "{final_loss:.4f} nats, {ms[median]:.2f} ms a step".format(**made)
+            print(f"{label}: {line}", flush=True)
+            run.save()
+            release_all(device)
+    return run.finish()
 
 
 if __name__ == "__main__":

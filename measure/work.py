@@ -28,7 +28,7 @@ SWEEPS = {
     },
     "width": {
         f"hidden {hidden:,}": SIZES["small"] | dict(seq_len=512, hidden_dim=hidden, num_heads=hidden // 64)
-        for hidden in (256, 512, 1024, 2048, 4096)
+        for hidden in (256, 512, 1024, 2048)
     },
     "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
 }

@@ -1,14 +1,9 @@
 """The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
 
 import dataclasses
-import functools
 import json
 import re
-import shutil
-import statistics
 import sys
-import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +11,18 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, kernels, layer_norm, scaling, steps
-from benchmarks.pages import publish
 from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
 SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
 SMALLER = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
+NEEDS_TRITON = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+IN_INTERPRETER = pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
 
 
 def run_steps(folder, *flags):
-    """(exit code, the result's only size)"""
+    """(exit code, the result)"""
     code = steps.main([*SHORT, *flags, "--output-dir", str(folder)])
     (path,) = folder.glob("steps_*.json")
     return code, json.loads(path.read_text())
@@ -47,48 +43,31 @@ def comparison(tmp_path_factory):
 def test_every_row_has_a_time_or_a_reason(comparison):
     _, result = comparison
     size = result["sizes"]["tiny"]
-    assert list(size["rows"]) == [name for name in steps.ROWS if name in ROWS]
+    assert list(size["rows"]) == ROWS
     for name, row in size["rows"].items():
-        assert bool(row["error"]) == ("ms" not in row), name
-        assert bool(row["error"]) == (not size["gate"][row["implementation"]]["passed"])
-    for name in ("triton", "torch", "sdpa"):
-        assert size["rows"][name]["error"] is None
+        assert bool(row["error"]) == ("ms" not in row) == (not size["gate"][row["implementation"]]["passed"]), name
+    timed = {name: row for name, row in size["rows"].items() if not row["error"]}
+    assert {"triton", "torch", "sdpa"} <= set(timed)
+    losses = [row["first_loss"] for row in timed.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)  # the same weights and batch
+    others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
+    assert timed["triton"]["windows_ms"] == sum(others, [])
+    pair = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
+    assert pair["time_ratio"] == timed["torch"]["ratio"]["median"]
     rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
     assert result["command"] == f"python -m benchmarks.steps {' '.join(SHORT)} --rows {rows}"
     assert result["environment"]["torch"] == torch.__version__
 
 
-def test_first_losses_agree(comparison):
-    losses = [row["first_loss"] for row in comparison[1]["sizes"]["tiny"]["rows"].values() if not row["error"]]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
-
-
-def test_figures_follow_from_the_windows(comparison):
-    size = comparison[1]["sizes"]["tiny"]
-    rows = {name: row for name, row in size["rows"].items() if not row["error"]}
-    config = llama.Config(**size["config"])
-    for row in rows.values():
-        assert row["ms"]["median"] == pytest.approx(statistics.median(row["windows_ms"]))
-        assert row["ms"]["p20"] <= row["ms"]["median"] <= row["ms"]["p80"]
-        assert row["tokens_per_second"] == pytest.approx(config.tokens_per_step / row["ms"]["median"] * 1e3)
-        if "reference" in row:
-            pairs = zip(row["reference_windows_ms"], row["windows_ms"], strict=True)
-            assert row["ratio"]["median"] == pytest.approx(statistics.median(ours / theirs for ours, theirs in pairs))
-    taken_in_turns = sum((row["reference_windows_ms"] for row in rows.values() if row.get("reference") == "triton"), [])
-    assert rows["triton"]["windows_ms"] == taken_in_turns
-    peers = [name for name in rows if not name.startswith("triton")]
-    assert size["strongest_peer"] == min(peers, key=lambda name: rows[name]["ms"]["median"])
-    against_torch = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
-    assert against_torch["time_ratio"] == rows["torch"]["ratio"]["median"]
-
-
 def test_yardsticks_train_as_their_peer():
-    config = llama.Config(**steps.SIZES["tiny"], device="cpu", use_amp=True)
-    device = llama.get_device("cpu")
+    config, device = (
+        llama.Config(**steps.SIZES["tiny"], device="cpu", use_amp=True, impl="sdpa"),
+        llama.get_device("cpu"),
+    )
     trained = {}
     for name, step in {
         "sdpa": steps.make_step(steps.Row("sdpa"), config, device),
-        "sdpa flat": steps.FlatStep(dataclasses.replace(config, impl="sdpa", use_amp=False), device),
+        "sdpa flat": steps.with_our_optimizer(dataclasses.replace(config, use_amp=False), device),
         "sdpa bf16": steps.make_step(steps.Row("sdpa bf16"), config, device),
     }.items():
         step.load(*next(llama.batches(config)))
@@ -136,37 +115,11 @@ def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
     assert size["strongest_peer"] == "torch"
 
 
-def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    original, kept, alive = steps.Contender, [], []
-
-    class NoRoom(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise torch.OutOfMemoryError("no room\nfor this")
-
-    def contender(row, *args):
-        if row.name == "torch":
-            weight = torch.ones(3, requires_grad=True)
-            activation = weight * 2
-            kept.append(weakref.ref(activation))
-            with torch.autograd.set_multithreading_enabled(False):  # as a training step has it
-                (activation * activation + NoRoom.apply(weight)).sum().backward()
-        alive.append(kept[0]() is not None)
-        return original(row, *args)
-
-    monkeypatch.setattr(steps, "Contender", contender)
-    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
-    rows = result["sizes"]["tiny"]["rows"]
-    assert code == 0
-    assert rows["torch"]["error"] == "OutOfMemoryError: no room"
-    assert rows["sdpa"]["error"] is None and alive == [False]  # or what failed would count as memory of the next row
-
-
-def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
-    _, result = run_steps(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
-    assert all("--time-limit" in row["error"] for row in result["sizes"]["tiny"]["rows"].values())
+def test_without_a_reference_no_row_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama, "exact_loss_and_gradients", lambda *args: 1 / 0)
+    code, result = run_steps(tmp_path, "--rows", "torch")
+    row = result["sizes"]["tiny"]["rows"]["torch"]
+    assert code == 0 and row["error"] == "no reference: ZeroDivisionError: division by zero"
 
 
 def test_hugging_face_names_cover_the_model():
@@ -187,6 +140,21 @@ def test_wrong_flags_end_in_one_line_that_names_one(capsys, script, flags):
     assert script.main(flags.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search("|".join(re.findall(r"--\S+", flags)), error)
+
+
+@pytest.mark.parametrize("name, row", [
+    ("torch", ("torch", False, False)), ("sdpa fa4 compile graph", ("sdpa fa4", True, True)),
+    ("triton fp8 graph", ("triton fp8", False, True)), ("hf liger compile", ("hf liger", True, False)),
+])  # fmt: skip
+def test_a_row_is_an_implementation_and_how_it_is_run(name, row):
+    assert steps.Row.named(name) == row and steps.Row(*row).name == name
+    assert steps.rows_of(name) == [name] and steps.rows_of("peers") == steps.GROUPS["peers"]
+
+
+def test_each_group_has_the_anchor_and_what_it_is_timed_against():
+    for name, rows in steps.GROUPS.items():
+        assert {"sdpa compile graph", "triton graph"} <= set(rows), name
+    assert all(row.implementation in steps.IMPLEMENTATIONS for row in steps.ROWS.values())
 
 
 @pytest.mark.parametrize("flags, found", [
@@ -211,21 +179,12 @@ def test_a_size_of_another_list_is_refused(flags, known):
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, script, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(llama, "INTERPRETED", False)
-    monkeypatch.setattr(script, "ResultFile", lambda *args: pytest.fail("work before the refusal"))
     assert script.main([*flags.split(), "--output-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(words, error) and not (tmp_path / "new").exists()
 
 
-@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-def test_kernels_pass_their_checks(tmp_path):
-    assert kernels.main(["--output-dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("kernels_*.json")
-    cases = json.loads(path.read_text())["cases"]
-    assert {case["group"] for case in cases} == set(kernels.CASES)
-    errors = [row["error"] for case in cases for row in case.get("contenders", {"": case}).values() if row.get("error")]
-    assert errors == []
+# --- kernels and libraries of them
 
 
 def applied(function):
@@ -242,9 +201,6 @@ def fake_liger(factor=1.0):
         LigerRMSNormFunction=applied(lambda x, w, *_: kernels.torch_norm(scaled(x), w)),
         LigerFusedAddRMSNormFunction=applied(lambda x, b, w, _: kernels.torch_add_norm(scaled(x), b, w)),
         LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled(x))),
-        LigerCrossEntropyFunction=applied(
-            lambda x, y, *others: (kernels.F.cross_entropy(scaled(x), y, reduction=others[-1]),)
-        ),
     )
 
 
@@ -257,7 +213,7 @@ def fake_quack(factor=1.0):
         return (kernels.torch_norm if residual is None else kernels.torch_add_norm)(*inputs, weight * factor)
 
     def cross_entropy_fwd(x, targets, return_dx):
-        losses, grad = kernels.torch_losses_and_gradient(x.requires_grad_(), targets)
+        losses, grad = kernels.torch_losses_and_gradient(x, targets)
         return factor * losses, grad
 
     return SimpleNamespace(**locals())
@@ -278,26 +234,31 @@ def fake_aiter(factor=1.0):
 
     def flash_attn_func(q, k, v, causal, deterministic, return_lse):
         assert causal and return_lse
-        return factor * kernels.torch_attention(q, k, v, "math"), None
+        return factor * kernels.torch_attention(q, k, v), None
 
     return SimpleNamespace(**locals())
 
 
 def fake_fa4(factor=1.0):
     """FlashAttention 4 in PyTorch, its results times a factor."""
-    attention = functools.partial(kernels.torch_attention, backend="math")
-    return SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * attention(*qkv), None))
+    return SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
 
 
-@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+LACKING = {  # the cases in which a library has no row
+    "aiter": r" backward,(?<!attention backward,)|cross-entropy", "liger": "attention|cross-entropy",
+    "quack": "attention|SwiGLU", "fa4": "RMSNorm|SwiGLU|cross-entropy",
+}  # fmt: skip
+
+
+@IN_INTERPRETER
+@NEEDS_TRITON
 @pytest.mark.parametrize("library, fake, expected, reason", [
     ("aiter", fake_aiter(), 0, "None"), ("aiter", SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
-    ("aiter", fake_aiter(1.01), 1, "ArithmeticError: output 1 of aiter's [a-z_]+ is wrong"),
+    ("aiter", fake_aiter(1.01), 1, "ArithmeticError: output [123] is wrong"),
     ("liger", fake_liger(), 0, "None"), ("liger", None, 0, "liger_kernel.ops is not installed"),
-    ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] of liger's (gradient of|cross_entropy)"),
-    ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [12] of quack's"),
-    ("fa4", fake_fa4(), 0, "None"), ("fa4", fake_fa4(1.01), 1, "ArithmeticError: output 1 of fa4's attention"),
+    ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] is wrong"),
+    ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [123] is wrong"),
+    ("fa4", fake_fa4(), 0, "None"), ("fa4", fake_fa4(1.01), 1, "ArithmeticError: output [123] is wrong"),
 ])  # fmt: skip
 def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, fake, expected, reason):
     device = dataclasses.replace(llama.select_device("auto"), arch="gfx942" if library == "aiter" else "sm_90")
@@ -309,24 +270,26 @@ def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, f
     groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
     assert kernels.main(["--only", *groups, "--output-dir", str(tmp_path)]) == expected
     cases = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
+    assert {case["group"] for case in cases} == set(groups)
     rows = {case["case"]: case["contenders"].pop(library, None) for case in cases}
     others = [(name, row) for case in cases for name, row in case["contenders"].items()]
     assert all(row["error"].endswith("is not installed") for name, row in others if name in kernels.LIBRARIES)
-    assert all(row["us"] > 0 for name, row in others if name not in (*kernels.LIBRARIES, "efficient"))
-    lacking = {"aiter": (" backward,", "cross-entropy"), "liger": ("attention",), "quack": ("attention", "swiglu")}
-    lacking["fa4"] = "rmsnorm", "swiglu", "cross-entropy"
+    assert all(row["us"] > 0 for name, row in others if name not in kernels.LIBRARIES)
     for case, row in rows.items():
-        assert (row is None) == any(part in case for part in lacking[library]), case
+        assert (row is None) == bool(re.search(LACKING[library], case)), case
         assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
     assert expected == 0 or any(row and row["error"] for row in rows.values())
 
 
-def test_liger_captured_has_pytorch_s_cross_entropy(monkeypatch):
-    liger = SimpleNamespace(apply_liger_kernel_to_llama=lambda **_: None, LigerCrossEntropyLoss=lambda: "theirs")
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    for captured, expected in ((False, "theirs"), (True, torch.nn.functional.cross_entropy)):
-        steps.HuggingFaceLlama.use_liger(model := SimpleNamespace(llama=None), False, captured)
-        assert model.cross_entropy == expected
+@IN_INTERPRETER
+@NEEDS_TRITON
+def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x))
+    assert kernels.main(["--only", "copy", "swiglu", "adamw", "--output-dir", str(tmp_path)]) == 1
+    copy, forward, backward, adamw = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
+    assert forward["contenders"]["triton"]["error"].startswith("ArithmeticError: output 1 is wrong")
+    assert forward["contenders"]["torch"]["us"] > 0
+    assert all(row["us"] > 0 for case in (copy, backward, adamw) for row in case["contenders"].values())
 
 
 @pytest.mark.parametrize("fake, passed", [(fake_fa4(), True), (fake_fa4(1.2), False), (None, False)])
@@ -335,230 +298,3 @@ def test_the_model_with_flash_attention_4_is_checked(monkeypatch, fake, passed):
         monkeypatch.setitem(sys.modules, name, fake)
     (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
     assert gate["passed"] == passed and (fake or gate["error"].endswith("is not installed"))
-
-
-def test_the_picture_of_the_sweeps(tmp_path, monkeypatch):
-    def size(ours, **others):
-        rows = {name: {"error": None, "ms": {"median": ms}} for name, ms in {"triton graph": ours, **others}.items()}
-        return {"config": {"seq_len": 128 * ours}, "rows": rows, "comparisons": []}
-
-    sizes = {"128 tokens": size(1, **{"torch graph": 2}), "512 tokens": size(4, **{"torch graph": 12})}
-    sizes["512 tokens"]["rows"]["sdpa compile graph"] = {"error": "no room"}
-    result = {"date": "2026", "environment": {"device": "Some GPU"}, "sizes": sizes}
-    drawn = []
-    monkeypatch.setattr(publish.drawing, "save_png", lambda figure, path, dpi: drawn.append(figure.axes))
-    publish.draw_sweeps(tmp_path, tmp_path / "picture.png")
-    (tmp_path / "steps_one.json").write_text(json.dumps(result))
-    publish.draw_sweeps(tmp_path, tmp_path / "picture.png")
-    ((axes,),) = drawn  # nothing without results, and only the sweep that was measured
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert lines["torch graph"] == ([128, 512], [2, 3]) and lines["triton graph"] == ([128, 512], [1, 1])
-    assert lines["sdpa compile graph"] == ([], [])
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["128", "512"]
-
-
-README = (
-    "# Title\n<!-- begin: steps -->\nold\n<!-- end: steps -->\ntext\n<!-- begin: kernels --><!-- end: kernels -->\n"
-)
-TABLE_NUMBERS = {"steps": "20.0", "kernels": "125 us"}
-
-
-@pytest.fixture
-def synthetic(tmp_path):
-    """A README with markers, and a result of either kind."""
-    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
-    row = {"error": None, "peak_memory_mib": 2048.0, "mfu": 0.5, "tokens_per_second": 1e6}
-    times = {"triton graph": 10.0, "sdpa compile graph": 20.0}
-    rows = {name: row | {"ms": {"p20": 0.9 * ms, "median": ms, "p80": 1.2 * ms}} for name, ms in times.items()}
-    pair = {"ours": "triton graph", "peer": "sdpa compile graph", "time_ratio": 0.5, "memory_ratio": 1.0}
-    size = {
-        "config": {"batch_size": 8, "seq_len": 128, "hidden_dim": 512, "num_layers": 8, "num_heads": 8},
-        "precision": "bf16", "rows": rows | {"hf": {"error": "transformers is not installed"}},
-        "strongest_peer": "sdpa compile graph", "comparisons": [pair],
-    }  # fmt: skip
-    us = {"triton": 100.0, "torch": 125.0, "compile": 500.0}
-    contenders = {name: {"us": each, "rate": 400 / each, "error": None} for name, each in us.items()}
-    contenders["liger"] = {"error": "it failed | again"}
-    cases = [{"case": "rmsnorm forward", "group": "rmsnorm", "unit": "TB/s", "contenders": contenders}]
-    cases.append(cases[0] | {"case": "slower", "contenders": contenders | {"torch": contenders["triton"] | {"us": 50}}})
-    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
-    results = {"steps": {"sizes": {"small": size}}, "kernels": {"dtype": "bfloat16", "cases": cases}}
-    for name, result in results.items():
-        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
-    return readme, ["--pages", str(readme), "--results", str(tmp_path)]
-
-
-@pytest.mark.parametrize("name", TABLE_NUMBERS)
-def test_tables_hold_the_numbers_and_notice_a_change(synthetic, capsys, name):
-    readme, flags = synthetic
-    assert publish.main(flags) == 0
-    text = readme.read_text()
-    assert "old" not in text and text.startswith("# Title\n") and "\ntext\n" in text
-    assert "takes 0.50 of the time of `sdpa compile graph`" in text and "transformers is not installed" in text
-    assert "| **triton graph** | 10.0 | 9.00 – 12.0 | 1,000,000 | 50.0 % | 2,048 |" in text
-    # The fastest of several peers, and how many times as long it takes.
-    assert "| rmsnorm forward | 100 us, 4.00 TB/s | 125 us, 3.20 TB/s | torch | 1.25 |" in text
-    assert "| slower | 100 us, 4.00 TB/s | **50.0 us, 4.00 TB/s** | **torch** | **0.50** |" in text
-    assert "\n\nNot timed: liger of rmsnorm, it failed / again.\n\nSome GPU, PyTorch 2.11, Triton 3.6, 2026-01" in text
-    assert publish.main([*flags, "--check"]) == 0
-    number = TABLE_NUMBERS[name]
-    assert number in text
-    readme.write_text(text.replace(number, "1" + number, 1))
-    assert publish.main([*flags, "--check"]) == 1
-    assert "-| " in capsys.readouterr().out
-
-
-def test_tables_of_a_real_result(comparison, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
-    assert publish.main(["--pages", str(readme), "--results", str(comparison[0])]) == 0
-    assert "| triton |" in readme.read_text() and publish.NOT_MEASURED in readme.read_text()
-
-
-def test_tables_without_results(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(README.replace("\nold\n", ""))
-    (tmp_path / "scaling_x.json").write_text('{"date": "2026", "sizes": {"tiny": {}}}')
-    assert publish.main(["--pages", str(readme), "--results", str(tmp_path)]) == 0
-    assert readme.read_text().count(publish.NOT_MEASURED) == 2
-
-
-def refused(capsys, flags, *pages):
-    """The line of a refusal, which left the pages as they were and nothing beside them."""
-    before = {page: page.read_text() for page in pages}
-    listing = sorted(path for page in pages for path in page.parent.iterdir())
-    capsys.readouterr()
-    assert publish.main(flags) == 2
-    assert {page: page.read_text() for page in pages} == before
-    assert sorted(path for page in pages for path in page.parent.iterdir()) == listing
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("publish.py: error: ")
-    return error
-
-
-@pytest.mark.parametrize("check", [[], ["--check"]])
-def test_tables_refuse_a_folder_without_results(synthetic, capsys, tmp_path, check):
-    readme, _ = synthetic
-    for folder in (tmp_path / "none", tmp_path / "empty"):
-        error = refused(capsys, ["--pages", str(readme), "--results", str(folder), *check], readme)
-        assert f"--results {folder} holds no results" in error
-        (tmp_path / "empty").mkdir(exist_ok=True)
-
-
-@pytest.mark.parametrize("damage, reason", [
-    (lambda text: text[:-20], "cannot be read"), (lambda text: "[" * 10**5, "cannot be read"),
-    (lambda text: text.replace('"unit"', '"nit"'), "has no unit"),
-    (lambda text: text.replace('"date"', '"day"'), "has no date"),
-    (lambda text: text.replace('"us": 100.0', '"us": "fast"'), "a result of kernels is damaged"),
-    (lambda text: text.replace('"cases": [', '"cases": 1, "rest": ['), "a result of kernels is damaged"),
-])  # fmt: skip
-def test_tables_name_a_damaged_result(synthetic, capsys, tmp_path, damage, reason):
-    readme, flags = synthetic
-    path = tmp_path / "kernels_some-gpu_20260102_030405.json"
-    path.write_text(damage(path.read_text()))
-    error = refused(capsys, flags, readme)
-    assert reason in error
-    assert str(path) in error or "damaged" in error
-
-
-BEGIN, END = "<!-- begin: kernels -->", "<!-- end: kernels -->"
-
-
-@pytest.mark.parametrize("page, reason", [
-    ("", "has no markers"), (BEGIN, "out of order"), (END, "out of order"), (f"{END}\n{BEGIN}", "out of order"),
-    (f"{BEGIN} <!-- end: steps -->", "out of order"),
-    (f"{BEGIN} <!-- begin: steps --> {END} <!-- end: steps -->", "out of order"),
-    ("<!-- begin: kernel --> <!-- end: kernel -->", "markers of kernel: choose from steps"),
-])  # fmt: skip
-def test_tables_name_a_page_with_wrong_markers_and_write_no_other(synthetic, capsys, page, reason):
-    readme, flags = synthetic
-    other = readme.with_name("OTHER.md")
-    other.write_text(f"# Other\n{page}\n")
-    for order in ([readme, other], [other, readme]):
-        error = refused(capsys, [*flags, "--pages", *map(str, order)], readme, other)
-        assert f"{other} has" in error and reason in error
-
-
-def test_tables_write_all_pages_or_none(synthetic, capsys, monkeypatch):
-    readme, flags = synthetic
-    other = readme.with_name("OTHER.md")
-    other.write_text(README)
-    pages = ["--pages", str(readme), str(other)]
-    original = shutil.copymode
-
-    def full_disk(source, target):
-        if Path(source).name == "OTHER.md":
-            raise OSError(28, "No space left on device", target)
-        original(source, target)
-
-    monkeypatch.setattr(shutil, "copymode", full_disk)
-    assert "No space left on device" in refused(capsys, [*flags, *pages], readme, other)
-    monkeypatch.undo()
-    readme.chmod(0o640)
-    assert publish.main([*flags, *pages]) == 0
-    assert readme.read_text() == other.read_text() != README
-    assert readme.stat().st_mode & 0o777 == 0o640
-    assert "other.md cannot be read" in refused(capsys, [*flags, "--pages", "other.md"])
-
-
-def test_a_sweep_is_a_table_and_no_size_of_the_steps(synthetic, tmp_path):
-    path = tmp_path / "steps_some-gpu_20260102_030405.json"
-    result = json.loads(path.read_text())
-    size = result["sizes"]["small"]
-    wide = size | {"rows": size["rows"] | {"triton graph": {"error": "OutOfMemoryError: 9 GiB"}}, "comparisons": []}
-    sweep = result | {"sweep": "width", "sizes": {"hidden 512": size, "hidden 2,048": wide}, "date": "2027-01-01"}
-    (tmp_path / "steps_some-gpu_20270101_000000.json").write_text(json.dumps(sweep))
-    table = publish.sweeps_section(tmp_path)
-    assert "| ms a step, width grows | triton graph | sdpa compile graph | hf |" in table
-    assert "| hidden 512 | 10.0 | 20.0 | transformers is not installed | 0.50 | 1.00 |" in table
-    assert "| hidden 2,048 | OutOfMemoryError: 9 GiB | 20.0 | transformers is not installed |  |  |" in table
-    assert "hidden 2,048" not in publish.steps_section(tmp_path)
-
-
-def test_a_sweep_may_be_measured_in_parts(synthetic, tmp_path):
-    result = json.loads((tmp_path / "steps_some-gpu_20260102_030405.json").read_text())
-    size = result["sizes"]["small"]
-    later = size | {"rows": size["rows"] | {"triton graph": size["rows"]["triton graph"] | {"ms": {"median": 9.0}}}}
-    late = {"error": "not started within --time-limit 9"}
-    no_time = size | {"rows": dict.fromkeys(size["rows"], late), "comparisons": []}
-    ended = {key: value for key, value in size.items() if key != "comparisons"}
-    parts = [  # in the order of time
-        {"hidden 2,048": size, "hidden 512": size},
-        {"hidden 512": later, "hidden 1,024": no_time},
-        {"hidden 512": ended},
-    ]
-    for day, sizes in enumerate(parts, start=1):
-        part = result | {"sweep": "width", "sizes": sizes, "date": f"2027-01-0{day}"}
-        (tmp_path / f"steps_some-gpu_2027010{day}_000000.json").write_text(json.dumps(part))
-    table = publish.sweeps_section(tmp_path)
-    assert [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| hidden")] == [
-        ["| hidden 512", "9.00"], ["| hidden 2,048", "10.0"],
-    ]  # fmt: skip
-    assert table.count("steps_some-gpu_20270101_000000.json](") == table.count("_20270102_000000.json](") == 1
-    assert "_20270103_" not in table
-
-
-def test_the_cost_of_profiling_with_links_that_start_at_the_page(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(publish, "ROOT", tmp_path)
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
-    page.write_text("a\n<!-- begin: overhead -->\n<!-- end: overhead -->\nz\n")
-    (tmp_path / "kernels_of_another_day.json").write_text("{}")
-    flags = ["--pages", str(page), "--results", str(tmp_path)]
-    assert publish.main([*flags, "--check"]) == 1 and publish.main(flags) == 0
-    assert page.read_text().count("_Not measured yet._") == 1
-    row = {"tool": "torch.profiler", "ms": 9.0, "ratio": 2.0, "seconds": 12.0}
-    result = {"environment": {"device": "A GPU", "torch": "2.11", "triton": "3.6"}, "date": "2030-01-02T03:04:05"}
-    result |= {"plain": {"ms": 4.5, "seconds": 8.0}, "scripts": {"get_trace.sh": row}}
-    (tmp_path / "overhead_1.json").write_text(json.dumps(result))
-    assert publish.main(flags) == 0
-    new = page.read_text()
-    assert "](../benchmarks/results/overhead_1.json)" in new and "Not measured" not in new
-    assert "| `get_trace.sh` | torch.profiler | 9.00 | 2.0 |" in new and "A GPU, PyTorch 2.11, Triton 3.6, 2030" in new
-    assert new.startswith("a\n") and new.endswith("\nz\n") and publish.main([*flags, "--check"]) == 0
-    (tmp_path / "overhead_1.json").write_text("{")
-    assert "overhead_1.json cannot be read" in refused(capsys, flags, page)
-    (tmp_path / "overhead_1.json").unlink()  # what was measured is not dropped in silence
-    assert "has a table of overhead, and there is no result" in refused(capsys, flags, page)

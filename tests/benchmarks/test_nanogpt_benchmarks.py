@@ -7,7 +7,6 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, layer_norm
-from benchmarks.pages import publish
 
 pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
@@ -34,7 +33,6 @@ def test_layer_norm_times_every_pass(tmp_path):
     for case in cases:
         assert case["error"] is None and set(case["passes"]) == {"forward", "backward", "forward + backward"}
         assert all(row["us"] > 0 for contenders in case["passes"].values() for row in contenders.values())
-        assert case["worst_error"] < 1e-5
 
 
 def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
@@ -44,7 +42,9 @@ def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(layer_norm, "triton_layer_norm", slanted)
     flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
     assert layer_norm.main(flags) == 1
-    assert all("y is" in case["error"] and "passes" not in case for case in newest(tmp_path, "layer_norm")["cases"])
+    for case in newest(tmp_path, "layer_norm")["cases"]:
+        for contenders in case["passes"].values():
+            assert "output 1 is wrong" in contenders["triton"]["error"] and contenders["torch"]["us"] > 0
 
 
 def test_time_limit_leaves_cases_out(tmp_path):
@@ -79,39 +79,13 @@ def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
 
 
 def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    class Failing(gpt.Contender):
-        def window(self, steps):
+    class Failing(gpt.Step):
+        def run(self):
             if self.row.flash:
                 raise torch.OutOfMemoryError("no room\nfor this")
-            return super().window(steps)
+            super().run()
 
-    monkeypatch.setattr(gpt, "Contender", Failing)
+    monkeypatch.setattr(gpt, "Step", Failing)
     assert run_gpt(tmp_path, "--rows", "torch", "torch flash") == 0
     rows = newest(tmp_path, "gpt")["rows"]
     assert rows["torch flash"]["error"] == "OutOfMemoryError: no room" and rows["torch"]["ms"]["median"] > 0
-
-
-def test_tables_hold_the_figures(tmp_path):
-    environment = {"device": "Some GPU", "torch": "2.11", "triton": "3.6"}
-    header = {"command": "python benchmarks/x.py", "date": "2026-01-02T03:04:05", "environment": environment}
-    times = {"triton": {"us": 100.0, "rate": 3.0, "error": None}, "torch": {"us": 234.0, "error": None}}
-    passes = dict.fromkeys(("forward", "backward", "forward + backward"), times)
-    case = {"dtype": "bf16", "case": "N = 768", "shape": [4096, 768], "error": None, "passes": passes}
-    row = {"error": None, "ms": {"p20": 1.0, "median": 2.0, "p80": 3.0}, "tokens_per_second": 5e5, "mfu": 0.5}
-    row |= {"peak_memory_mib": 7.0, "speedup": {"peer": "torch", "median": 1.075}}
-    results = {
-        "layer_norm": {"copy_rate": 4.0, "cases": [case]},
-        "gpt": {"size": "gpt2", "rows": {"triton": row, "torch flash": {"error": "no room"}}},
-    }
-    for name, result in results.items():
-        (tmp_path / f"{name}_some-gpu_20260102_030405.json").write_text(json.dumps(header | result))
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
-    flags = ["--pages", str(readme), "--results", str(tmp_path)]
-    assert publish.main(flags) == 0
-    text = readme.read_text()
-    assert "| bf16, 4,096 x 768 | 100 us, 75 % | 2.34 |" in text
-    assert "| triton | 2.00 | 1.00 – 3.00 | 500,000 | 50.0 % | 7 | 1.075 x `torch` |" in text and "no room" in text
-    assert publish.main([*flags, "--check"]) == 0
-    readme.write_text(text.replace("2.34", "2.35"))
-    assert publish.main([*flags, "--check"]) == 1

@@ -29,6 +29,7 @@ def recording(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(record, "PARTS", [record.Part("python -m one", 10), record.Part("python -m two", 20)])
+    monkeypatch.setattr(record, "RARE", [record.Part("python -m rare", 30)])
     monkeypatch.setattr(llama, "select_device", lambda name: GPU)
     monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] != NOW)
     monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
@@ -36,8 +37,9 @@ def recording(tmp_path, monkeypatch):
 
 
 def test_every_part_is_a_command_that_its_program_takes():
-    names = {part.command.split()[2] for part in record.PARTS if part.command.startswith("python -m")}
-    for part in record.PARTS:
+    parts = record.PARTS + record.RARE
+    names = {part.command.split()[2] for part in parts if part.command.startswith("python -m")}
+    for part in parts:
         words = shlex.split(part.command)
         if words[:2] == ["python", "-m"]:
             module = importlib.import_module(words[2])
@@ -50,6 +52,7 @@ def test_every_part_is_a_command_that_its_program_takes():
         else:
             llama.parse_config(words[2:], words[1])
     assert {"benchmarks.steps", "benchmarks.kernels", "benchmarks.gpt", "benchmarks.layer_norm"} <= names
+    assert all(sum(part.seconds for part in call) <= 600 for call in record.CALLS) and len(record.CALLS) == 4
 
 
 def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, monkeypatch):
@@ -78,6 +81,7 @@ def test_all_measures_what_is_not_current_on_this_gpu(recording):
     (folder / "b.json").write_text(json.dumps(result("python -m two") | {"environment": {"device": "Another GPU"}}))
     commands.clear()
     assert record.main(["--all"]) == 0 and commands == ["python -m one", "python -m two"]
+    assert record.main(["--rare"]) == 0 and commands[2:] == ["python -m rare"]
 
 
 def test_no_part_starts_that_would_end_too_late(recording, capsys, monkeypatch):

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 
 import tiny_llama_v3 as llama
 from measure import timing
-from measure.results import Unavailable
 
 CPU = llama.get_device("cpu")
 
@@ -41,7 +40,8 @@ def test_a_failed_capture_has_the_reason_of_the_call(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: graph)
     monkeypatch.setattr(torch, "zeros", MagicMock())
     call = MagicMock(side_effect=[None, RuntimeError("not permitted")])
-    assert fake_gpu.rate([call], 1.0) == {"error": "RuntimeError: not permitted"}
+    with pytest.raises(RuntimeError, match="not permitted"):
+        fake_gpu.microseconds([call])
     assert torch.zeros.call_count == 1 and graph.__exit__.call_count == 2  # another capture, which ends well
 
 
@@ -49,7 +49,8 @@ def test_a_failed_capture_has_the_reason_of_the_call(fake_gpu, monkeypatch):
 def test_a_call_that_cannot_be_captured_does_not_harm_the_next():
     bench, before = timing.Bench(llama.get_device("cuda")), torch.cuda.current_stream()
     x = bench.randn(4)
-    assert "capturing" in bench.rate([lambda: x.sum().item()], 1)["error"]
+    with pytest.raises(RuntimeError, match="capturing"):
+        bench.microseconds([lambda: x.sum().item()])
     assert torch.cuda.current_stream() == before
     assert bench.randn(4).isfinite().all()
 
@@ -75,13 +76,8 @@ def test_seconds_of_a_call_among_many_that_go_round(ticking):
     assert "".join(order) == "ababa"
 
 
-def test_a_rate_is_the_amount_over_the_time_or_the_reason_why_not():
-    bench = timing.Bench(CPU)
-    bench.microseconds = lambda calls: 50.0
-    assert bench.rate([None], 2e9) == {"us": 50.0, "rate": pytest.approx(40.0), "error": None}
-    assert bench.rate(Unavailable("needs a GPU"), 1) == {"error": "needs a GPU"}
-    bench.microseconds = lambda calls: 1 / 0
-    assert bench.rate([None], 1) == {"error": "ZeroDivisionError: division by zero"}
+def test_the_ms_of_a_call_among_many(ticking):
+    assert timing.window_ms(lambda: ticking(0.004), 7, CPU) == pytest.approx(4.0)
 
 
 def test_percentiles():

@@ -69,17 +69,17 @@ def test_the_table_has_ours_beside_the_strongest_peer(tmp_path):
 
 def test_rows_that_were_measured_apart_are_in_the_same_table(tmp_path):
     main, apart, other_model = step_result(), step_result("2029-01-01T00:00:00"), step_result("2028-01-01T00:00:00")
-    main["sizes"]["small"]["rows"] |= {"sdpa graph": {"error": "it failed"}}
+    main["sizes"]["small"]["rows"] |= {"sdpa": {"error": "it failed"}}
     for result, ms in ((apart, 16.0), (other_model, 5.0)):
         rows = result["sizes"]["small"]["rows"]
         ours = {"reference": "triton graph", "ratio": dict.fromkeys(("p20", "median", "p80"), 10 / ms)}
         rows["hf compile graph"] = rows.pop("torch graph") | ours | {"ms": {"p20": ms, "median": ms, "p80": ms}}
-        rows["triton fp8 graph"] = rows["sdpa graph"] = rows["triton graph"]
+        rows["triton fp8 graph"] = rows["sdpa"] = rows["triton graph"]
     other_model["sizes"]["small"]["config"] = MODEL | {"batch_size": 4, "seq_len": 128}
     write(tmp_path, steps_main=main, steps_apart=apart, steps_other=other_model)
     table = publish.steps_section(tmp_path)
     assert "| **hf compile graph** | 16.0 |" in table and "| torch graph | 60.0 |" in table and "fp8" not in table
-    assert "| sdpa graph | it failed |" in table and "Not measured: `triton`, `torch compile`, " in table
+    assert "| sdpa | it failed |" in table and "Not measured: `triton`, `sdpa compile`, " in table
     assert "`triton graph` takes 0.62 (0.62 – 0.62) of the time of `hf compile graph`" in table
     for text in (table, front_page.front_section(tmp_path)):
         assert "steps_main_" in text and "steps_apart_" in text and "steps_other_" not in text
