@@ -10,6 +10,7 @@ of Python's standard library without its tests, or the file of --text; its last 
 Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +23,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 if not __package__:
     print("run it from the root as python -m benchmarks.fp8_learning", file=sys.stderr)
@@ -31,31 +31,30 @@ if not __package__:
 import tiny_llama_v3 as llama
 from benchmarks.harness import Run, make_parser, release_all
 from measure.command_line import positive, program
-from measure.timing import percentiles, window_ms
+from measure.timing import percentiles
 from measure.work import SIZES
-from tiny_llama import data, fp8, hardware
+from tiny_llama import data, fp8
 
 LEARNING_RATES = {"small": 3e-4, "medium": 3e-4, "large": 2e-4, "tiny": 3e-4}
 DATA, PRECISIONS = ("text", "markov"), ("bf16", "fp8")
 SMOOTHED = 50  # steps of a mean loss: the losses of single batches differ by more than those of the precisions do
-WINDOW_STEPS = 10
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders of the standard library
 
 
 def smoothed(losses):
-    """The mean of the last SMOOTHED losses at each step that has so many; of all losses, if there are fewer."""
+    """Return the mean of the last SMOOTHED losses at each step that has so many; of all losses, if there are fewer."""
     return np.lib.stride_tricks.sliding_window_view(losses, min(SMOOTHED, len(losses))).mean(-1).tolist()
 
 
 def library_text():
-    """The sources of Python's standard library, as bytes, without its tests and what was installed beside it."""
+    """Return the sources of Python's standard library, as bytes, without its tests and what was installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return b"".join((root / path).read_bytes() for path in sorted(paths) if not LEFT_OUT & set(path.parts))
 
 
 def write_text(source, path):
-    """Copies the file source, or the library_text(), to path. Returns what identifies it."""
+    """Copy the file source, or the library_text(), to path. Return what identifies it."""
     try:
         text = source.read_bytes() if source else library_text()
     except OSError as error:
@@ -70,33 +69,17 @@ def write_text(source, path):
 
 def train(config, device):
     """Return losses, final_loss, held_out_loss and ms of a run, and an error if a loss that is not finite ended it."""
-    step, losses, windows = llama.TrainStep(config, device), [], []
-    llama.warm_up(step)
-    batches = itertools.islice(step.batches(config.seed), config.num_steps)
-
-    def train_step():
-        step.load(*next(waiting))
-        step.run()
-        losses.append(step.loss.detach().clone())  # it stays on the device
-
-    while (some := list(itertools.islice(batches, WINDOW_STEPS))) and (not losses or losses[-1].isfinite()):
-        waiting = iter([[t.to(step.tokens.device) for t in batch] for batch in some])
-        windows.append(window_ms(train_step, len(some), device))
-    losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]
-    run = {"error": None, "final_loss": None, "held_out_loss": None, "ms": percentiles(windows), "losses": losses}
-    wrong = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
-    if wrong:
-        return run | {"losses": losses[:wrong], "error": f"diverged: the loss of step {wrong} is {losses[wrong - 1]}"}
+    step, records = llama.TrainStep(config, device), []
+    with contextlib.redirect_stdout(None):  # a line for each of thousands of steps
+        llama.warm_up(step)
+        llama.train(step, step.batches(config.seed), records)
+    losses = [round(record.loss, 5) for record in records]
+    run = {"final_loss": None, "held_out_loss": None, "losses": losses}
+    run["ms"] = percentiles([record.batch_ms for record in records])
+    if not math.isfinite(losses[-1]):
+        return run | {"error": f"diverged: the loss of step {len(losses)} is {losses[-1]}"}
     held_out_loss = None if config.data == "markov" else data.held_out_loss(step)
     return run | {"final_loss": smoothed(losses)[-1], "held_out_loss": held_out_loss}
-
-
-def expected_seconds(runs, wanted):
-    """What a run will take by those done: of its size and precision, else of its size, else of all; 0 without any."""
-    runs = [run for run in runs if not run["error"]]
-    same_size = [run for run in runs if run["size"] == wanted["size"]]
-    alike = [run for run in same_size if run["precision"] == wanted["precision"]] or same_size or runs
-    return max((run["seconds"] / run["tflop"] for run in alike), default=0.0) * wanted["tflop"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,7 +104,7 @@ def parse(argv):
 
 
 def configurations(options, device, text):
-    """[(the fields that identify a run, its Config)], one seed after another; UsageError for what cannot be run."""
+    """Return [(the fields that identify a run, its Config)], seed by seed; UsageError for what cannot be run."""
     on_gpu, runs = device.type == "cuda", []
     each = itertools.product(options.seeds, options.sizes, options.data, options.precisions)
     for seed, size, kind, precision in each:
@@ -141,7 +124,7 @@ def configurations(options, device, text):
         llama.validate_on_device(config, device)
         identity = {"size": size, "data": kind, "seed": seed, "precision": precision}
         shown = dataclasses.asdict(config) | {"data": kind}  # instead of a path
-        runs.append((identity | {"config": shown, "tflop": hardware.model_tflops(config) * config.num_steps}, config))
+        runs.append((identity | {"config": shown}, config))
     return runs
 
 
@@ -158,11 +141,12 @@ def main(argv):
         configs = configurations(options, device, path)
         run = Run("fp8_learning", argv, options, device, text=text, missing=[], runs=[])
         for identity, config in configs:
-            label, began = "{size} {data} seed {seed} {precision}".format(**identity), time.monotonic()
-            if began + expected_seconds(run.result["runs"], identity) > run.start + options.time_limit:
+            label = "{size} {data} seed {seed} {precision}".format(**identity)
+            if run.is_late():
                 run.result["missing"].append(label)
                 print(f"{label}: left out by --time-limit {options.time_limit:g}", flush=True)
                 continue
+            began = time.monotonic()
             made = identity | run.attempt(functools.partial(train, config, device))
             run.result["runs"].append(made | {"seconds": time.monotonic() - began})
             line = made["error"] or "{final_loss:.4f} nats, {ms[median]:.2f} ms a step".format(**made)

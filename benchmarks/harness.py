@@ -9,6 +9,7 @@ import functools
 import math
 import time
 
+import pandas as pd
 import torch
 
 import tiny_llama_v3 as llama
@@ -16,6 +17,7 @@ from measure.accuracy import require_finite
 from measure.command_line import Parser, time_limit
 from measure.device import synchronize
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.tables import number
 from measure.timing import in_turns, percentiles, release, window_ms
 
 WARMUP_STEPS = 4
@@ -241,18 +243,13 @@ def measure_rows(run, names, reference, build, figures, record, clean=release_al
         clean(run.device)
 
 
+SHOWN = (  # columns of the table
+    *("ms.median", "ms.p20", "ms.p80", "ratio.median"),
+    *("tokens_per_second", "tflops_per_second", "mfu", "peak_memory_mib", "error"),
+)
+
+
 def print_rows(rows):
     """Print the table of {name: fields}; the ratio is that of the windows' reference to this row."""
-    width = max(map(len, rows))
-    heads = f"{'ms':>9} {'p20':>9} {'p80':>9} {'ratio':>7} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'MiB':>8}"
-    print(f"\n{'':{width}} {heads}")
-    for name, row in rows.items():
-        if row["error"]:
-            print(f"{name:{width}} {row['error']}")
-            continue
-        times = " ".join(f"{row['ms'][each]:9.3f}" for each in ("median", "p20", "p80"))
-        ratio = f"{row['ratio']['median']:.3f}" if "ratio" in row else ""
-        mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
-        memory = f"{row['peak_memory_mib']:,.0f}" if row["peak_memory_mib"] else ""
-        speed = f"{row['tokens_per_second']:11,.0f} {row['tflops_per_second']:8.2f}"
-        print(f"{name:{width}} {times} {ratio:>7} {speed} {mfu:>6} {memory:>8}", flush=True)
+    table = pd.json_normalize(list(rows.values())).set_axis(list(rows)).filter(SHOWN)
+    print(f"\n{table.dropna(axis='columns', how='all').to_string(na_rep='', float_format=number)}", flush=True)

@@ -155,31 +155,42 @@ def test_what_fails_is_not_kept_for_the_next_row(run):
 def test_a_rate_is_the_work_over_the_time(run):
     bench = timing.Bench(CPU)
     bench.microseconds = lambda calls: calls[0]
-    contenders = {"a": lambda: [50.0], "own": lambda: ([50.0], 4e9), "wrong": lambda: [0.0]}
+    contenders = {"a": lambda: [50.0], "own": lambda: ([50.0], 4e9), "missing": lambda: [][0]}
     measured = harness.measure_calls(run, bench, 2e9, contenders)
     assert measured["a"] == {"error": None, "us": 50.0, "rate": pytest.approx(40.0)}  # 2e9 / 50e-6 s / 1e12
     assert measured["own"]["rate"] == pytest.approx(80.0)  # its own amount
-    assert measured["wrong"] == {"error": "ZeroDivisionError: float division by zero"} and run.any_wrong
-    assert json.loads(json.dumps(measured)) == measured
+    assert measured["missing"] == {"error": "IndexError: list index out of range"} and not run.any_wrong
+
+
+def concluded(times, **fields):
+    """What conclude() finds in rows of these ms; fields: more of some of them."""
+    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": 50 * ms} for name, ms in times.items()}
+    for name, more in fields.items():
+        rows[name] |= more
+    result = {"rows": rows | {"hf": {"error": "not installed"}}}
+    steps.conclude(result)
+    pairs = {(pair["ours"], pair["peer"]): pair["time_ratio"] for pair in result["comparisons"]}
+    return result["strongest_peer"], pairs, result["comparisons"]
 
 
 def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
     times |= {"sdpa flat compile graph": 2.0, "sdpa bf16 compile graph": 1.5}  # yardsticks, and no peers
-    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": 50 * ms} for name, ms in times.items()}
-    result = {"rows": rows | {"hf": {"error": "not installed"}}}
-    steps.conclude(result)
-    assert result["strongest_peer"] == "sdpa"
-    assert result["comparisons"] == [
-        {"ours": "triton", "peer": peer, "time_ratio": ratio, "spread": None, "memory_ratio": ratio}
-        for peer, ratio in (("sdpa", 0.25), ("torch", 0.125))
-    ]
-    # Timed in turns, the ratio is that of the windows, with its spread.
-    rows["sdpa"] |= {"reference": "triton", "ratio": {"p20": 0.2, "median": 0.3, "p80": 0.7}}
-    steps.conclude(result)
-    assert result["comparisons"][0] | {"ours": "", "peer": ""} == {
-        "ours": "", "peer": "", "time_ratio": 0.3, "spread": [0.2, 0.7], "memory_ratio": 0.25
-    }  # fmt: skip
+    in_turns = {"reference": "triton", "ratio": {"p20": 0.2, "median": 0.3, "p80": 0.7}}
+    strongest, pairs, (first, second) = concluded(times, torch=in_turns)
+    assert strongest == "sdpa" and pairs == {("triton", "sdpa"): 0.25, ("triton", "torch"): 0.3}
+    assert first["spread"] is None and second["spread"] == [0.2, 0.7] and second["memory_ratio"] == 0.125
+
+
+def test_fp8_is_compared_with_fp8():
+    times = {"triton graph": 10, "sdpa compile graph": 12, "triton fp8 graph": 7, "sdpa rowwise compile graph": 9,
+             "sdpa tensorwise compile graph": 8, "sdpa bf16 compile graph": 5}  # fmt: skip
+    strongest, pairs, _ = concluded(times)
+    assert strongest == "sdpa compile graph" and pairs == {
+        ("triton graph", "sdpa compile graph"): 10 / 12,
+        ("triton fp8 graph", "sdpa tensorwise compile graph"): 7 / 8,
+        ("triton fp8 graph", "triton graph"): 7 / 10,
+    }
 
 
 @pytest.mark.skipif(llama.triton is None or not llama.INTERPRETED, reason="a CPU's cases need Triton's interpreter")

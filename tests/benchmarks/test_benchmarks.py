@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, kernels, layer_norm, scaling, steps
+from benchmarks import gpt, harness, kernels, layer_norm, scaling, steps
 from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
@@ -35,6 +35,8 @@ def comparison(tmp_path_factory):
         if not ON_GPU:  # the interpreter takes seconds for a step
             monkeypatch.setitem(steps.SIZES, "tiny", SMALLER)
             monkeypatch.setattr(steps, "WARMUP_STEPS", 1)
+            monkeypatch.setattr(harness, "UNCOUNTED", 0)
+        monkeypatch.setattr(steps.hardware, "peak_tflops", lambda device, precision: {"fp32": 2.0}[precision])
         code, result = run_steps(folder, "--rows", *ROWS)
     assert code == 0
     return folder, result
@@ -48,6 +50,10 @@ def test_every_row_has_a_time_or_a_reason(comparison):
         assert bool(row["error"]) == ("ms" not in row) == (not size["gate"][row["implementation"]]["passed"]), name
     timed = {name: row for name, row in size["rows"].items() if not row["error"]}
     assert {"triton", "torch", "sdpa"} <= set(timed)
+    for row in timed.values():
+        speed = size["tflop_per_step"] / row["ms"]["median"] * 1e3
+        assert row["tflops_per_second"] == pytest.approx(speed) and row["mfu"] == pytest.approx(speed / 2)
+        assert row["tokens_per_second"] == pytest.approx(8 / row["ms"]["median"] * 1e3)  # a sequence of 8
     losses = [row["first_loss"] for row in timed.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)  # the same weights and batch
     others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
@@ -60,33 +66,23 @@ def test_every_row_has_a_time_or_a_reason(comparison):
 
 
 def test_yardsticks_train_as_their_peer():
-    config, device = (
-        llama.Config(**steps.SIZES["tiny"], device="cpu", use_amp=True, impl="sdpa"),
-        llama.get_device("cpu"),
-    )
-    trained = {}
-    for name, step in {
-        "sdpa": steps.make_step(steps.Row("sdpa"), config, device),
-        "sdpa flat": steps.with_our_optimizer(dataclasses.replace(config, use_amp=False), device),
-        "sdpa bf16": steps.make_step(steps.Row("sdpa bf16"), config, device),
-    }.items():
+    config = llama.Config(**steps.SIZES["tiny"], device="cpu", impl="sdpa", use_amp=True)
+    in_fp32, cpu, losses = dataclasses.replace(config, use_amp=False), llama.get_device("cpu"), {}
+    makers = {
+        "sdpa": lambda: llama.TrainStep(config, cpu),
+        "flat": lambda: steps.with_our_optimizer(in_fp32, cpu),
+        "bf16": lambda: steps.in_bf16(config, cpu),
+    }
+    for name, make in makers.items():
+        step = make()
         step.load(*next(llama.batches(config)))
-        trained[name] = []
-        for _ in range(3):
-            step.run()
-            trained[name].append(step.loss.item())
-        if name == "sdpa bf16":
-            moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
-            assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
-            assert step.model.cos.dtype == torch.float32
-    assert trained["sdpa flat"] == pytest.approx(trained["sdpa"], rel=5e-3) and len(set(trained["sdpa flat"])) == 3
-    assert trained["sdpa bf16"] == pytest.approx(trained["sdpa"], rel=5e-3)
-
-
-def test_weights_in_bf16_are_refused_in_fp32():
-    config = llama.Config(**steps.SIZES["tiny"], device="cpu")
+        losses[name] = [step.run() or step.loss.item() for _ in range(3)]
+    assert losses["flat"] == pytest.approx(losses["sdpa"], rel=5e-3) and len(set(losses["flat"])) == 3
+    assert losses["bf16"] == pytest.approx(losses["sdpa"], rel=5e-3)
+    moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
+    assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
     with pytest.raises(steps.Unavailable, match="--use-amp"):
-        steps.make_step(steps.Row("sdpa bf16"), config, llama.get_device("cpu"))
+        steps.in_bf16(in_fp32, cpu)
 
 
 def test_a_sweep_changes_one_size_only():
@@ -186,115 +182,70 @@ def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_pa
 
 # --- kernels and libraries of them
 
-
-def applied(function):
-    return SimpleNamespace(apply=lambda *arguments: function(*arguments))
-
-
-def fake_liger(factor=1.0):
-    """Liger-Kernel's functions in PyTorch, their gradients times a factor."""
-
-    def scaled(x):
-        return x.detach() * (1 - factor) + x * factor
-
-    return SimpleNamespace(
-        LigerRMSNormFunction=applied(lambda x, w, *_: kernels.torch_norm(scaled(x), w)),
-        LigerFusedAddRMSNormFunction=applied(lambda x, b, w, _: kernels.torch_add_norm(scaled(x), b, w)),
-        LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled(x))),
-    )
-
-
-def fake_quack(factor=1.0):
-    """QuACK's functions in PyTorch, their results times a factor."""
-
-    def rmsnorm(x, weight, residual=None, eps=0.0, prenorm=False):
-        assert eps == kernels.EPS and prenorm == (residual is not None)
-        inputs = (x,) if residual is None else (x, residual)
-        return (kernels.torch_norm if residual is None else kernels.torch_add_norm)(*inputs, weight * factor)
-
-    def cross_entropy_fwd(x, targets, return_dx):
-        losses, grad = kernels.torch_losses_and_gradient(x, targets)
-        return factor * losses, grad
-
-    return SimpleNamespace(**locals())
-
-
-def fake_aiter(factor=1.0):
-    """AITER's functions in PyTorch, their results times a factor."""
-
-    def rms_norm(input, weight, epsilon):
-        return factor * kernels.F.rms_norm(input, weight.shape, weight, epsilon)
-
-    def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon):
-        torch.add(input, residual_in, out=residual_out)
-        out.copy_(rms_norm(residual_out, weight, epsilon))
-
-    def silu_and_mul(out, input):
-        torch.mul(kernels.torch_activation(input), factor, out=out)
-
-    def flash_attn_func(q, k, v, causal, deterministic, return_lse):
-        assert causal and return_lse
-        return factor * kernels.torch_attention(q, k, v), None
-
-    return SimpleNamespace(**locals())
-
-
-def fake_fa4(factor=1.0):
-    """FlashAttention 4 in PyTorch, its results times a factor."""
-    return SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
-
-
-LACKING = {  # the cases in which a library has no row
-    "aiter": r" backward,(?<!attention backward,)|cross-entropy", "liger": "attention|cross-entropy",
-    "quack": "attention|SwiGLU", "fa4": "RMSNorm|SwiGLU|cross-entropy",
+PLAIN = {
+    "norm": kernels.torch_norm, "add_norm": kernels.torch_add_norm, "activation": kernels.torch_activation,
+    "cross_entropy": kernels.torch_losses_and_gradient, "attention": kernels.torch_attention,
 }  # fmt: skip
+
+
+def scaled(outputs, factor):
+    return tuple(factor * x for x in outputs) if isinstance(outputs, tuple) else factor * outputs
+
+
+def run_kernels(monkeypatch, folder, library, *groups):
+    """(exit code, cases) with one library, "fake", whose functions are those of PLAIN times its factor."""
+    functions = {name: lambda module, *xs, f=f: scaled(f(*xs), module.factor) for name, f in PLAIN.items()}
+    fake = kernels.Library("fake_library", ("cpu",), functions, forward_only=("norm", "add_norm"))
+    monkeypatch.setattr(kernels, "LIBRARIES", {"fake": fake, "other": fake._replace(archs=("sm_90",))})
+    monkeypatch.setitem(sys.modules, "fake_library", library)
+    code = kernels.main(["--only", *groups, "--output-dir", str(folder)])
+    return code, json.loads(next(folder.glob("kernels_*.json")).read_text())["cases"]
 
 
 @IN_INTERPRETER
 @NEEDS_TRITON
-@pytest.mark.parametrize("library, fake, expected, reason", [
-    ("aiter", fake_aiter(), 0, "None"), ("aiter", SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
-    ("aiter", fake_aiter(1.01), 1, "ArithmeticError: output [123] is wrong"),
-    ("liger", fake_liger(), 0, "None"), ("liger", None, 0, "liger_kernel.ops is not installed"),
-    ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] is wrong"),
-    ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [123] is wrong"),
-    ("fa4", fake_fa4(), 0, "None"), ("fa4", fake_fa4(1.01), 1, "ArithmeticError: output [123] is wrong"),
+@pytest.mark.parametrize("library, expected, reason", [
+    (SimpleNamespace(factor=1.0), 0, "None"),
+    (SimpleNamespace(factor=1.01), 1, "ArithmeticError: output [123] is wrong: error 1.0e-02, allowed"),
+    (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+    (None, 0, "fake_library is not installed"),
 ])  # fmt: skip
-def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, fake, expected, reason):
-    device = dataclasses.replace(llama.select_device("auto"), arch="gfx942" if library == "aiter" else "sm_90")
-    monkeypatch.setattr(kernels, "kernel_device", lambda: device)
-    for name in kernels.LIBRARIES:
-        own = fake if name == library else None  # None: it cannot be imported
-        monkeypatch.setitem(sys.modules, kernels.LIBRARIES[name].package, own)
-    monkeypatch.setitem(sys.modules, "quack.cross_entropy", fake)
+def test_a_library_has_rows_if_it_is_right(monkeypatch, tmp_path, library, expected, reason):
     groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
-    assert kernels.main(["--only", *groups, "--output-dir", str(tmp_path)]) == expected
-    cases = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
-    assert {case["group"] for case in cases} == set(groups)
-    rows = {case["case"]: case["contenders"].pop(library, None) for case in cases}
-    others = [(name, row) for case in cases for name, row in case["contenders"].items()]
-    assert all(row["error"].endswith("is not installed") for name, row in others if name in kernels.LIBRARIES)
-    assert all(row["us"] > 0 for name, row in others if name not in kernels.LIBRARIES)
-    for case, row in rows.items():
-        assert (row is None) == bool(re.search(LACKING[library], case)), case
-        assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
-    assert expected == 0 or any(row and row["error"] for row in rows.values())
+    code, cases = run_kernels(monkeypatch, tmp_path, library, *groups)
+    assert code == expected and {case["group"] for case in cases} == set(groups)
+    for case in cases:
+        contenders, is_forward_only = case["contenders"], "RMSNorm backward" in case["case"]
+        assert set(contenders) == {"triton", "torch"} | ({"fake"} if not is_forward_only else set()), case["case"]
+        row = contenders.pop("fake", None)
+        assert is_forward_only or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None)
+        assert all(row["us"] > 0 for row in contenders.values())
 
 
 @IN_INTERPRETER
 @NEEDS_TRITON
 def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path):
     monkeypatch.setattr(llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x))
-    assert kernels.main(["--only", "copy", "swiglu", "adamw", "--output-dir", str(tmp_path)]) == 1
-    copy, forward, backward, adamw = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
-    assert forward["contenders"]["triton"]["error"].startswith("ArithmeticError: output 1 is wrong")
-    assert forward["contenders"]["torch"]["us"] > 0
-    assert all(row["us"] > 0 for case in (copy, backward, adamw) for row in case["contenders"].values())
+    code, cases = run_kernels(monkeypatch, tmp_path, None, "copy", "swiglu", "adamw")
+    copy, forward, backward, adamw = (case["contenders"] for case in cases)
+    assert code == 1 and forward.pop("triton")["error"].startswith("ArithmeticError: output 1 is wrong")
+    assert forward["torch"]["us"] > 0 and backward["triton"]["us"] > 0
+    assert all(row["us"] > 0 for contenders in (copy, adamw) for row in contenders.values())
 
 
-@pytest.mark.parametrize("fake, passed", [(fake_fa4(), True), (fake_fa4(1.2), False), (None, False)])
-def test_the_model_with_flash_attention_4_is_checked(monkeypatch, fake, passed):
+@IN_INTERPRETER
+@NEEDS_TRITON
+def test_a_group_that_fails_has_its_reason_and_the_others_continue(monkeypatch, tmp_path):
+    monkeypatch.delattr(llama, "rmsnorm_forward")
+    code, (failed, *others) = run_kernels(monkeypatch, tmp_path, None, "rmsnorm", "swiglu")
+    assert failed["case"] == "rmsnorm" and failed["error"].startswith("AttributeError: ")
+    assert code == 0 and len(others) == 2
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.2, False), (None, False)])
+def test_the_model_with_flash_attention_4_is_checked(monkeypatch, factor, passed):
+    fake = SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
     for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, fake)
+        monkeypatch.setitem(sys.modules, name, fake if factor else None)
     (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
-    assert gate["passed"] == passed and (fake or gate["error"].endswith("is not installed"))
+    assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
