@@ -30,13 +30,14 @@ from measure.timing import Bench, compile_apart, copy_calls
 from tiny_llama import fp8, hardware
 
 SHAPE = dict(tokens=8192, hidden=2048, ffn=8192)  # of the large model
-SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT  # as numbers here: torch.compile cannot compare these
+SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT
+# As numbers here: torch.compile cannot compare the above.
 MATRIX, SWIGLU, SWIGLU_GRADIENT = range(3)
 TOLERANCE = 1e-2  # beyond twice the error of plain PyTorch, relative to the norm: fast accumulation has 1e-3
 
 
 def plain_values(x, source=MATRIX, hidden_grad=None):
-    """What fp8.quantize() rounds, in plain PyTorch."""
+    """Return what fp8.quantize() rounds, in plain PyTorch."""
     if source == MATRIX:
         return x
     gate, up = x.chunk(2, dim=-1)
@@ -48,7 +49,8 @@ def plain_values(x, source=MATRIX, hidden_grad=None):
 
 
 def plain_quantize(dtype, **matrix):
-    """As fp8.quantize() of the same, in passes of plain PyTorch, without fp8.scale_of(), which breaks a graph."""
+    """Round like fp8.quantize(), in passes of plain PyTorch."""
+    # Without fp8.scale_of(), which breaks a graph: the power of two above the largest value over the type's largest.
     values = plain_values(**matrix)
     scale = (values.abs().amax().float() / torch.finfo(dtype).max).log2().ceil().exp2()
     data = (values / scale).to(dtype)
@@ -56,13 +58,18 @@ def plain_quantize(dtype, **matrix):
 
 
 def dequantized(scaled):
-    """{name: what a Scaled stands for} of both copies, in fp32."""
-    return {"data": scaled.data.float() * scaled.scale, "transposed": scaled.transposed.float().t() * scaled.scale}
+    """Return {name: what a Scaled stands for} of both copies, in fp32."""
+    transposed = scaled.transposed.float().t()
+    return {
+        "data": scaled.data.float() * scaled.scale,
+        "transposed": transposed * scaled.scale,
+    }
 
 
 def exact(matrix):
-    """The values of a matrix in fp32, twice, as dequantized() has them."""
-    values = plain_values(**{name: x.float() if torch.is_tensor(x) else x for name, x in matrix.items()})
+    """Return the values of a matrix in fp32, twice, as dequantized() has them."""
+    in_fp32 = {name: x.float() if torch.is_tensor(x) else x for name, x in matrix.items()}
+    values = plain_values(**in_fp32)
     return {"data": values, "transposed": values}
 
 
@@ -100,12 +107,18 @@ def rounding(bench, dtype, matrices):
 
 
 def bf16_products(x, weight, y_grad):
-    """The products of y = x @ weight^T, and those of its gradients."""
-    return dict(y=x @ weight.t(), x_grad=y_grad @ weight, weight_grad=y_grad.t() @ x)
+    """Return the product y = x @ weight^T, and those of its gradients."""
+    return {
+        "y": x @ weight.t(),
+        "x_grad": y_grad @ weight,
+        "weight_grad": y_grad.t() @ x,
+    }
 
 
 def fp8_products(x, weight, y_grad, dtype):
-    """As bf16_products() of three Scaled, as tiny_llama.fp8 computes them."""
+    """Return the same products of three Scaled, as tiny_llama.fp8 computes them."""
+    # Fast accumulation, with fewer bits, in the forward pass only. The library wants both factors row by row, so that
+    # each gradient takes a transposed copy.
     y = fp8.product(x.data, x.scale, weight.data, weight.scale, dtype, use_fast_accum=x.data.is_cuda)
     x_grad = fp8.product(y_grad.data, y_grad.scale, weight.transposed, weight.scale, dtype)
     weight_grad = fp8.product(y_grad.transposed, y_grad.scale, x.transposed, x.scale, dtype)
@@ -123,11 +136,13 @@ def products(bench, scaled):
         return [lambda: [fp8_products(*own, bench.dtype) for own in scaled]]
 
     def in_bf16():
-        for matrix in sum(plain, []):  # of all digits, as in training: fewer would take less power
+        # Of all digits, as in training: numbers that were rounded to FP8 would take less power.
+        for matrix in sum(plain, []):
             matrix.normal_()
         return [lambda: [bf16_products(*matrices) for matrices in plain]]
 
-    amount = sum(6 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
+    # Three products, of two operations for each pair of a token and a weight.
+    amount = sum(3 * 2 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
     return {"fp8": check, "bf16": in_bf16}, amount
 
 

@@ -73,6 +73,7 @@ def train(config, device):
     with contextlib.redirect_stdout(None):  # a line for each of thousands of steps
         llama.warm_up(step)
         llama.train(step, step.batches(config.seed), records)
+    # A run that diverges has records up to the loss that is not finite.
     losses = [round(record.loss, 5) for record in records]
     run = {"final_loss": None, "held_out_loss": None, "losses": losses}
     run["ms"] = percentiles([record.batch_ms for record in records])
@@ -135,6 +136,7 @@ def main(argv):
         raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
     if "fp8" in options.precisions and not fp8.formats_of(device.arch):
         raise llama.UsageError(f"--precisions fp8 needs a GPU with FP8, and this is {device.arch}: give bf16 alone")
+    # A copy, so that all runs have the same text, whatever happens to the file meanwhile.
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "text")
         text = write_text(options.text, path) if "text" in options.data else None

@@ -71,10 +71,12 @@ class Step:
         self.row, self.batch, self.device, self.loss = row, batch, device, None
         with contextlib.redirect_stdout(None):
             self.raw_model = GPT(config, row.layer_norm, device)
+        # The fused norm adds the branch to the residual stream; apart() leaves that to PyTorch.
         if not row.fused_addition:
             for module in self.raw_model.modules():
                 if isinstance(module, LayerNorm):
                     module.add_layer_norm = apart
+        # DistributedDataParallel splits what is compiled at its messages; a single process is compiled for itself.
         self.model = wrap_for_processes(self.raw_model, device) if world else self.raw_model
         if row.compile:
             self.model = torch.compile(self.model) if world else compile_apart(self.model)
@@ -111,6 +113,7 @@ def gradients(config, row, batch, device, autocast):
 
 def check(config, batch, device):
     """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large."""
+    # Two sequences suffice, and fp32 has room for them. TF32 would not be exact.
     batch = [t[:2] for t in batch]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -130,6 +133,7 @@ def prepare(options, world, device):
     size = "tiny" if options.tiny else "gpt2"
     batch_size, config = SIZES[size]
     torch.manual_seed(world.rank)
+    # Random tokens: the time of a step does not depend on them. The targets are the tokens that follow.
     tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
     described = {
         "size": size,

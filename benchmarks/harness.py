@@ -97,6 +97,7 @@ def measure_calls(run, bench, amount, contenders):
         return {"us": us, "rate": own_amount / us / 1e6}
 
     measured = {}
+    # Each is built, timed and freed before the next, so that none has less memory than another.
     for name, build in contenders.items():
         measured[name] = run.attempt(functools.partial(measure, build))
         release(bench.device)
@@ -212,6 +213,7 @@ def measure_rows(run, names, reference, build, figures, record, clean=release_al
     build(name) returns a Contender, and figures(name, contender, windows) the fields of its row. The reference is built
     first, if it is one of the rows, and recorded last, with all of its windows. clean: what to do after each row.
     """
+    # Two contenders at most are in memory at a time: the reference, and the row that is timed beside it.
     own = []  # the reference's Contender
     own_windows = []
 

@@ -177,6 +177,7 @@ class Case:
         return *results, KERNEL_TOLERANCE[self.bench.dtype]
 
     def build_ours(self):
+        # Checked at its first call: kernels that work in place read their own results from the second on.
         require(*self.evidence(self.ours[0]()))
         return self.ours
 
@@ -353,6 +354,7 @@ def adamw_cases(bench, width, count):
     prepare(theirs)
     for mine in ours.parameters:
         mine.grad = mine.main_grad
+    # Our kernel reads bf16 gradients and splits weights into halves; PyTorch's moves all in fp32.
     fp32 = ours.exp_avg  # as large as each of torch's tensors: weights, gradient and two moments
     own_bytes = work.adamw(fp32, None, fp32, fp32, fp32).bytes
     cost = work.adamw(ours.param, ours.remainder, ours.grad, ours.exp_avg, ours.exp_avg_sq)

@@ -46,6 +46,7 @@ def both_passes(function):
 def passes(bench, shape, functions):
     """Yield the three passes of a shape as Cases, for {contender: function that returns its function}."""
     weight, bias = bench.randn(shape[-1]), bench.randn(shape[-1])
+    # So many sets of buffers that a call finds none of its own in the cache.
     size = shape[0] * shape[1] * bench.dtype.itemsize
     number = min(8, max(2, -(-ROTATION // (3 * size)))) if bench.on_gpu else 1
     inputs, upstreams = [], []
@@ -56,6 +57,7 @@ def passes(bench, shape, functions):
     forward = work.layer_norm(x, weight, x, statistic, statistic, bias)
     backward = work.layer_norm_backward(x, x, weight, statistic, statistic, x)
     both = work.Work(forward.bytes + backward.bytes, forward.flop + backward.flop)
+    # Both in one call: for it the gradient of y is an input as well.
     peers = {name: lambda f=load: both_passes(f()) for name, load in functions.items()}
     arguments = [[*own, *grads] for own, grads in zip(inputs, upstreams, strict=True)]
     case = functools.partial(Case, bench, unit="TB/s", size="", ours=[])

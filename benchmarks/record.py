@@ -95,6 +95,7 @@ RARE = [
 def has_changed(result):
     """Return whether the code differs from that of the commit which a result was measured at, or this is not known."""
     commit = str(result["environment"].get("commit")).removesuffix("-dirty")
+    # Without this commit, as in a shallow clone, git fails: then the answer is yes.
     diff = ["git", "diff", "--quiet", commit, "--", *MEASURED_CODE]
     return bool(subprocess.run(diff, cwd=ROOT, capture_output=True).returncode)
 
@@ -135,6 +136,7 @@ def measure(part, device):
     """Runs the command of a part, and keeps its results if it succeeds, so that none is incomplete. Returns whether."""
     program, *arguments = shlex.split(part.command)
     command = [sys.executable, *arguments] if program == "python" else [str(ROOT / program), *arguments]
+    # A result that is not whole, as the command failed, never reaches the folder of results.
     with tempfile.TemporaryDirectory() as scratch:
         option = ["--output-dir", scratch] if program == "python" else ["--output", scratch]
         place = command.index("--") if "--" in command else len(command)

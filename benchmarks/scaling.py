@@ -105,8 +105,10 @@ def measure_collectives(device, world, n_bytes):
         scatter, gather = distributed.reduce_scatter, distributed.all_gather
         return ms(lambda: scatter(own, whole), calls), ms(lambda: gather(whole, own), calls)
 
+    # Whole numbers of bf16 for each process. A message of one number each has nothing but latency.
     n_bytes -= n_bytes % (2 * world.size)
     milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
+    # Either collective sends all parts but the process's own.
     sent = 2 * n_bytes * (world.size - 1) / world.size
     return {
         "bytes": n_bytes,
@@ -173,6 +175,7 @@ class Run(harness.Run):
 
         one: what identifies that process's step, which build_one() returns; tokens: of a step of one process.
         """
+        # All of these in turns, so that they see the same state of the machine.
         functions = {"exchanging": contender.window}
         if reference:
             functions["reference"] = reference.window
@@ -243,6 +246,7 @@ class Mode:
         config = dataclasses.replace(config, compile=config.compile and self.run.on_gpu)
         contender = self.build(config, self.run.world)
         require_losses(contender.losses, expected, llama.precision_name(config, self.run.device))
+        # The same work in one process: all of the batch that strong scaling divides.
         single = dataclasses.replace(config, shard=None, batch_size=self.factor * config.batch_size)
         build_one = functools.partial(self.build, single)
         tokens = config.tokens_per_step
@@ -320,7 +324,6 @@ def parse(argv):
 
 def measure(argv, world):
     options = parse(argv)
-    distributed.Step.world = world
     if world.size == 1:
         command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")
@@ -328,6 +331,7 @@ def measure(argv, world):
     if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     run = Run(world, argv, options, device)
+    distributed.Step.world = world
     world.join(device, llama.Config().comm_timeout)
     if GPT2 in options.sizes:
         print(f"\n{GPT2}", flush=True)

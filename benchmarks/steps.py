@@ -330,6 +330,7 @@ def check(implementations, config, device):
     """Return {implementation: the entry of the gate in the result}."""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
     batch = next(llama.batches(config))
+    # Computed once: in fp32, or for a run in fp32 in fp64, it takes longer than all implementations together.
     exact = llama.exact_loss_and_gradients(config, device, batch)
     tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
 
@@ -391,6 +392,7 @@ def conclude(result):
     result["strongest_peer"] = strongest_peer(False)
     ours = next((name for name in (f"{OURS} graph", OURS) if name in rows), None)
     in_fp8 = f"{OURS} fp8 graph"
+    # Ours beside the strongest peer, plain eager PyTorch, and FP8 beside FP8 and beside ours in bf16.
     pairs = [(ours, result["strongest_peer"]), (OURS, "torch"), (in_fp8, strongest_peer(True)), (in_fp8, ours)]
     pairs = [pair for pair in dict.fromkeys(pairs) if all(name in rows for name in pair)]
     result["comparisons"] = [compare_rows(*pair, rows) for pair in pairs]
@@ -442,6 +444,7 @@ def measure_size(run, size, config, rows):
         half = [name for name, row in rows.items() if row.graph == graph]
         measure_rows(run, half, Row(OURS, graph=graph).name, build, figures, record)
     result["rows"] = {name: result["rows"][name] for name in rows}  # in the requested order
+    # Only a size that was measured to the end has comparisons, by which the pages know it.
     conclude(result)
     run.save()
     print_rows(result["rows"])
