@@ -11,6 +11,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, harness, kernels, layer_norm, scaling, steps
+from benchmarks.pages import publish
 from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
@@ -249,3 +250,8 @@ def test_the_model_with_flash_attention_4_is_checked(monkeypatch, factor, passed
         monkeypatch.setitem(sys.modules, name, fake if factor else None)
     (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
     assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
+
+
+def test_a_real_result_stands_on_its_page(comparison):
+    table = publish.SECTIONS["steps"](comparison[0])
+    assert re.search(r"\| triton \| \d", table) and f"python -m benchmarks.steps {' '.join(SHORT)}" in table

@@ -83,6 +83,14 @@ def test_bytes_and_flop_of_a_call(whole_run):
     assert cases["SwiGLU matrix product, naive"]["flop"] == 2 * rows * 16 * 128 + 5 * rows * 64  # and the activation
 
 
+def test_ceilings_by_hand(monkeypatch):
+    times = iter([2000.0, 1000.0, 3000.0, 600.0, 500.0, 800.0])  # us; the best of three counts
+    monkeypatch.setattr(program.Bench, "microseconds", lambda bench, calls: next(times))
+    ceilings = program.measure_ceilings(program.Bench(llama.get_device("cpu")))
+    assert ceilings["GB/s"] == pytest.approx(2 * 4 * 2**23 / 1e-3 / 1e9)
+    assert ceilings["TFLOP/s"] == pytest.approx(2 * 1024**3 / 500e-6 / 1e12)
+
+
 def test_a_wrong_kernel_is_found(run, monkeypatch):
     forward = llama.rmsnorm_forward
 
