@@ -107,6 +107,7 @@ def parse(argv):
 def configurations(options, device, text):
     """Return [(the fields that identify a run, its Config)], seed by seed; UsageError for what cannot be run."""
     on_gpu, runs = device.type == "cuda", []
+    # Seeds first: if the time limit ends it early, all sizes have some seeds, and not some sizes all of them.
     each = itertools.product(options.seeds, options.sizes, options.data, options.precisions)
     for seed, size, kind, precision in each:
         rate, is_text = options.learning_rate, kind == "text"

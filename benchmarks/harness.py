@@ -111,6 +111,7 @@ def print_calls(label, unit, measured, ours="triton"):
         text = row["error"] or f"{row['us']:.1f} us {row['rate']:.2f} {unit}"
         times = "" if row["error"] or not own_us or name == ours else f" ({row['us'] / own_us:.2f}x)"
         columns.append(f"{name} {text[:60]}{times}")
+    # One line a case, as it is measured: a run of minutes shows that it goes on.
     print(f"{label:45} {' | '.join(columns)}", flush=True)
 
 
@@ -180,8 +181,9 @@ class Contender:
 
 def time_in_turns(contenders, num_windows):
     """Return the windows of each contender, which are timed in turns."""
+    # A first window allocates the memory that release_all() freed.
     for contender in contenders:
-        contender.window(1)  # allocates the memory that release_all() freed
+        contender.window(1)
     windows = [contender.window for contender in contenders]
     in_turns(windows, UNCOUNTED)
     return in_turns(windows, num_windows)

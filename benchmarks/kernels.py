@@ -171,6 +171,8 @@ class Case:
 
     def evidence(self, outputs):
         """Return what accuracy.compare() takes, of outputs for the first inputs."""
+        # As tiny_llama_v3.py --check does: beside plain PyTorch in the same precision, whose error shows what rounding
+        # costs, and in higher precision.
         arguments = (*self.inputs[0], *(self.upstreams[0] if self.upstreams else ()))
         plain = self.whole(self.function)
         results = map(named, (outputs, plain(*arguments), plain(*promoted(arguments))))
@@ -184,6 +186,7 @@ class Case:
     def build(self, load):
         """Return the calls of a peer."""
         function = load()
+        # A copy, as a library may overwrite its inputs.
         copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs[0]]
         upstream = self.upstreams[0] if self.upstreams else ()
         require(*self.evidence(self.whole(function)(*copies, *upstream)))
@@ -325,35 +328,31 @@ def cross_entropy_cases(bench, n_rows, vocab):
 
 
 def adamw_cases(bench, width, count):
-    def make_model(dtype=torch.float32):
+    def make(optimizer, dtype=torch.float32, **options):
         with torch.device(bench.device.type):
-            return nn.ParameterList(torch.randn(width, width, dtype=dtype) for _ in range(count))
+            model = nn.ParameterList(torch.randn(width, width, dtype=dtype) for _ in range(count))
+        return optimizer(model, 3e-4, **options)
 
-    ours = llama.FlatAdamW(make_model(), 3e-4, low_precision=bench.on_gpu)
-    theirs = llama.TorchAdamW(make_model(), 3e-4)
+    ours = make(llama.FlatAdamW, low_precision=bench.on_gpu)
+    theirs, exact = make(llama.TorchAdamW), make(llama.TorchAdamW, torch.float64)
     initial = [w.clone() for w in ours.weights()]
     ours.grad.normal_()
-
-    def prepare(other):
+    for mine in ours.parameters:
+        mine.grad = mine.main_grad
+    for other in (theirs, exact):
         other.reset(initial)
         for mine, parameter in zip(ours.parameters, other.parameters, strict=True):
             parameter.grad = mine.main_grad.to(parameter.dtype)
 
     def check():
-        exact = llama.TorchAdamW(make_model(torch.float64), 3e-4)
-        prepare(exact)
         with bench.on_stream():
-            for _ in range(3):
-                for optimizer in (ours, theirs, exact):
-                    optimizer.step()
+            for optimizer in (ours, theirs, exact) * 3:
+                optimizer.step()
         weights = ours.weights(), theirs.parameters, exact.parameters
         changes = ([w.detach() - i for w, i in zip(each, initial, strict=True)] for each in weights)
         require(*map(named, changes), KERNEL_TOLERANCE[torch.float32])
         return [ours.step]
 
-    prepare(theirs)
-    for mine in ours.parameters:
-        mine.grad = mine.main_grad
     # Our kernel reads bf16 gradients and splits weights into halves; PyTorch's moves all in fp32.
     fp32 = ours.exp_avg  # as large as each of torch's tensors: weights, gradient and two moments
     own_bytes = work.adamw(fp32, None, fp32, fp32, fp32).bytes
@@ -376,6 +375,7 @@ torch_attention = functools.partial(sdpa, backend=SDPBackend.MATH)
 def attention_cases(bench, batch, seq_len, heads, kv_heads, head_dim):
     q, o_grad = (bench.randn(batch, seq_len, heads, head_dim) for _ in range(2))
     k, v = (bench.randn(batch, seq_len, kv_heads, head_dim) for _ in range(2))
+    # The backward pass alone is timed: its forward pass has run once, and what it saved is kept.
     o, lse = llama.flash_attention_forward(q, k, v)
     grads = [torch.empty_like(x) for x in (q, k, v)]
 
@@ -432,6 +432,7 @@ GROUPS = {
 
 def measure_group(run, bench, group):
     """Append the entries of a group to the result."""
+    # A generator, so that the buffers of one shape are freed before those of the next are made.
     cases, on_gpu, interpreted = GROUPS[group]
     for shape in on_gpu if bench.on_gpu else interpreted:
         for case in cases(bench, *shape):

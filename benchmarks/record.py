@@ -84,6 +84,7 @@ CALLS = [
     ],
 ]
 PARTS = sum(CALLS, [])
+# What changes with the version of a peer only, or takes long. The pages keep the recorded results until then.
 RARE = [
     *steps_of("fp8", 160, 190, 280),
     *steps_of("autotuned", 320, 360, 370),  # whose search takes minutes
@@ -101,7 +102,7 @@ def has_changed(result):
 
 
 def is_current(part, results, device_name):
-    """Whether one of the results is of this part, this kind of GPU and today's code."""
+    """Return whether one of the results is of this part, this kind of GPU and today's code."""
     alike = (r for r in results if r.get("command") == part.command and r["environment"]["device"] == device_name)
     return any(not has_changed(result) for result in alike)
 
@@ -111,7 +112,7 @@ def results_in(folder):
 
 
 def shown_results():
-    """[(page, path of a result)]: what the pages link to, in their order."""
+    """Return [(page, path of a result)]: what the pages link to, in their order."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     links = (
         (page, re.findall(r"\]\([./]*(benchmarks/results/\w[^)]*\.json)\)", page.read_text())) for page in sorted(pages)
@@ -133,10 +134,10 @@ def list_stale():
 
 
 def measure(part, device):
-    """Runs the command of a part, and keeps its results if it succeeds, so that none is incomplete. Returns whether."""
+    """Run the command of a part, and keep its results if it succeeds. Return whether it did."""
     program, *arguments = shlex.split(part.command)
     command = [sys.executable, *arguments] if program == "python" else [str(ROOT / program), *arguments]
-    # A result that is not whole, as the command failed, never reaches the folder of results.
+    # It writes elsewhere, so that what a failed command has left is never taken for a result.
     with tempfile.TemporaryDirectory() as scratch:
         option = ["--output-dir", scratch] if program == "python" else ["--output", scratch]
         place = command.index("--") if "--" in command else len(command)
@@ -144,6 +145,7 @@ def measure(part, device):
             return False
         for path in Path(scratch).glob("summary.json" if part.name == "stages" else "*.json"):
             result = json.loads(path.read_text())
+            # What has no command in it, such as a run of the script, gets the fields of a benchmark.
             if part.name:
                 result |= {"benchmark": part.name, "command": part.command}
                 result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))

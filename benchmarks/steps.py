@@ -17,7 +17,6 @@ Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request can
 import argparse
 import dataclasses
 import functools
-import math
 import sys
 from typing import NamedTuple
 
@@ -139,6 +138,7 @@ def hugging_face(config, device, **variant):
         model = HuggingFaceLlama(config, **variant)
     copy_to_hugging_face(dict(step.model.named_parameters()), model.llama)
     step.model = step.run_model = model
+    # What restart() returns to, and what the optimizer updates, are those of the other model from now on.
     step.initial_weights = [p.detach().cpu().clone() for p in model.parameters()]
     step.optimizer = llama.TorchAdamW(model, config.learning_rate)
     if config.compile:
@@ -358,7 +358,7 @@ def describe_verdict(verdict):
         "passed": not failed,
         "error": wrong if failed else None,
         "worst": worst,
-        "relative_error": error if math.isfinite(error) else None,  # JSON has no infinity
+        "relative_error": error,  # a file has null for infinity
         "allowed": verdict.allowed[worst],
     }
 
@@ -440,6 +440,7 @@ def measure_size(run, size, config, rows):
         run.result["sizes"][size] = result
         run.save()
 
+    # Captured rows come last, since a capture that fails may leave the device in a bad state.
     for graph in (False, True):
         half = [name for name, row in rows.items() if row.graph == graph]
         measure_rows(run, half, Row(OURS, graph=graph).name, build, figures, record)

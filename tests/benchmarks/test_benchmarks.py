@@ -225,13 +225,17 @@ def test_a_library_has_rows_if_it_is_right(monkeypatch, tmp_path, library, expec
 
 @IN_INTERPRETER
 @NEEDS_TRITON
-def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x))
-    code, cases = run_kernels(monkeypatch, tmp_path, None, "copy", "swiglu", "adamw")
-    copy, forward, backward, adamw = (case["contenders"] for case in cases)
-    assert code == 1 and forward.pop("triton")["error"].startswith("ArithmeticError: output 1 is wrong")
-    assert forward["torch"]["us"] > 0 and backward["triton"]["us"] > 0
-    assert all(row["us"] > 0 for contenders in (copy, adamw) for row in contenders.values())
+@pytest.mark.parametrize("owner, name, wrong, group", [
+    (llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x), "swiglu"),
+    (llama, "cross_entropy_", lambda logits, targets, scale: torch.zeros(2, len(targets)), "cross-entropy"),
+    (llama.FlatAdamW, "step", lambda self: None, "adamw"),
+])  # fmt: skip
+def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path, owner, name, wrong, group):
+    monkeypatch.setattr(owner, name, wrong)
+    code, (copy, first, *others) = run_kernels(monkeypatch, tmp_path, None, "copy", group)
+    assert code == 1 and re.match(r"ArithmeticError: output \d is wrong", first["contenders"].pop("triton")["error"])
+    assert first["contenders"]["torch"]["us"] > 0
+    assert all(case["contenders"]["triton"]["us"] > 0 for case in others)
 
 
 @IN_INTERPRETER
