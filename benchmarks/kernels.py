@@ -199,7 +199,8 @@ class Case:
 
     @property
     def contenders(self):
-        return {"triton": self.build_ours} | {name: functools.partial(self.build, p) for name, p in self.peers.items()}
+        peers = {name: functools.partial(self.build, load) for name, load in self.peers.items()}
+        return {"triton": self.build_ours} | peers if self.ours else peers
 
 
 def library_peers(bench, operation, backward):

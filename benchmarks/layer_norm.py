@@ -77,8 +77,7 @@ def measure_shape(run, bench, label, shape, with_compile):
         functions["compile"] = functools.cache(lambda: compile_apart(torch_layer_norm, True, dynamic=False))
     measured = {}
     for case in passes(bench, shape, functions):
-        contenders = {name: functools.partial(case.build, load) for name, load in case.peers.items()}
-        measured[case.name] = measure_calls(run, bench, case.work.bytes, contenders)
+        measured[case.name] = measure_calls(run, bench, case.work.bytes, case.contenders)
         print_calls(f"{label} {case.name}", case.unit, measured[case.name])
     return {"shape": list(shape), "passes": measured}
 

@@ -219,54 +219,43 @@ class Run(harness.Run):
 # tiny_llama_v3.py's model
 
 
-class Mode:
-    """Weak or strong scaling of one model: a process has 1/factor of the batch of one process alone."""
-
-    def __init__(self, run, config, factor):
-        self.run, self.factor = run, factor
-        self.config = dataclasses.replace(config, batch_size=config.batch_size // factor)
-        self.expected = None  # losses
-        self.reference = None  # the Contender that is timed in turns with all others
-
-    def build(self, config, world=ALONE):
-        return self.run.build(functools.partial(make_step, config, self.run.device), config.graph, world)
-
-    def expect(self):
-        """Return the losses of one process at the batch of all, on plain PyTorch; computed on each process."""
-        if self.expected is None:
-            batch_size = self.run.world.size * self.config.batch_size
-            self.expected = self.build(dataclasses.replace(self.config, impl="sdpa", batch_size=batch_size)).losses
-            harness.release_all(self.run.device)
-        return self.expected
-
-    def measure(self, name):
-        """Return the fields of a row."""
-        expected = self.expect()
-        config = dataclasses.replace(self.config, **ROWS[name])
-        config = dataclasses.replace(config, compile=config.compile and self.run.on_gpu)
-        contender = self.build(config, self.run.world)
-        require_losses(contender.losses, expected, llama.precision_name(config, self.run.device))
-        # The same work in one process: all of the batch that strong scaling divides.
-        single = dataclasses.replace(config, shard=None, batch_size=self.factor * config.batch_size)
-        build_one = functools.partial(self.build, single)
-        tokens = config.tokens_per_step
-        row = self.run.measure(contender, single, build_one, tokens, self.factor, self.reference)
-        if name == REFERENCE:
-            self.reference = contender
-        return row
-
-
 def measure_mode(run, mode, config, result):
-    """Fill the result of one size with weak or strong scaling."""
+    """Fill the result of one size with weak or strong scaling, in which the batch of one process is divided."""
     factor = run.world.size if mode == "strong" else 1
     if config.batch_size % factor:
         print(f"    {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
         return
-    measured = Mode(run, config, factor)
-    result[mode] = {"batch_size": measured.config.batch_size, "rows": {}}
+    config = dataclasses.replace(config, batch_size=config.batch_size // factor)
+    result[mode] = measured = {"batch_size": config.batch_size, "rows": {}}
+    reference = []  # the Contender that is timed in turns with all others, once it is there
+
+    def build(config, world=ALONE):
+        return run.build(functools.partial(make_step, config, run.device), config.graph, world)
+
+    def expected_losses():
+        """Return those of one process at the batch of all, on plain PyTorch; computed on each process."""
+        batch_size = run.world.size * config.batch_size
+        losses = build(dataclasses.replace(config, impl="sdpa", batch_size=batch_size)).losses
+        harness.release_all(run.device)
+        return losses
+
+    def measure(name):
+        if "expected_losses" not in measured:
+            measured["expected_losses"] = expected_losses()
+        own = dataclasses.replace(config, **ROWS[name])
+        own = dataclasses.replace(own, compile=own.compile and run.on_gpu)
+        contender = build(own, run.world)
+        require_losses(contender.losses, measured["expected_losses"], llama.precision_name(own, run.device))
+        # The same work in one process: all of the batch that strong scaling divides.
+        single = dataclasses.replace(own, shard=None, batch_size=factor * own.batch_size)
+        build_one = functools.partial(build, single)
+        row = run.measure(contender, single, build_one, own.tokens_per_step, factor, *reference)
+        if name == REFERENCE:
+            reference.append(contender)
+        return row
+
     for name in run.options.rows:
-        run.record(result[mode]["rows"], name, functools.partial(measured.measure, name))
-        result[mode]["expected_losses"] = measured.expected
+        run.record(measured["rows"], name, functools.partial(measure, name))
 
 
 def measure_sizes(run, names):
