@@ -294,7 +294,7 @@ def is_fp8(name):
 
 
 def make_step(row, config, device):
-    """Return the training step of a Row; Unavailable if it cannot run."""
+    """Return the training step of a Row, with a batch; Unavailable if it cannot run."""
     implementation, *variant = row.implementation.split()
     obstacle = None
     if {OURS, "flat"} & {implementation, *variant}:
@@ -307,7 +307,9 @@ def make_step(row, config, device):
         raise Unavailable(obstacle)
     impl = "torch" if implementation == "hf" else implementation
     config = dataclasses.replace(config, impl=impl, fp8="fp8" in variant, compile=row.compile, graph=row.graph)
-    return IMPLEMENTATIONS[row.implementation](config, device)
+    step = IMPLEMENTATIONS[row.implementation](config, device)
+    step.load(*next(llama.batches(config)))
+    return step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -425,7 +427,7 @@ def measure_size(run, size, config, rows):
         row = rows[name]
         if not gate[row.implementation]["passed"]:
             raise Unavailable(gate[row.implementation]["error"])
-        make = functools.partial(make_loaded_step, row, config, device)
+        make = functools.partial(make_step, row, config, device)
         return Contender(make, device, row.graph, options.steps, WARMUP_STEPS)
 
     def figures(name, contender, windows):
@@ -452,12 +454,6 @@ def measure_size(run, size, config, rows):
     for pair in result["comparisons"]:
         memory = f", {pair['memory_ratio']:.2f} of its memory" if pair["memory_ratio"] else ""
         print(f"{pair['ours']} takes {pair['time_ratio']:.3f} of the time of {pair['peer']}{memory}")
-
-
-def make_loaded_step(row, config, device):
-    step = make_step(row, config, device)
-    step.load(*next(llama.batches(config)))
-    return step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
