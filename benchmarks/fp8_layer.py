@@ -21,23 +21,23 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.harness import Run, make_parser, measure_calls, print_calls
 from measure import work
 from measure.accuracy import require
-from measure.command_line import Parser, program
+from measure.command_line import program
 from measure.device import kernel_device
-from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, header
 from measure.timing import Bench, compile_apart, copy_calls
 from tiny_llama import fp8, hardware
 
 SHAPE = dict(tokens=8192, hidden=2048, ffn=8192)  # of the large model
-SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT  # as numbers here: torch.compile cannot compare these
+SOURCES = fp8.MATRIX, fp8.SWIGLU, fp8.SWIGLU_GRADIENT
+# As numbers here: torch.compile cannot compare the above.
 MATRIX, SWIGLU, SWIGLU_GRADIENT = range(3)
 TOLERANCE = 1e-2  # beyond twice the error of plain PyTorch, relative to the norm: fast accumulation has 1e-3
 
 
 def plain_values(x, source=MATRIX, hidden_grad=None):
-    """What fp8.quantize() rounds, in plain PyTorch."""
+    """Return what fp8.quantize() rounds, in plain PyTorch."""
     if source == MATRIX:
         return x
     gate, up = x.chunk(2, dim=-1)
@@ -49,7 +49,8 @@ def plain_values(x, source=MATRIX, hidden_grad=None):
 
 
 def plain_quantize(dtype, **matrix):
-    """As fp8.quantize() of the same, in passes of plain PyTorch, without fp8.scale_of(), which breaks a graph."""
+    """Round like fp8.quantize(), in passes of plain PyTorch."""
+    # Without fp8.scale_of(), which breaks a graph: the power of two above the largest value over the type's largest.
     values = plain_values(**matrix)
     scale = (values.abs().amax().float() / torch.finfo(dtype).max).log2().ceil().exp2()
     data = (values / scale).to(dtype)
@@ -57,13 +58,18 @@ def plain_quantize(dtype, **matrix):
 
 
 def dequantized(scaled):
-    """{name: what a Scaled stands for} of both copies, in fp32."""
-    return {"data": scaled.data.float() * scaled.scale, "transposed": scaled.transposed.float().t() * scaled.scale}
+    """Return {name: what a Scaled stands for} of both copies, in fp32."""
+    transposed = scaled.transposed.float().t()
+    return {
+        "data": scaled.data.float() * scaled.scale,
+        "transposed": transposed * scaled.scale,
+    }
 
 
 def exact(matrix):
-    """The values of a matrix in fp32, twice, as dequantized() has them."""
-    values = plain_values(**{name: x.float() if torch.is_tensor(x) else x for name, x in matrix.items()})
+    """Return the values of a matrix in fp32, twice, as dequantized() has them."""
+    in_fp32 = {name: x.float() if torch.is_tensor(x) else x for name, x in matrix.items()}
+    values = plain_values(**in_fp32)
     return {"data": values, "transposed": values}
 
 
@@ -72,32 +78,47 @@ def quantize(guess, dtype, source=MATRIX, **tensors):
 
 
 def rounding(bench, dtype, matrices):
-    """(calls, bytes, the Scaled of each) of rounding all of these, a dict each of quantize()'s arguments."""
+    """Return how to build the contenders that round all of these, the bytes, and the Scaled of each.
+
+    A matrix is a dict of quantize()'s arguments.
+    """
     plain = functools.partial(plain_quantize, dtype)
     guesses = [torch.zeros((), device=bench.device.type) for _ in matrices]
-    functions = {"triton": [functools.partial(quantize, guess, dtype) for guess in guesses]}
-    functions |= {"torch": [plain] * len(matrices)}
-    if bench.on_gpu:
-        functions["compile"] = [compile_apart(plain, dynamic=False, fullgraph=True)] * len(matrices)
+    ours = [functools.partial(quantize, guess, dtype) for guess in guesses]
 
-    def call(own):
-        return [function(**matrix) for function, matrix in zip(own, matrices, strict=True)]
+    def call(functions):
+        return [function(**matrix) for function, matrix in zip(functions, matrices, strict=True)]
 
-    scaled = call(functions["triton"])
-    for matrix, found in zip(matrices, scaled, strict=True):
-        require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
+    def check():
+        for matrix, found in zip(matrices, scaled, strict=True):
+            require(dequantized(found), dequantized(plain(**matrix)), exact(matrix), TOLERANCE)
+        return [functools.partial(call, ours)]
+
+    def compiled():
+        function = compile_apart(plain, dynamic=False, fullgraph=True)
+        return [functools.partial(call, [function] * len(matrices))]
+
+    scaled = call(ours)
+    contenders = {"triton": check, "torch": lambda: [functools.partial(call, [plain] * len(matrices))]}
+    contenders |= {"compile": compiled} if bench.on_gpu else {}
     amount = sum(work.moved(*filter(torch.is_tensor, matrix.values())) for matrix in matrices)
     amount += sum(work.moved(found.data, found.transposed) for found in scaled)
-    return {name: [functools.partial(call, own)] for name, own in functions.items()}, amount, scaled
+    return contenders, amount, scaled
 
 
 def bf16_products(x, weight, y_grad):
-    """The products of y = x @ weight^T, and those of its gradients."""
-    return dict(y=x @ weight.t(), x_grad=y_grad @ weight, weight_grad=y_grad.t() @ x)
+    """Return the product y = x @ weight^T, and those of its gradients."""
+    return {
+        "y": x @ weight.t(),
+        "x_grad": y_grad @ weight,
+        "weight_grad": y_grad.t() @ x,
+    }
 
 
 def fp8_products(x, weight, y_grad, dtype):
-    """As bf16_products() of three Scaled, as tiny_llama.fp8 computes them."""
+    """Return the same products of three Scaled, as tiny_llama.fp8 computes them."""
+    # Fast accumulation, with fewer bits, in the forward pass only. The library wants both factors row by row, so that
+    # each gradient takes a transposed copy.
     y = fp8.product(x.data, x.scale, weight.data, weight.scale, dtype, use_fast_accum=x.data.is_cuda)
     x_grad = fp8.product(y_grad.data, y_grad.scale, weight.transposed, weight.scale, dtype)
     weight_grad = fp8.product(y_grad.transposed, y_grad.scale, x.transposed, x.scale, dtype)
@@ -105,25 +126,30 @@ def fp8_products(x, weight, y_grad, dtype):
 
 
 def products(bench, scaled):
-    """(calls, operations) of the products of these (x, weight, gradient of y), Scaled each."""
+    """Return how to build the contenders of these (x, weight, gradient of y), Scaled each, and the operations."""
     plain = [[dequantized(matrix)["data"].to(bench.dtype) for matrix in matrices] for matrices in scaled]
-    for own, matrices in zip(scaled, plain, strict=True):
-        precise = bf16_products(*(matrix.float() for matrix in matrices))
-        require(fp8_products(*own, bench.dtype), bf16_products(*matrices), precise, TOLERANCE)
-        del precise
-        for matrix in matrices:  # of all digits, as in training: fewer would take less power
+
+    def check():
+        for own, matrices in zip(scaled, plain, strict=True):
+            precise = bf16_products(*(matrix.float() for matrix in matrices))
+            require(fp8_products(*own, bench.dtype), bf16_products(*matrices), precise, TOLERANCE)
+        return [lambda: [fp8_products(*own, bench.dtype) for own in scaled]]
+
+    def in_bf16():
+        # Of all digits, as in training: numbers that were rounded to FP8 would take less power.
+        for matrix in sum(plain, []):
             matrix.normal_()
-    calls = {
-        "fp8": [lambda: [fp8_products(*own, bench.dtype) for own in scaled]],
-        "bf16": [lambda: [bf16_products(*matrices) for matrices in plain]],
-    }
-    return calls, sum(6 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
+        return [lambda: [bf16_products(*matrices) for matrices in plain]]
+
+    # Three products, of two operations for each pair of a token and a weight.
+    amount = sum(3 * 2 * len(x.data) * weight.data.numel() for x, weight, _ in scaled)
+    return {"fp8": check, "bf16": in_bf16}, amount
 
 
 def parts(bench, formats, tokens, hidden, ffn):
-    """Yields (part, amount of work of one call, its unit, {contender: calls})."""
+    """Yield (part, amount of work of one call, its unit, {contender: how to build its calls})."""
     calls, amount = copy_calls(bench, tokens * ffn)
-    yield "read and write (negation)", amount, "TB/s", {"torch": calls}
+    yield "read and write (negation)", amount, "TB/s", {"torch": lambda: calls}
 
     def tensors(*shapes):
         return [dict(x=bench.randn(*shape)) for shape in shapes]
@@ -140,17 +166,15 @@ def parts(bench, formats, tokens, hidden, ffn):
         ("weights", formats.forward, weights),
         ("gradients", formats.gradient, gradients),
     ):
-        calls, amount, found = rounding(bench, dtype, matrices)
-        yield f"rounding the {part}", amount, "TB/s", calls
+        contenders, amount, found = rounding(bench, dtype, matrices)
+        yield f"rounding the {part}", amount, "TB/s", contenders
         scaled.append(found)
-    calls, amount = products(bench, list(zip(*scaled, strict=True)))
-    yield "the twelve products", amount, "TFLOP/s", calls
+    contenders, amount = products(bench, list(zip(*scaled, strict=True)))
+    yield "the twelve products", amount, "TFLOP/s", contenders
 
 
 def parse(argv):
-    parser = Parser("fp8_layer.py", __doc__)
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
-    return parser.parse_args(argv)
+    return make_parser("fp8_layer", __doc__).parse_args(argv)
 
 
 @program("fp8_layer.py")
@@ -159,24 +183,15 @@ def main(argv):
     formats = fp8.formats_of(device.arch)
     if device.type == "cpu" or formats is None:
         raise llama.UsageError(f"the device, {device.arch}, has no products in FP8: use a GPU that has them")
-    folder = llama.writable_folder("--output-dir", options.output_dir)
     torch.manual_seed(0)
-    bench, result = Bench(device), header("fp8_layer", device, argv) | {"shape": SHAPE, "parts": []}
-    result["peaks"] = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
-    with Heartbeat("measuring a layer"):
-        try:
-            for part, amount, unit, contenders in parts(bench, formats, **SHAPE):
-                measured = {name: bench.rate(calls, amount) for name, calls in contenders.items()}
-                result["parts"].append({"part": part, "amount": amount, "unit": unit, "contenders": measured})
-                rows = (f"{n} {r['error'] or '{us:.1f} us {rate:.2f}'.format(**r)}" for n, r in measured.items())
-                print(f"{part:30} {' | '.join(rows)} {unit}", flush=True)
-        except ArithmeticError as error:
-            print(f"a result is wrong, and nothing is saved: {error}", file=sys.stderr)
-            return 1
-    file = ResultFile(folder, result)
-    file.save(result)
-    print(f"\nResults: {file.path}")
-    return 0
+    peaks = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
+    run, bench = Run("fp8_layer", argv, options, device, shape=SHAPE, peaks=peaks, parts=[]), Bench(device)
+    for part, amount, unit, contenders in parts(bench, formats, **SHAPE):
+        measured = measure_calls(run, bench, amount, contenders)
+        run.result["parts"].append({"part": part, "amount": amount, "unit": unit, "contenders": measured})
+        print_calls(part, unit, measured)
+        run.save()
+    return run.finish()
 
 
 if __name__ == "__main__":

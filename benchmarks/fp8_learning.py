@@ -10,7 +10,9 @@ of Python's standard library without its tests, or the file of --text; its last 
 Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -21,42 +23,38 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 if not __package__:
     print("run it from the root as python -m benchmarks.fp8_learning", file=sys.stderr)
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.steps import release_all
-from measure.command_line import Parser, positive, program, time_limit
-from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, describe, header
+from benchmarks.harness import Run, make_parser, release_all
+from measure.command_line import positive, program
 from measure.timing import percentiles
 from measure.work import SIZES
-from tiny_llama import data, fp8, hardware
+from tiny_llama import data, fp8
 
 LEARNING_RATES = {"small": 3e-4, "medium": 3e-4, "large": 2e-4, "tiny": 3e-4}
 DATA, PRECISIONS = ("text", "markov"), ("bf16", "fp8")
 SMOOTHED = 50  # steps of a mean loss: the losses of single batches differ by more than those of the precisions do
-WINDOW_STEPS = 10
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders of the standard library
 
 
 def smoothed(losses):
-    """The mean of the last SMOOTHED losses at each step that has so many; of all losses, if there are fewer."""
+    """Return the mean of the last SMOOTHED losses at each step that has so many; of all losses, if there are fewer."""
     return np.lib.stride_tricks.sliding_window_view(losses, min(SMOOTHED, len(losses))).mean(-1).tolist()
 
 
 def library_text():
-    """The sources of Python's standard library, as bytes, without its tests and what was installed beside it."""
+    """Return the sources of Python's standard library, as bytes, without its tests and what was installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return b"".join((root / path).read_bytes() for path in sorted(paths) if not LEFT_OUT & set(path.parts))
 
 
 def write_text(source, path):
-    """Copies the file source, or the library_text(), to path. Returns what identifies it."""
+    """Copy the file source, or the library_text(), to path. Return what identifies it."""
     try:
         text = source.read_bytes() if source else library_text()
     except OSError as error:
@@ -69,45 +67,20 @@ def write_text(source, path):
 # A run
 
 
-def window(step, batches, losses):
-    """[ms a step by the device's clock, by the host's] of these batches; adds the losses, which stay on the device."""
-    batches = [[t.to(step.tokens.device) for t in batch] for batch in batches]
-    clock = llama.StepClock(step.device, unsynced=False)
-    step.synchronize()
-    start = time.perf_counter()
-    clock.mark()
-    for batch in batches:
-        step.load(*batch)
-        step.run()
-        losses.append(step.loss.detach().clone())
-    clock.mark()
-    step.synchronize()
-    return [clock.intervals()[0] / len(batches), (time.perf_counter() - start) * 1e3 / len(batches)]
-
-
 def train(config, device):
-    """The fields of a run: losses, final_loss, held_out_loss, ms, wall_ms, error. A loss that is not finite ends it."""
-    step, losses, windows = llama.TrainStep(config, device), [], []
-    llama.warm_up(step)
-    batches = itertools.islice(step.batches(config.seed), config.num_steps)
-    while (some := list(itertools.islice(batches, WINDOW_STEPS))) and (not losses or losses[-1].isfinite()):
-        windows.append(window(step, some, losses))
-    losses = [round(loss, 5) for loss in torch.stack(losses).tolist()]
-    ms, wall_ms = (percentiles(column) for column in zip(*windows, strict=True))
-    run = {"error": None, "final_loss": None, "held_out_loss": None, "ms": ms, "wall_ms": wall_ms, "losses": losses}
-    wrong = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
-    if wrong:
-        return run | {"losses": losses[:wrong], "error": f"diverged: the loss of step {wrong} is {losses[wrong - 1]}"}
+    """Return losses, final_loss, held_out_loss and ms of a run, and an error if a loss that is not finite ended it."""
+    step, records = llama.TrainStep(config, device), []
+    with contextlib.redirect_stdout(None):  # a line for each of thousands of steps
+        llama.warm_up(step)
+        llama.train(step, step.batches(config.seed), records)
+    # A run that diverges has records up to the loss that is not finite.
+    losses = [round(record.loss, 5) for record in records]
+    run = {"final_loss": None, "held_out_loss": None, "losses": losses}
+    run["ms"] = percentiles([record.batch_ms for record in records])
+    if not math.isfinite(losses[-1]):
+        return run | {"error": f"diverged: the loss of step {len(losses)} is {losses[-1]}"}
     held_out_loss = None if config.data == "markov" else data.held_out_loss(step)
     return run | {"final_loss": smoothed(losses)[-1], "held_out_loss": held_out_loss}
-
-
-def expected_seconds(runs, wanted):
-    """What a run will take by those done: of its size and precision, else of its size, else of all; 0 without any."""
-    runs = [run for run in runs if not run["error"]]
-    same_size = [run for run in runs if run["size"] == wanted["size"]]
-    alike = [run for run in same_size if run["precision"] == wanted["precision"]] or same_size or runs
-    return max((run["seconds"] / run["tflop"] for run in alike), default=0.0) * wanted["tflop"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,7 +88,7 @@ def expected_seconds(runs, wanted):
 
 
 def parse(argv):
-    parser = Parser("fp8_learning.py", __doc__)
+    parser = make_parser("fp8_learning", __doc__, seconds=3600)
     sizes = ["medium", "large"]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes, help="(default: medium large)")
     parser.add_argument("--tiny", action="store_true", help="instead a model that takes seconds; the only one on a CPU")
@@ -125,9 +98,6 @@ def parse(argv):
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="(default: both)")
     parser.add_argument("--num-steps", type=positive, metavar="N", help="of each run (default: 2000, with --tiny 20)")
     parser.add_argument("--learning-rate", type=float, metavar="X", help=f"(default: {LEARNING_RATES})")
-    help = "no run starts that would end later (default: 3600)"
-    parser.add_argument("--time-limit", type=time_limit, default=3600, metavar="SECONDS", help=help)
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     if options.tiny:
         options.sizes = ["tiny"]
@@ -135,56 +105,58 @@ def parse(argv):
 
 
 def configurations(options, device, text):
-    """[(the fields that identify a run, its Config)], one seed after another; UsageError for what cannot be run."""
+    """Return [(the fields that identify a run, its Config)], seed by seed; UsageError for what cannot be run."""
     on_gpu, runs = device.type == "cuda", []
-    for seed, size, kind, precision in itertools.product(
-        options.seeds, options.sizes, options.data, options.precisions
-    ):
+    # Seeds first: if the time limit ends it early, all sizes have some seeds, and not some sizes all of them.
+    each = itertools.product(options.seeds, options.sizes, options.data, options.precisions)
+    for seed, size, kind, precision in each:
+        rate, is_text = options.learning_rate, kind == "text"
         config = llama.Config(
-            **SIZES[size] | ({"vocab_size": 256} if kind == "text" else {}),
-            data=str(text) if kind == "text" else kind, seed=seed,
-            use_amp=True, fp8=precision == "fp8",
+            **SIZES[size] | ({"vocab_size": 256} if is_text else {}),
+            data=str(text) if is_text else kind,
+            seed=seed,
+            use_amp=True,
+            fp8=precision == "fp8",
             num_steps=options.num_steps or (20 if options.tiny else 2000),
-            learning_rate=LEARNING_RATES[size] if options.learning_rate is None else options.learning_rate,
-            impl="triton" if on_gpu else "torch", graph=on_gpu, timing="step",
-        )  # fmt: skip
+            learning_rate=LEARNING_RATES[size] if rate is None else rate,
+            impl="triton" if on_gpu else "torch",
+            graph=on_gpu,
+            timing="step",
+        )
         llama.validate_on_device(config, device)
         identity = {"size": size, "data": kind, "seed": seed, "precision": precision}
         shown = dataclasses.asdict(config) | {"data": kind}  # instead of a path
-        runs.append((identity | {"config": shown, "tflop": hardware.model_tflops(config) * config.num_steps}, config))
+        runs.append((identity | {"config": shown}, config))
     return runs
 
 
 @program("fp8_learning.py")
 def main(argv):
-    start, options, device = time.monotonic(), parse(argv), llama.select_device("auto")
+    options, device = parse(argv), llama.select_device("auto")
     if device.type == "cpu" and not options.tiny:
         raise llama.UsageError(f"--sizes {' '.join(options.sizes)} needs a GPU, and the device is a CPU: use --tiny")
     if "fp8" in options.precisions and not fp8.formats_of(device.arch):
         raise llama.UsageError(f"--precisions fp8 needs a GPU with FP8, and this is {device.arch}: give bf16 alone")
-    folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("fp8_learning", device, argv) | {"text": None, "missing": [], "runs": []}
-    file = ResultFile(folder, result)
+    # A copy, so that all runs have the same text, whatever happens to the file meanwhile.
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "text")
-        result["text"] = write_text(options.text, path) if "text" in options.data else None
-        for identity, config in configurations(options, device, path):
-            label, began = "{size} {data} seed {seed} {precision}".format(**identity), time.monotonic()
-            if began + expected_seconds(result["runs"], identity) > start + options.time_limit:
-                result["missing"].append(label)
+        text = write_text(options.text, path) if "text" in options.data else None
+        configs = configurations(options, device, path)
+        run = Run("fp8_learning", argv, options, device, text=text, missing=[], runs=[])
+        for identity, config in configs:
+            label = "{size} {data} seed {seed} {precision}".format(**identity)
+            if run.is_late():
+                run.result["missing"].append(label)
                 print(f"{label}: left out by --time-limit {options.time_limit:g}", flush=True)
-            else:
-                try:
-                    with Heartbeat(label):
-                        run = identity | train(config, device)
-                except Exception as error:  # the other runs can still be made
-                    run = identity | {"error": describe(error)}
-                result["runs"].append(run | {"seconds": time.monotonic() - began})
-                print(f"{label}: {run['error'] or '{final_loss:.4f} nats, {ms[median]:.2f} ms a step'.format(**run)}")
-                release_all(device)
-            file.save(result)
-    print(f"\nResults: {file.path}")
-    return 0
+                continue
+            began = time.monotonic()
+            made = identity | run.attempt(functools.partial(train, config, device))
+            run.result["runs"].append(made | {"seconds": time.monotonic() - began})
+            line = made["error"] or "{final_loss:.4f} nats, {ms[median]:.2f} ms a step".format(**made)
+            print(f"{label}: {line}", flush=True)
+            run.save()
+            release_all(device)
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.record                             list the results that are older than the code
     python -m benchmarks.record --stale                     measure these again
-    python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
-    python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
+    python -m benchmarks.record --all                       measure all of CALLS, but what is current on this GPU
+    python -m benchmarks.record --all --time-limit 600      as many parts as fit; the same command goes on later
+    python -m benchmarks.record --rare                      measure RARE, which changes with a peer's version only
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
 command, and git finds the code unchanged since the commit of that result. Afterwards `make publish` writes the pages;
@@ -28,7 +29,6 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.steps import ROWS, is_fp8
 from measure.command_line import Parser, program, time_limit
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
@@ -44,51 +44,65 @@ class Part(NamedTuple):
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
-IN_FP8 = ["triton graph", *(name for name in ROWS if is_fp8(name))]
-AUTOTUNED = ["triton graph", *(name for name in ROWS if "max-autotune" in name)]  # their compilation takes minutes
-OTHERS = [name for name in ROWS if name not in {*IN_FP8[1:], *AUTOTUNED[1:]}]
+SIZES = "small", "medium", "large"
+STEPS = "python -m benchmarks.steps --windows 5"
 
 
-def steps_with(rows, *seconds):
-    """A Part for each size of model."""
-    command = f"python -m benchmarks.steps --rows {shlex.join(rows)} --sizes"
-    return [Part(f"{command} {size}", each) for size, each in zip(("small", "medium", "large"), seconds, strict=True)]
+def steps_of(group, *seconds):
+    """Return a Part for each size of model, with the rows of a group of benchmarks.steps."""
+    return [Part(f"{STEPS} --rows {group} --sizes {size}", each) for size, each in zip(SIZES, seconds, strict=True)]
 
 
-PARTS = [
-    *steps_with(OTHERS, 240, 290, 470),
-    Part("python -m benchmarks.kernels", 400),
-    *(
-        Part(f"python -m benchmarks.steps --sweep {sweep} --time-limit 480", seconds)
-        for sweep, seconds in (("length", 220), ("width", 350), ("vocab", 200))
-    ),
-    Part("python -m benchmarks.layer_norm --time-limit 300", 120),
-    Part("python -m benchmarks.gpt --time-limit 360", 160),
-    *steps_with(IN_FP8, 160, 190, 300),
-    Part("python -m benchmarks.fp8_layer", 115),
-    Part(f"{REPLAY} --beyond", 130, "stages"),
-    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
-    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
-    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 50, "stages"),
-    Part(LEARNING, 20, "learning_correct"),
-    Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
-    Part("python -m benchmarks.pages.traces", 30),
-    Part("python -m profilers.overhead", 60, "overhead"),
+# Each call fits into ten minutes, and has an anchor, the row "sdpa compile graph", in each group of benchmarks.steps.
+# The first two are enough as long as no version of a peer changes.
+CALLS = [
+    [
+        *steps_of("ours", 90, 110, 200),
+        Part("python -m benchmarks.kernels", 170),
+    ],
+    [
+        Part(f"{STEPS} --rows 'sdpa compile graph' --sizes small", 35),
+        Part("python -m benchmarks.layer_norm", 60),
+        Part(f"{REPLAY} --beyond", 130, "stages"),
+        Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
+        Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
+        Part(f"{REPLAY} --stages 5,8 -- --use-amp", 50, "stages"),
+        Part(LEARNING, 20, "learning_correct"),
+        Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
+        Part("python -m benchmarks.pages.traces", 30),
+        Part("python -m profilers.overhead", 60, "overhead"),
+    ],
+    [
+        *steps_of("peers", 115, 140, 210),
+        Part("python -m benchmarks.gpt", 130),
+    ],
+    [
+        Part(f"{STEPS} --sweep length", 180),
+        Part(f"{STEPS} --sweep width", 200),
+        Part(f"{STEPS} --sweep vocab", 160),
+        Part("python -m benchmarks.fp8_layer", 50),
+    ],
+]
+PARTS = sum(CALLS, [])
+# What changes with the version of a peer only, or takes long. The pages keep the recorded results until then.
+RARE = [
+    *steps_of("fp8", 160, 190, 280),
+    *steps_of("autotuned", 320, 360, 370),  # whose search takes minutes
     *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
     Part("python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000", 240),
-    *steps_with(AUTOTUNED, 360, 420, 420),
 ]
 
 
 def has_changed(result):
     """Return whether the code differs from that of the commit which a result was measured at, or this is not known."""
     commit = str(result["environment"].get("commit")).removesuffix("-dirty")
+    # Without this commit, as in a shallow clone, git fails: then the answer is yes.
     diff = ["git", "diff", "--quiet", commit, "--", *MEASURED_CODE]
     return bool(subprocess.run(diff, cwd=ROOT, capture_output=True).returncode)
 
 
 def is_current(part, results, device_name):
-    """Whether one of the results is of this part, this kind of GPU and today's code."""
+    """Return whether one of the results is of this part, this kind of GPU and today's code."""
     alike = (r for r in results if r.get("command") == part.command and r["environment"]["device"] == device_name)
     return any(not has_changed(result) for result in alike)
 
@@ -98,7 +112,7 @@ def results_in(folder):
 
 
 def shown_results():
-    """[(page, path of a result)]: what the pages link to, in their order."""
+    """Return [(page, path of a result)]: what the pages link to, in their order."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     links = (
         (page, re.findall(r"\]\([./]*(benchmarks/results/\w[^)]*\.json)\)", page.read_text())) for page in sorted(pages)
@@ -120,9 +134,10 @@ def list_stale():
 
 
 def measure(part, device):
-    """Runs the command of a part, and keeps its results if it succeeds, so that none is incomplete. Returns whether."""
+    """Run the command of a part, and keep its results if it succeeds. Return whether it did."""
     program, *arguments = shlex.split(part.command)
     command = [sys.executable, *arguments] if program == "python" else [str(ROOT / program), *arguments]
+    # It writes elsewhere, so that what a failed command has left is never taken for a result.
     with tempfile.TemporaryDirectory() as scratch:
         option = ["--output-dir", scratch] if program == "python" else ["--output", scratch]
         place = command.index("--") if "--" in command else len(command)
@@ -130,6 +145,7 @@ def measure(part, device):
             return False
         for path in Path(scratch).glob("summary.json" if part.name == "stages" else "*.json"):
             result = json.loads(path.read_text())
+            # What has no command in it, such as a run of the script, gets the fields of a benchmark.
             if part.name:
                 result |= {"benchmark": part.name, "command": part.command}
                 result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
@@ -148,21 +164,24 @@ def main(argv):
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stale", action="store_true", help="measure the listed results again")
     which.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
+    which.add_argument("--rare", action="store_true", help="measure what depends on peers, or takes long")
     help = "no part starts that would end later (default: 36000)"
     parser.add_argument("--time-limit", type=time_limit, default=36000, metavar="SECONDS", help=help)
     options = parser.parse_args(argv)
-    stale = list_stale() if not options.all else []
-    if not (options.stale or options.all):
+    stale = list_stale() if not (options.all or options.rare) else []
+    if not (options.stale or options.all or options.rare):
         return 0
     device = llama.select_device("auto")
     if device.type == "cpu":
-        raise llama.UsageError("measuring needs a GPU, and there is none: leave --stale and --all out to list")
-    for command in sorted({*stale} - {part.command for part in PARTS}):
+        raise llama.UsageError("measuring needs a GPU, and there is none: give no option, to list")
+    for command in sorted({*stale} - {part.command for part in PARTS + RARE}):
         print(f"No part has this command, but one of --all may replace it: {command}")
-    parts = [part for part in PARTS if options.all or part.command in stale]
-    parts = [part for part in parts if not is_current(part, results_in(RESULTS), device.name)]
+    parts = PARTS if options.all else RARE if options.rare else [p for p in PARTS + RARE if p.command in stale]
+    results = results_in(RESULTS)
     failed, left = [], []
     for part in parts:
+        if is_current(part, results, device.name):
+            continue
         if time.monotonic() - start + part.seconds > options.time_limit:
             left.append(part.command)
             continue

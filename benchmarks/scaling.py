@@ -15,15 +15,10 @@ three ways.
 Exit codes: 0 done, 1 the losses of a row are wrong, 2 the request cannot be met, 130 interrupted.
 """
 
-import contextlib
 import dataclasses
 import functools
-import math
 import statistics
 import sys
-import time
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
@@ -32,11 +27,9 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt
-from benchmarks.steps import begin_measuring, release_all
-from measure.accuracy import require_finite
-from measure.command_line import Parser, positive, program, time_limit
-from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from benchmarks import gpt, harness
+from measure.command_line import positive, program
+from measure.results import Unavailable, describe
 from measure.timing import compile_apart, in_turns, wall_seconds
 from measure.work import SIZES
 from tiny_llama import distributed
@@ -51,8 +44,6 @@ REFERENCE = "triton graph"  # timed in turns with every other row
 GPT2 = "gpt2"
 SCALED = ("small", "medium", "large", GPT2)
 MODES = ("weak", "strong")
-WINDOW_SECONDS = 0.25
-GPT_STEPS = 8  # in a window
 # At 3e-4 the large model overshoots in its first steps, and the rounding of bf16 makes correct runs diverge.
 LEARNING_RATE = 3e-5
 GATE_STEPS = 5  # on one batch, so that the fall of the loss depends on the gradients of all processes
@@ -60,73 +51,35 @@ GATE_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # as a share of tha
 ALONE = distributed.World()
 MESSAGE_BYTES = 2**30  # so large that the latency is negligible
 
-# ----------------------------------------------------------------------------------------------------------------------
-# tiny_llama_v3.py's model
 
+class Contender(harness.Contender):
+    """A training step of a world; .losses are the mean losses of its first steps."""
 
-class Contender:
-    """A training step of a world, warmed up and captured; .losses are the mean losses of its first steps."""
-
-    def __init__(self, config, device, world, steps=None):
-        self.config, self.device, self.world = config, device, world
-        on_gpu = device.type == "cuda"
-        if config.graph and not on_gpu:
-            raise Unavailable("needs a GPU")
-        obstacle = llama.triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
-        if obstacle:
-            raise Unavailable(obstacle)
-        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
-        self.step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
-        if config.compile and world.size == 1:  # which would else reuse what was compiled for several processes
-            self.step.run_model = compile_apart(self.step.model)
-        self.step.load(*next(self.step.batches(config.seed)))
-        self.step.synchronize()
-        # A captured step must have been warmed up on another stream than the default one.
-        with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
-            losses = [self.next_loss() for _ in range(GATE_STEPS)]
-        self.losses = world.mean(losses)
-        begin_measuring(self.step, device, config.graph)
-        self.window(1)
-        self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
-        self.peak_memory_mib = max(world.gather(llama.peak_memory_mib(device) - before)) if on_gpu else None
-
-    def next_loss(self):
-        self.step.run()
-        return self.step.loss.item()
+    def __init__(self, build, device, world=ALONE, graph=False, steps=None):
+        self.world = world
+        super().__init__(build, device, graph, steps, warmup=GATE_STEPS)
+        self.losses = world.mean(self.losses)
 
     def window(self, steps=None):
-        """The ms of a step with a fixed batch, on the slowest process."""
+        """Return the ms of a step on the slowest process."""
         self.world.gather(None)  # so that all begin together
-        milliseconds = wall_seconds([self.step.run], steps or self.steps, self.device) * 1e3
-        require_finite(self.step.loss.item())
-        return max(self.world.gather(milliseconds))
+        return max(self.world.gather(super().window(steps)))
 
 
-def phases_ms(config, device):
-    """{phase: median ms} of a step of one process; on a GPU each phase is a captured graph."""
-    step = llama.TrainStep(config, device)
+def make_step(config, device, world):
+    """Return the training step of a llama.Config in a world, with a batch."""
+    obstacle = llama.triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
+    if obstacle:
+        raise Unavailable(obstacle)
+    step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
+    if config.compile and world.size == 1:  # which would else reuse what was compiled for several processes
+        step.run_model = compile_apart(step.model)
     step.load(*next(step.batches(config.seed)))
-    step.synchronize()
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(3):
-                step.run()
-        step.capture()
-    clocks = []
-    for _ in range(20 if on_gpu else 1):
-        clocks.append(llama.StepClock(device, unsynced=False))
-        clocks[-1].mark()
-        for phase in step.phases.values():
-            phase()
-            clocks[-1].mark()
-    step.synchronize()
-    medians = map(statistics.median, zip(*(clock.intervals() for clock in clocks), strict=True))
-    return dict(zip(("forward", "backward", "optimizer"), medians, strict=True))
+    return step
 
 
 def measure_collectives(device, world, n_bytes):
-    """Measures a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us.
+    """Measure a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us.
 
     On a GPU they are captured, as in the step, since the host takes longer for a launch than a short message does.
     """
@@ -152,8 +105,10 @@ def measure_collectives(device, world, n_bytes):
         scatter, gather = distributed.reduce_scatter, distributed.all_gather
         return ms(lambda: scatter(own, whole), calls), ms(lambda: gather(whole, own), calls)
 
+    # Whole numbers of bf16 for each process. A message of one number each has nothing but latency.
     n_bytes -= n_bytes % (2 * world.size)
     milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
+    # Either collective sends all parts but the process's own.
     sent = 2 * n_bytes * (world.size - 1) / world.size
     return {
         "bytes": n_bytes,
@@ -164,23 +119,40 @@ def measure_collectives(device, world, n_bytes):
     }
 
 
-class Setup(NamedTuple):
-    """Settings that all measurements share."""
+def require_losses(losses, expected, precision):
+    """Raise ArithmeticError if the losses do not fall as expected."""
+    allowed = GATE_TOLERANCE[precision] * (max(expected) - min(expected))
+    # One by one, as max() passes over NaN.
+    if not all(abs(ours - theirs) <= allowed for ours, theirs in zip(losses, expected, strict=True)):
+        text, theirs = (", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected))
+        raise ArithmeticError(f"wrong losses: {text} instead of {theirs}, allowed are {allowed:.1e}")
 
-    device: llama.Device
-    world: distributed.World
-    options: SimpleNamespace  # of the command line
-    deadline: float  # of time.monotonic(), after which no row begins
-    alone_ms: dict  # {configuration: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
 
-    def build(self, config, world=ALONE):
-        """Builds a Contender on each process; if it fails on one, raises Unavailable on all.
+class Run(harness.Run):
+    """A run on all processes of a world, of which the first one saves."""
+
+    def __init__(self, world, argv, options, device):
+        super().__init__("scaling", argv, options, device, processes=world.size, sizes={})
+        launcher = f"torchrun --standalone --nproc_per_node={world.size}"
+        self.result["command"] = f"{launcher} {self.result['command'].removeprefix('python ')}"
+        self.world = world
+        self.alone_ms = {}  # {what: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
+
+    def save(self):
+        if self.world.rank == 0:
+            super().save()
+
+    def is_late(self):
+        return any(self.world.gather(super().is_late()))
+
+    def build(self, make, graph=False, world=ALONE):
+        """Build a Contender of make(world) on each process; if that fails on one, raise Unavailable on all.
 
         If a process fails within a collective, the others wait for it until the timeout of World.join() ends all.
         """
         contender = error = None
         try:
-            contender = Contender(config, self.device, world, self.options.steps)
+            contender = Contender(functools.partial(make, world), self.device, world, graph, self.options.steps)
         except Exception as exception:  # the other rows can still be measured
             error = describe(exception)
         errors = [text for text in self.world.gather(error) if text]
@@ -188,187 +160,136 @@ class Setup(NamedTuple):
             raise Unavailable(errors[0])
         return contender
 
-    def configure(self, config, name):
-        """The configuration of a row, without compilation on a CPU."""
-        config = dataclasses.replace(config, **ROWS[name])
-        return dataclasses.replace(config, compile=config.compile and self.device.type == "cuda")
-
-    def windows(self, functions):
-        """{mode: ms of each window} of {mode: function}, in turns."""
-        return dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
-
     def alone(self, contender):
-        """A window of the first process, while the others wait."""
+        """Time a window of the first process, while the others wait."""
         self.world.gather(None)
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
     def side_by_side(self, contender):
-        """A window of all processes without communication; the slowest one counts."""
+        """Time a window of all processes without communication; the slowest one counts."""
         self.world.gather(None)
         return max(self.world.gather(contender.window()))
 
+    def measure(self, contender, one, build_one, tokens, factor=1, reference=None):
+        """Return the fields of a row: a contender of all processes, beside one process with factor times its batch.
 
-def require_losses(losses, expected, precision):
-    """ArithmeticError if the losses do not fall as expected."""
-    allowed = GATE_TOLERANCE[precision] * (max(expected) - min(expected))
-    error = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
-    if not error <= allowed:
-        text, theirs = (", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected))
-        raise ArithmeticError(f"wrong losses: {text} instead of {theirs}, {error:.1e} off, allowed {allowed:.1e}")
-
-
-class Mode:
-    """Weak or strong scaling of one model: a process has 1/factor of the batch of one process alone."""
-
-    def __init__(self, setup, config, factor):
-        self.setup, self.factor = setup, factor
-        self.config = dataclasses.replace(config, batch_size=config.batch_size // factor)
-        self.expected = None  # losses
-        self.reference = None  # the Contender that is timed in turns with all others
-
-    def expect(self):
-        """The losses of one process at the batch of all, on plain PyTorch; computed on each process."""
-        if self.expected is None:
-            batch_size = self.setup.world.size * self.config.batch_size
-            config = dataclasses.replace(self.config, impl="sdpa", batch_size=batch_size)
-            self.expected = self.setup.build(config).losses
-            release_all(self.setup.device)
-        return self.expected
-
-    def measure(self, name):
-        """Measures a row of the result. Unavailable or ArithmeticError if it cannot be timed."""
-        setup, world = self.setup, self.setup.world
-        if any(world.gather(time.monotonic() > setup.deadline)):
-            raise Unavailable(f"not started within --time-limit {setup.options.time_limit:g}")
-        expected = self.expect()
-        config = setup.configure(self.config, name)
-        contender = setup.build(config, world)
-        require_losses(contender.losses, expected, llama.precision_name(config, setup.device))
+        one: what identifies that process's step, which build_one() returns; tokens: of a step of one process.
+        """
+        # All of these in turns, so that they see the same state of the machine.
         functions = {"exchanging": contender.window}
-        if self.reference:
-            functions["reference"] = self.reference.window
-        single = dataclasses.replace(config, shard=None, batch_size=self.factor * config.batch_size)
-        if single not in setup.alone_ms:
-            one = setup.build(single)
-            functions["alone"] = functools.partial(setup.alone, one)
-            functions["side by side"] = functools.partial(setup.side_by_side, one)
-        windows = setup.windows(functions)
-        if "alone" in windows:
-            setup.alone_ms[single] = statistics.median(windows["alone"])
-        if name == REFERENCE:
-            self.reference = contender
-        return self.figures(contender, windows, setup.alone_ms[single])
-
-    def figures(self, contender, windows, alone_ms):
-        """Computes the row from its windows; alone_ms is that of a step of one process."""
+        if reference:
+            functions["reference"] = reference.window
+        if one not in self.alone_ms:
+            single = build_one()
+            functions["alone"] = functools.partial(self.alone, single)
+            functions["side by side"] = functools.partial(self.side_by_side, single)
+        windows = dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
         ms = {mode: statistics.median(values) for mode, values in windows.items()}
-        tokens = contender.world.size * contender.config.tokens_per_step
+        alone_ms = self.alone_ms.setdefault(one, ms.get("alone"))
+        memory = [m or 0.0 for m in self.world.gather(contender.results["peak_memory_mib"])]
         row = {
-            "error": None,
             "losses": contender.losses,
             "windows_ms": windows,
             "ms": {"alone": alone_ms, **ms},
-            "tokens_per_second": tokens / ms["exchanging"] * 1e3,
-            "efficiency": alone_ms / self.factor / ms["exchanging"],
-            "peak_memory_mib": contender.peak_memory_mib,
+            "tokens_per_second": self.world.size * tokens / ms["exchanging"] * 1e3,
+            "efficiency": alone_ms / factor / ms["exchanging"],
+            "peak_memory_mib": max(memory) or None,
         }
-        if "reference" in windows:
-            pairs = zip(windows["reference"], windows["exchanging"], strict=True)
-            row["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)  # below 1 our step is faster
+        if reference:
+            row["ratio"] = harness.compare_windows("", windows["reference"], windows["exchanging"])["ratio"]["median"]
         return row
 
-
-def measure_mode(setup, mode, config, result, save):
-    """Fills the result of one size with weak or strong scaling, and calls save() after each row.
-
-    Returns whether a row had wrong losses.
-    """
-    factor, any_wrong = setup.world.size if mode == "strong" else 1, False
-    if config.batch_size % factor:
-        print(f"    {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
-        return any_wrong
-    measured, rows = Mode(setup, config, factor), {}
-    result[mode] = {"batch_size": measured.config.batch_size, "rows": rows}
-    for name in setup.options.rows:
+    def record(self, rows, name, measure):
+        """Put the fields that measure() returns, or why there are none, into rows, print a line and save."""
         try:
-            rows[name] = row = measured.measure(name)
+            self.require_time()
+            rows[name] = row = {"error": None, **measure()}
             times = ", ".join(f"{key} {value:.3f}" for key, value in row["ms"].items())
-            line = f"{100 * row['efficiency']:5.1f} %, ms a step: {times}"
-        except (Unavailable, ArithmeticError) as error:
-            any_wrong |= isinstance(error, ArithmeticError)
+            line = f"{row['efficiency']:6.1%}, ms a step: {times}"
+        except (Unavailable, ArithmeticError) as error:  # any other would leave the processes at different places
+            self.any_wrong |= isinstance(error, ArithmeticError)
             line = str(error)
             rows[name] = {"error": line}
         print(f"    {name:12} {line}", flush=True)
-        release_all(setup.device)
-        result[mode]["expected_losses"] = measured.expected
-        save()
-    return any_wrong
+        self.save()
+        harness.release_all(self.device)
 
 
-def measure_sizes(setup, names, result, save):
-    """Fills the result, weak scaling of all sizes first. Returns whether a row had wrong losses."""
-    device, world, any_wrong = setup.device, setup.world, False
-    on_gpu = device.type == "cuda"
+# ----------------------------------------------------------------------------------------------------------------------
+# tiny_llama_v3.py's model
+
+
+def measure_mode(run, mode, config, result):
+    """Fill the result of one size with weak or strong scaling, in which the batch of one process is divided."""
+    factor = run.world.size if mode == "strong" else 1
+    if config.batch_size % factor:
+        print(f"    {config.batch_size} sequences cannot be divided among {factor} processes", flush=True)
+        return
+    config = dataclasses.replace(config, batch_size=config.batch_size // factor)
+    result[mode] = measured = {"batch_size": config.batch_size, "rows": {}}
+    reference = []  # the Contender that is timed in turns with all others, once it is there
+
+    def build(config, world=ALONE):
+        return run.build(functools.partial(make_step, config, run.device), config.graph, world)
+
+    def expected_losses():
+        """Return those of one process at the batch of all, on plain PyTorch; computed on each process."""
+        batch_size = run.world.size * config.batch_size
+        losses = build(dataclasses.replace(config, impl="sdpa", batch_size=batch_size)).losses
+        harness.release_all(run.device)
+        return losses
+
+    def measure(name):
+        if "expected_losses" not in measured:
+            measured["expected_losses"] = expected_losses()
+        own = dataclasses.replace(config, **ROWS[name])
+        own = dataclasses.replace(own, compile=own.compile and run.on_gpu)
+        contender = build(own, run.world)
+        require_losses(contender.losses, measured["expected_losses"], llama.precision_name(own, run.device))
+        # The same work in one process: all of the batch that strong scaling divides.
+        single = dataclasses.replace(own, shard=None, batch_size=factor * own.batch_size)
+        build_one = functools.partial(build, single)
+        row = run.measure(contender, single, build_one, own.tokens_per_step, factor, *reference)
+        if name == REFERENCE:
+            reference.append(contender)
+        return row
+
+    for name in run.options.rows:
+        run.record(measured["rows"], name, functools.partial(measure, name))
+
+
+def measure_sizes(run, names):
+    """Fill the result, weak scaling of all sizes first."""
     torch.set_float32_matmul_precision("highest")  # the trainer has set another
-    result["collectives"] = measure_collectives(device, world, MESSAGE_BYTES if on_gpu else 2**20)
-    for mode in setup.options.modes:
+    n_bytes = MESSAGE_BYTES if run.on_gpu else 2**20
+    run.result["collectives"] = measure_collectives(run.device, run.world, n_bytes)
+    for mode in run.options.modes:
         for name in names:
             print(f"\n{name}, {mode}", flush=True)
-            config = llama.Config(**SIZES[name], use_amp=on_gpu, learning_rate=LEARNING_RATE)
-            size = result["sizes"].setdefault(name, {"config": dataclasses.asdict(config)})
-            size["precision"] = llama.precision_name(config, device)
-            if REFERENCE in setup.options.rows and "phases_ms" not in size:
-                size["phases_ms"] = phases_ms(config, device)
-                release_all(device)
-            any_wrong |= measure_mode(setup, mode, config, size, save)
-    return any_wrong
+            config = llama.Config(**SIZES[name], use_amp=run.on_gpu, learning_rate=LEARNING_RATE)
+            size = run.result["sizes"].setdefault(name, {"config": dataclasses.asdict(config)})
+            size["precision"] = llama.precision_name(config, run.device)
+            measure_mode(run, mode, config, size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # nanogpt_triton's trainer
 
 
-def measure_gpt(setup, result, save):
-    """Fills the result with steps of the first process alone, of all side by side, and of all with communication."""
-    world, device = setup.world, torch.device(setup.device.type, setup.world.local_rank)
-    device = torch.device("cpu") if device.type == "cpu" else device
-    described, config, batch = gpt.prepare(setup.options, world, device)
-    result |= described | {"rows": {}}
-    layer_norm = "triton" if device.type == "cuda" else "torch"
-    steps = setup.options.steps or GPT_STEPS
+def measure_gpt(run):
+    """Fill the result with steps of the first process alone, of all side by side, and of all with communication."""
+    world, device = run.world, torch.device("cuda", run.world.local_rank) if run.on_gpu else torch.device("cpu")
+    described, config, batch = gpt.prepare(run.options, world, device)
+    run.result[GPT2] = result = described | {"rows": {}}
+
+    def measure(row):
+        make = functools.partial(gpt.Step, row, config, batch, device)
+        build_one = functools.partial(run.build, lambda world: make())
+        return run.measure(run.build(make, world=world), row, build_one, batch[0].numel())
+
     for name, compiled in {"eager": False, "compile": True}.items():
-        result["rows"][name] = row = {"error": None}
-        if world.any(time.monotonic() > setup.deadline):
-            row["error"] = "left out by --time-limit"
-            continue
-        try:
-            single = gpt.Contender(gpt.Row(layer_norm, compile=compiled), config, batch, device)
-            single.window(steps)
-            exchanging = gpt.Contender(single.row, config, batch, device, world)
-            exchanging.window(steps)
-        except Exception as error:  # compilation fails on all processes
-            row["error"] = describe(error)
-            continue
-        windows = {"alone": [], "side by side": [], "exchanging": []}
-        for _ in range(setup.options.windows):
-            world.gather(None)  # a barrier on the hosts
-            if world.rank == 0:
-                windows["alone"].append(single.window(steps))
-            world.gather(None)
-            windows["side by side"].append(single.window(steps))
-            world.gather(None)
-            windows["exchanging"].append(exchanging.window(steps))
-        world.gather(None)
-        if world.rank == 0:
-            ms = {mode: statistics.median(values) for mode, values in windows.items()}
-            efficiency = ms["alone"] / ms["exchanging"]
-            tokens = batch[0].numel() * world.size / ms["exchanging"] * 1e3
-            row |= {"windows_ms": windows, "ms": ms, "efficiency": efficiency, "tokens_per_second": tokens}
-            times = ", ".join(f"{mode} {value:.2f}" for mode, value in ms.items())
-            print(f"    {name:10} {100 * efficiency:5.1f} %  ms: {times}", flush=True)
-            save()
-        del single, exchanging
-        release_all(device)
+        row = gpt.Row("triton" if run.on_gpu else "torch", compile=compiled)
+        run.record(result["rows"], name, functools.partial(measure, row))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -376,16 +297,13 @@ def measure_gpt(setup, result, save):
 
 
 def parse(argv):
-    parser = Parser("scaling.py", __doc__)
+    parser = harness.make_parser("scaling", __doc__, seconds=400)
     parser.add_argument("--sizes", nargs="+", choices=SCALED, default=SCALED, help="what to measure (default: all)")
     parser.add_argument("--tiny", action="store_true", help="instead of each a model that takes seconds, also on a CPU")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of scaling (default: both)")
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
-    default = f"{GPT_STEPS} of {GPT2}, {WINDOW_SECONDS} s of the others"
-    parser.add_argument("--steps", type=positive, metavar="N", help=f"in a window (default: {default})")
-    parser.add_argument("--time-limit", type=time_limit, default=400, metavar="S", help="for starting rows (400)")
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="in a window (default: 0.25 s of them)")
     options = parser.parse_args(argv)
     if options.tiny:
         options.sizes = list(dict.fromkeys(name if name == GPT2 else "tiny" for name in options.sizes))
@@ -393,44 +311,29 @@ def parse(argv):
     return options
 
 
-def run(argv, world):
-    start = time.monotonic()
+def measure(argv, world):
     options = parse(argv)
-    distributed.Step.world = world
     if world.size == 1:
         command = "torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling"
         raise llama.UsageError(f"one process has nothing to exchange: start several, such as with {command}")
     device = world.select_device("auto")
     if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
-    folder = llama.writable_folder("--output-dir", options.output_dir)
-    result = header("scaling", device, argv) | {"processes": world.size, "sizes": {}}
-    launcher = f"torchrun --standalone --nproc_per_node={world.size}"
-    result["command"] = f"{launcher} {result['command'].removeprefix('python ')}"
-    file = ResultFile(folder, result)
-    setup = Setup(device, world, options, start + options.time_limit, {})
-
-    def save():
-        if world.rank == 0:
-            result["seconds"] = round(time.monotonic() - start, 1)
-            file.save(result)
-
-    print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}, {world.size} processes", flush=True)
+    run = Run(world, argv, options, device)
+    distributed.Step.world = world
     world.join(device, llama.Config().comm_timeout)
     if GPT2 in options.sizes:
         print(f"\n{GPT2}", flush=True)
-        result[GPT2] = {}
-        measure_gpt(setup, result[GPT2], save)
+        measure_gpt(run)
     sizes = [name for name in options.sizes if name != GPT2]
-    any_wrong = bool(sizes) and measure_sizes(setup, sizes, result, save)
-    save()
-    print(f"\nResults: {file.path}")
-    return int(any_wrong)
+    if sizes:
+        measure_sizes(run, sizes)
+    return run.finish()
 
 
 @program("scaling.py")
 def main(argv):
-    return distributed.run_together(lambda world: run(argv, world), "scaling.py")
+    return distributed.run_together(lambda world: measure(argv, world), "scaling.py")
 
 
 if __name__ == "__main__":

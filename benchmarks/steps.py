@@ -2,23 +2,22 @@
 
     python -m benchmarks.steps                                every size and row, bf16
     python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
+    python -m benchmarks.steps --rows peers           a named group: ours, peers, fp8, autotuned, sweep
     python -m benchmarks.steps --sweep length         how the cost grows; also width, vocab
     TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a small model, also on a CPU
 
-A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph. Loss and gradients
-are checked first: an implementation that fails is not timed. Then each row is timed in windows that alternate with
-those of our own kernels, so that both see the same state of the machine. README.md in this folder explains the result.
+A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph: its name, and then
+"compile", "graph" or both. Loss and gradients are checked first: an implementation that fails is not timed. Then each
+row is timed in windows that alternate with those of our own kernels, so that both see the same state of the machine.
+README.md in this folder explains the result.
 
 Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import math
 import sys
-import time
 from typing import NamedTuple
 
 import torch
@@ -30,75 +29,28 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from measure.accuracy import require_finite
-from measure.command_line import Parser, positive, program, time_limit
-from measure.device import synchronize
-from measure.heartbeat import Heartbeat
-from measure.results import RESULTS, ResultFile, Unavailable, describe, header, import_library, versions
-from measure.timing import in_turns, percentiles, release
+from benchmarks.harness import Contender, Run, make_parser, measure_rows, print_rows, release_all, summarize
+from measure.command_line import positive, program
+from measure.results import Unavailable, describe, import_library, versions
 from measure.work import SIZES, SWEEPS
 from tiny_llama import fp8, hardware
 
 WARMUP_STEPS = 4
-WINDOW_SECONDS = 0.25
-UNCOUNTED = 4  # windows, until clock and power are those of steady work
 OURS = "triton"
-
-
-class Row(NamedTuple):
-    implementation: str
-    compile: bool = False
-    graph: bool = False
-
-    @property
-    def name(self):
-        return self.implementation + " compile" * self.compile + " graph" * self.graph
-
-
-# In the order of measuring. Ours comes first in either half, since the others are timed against it. Captured rows come
-# last, since a capture that fails may leave the device in a bad state.
-ROWS = {
-    row.name: row
-    for row in (
-        Row(OURS),
-        Row("torch"),
-        Row("torch", compile=True),
-        Row("sdpa"),
-        Row("sdpa", compile=True),
-        Row("hf"),
-        Row("hf liger"),
-        Row("hf liger fused"),
-        Row(f"hf {OURS}"),
-        Row(OURS, graph=True),
-        Row("torch", graph=True),
-        Row("torch", compile=True, graph=True),
-        Row("sdpa", graph=True),
-        Row("sdpa", compile=True, graph=True),
-        Row("hf", compile=True, graph=True),
-        Row("hf liger", compile=True, graph=True),
-        Row("sdpa max-autotune", compile=True, graph=True),
-        Row("sdpa fa4", compile=True, graph=True),
-        Row("sdpa flat", compile=True, graph=True),
-        Row("sdpa bf16", compile=True, graph=True),
-        Row(f"{OURS} fp8", graph=True),
-        Row("sdpa tensorwise", compile=True, graph=True),
-        Row("sdpa rowwise", compile=True, graph=True),
-        Row("sdpa rowwise_with_gw_hp", compile=True, graph=True),
-    )
-}
-# These separate the effects of kernels, optimizer and precision. They are no peers: one has our kernels, one our
-# optimizer, one bf16 weights.
-YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
 PEERS = "transformers", "liger_kernel", "flash_attn", "torchao"
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SWEEP_ROWS = ["torch graph", "sdpa compile graph", "sdpa fa4 compile graph", f"{OURS} graph"]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's LLaMA with our sizes and initial weights
 
-HF_SIZES = dict(hidden_dim="hidden_size", ffn_dim="intermediate_size", num_layers="num_hidden_layers",
-                num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", vocab_size="vocab_size",
-                norm_eps="rms_norm_eps")  # fmt: skip
+HF_SIZES = {  # {our field: theirs}
+    "hidden_dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
 HF_NAMES = {  # {our module: the modules whose weights it stacks}
     "embed_tokens": ["model.embed_tokens"],
     "attention_norm": ["input_layernorm"],
@@ -123,7 +75,7 @@ def hf_names(name):
 
 @torch.no_grad()
 def copy_to_hugging_face(weights, model):
-    """Copies {name of our parameter: tensor} into a LlamaForCausalLM."""
+    """Copy {name of our parameter: tensor} into a LlamaForCausalLM."""
     theirs = dict(model.named_parameters())
     for name, weight in weights.items():
         parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
@@ -138,7 +90,7 @@ class HuggingFaceLlama(nn.Module):
 
     pristine = None  # the contents of modeling_llama, which Liger patches
 
-    def __init__(self, config, weights, liger=False, fused=False, ours=False):
+    def __init__(self, config, liger=False, ours=False):
         super().__init__()
         modeling_llama = import_library("transformers.models.llama.modeling_llama")
         if HuggingFaceLlama.pristine is None:
@@ -158,159 +110,206 @@ class HuggingFaceLlama(nn.Module):
             )
         )
         self.cross_entropy = F.cross_entropy
-        self.fused_cross_entropy = None  # Liger's, from hidden states and head, which never keeps all logits
         if liger:
-            self.use_liger(fused, config.graph)
+            # Without its cross-entropy, which waits for the host and cannot be captured.
+            import_library("liger_kernel.transformers").apply_liger_kernel_to_llama(
+                fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama
+            )
         if ours:
             from tiny_llama import hugging_face
 
             hugging_face.swap_kernels(self.llama)
             self.cross_entropy = hugging_face.cross_entropy
         self.llama.train()
-        copy_to_hugging_face(weights, self.llama)
-
-    def use_liger(self, fused, captured):
-        liger = import_library("liger_kernel.transformers")
-        # A patch of the cross-entropy would be for all rows. Liger's cannot be captured, as the host waits for it.
-        liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, cross_entropy=False, model=self.llama)
-        self.cross_entropy = F.cross_entropy if captured else liger.LigerCrossEntropyLoss()
-        self.fused_cross_entropy = liger.LigerFusedLinearCrossEntropyLoss() if fused else None
-
-    def gradients(self, names):
-        """The gradients under the names of our parameters."""
-        theirs = dict(self.llama.named_parameters())
-        return {name: torch.cat([theirs[hf_name].grad for hf_name in hf_names(name)]) for name in names}
 
     def forward(self, tokens, targets):
-        if self.fused_cross_entropy:
-            hidden = self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state
-            return self.fused_cross_entropy(self.llama.lm_head.weight, hidden.flatten(0, 1), targets.flatten())
         logits = self.llama(input_ids=tokens, use_cache=False).logits
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class HuggingFaceStep(llama.TrainStep):
-    """The training step of --impl torch with Hugging Face's model."""
-
-    def __init__(self, config, device, **variant):
-        super().__init__(dataclasses.replace(config, impl="torch"), device)
-        weights = dict(self.model.named_parameters())
-        self.names = list(weights)
-        with torch.device(device.type):
-            self.model = HuggingFaceLlama(config, weights, **variant)
-        self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
-        self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
-        self.run_model = torch.compile(self.model) if config.compile else self.model
-
-    def gradients(self):
-        return self.model.gradients(self.names)
+# ----------------------------------------------------------------------------------------------------------------------
+# Implementations: functions of a llama.Config and a Device that return a llama.TrainStep
 
 
-class FlatStep(llama.TrainStep):
-    """PyTorch's model with our optimizer, which differs from ours only in the kernels."""
+def hugging_face(config, device, **variant):
+    """Return the training step of --impl torch with Hugging Face's model."""
+    step = llama.TrainStep(config, device)
+    with torch.device(device.type):
+        model = HuggingFaceLlama(config, **variant)
+    copy_to_hugging_face(dict(step.model.named_parameters()), model.llama)
+    step.model = step.run_model = model
+    # What restart() returns to, and what the optimizer updates, are those of the other model from now on.
+    step.initial_weights = [p.detach().cpu().clone() for p in model.parameters()]
+    step.optimizer = llama.TorchAdamW(model, config.learning_rate)
+    if config.compile:
+        step.run_model = torch.compile(model)
+    return step
 
-    def __init__(self, config, device):
-        super().__init__(config, device)
-        self.optimizer = llama.FlatAdamW(self.model, config.learning_rate, config.use_amp)
 
-    def backward(self):
-        super().backward()
-        parameters = self.optimizer.parameters
+def with_our_optimizer(config, device):
+    """Return PyTorch's model with our optimizer, which differs from ours only in the kernels."""
+    step = llama.TrainStep(config, device)
+    step.optimizer = llama.FlatAdamW(step.model, config.learning_rate, config.use_amp)
+    parameters = step.optimizer.parameters
+
+    def backward():
+        llama.TrainStep.backward(step)
         with torch.no_grad():  # in one or two launches instead of one for each gradient
             torch._foreach_copy_([p.main_grad for p in parameters], [p.grad for p in parameters])
         for p in parameters:
             p.grad = p.main_grad
 
-
-class AutotunedStep(llama.TrainStep):
-    """PyTorch's model, for whose compiled kernels the fastest of many configurations is searched, in minutes."""
-
-    def __init__(self, config, device):
-        super().__init__(dataclasses.replace(config, compile=False), device)
-        self.run_model = torch.compile(self.model, mode="max-autotune-no-cudagraphs") if config.compile else self.model
+    step.backward = step.phases["backward"] = backward
+    return step
 
 
-class FlashAttentionStep(llama.TrainStep):
-    """PyTorch's model with FlashAttention 4, for NVIDIA's GPUs from Hopper on."""
-
-    def __init__(self, config, device):
-        super().__init__(config, device)
-        # torch.compile cannot look into its compiler. Captured, the parts of the graph cost no launches.
-        self.flash_attention = torch.compiler.disable(import_library("flash_attn.cute").flash_attn_func)
-        for layer in self.model.layers:
-            layer.attention.forward = functools.partial(self.attend, layer.attention)
-
-    def attend(self, module, x, cos, sin):
-        q, k, v = llama.split_heads(F.linear(x, module.qkv_proj.weight), module.num_heads, module.num_kv_heads)
-        q, k = (llama.torch_rope(t, cos, sin) for t in (q, k))
-        return F.linear(self.flash_attention(q, k, v, causal=True)[0].flatten(2), module.o_proj.weight)
-
-
-class LowPrecisionStep(llama.TrainStep):
-    """PyTorch's model and optimizer with weights and moments in bf16, the least work that PyTorch can do.
+def in_bf16(config, device):
+    """Return PyTorch's model and optimizer with weights and moments in bf16, the least work that PyTorch can do.
 
     Updates below half a bit of a bf16 weight are lost, so that it trains worse. Its gradients are checked like others.
     """
+    if not config.use_amp:
+        raise Unavailable("weights in bf16 are for --use-amp")
+    step = llama.TrainStep(config, device)
+    for p in step.model.parameters():  # the rotary embedding's tables stay in fp32
+        p.data = p.data.bfloat16()
+    step.optimizer = llama.TorchAdamW(step.model, config.learning_rate)
+    return step
 
-    def __init__(self, config, device):
-        super().__init__(config, device)
-        if not config.use_amp:
-            raise Unavailable("weights in bf16 are for --use-amp")
-        for p in self.model.parameters():  # the rotary embedding's tables stay in fp32
-            p.data = p.data.bfloat16()
-        self.optimizer = llama.TorchAdamW(self.model, config.learning_rate)
+
+def autotuned(config, device):
+    """Return PyTorch's model, for whose compiled kernels the fastest of many configurations is searched, in minutes."""
+    step = llama.TrainStep(dataclasses.replace(config, compile=False), device)
+    if config.compile:
+        step.run_model = torch.compile(step.model, mode="max-autotune-no-cudagraphs")
+    return step
+
+
+def with_flash_attention_4(config, device):
+    """Return PyTorch's model with FlashAttention 4, for NVIDIA's GPUs from Hopper on."""
+    # torch.compile cannot look into its compiler. Captured, the parts of the graph cost no launches.
+    flash_attention = torch.compiler.disable(import_library("flash_attn.cute").flash_attn_func)
+
+    def attend(module, x, cos, sin):
+        q, k, v = llama.split_heads(F.linear(x, module.qkv_proj.weight), module.num_heads, module.num_kv_heads)
+        q, k = (llama.torch_rope(t, cos, sin) for t in (q, k))
+        return F.linear(flash_attention(q, k, v, causal=True)[0].flatten(2), module.o_proj.weight)
+
+    step = llama.TrainStep(config, device)
+    for layer in step.model.layers:
+        layer.attention.forward = functools.partial(attend, layer.attention)
+    return step
 
 
 def call(x, projection):
     return projection(x)
 
 
-class TorchaoStep(llama.TrainStep):
-    """PyTorch's model with torchao's products in FP8 by one of TORCHAO_RECIPES, of the same weights as ours."""
+def torchao(config, device, recipe):
+    """Return PyTorch's model with torchao's products in FP8 by one of its recipes, of the same weights as ours."""
 
-    def __init__(self, config, device, recipe):
-        super().__init__(config, device)
-        float8 = import_library("torchao.float8")
-        recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
-        float8.convert_to_float8_training(self.model.layers, config=recipe)
-        for layer in self.model.layers:  # it converts modules, and our operations take weights
-            layer.attention.forward = functools.partial(self.attend, layer.attention)
-            layer.feed_forward.forward = functools.partial(self.feed_forward, layer.feed_forward)
-
-    @staticmethod
     def attend(module, x, cos, sin):
         heads = module.num_heads, module.num_kv_heads
         return llama.sdpa_attention(x, module.qkv_proj, module.o_proj, cos, sin, *heads, linear=call)
 
-    @staticmethod
     def feed_forward(module, x):
         return llama.torch_swiglu(x, module.gate_up_proj, module.down_proj, linear=call)
 
+    step = llama.TrainStep(config, device)
+    float8 = import_library("torchao.float8")
+    recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
+    float8.convert_to_float8_training(step.model.layers, config=recipe)
+    for layer in step.model.layers:  # it converts modules, and our operations take weights
+        layer.attention.forward = functools.partial(attend, layer.attention)
+        layer.feed_forward.forward = functools.partial(feed_forward, layer.feed_forward)
+    return step
 
-def is_fp8(implementation):
-    return not {"fp8", *TORCHAO_RECIPES}.isdisjoint(implementation.split())
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+IMPLEMENTATIONS = {
+    OURS: llama.TrainStep,
+    "torch": llama.TrainStep,
+    "sdpa": llama.TrainStep,
+    "hf": hugging_face,
+    "hf liger": functools.partial(hugging_face, liger=True),
+    f"hf {OURS}": functools.partial(hugging_face, ours=True),
+    "sdpa fa4": with_flash_attention_4,
+    "sdpa max-autotune": autotuned,
+    "sdpa flat": with_our_optimizer,
+    "sdpa bf16": in_bf16,
+    f"{OURS} fp8": llama.TrainStep,
+    **{f"sdpa {recipe}": functools.partial(torchao, recipe=recipe) for recipe in TORCHAO_RECIPES},
+}
+# These separate the effects of kernels, optimizer and precision. They are no peers: one has our kernels, one our
+# optimizer, one bf16 weights.
+YARDSTICKS = (f"hf {OURS}", "sdpa flat", "sdpa bf16")
+
+
+class Row(NamedTuple):
+    """An implementation, and how it is run."""
+
+    implementation: str
+    compile: bool = False
+    graph: bool = False
+
+    @property
+    def name(self):
+        return self.implementation + " compile" * self.compile + " graph" * self.graph
+
+    @classmethod
+    def named(cls, name):
+        """Return the Row of a name such as "sdpa fa4 compile graph"."""
+        implementation, graph = name.removesuffix(" graph"), name.endswith(" graph")
+        return cls(implementation.removesuffix(" compile"), implementation.endswith(" compile"), graph)
+
+
+ANCHOR = "sdpa compile graph"  # in each group, so that results of different days can be compared
+GROUPS = {
+    "ours": [OURS, "torch", "sdpa", "sdpa compile", f"{OURS} graph", "torch graph", ANCHOR, "sdpa flat compile graph"],
+    "peers": [
+        f"{OURS} graph",
+        "torch compile graph",
+        ANCHOR,
+        "hf compile graph",
+        "hf liger compile graph",
+        "sdpa fa4 compile graph",
+        "sdpa bf16 compile graph",
+    ],
+    "fp8": [
+        f"{OURS} graph",
+        ANCHOR,
+        f"{OURS} fp8 graph",
+        *(f"sdpa {recipe} compile graph" for recipe in TORCHAO_RECIPES),
+    ],
+    "autotuned": [f"{OURS} graph", ANCHOR, "sdpa max-autotune compile graph"],
+    "sweep": ["torch graph", ANCHOR, "sdpa fa4 compile graph", f"{OURS} graph"],
+}
+SWEEP_ROWS = GROUPS["sweep"]
+ROWS = {name: Row.named(name) for names in GROUPS.values() for name in names}
+
+
+def is_fp8(name):
+    """Return whether a row, or an implementation, multiplies in FP8."""
+    return not {"fp8", *TORCHAO_RECIPES}.isdisjoint(name.split())
 
 
 def make_step(row, config, device):
-    if (row.graph or row.compile) and device.type == "cpu":
-        raise Unavailable("needs a GPU")
-    config = dataclasses.replace(config, compile=row.compile, graph=row.graph)
+    """Return the training step of a Row, with a batch; Unavailable if it cannot run."""
     implementation, *variant = row.implementation.split()
-    if implementation == "hf":
-        if OURS in variant and (obstacle := llama.triton_obstacle(device)):
-            raise Unavailable(obstacle)
-        variant = dict(liger="liger" in variant, fused="fused" in variant, ours=OURS in variant)
-        return HuggingFaceStep(config, device, **variant)
+    obstacle = None
+    if {OURS, "flat"} & {implementation, *variant}:
+        obstacle = llama.triton_obstacle(device, config.use_amp)
+    if (row.graph or row.compile) and device.type == "cpu":
+        obstacle = "needs a GPU"
     if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(device.arch)):
-        raise Unavailable(f"FP8 is for bf16, and for a GPU that has it ({device.arch})")
-    obstacle = llama.triton_obstacle(device, config.use_amp) if OURS == implementation or "flat" in variant else None
+        obstacle = f"FP8 is for bf16, and for a GPU that has it ({device.arch})"
     if obstacle:
         raise Unavailable(obstacle)
-    config = dataclasses.replace(config, impl=implementation, fp8="fp8" in variant)
-    if variant and variant[0] in TORCHAO_RECIPES:
-        return TorchaoStep(config, device, variant[0])
-    steps = {"flat": FlatStep, "bf16": LowPrecisionStep, "max-autotune": AutotunedStep, "fa4": FlashAttentionStep}
-    return steps.get("".join(variant), llama.TrainStep)(config, device)  # the last is also that of FP8
+    impl = "torch" if implementation == "hf" else implementation
+    config = dataclasses.replace(config, impl=impl, fp8="fp8" in variant, compile=row.compile, graph=row.graph)
+    step = IMPLEMENTATIONS[row.implementation](config, device)
+    step.load(*next(llama.batches(config)))
+    return step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -318,22 +317,24 @@ def make_step(row, config, device):
 
 
 def loss_and_gradients(implementation, config, device, batch):
-    """Like llama.loss_and_gradients for any implementation, under the names of our parameters."""
-    step = make_step(Row(implementation), config, device)
-    step.load(*batch)
-    step.forward()
-    step.backward()
-    named = step.model.named_parameters()
-    gradients = step.gradients() if isinstance(step, HuggingFaceStep) else {name: p.grad for name, p in named}
-    return {"loss": step.loss.detach().double(), **gradients}
+    """Return llama.loss_and_gradients() of any implementation, under the names of our parameters."""
+    make = functools.partial(make_step, Row(implementation))
+    results = llama.loss_and_gradients(config, device, batch, step_class=make)
+    if not implementation.startswith("hf"):
+        return results
+    with torch.device("meta"):
+        ours = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).named_parameters()
+    theirs = {name: [results[f"llama.{hf_name}"] for hf_name in hf_names(name)] for name, _ in ours}
+    return {"loss": results["loss"]} | {name: torch.cat(parts) for name, parts in theirs.items()}
 
 
 def check(implementations, config, device):
-    """{implementation: the entry of the gate in the result}"""
+    """Return {implementation: the entry of the gate in the result}."""
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
     batch = next(llama.batches(config))
+    # Computed once: in fp32, or for a run in fp32 in fp64, it takes longer than all implementations together.
     exact = llama.exact_loss_and_gradients(config, device, batch)
-    release_all(device)
+    tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
 
     @functools.cache
     def plain_errors(in_fp8):
@@ -344,25 +345,22 @@ def check(implementations, config, device):
     for implementation in implementations:
         release_all(device)
         try:
-            errors = allowed = plain_errors(is_fp8(implementation))
-            if implementation != "torch":
-                errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+            allowed = plain_errors(is_fp8(implementation))
+            errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+            gates[implementation] = describe_verdict(llama.judge(errors, allowed, tolerance))
         except Exception as error:  # the other implementations can still be measured
             gates[implementation] = {"passed": False, "error": describe(error)}
-            continue
-        tolerance = llama.CHECK_ATOL[llama.precision_name(config, device)]
-        gates[implementation] = gate(llama.judge(errors, allowed, tolerance))
     return gates
 
 
-def gate(verdict):
+def describe_verdict(verdict):
     failed, worst, error = verdict.failed, verdict.worst, verdict.errors[verdict.worst]
     wrong = f"wrong gradients: {len(failed)} of {len(verdict.errors)} differ, {worst} the most"
     return {
         "passed": not failed,
         "error": wrong if failed else None,
         "worst": worst,
-        "relative_error": error if math.isfinite(error) else None,  # JSON has no infinity
+        "relative_error": error,  # a file has null for infinity
         "allowed": verdict.allowed[worst],
     }
 
@@ -371,143 +369,8 @@ def gate(verdict):
 # Measuring
 
 
-def release_all(device):
-    """Like timing.release(), and frees compiled code and cuBLAS workspaces, so that each contender has its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-    torch.compiler.reset()
-    release(device)
-
-
-def begin_measuring(step, device, graph):
-    """After the warm-up, resets the weights and the peak memory, and with graph captures the step."""
-    step.restart()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    if graph:
-        step.capture(one_graph=True)
-
-
-class Contender:
-    """A training step that is built, warmed up and captured, with its peak memory and compile time."""
-
-    def __init__(self, row, config, device, steps):
-        self.row, self.device = row, device
-        self.results = {}
-        on_gpu = device.type == "cuda"
-        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
-        self.step = make_step(row, config, device)
-        self.step.load(*next(llama.batches(config)))
-        synchronize(device)
-        start = time.perf_counter()
-        # A captured step must have been warmed up on another stream than the default one.
-        with torch.cuda.stream(torch.cuda.Stream()) if row.graph else contextlib.nullcontext():
-            for index in range(WARMUP_STEPS):
-                self.step.run()
-                synchronize(device)
-                if index == 0:
-                    self.results["first_loss"] = self.step.loss.item()
-                    first_seconds = time.perf_counter() - start
-        self.results["compile_seconds"] = first_seconds if row.compile else None
-        begin_measuring(self.step, device, row.graph)
-        self.window(1)
-        step_ms, _ = self.window(2)
-        self.results["peak_memory_mib"] = llama.peak_memory_mib(device) - before if on_gpu else None
-        self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / step_ms)))
-
-    def window(self, steps=None):
-        """The ms of a step with a fixed batch, by the device's clock and by the host's."""
-        steps = steps or self.steps
-        clock = llama.StepClock(self.device, unsynced=False)
-        synchronize(self.device)
-        start = time.perf_counter()
-        clock.mark()
-        for _ in range(steps):
-            self.step.run()
-        clock.mark()
-        synchronize(self.device)
-        wall_ms = (time.perf_counter() - start) * 1e3
-        require_finite(self.step.loss.item())
-        return clock.intervals()[0] / steps, wall_ms / steps
-
-
-def time_in_turns(contenders, num_windows):
-    """The windows of each contender, which are timed in turns."""
-    for contender in contenders:
-        contender.window(1)  # allocates the memory that release_all() freed
-    windows = [contender.window for contender in contenders]
-    in_turns(windows, UNCOUNTED)
-    return in_turns(windows, num_windows)
-
-
-def summarize(contender, windows, config, reference=None, reference_windows=None):
-    """The row of the result; ratio is our time divided by theirs, for each window."""
-    ms = [device_ms for device_ms, _ in windows]
-    time_ms = percentiles(ms)
-    tflops_per_second = hardware.model_tflops(config) / (time_ms["median"] / 1e3)
-    precision = "fp8" if is_fp8(contender.row.implementation) else llama.precision_name(config, contender.device)
-    peak = hardware.peak_tflops(contender.device, precision)
-    row = {
-        **contender.results,
-        "steps_per_window": contender.steps,
-        "windows_ms": ms,
-        "windows_wall_ms": [wall_ms for _, wall_ms in windows],
-        "ms": time_ms,
-        "samples_per_second": config.batch_size / time_ms["median"] * 1e3,
-        "tokens_per_second": config.tokens_per_step / time_ms["median"] * 1e3,
-        "tflops_per_second": tflops_per_second,
-        "mfu": tflops_per_second / peak if peak else None,
-    }
-    if reference:
-        row["reference"] = reference.row.name
-        row["reference_windows_ms"] = [device_ms for device_ms, _ in reference_windows]
-        pairs = zip(row["reference_windows_ms"], ms, strict=True)
-        row["ratio"] = percentiles([ours / theirs for ours, theirs in pairs])
-    return row
-
-
-def measure_half(rows, config, device, verdicts, options, deadline, record):
-    """Measures the eager or the captured rows, and calls record(row, result) for each."""
-    reference, reference_windows = None, []
-    for row in rows:
-        contender = None
-        try:
-            if not verdicts[row.implementation]["passed"]:
-                raise Unavailable(verdicts[row.implementation]["error"])
-            if time.monotonic() > deadline:
-                raise Unavailable(f"not started within --time-limit {options.time_limit}")
-            # Restores the current stream after a failed capture.
-            with torch.cuda.stream(torch.cuda.default_stream()) if device.type == "cuda" else contextlib.nullcontext():
-                contender = Contender(row, config, device, options.steps)
-                if row.implementation == OURS:
-                    reference = contender
-                    continue
-                if reference:
-                    ours, theirs = time_in_turns([reference, contender], options.windows)
-                    reference_windows += ours
-                    record(row, summarize(contender, theirs, config, reference, ours))
-                else:
-                    record(row, summarize(contender, *time_in_turns([contender], options.windows), config))
-        except Exception as error:  # the other rows can still be measured
-            record(row, {"error": describe(error)})
-        finally:
-            contender = None
-            release_all(device)
-    if reference:
-        try:
-            if not reference_windows:  # no other row was measured
-                (reference_windows,) = time_in_turns([reference], options.windows)
-            record(reference.row, summarize(reference, reference_windows, config))
-        except Exception as error:
-            record(reference.row, {"error": describe(error)})
-    reference = None
-    release_all(device)
-
-
 def compare_rows(ours, peer, rows):
-    """Our time and memory divided by the peer's; if they were timed in turns, the time for each window, with spread."""
+    """Return our time and memory divided by the peer's; if they were timed in turns, of each window, with spread."""
     ratio = rows[peer]["ratio"] if rows[peer].get("reference") == ours else None
     memory = [rows[name]["peak_memory_mib"] for name in (ours, peer)]
     return {
@@ -520,82 +383,74 @@ def compare_rows(ours, peer, rows):
 
 
 def conclude(result):
-    """Finds the strongest peer, in bf16 and in FP8, and compares ours with it and with plain eager PyTorch."""
+    """Find the strongest peer, in bf16 and in FP8, and compare ours with it and with plain eager PyTorch."""
     rows = {name: row for name, row in result["rows"].items() if row["error"] is None}
 
     def strongest_peer(in_fp8):
-        peers = {name: ROWS[name].implementation for name in rows}
         own = OURS, f"{OURS} fp8", *YARDSTICKS
-        names = [name for name, peer in peers.items() if peer not in own and is_fp8(peer) == in_fp8]
-        return min(names, key=lambda name: rows[name]["ms"]["median"], default=None)
+        peers = [name for name in rows if is_fp8(name) == in_fp8 and Row.named(name).implementation not in own]
+        return min(peers, key=lambda name: rows[name]["ms"]["median"], default=None)
 
     result["strongest_peer"] = strongest_peer(False)
     ours = next((name for name in (f"{OURS} graph", OURS) if name in rows), None)
     in_fp8 = f"{OURS} fp8 graph"
+    # Ours beside the strongest peer, plain eager PyTorch, and FP8 beside FP8 and beside ours in bf16.
     pairs = [(ours, result["strongest_peer"]), (OURS, "torch"), (in_fp8, strongest_peer(True)), (in_fp8, ours)]
     pairs = [pair for pair in dict.fromkeys(pairs) if all(name in rows for name in pair)]
     result["comparisons"] = [compare_rows(*pair, rows) for pair in pairs]
 
 
-def measure_size(config, rows, device, options, deadline, save):
-    """Measures one size, and calls save(result) after each row."""
+def measure_size(run, size, config, rows):
+    """Measure one size, {name: Row}, and save the result after each row."""
+    device, options = run.device, run.options
+    precision, tflop = llama.precision_name(config, device), hardware.model_tflops(config)
     result = {
         "config": dataclasses.asdict(config),
-        "precision": llama.precision_name(config, device),
-        "tflop_per_step": hardware.model_tflops(config),
-        "peak_tflops": hardware.peak_tflops(device, llama.precision_name(config, device)),
+        "precision": precision,
+        "tflop_per_step": tflop,
+        "peak_tflops": hardware.peak_tflops(device, precision),
         "gate": {},
         "rows": {},
     }
-    implementations = list(dict.fromkeys(row.implementation for row in rows))
+    implementations = list(dict.fromkeys(row.implementation for row in rows.values()))
     try:
-        result["gate"] = check(implementations, config, device)
+        gate = check(implementations, config, device)
     except Exception as error:  # without a reference no row can be checked
-        reason = f"no reference: {describe(error)}"
-        result["gate"] = {name: {"passed": False, "error": reason} for name in implementations}
+        gate = dict.fromkeys(implementations, {"passed": False, "error": f"no reference: {describe(error)}"})
     release_all(device)
-    for name, verdict in result["gate"].items():
+    result["gate"] = gate
+    for name, verdict in gate.items():
+        run.any_wrong |= "worst" in verdict and not verdict["passed"]
         print(f"    gate {name:9} {verdict['error'] or 'passed'}", flush=True)
 
-    def record(row, measured):
-        result["rows"][row.name] = {**row._asdict(), "error": None, **measured}
-        line = measured.get("error") or f"{measured['ms']['median']:.3f} ms"
-        print(f"    {row.name:20} {line}", flush=True)
-        save(result)
+    def build(name):
+        row = rows[name]
+        if not gate[row.implementation]["passed"]:
+            raise Unavailable(gate[row.implementation]["error"])
+        make = functools.partial(make_step, row, config, device)
+        return Contender(make, device, row.graph, options.steps, WARMUP_STEPS)
 
+    def figures(name, contender, windows):
+        results = dict(contender.results)
+        results["compile_seconds"] = contender.first_seconds if rows[name].compile else None
+        peak = hardware.peak_tflops(device, "fp8" if is_fp8(name) else precision)
+        return summarize(results, windows, config.tokens_per_step, tflop, peak)
+
+    def record(name, measured):
+        result["rows"][name] = {**rows[name]._asdict(), **measured}
+        print(f"    {name:20} {measured['error'] or '{:.3f} ms'.format(measured['ms']['median'])}", flush=True)
+        run.result["sizes"][size] = result
+        run.save()
+
+    # Captured rows come last, since a capture that fails may leave the device in a bad state.
     for graph in (False, True):
-        half = [row for row in rows if row.graph == graph]
-        measure_half(half, config, device, result["gate"], options, deadline, record)
-    result["rows"] = {row.name: result["rows"][row.name] for row in rows}  # in the requested order
+        half = [name for name, row in rows.items() if row.graph == graph]
+        measure_rows(run, half, Row(OURS, graph=graph).name, build, figures, record)
+    result["rows"] = {name: result["rows"][name] for name in rows}  # in the requested order
+    # Only a size that was measured to the end has comparisons, by which the pages know it.
     conclude(result)
-    save(result)
-    return result
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Report
-
-
-def print_table(name, result):
-    config = llama.Config(**result["config"])
-    print(
-        f"\n{name}: {config.batch_size} x {config.seq_len} tokens, hidden {config.hidden_dim}, "
-        f"{config.num_layers} layers, {config.num_heads} heads ({config.num_kv_heads} kv), {result['precision']}"
-    )
-    columns = f"{'ms':>9} {'p20':>9} {'p80':>9} {'ours/it':>8} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'MiB':>8}"
-    print(f"{'':20} {columns}")
-    for row_name, row in result["rows"].items():
-        if row["error"]:
-            print(f"{row_name:20} {row['error']}")
-            continue
-        ms = row["ms"]
-        ratio = f"{row['ratio']['median']:.3f}" if "ratio" in row else ""
-        mfu = f"{100 * row['mfu']:.1f}%" if row["mfu"] else ""
-        memory = f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else ""
-        print(
-            f"{row_name:20} {ms['median']:9.3f} {ms['p20']:9.3f} {ms['p80']:9.3f} {ratio:>8} "
-            f"{row['tokens_per_second']:11,.0f} {row['tflops_per_second']:8.2f} {mfu:>6} {memory:>8}"
-        )
+    run.save()
+    print_rows(result["rows"])
     for pair in result["comparisons"]:
         memory = f", {pair['memory_ratio']:.2f} of its memory" if pair["memory_ratio"] else ""
         print(f"{pair['ours']} takes {pair['time_ratio']:.3f} of the time of {pair['peer']}{memory}")
@@ -605,25 +460,32 @@ def print_table(name, result):
 # Command line
 
 
+def rows_of(text):
+    """The type of --rows: the names of a group, or that of one row."""
+    if text not in GROUPS and Row.named(text).implementation not in IMPLEMENTATIONS:
+        known = f"a group, {', '.join(GROUPS)}, or {', '.join(IMPLEMENTATIONS)}, each with compile, graph or both"
+        raise argparse.ArgumentTypeError(f"there is no row {text!r}: give {known}")
+    return GROUPS.get(text, [text])
+
+
 def parse(argv):
-    parser = Parser("steps.py", __doc__)
+    parser = make_parser("steps", __doc__, seconds=1200)
     parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="models to measure, also of a sweep (default: all)")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size only, fewer rows")
     models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    help = f"groups ({', '.join(GROUPS)}), or single rows: {', '.join(ROWS)}"
+    parser.add_argument("--rows", nargs="+", type=rows_of, metavar="ROW", help=help)
     parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
     parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
     parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
-    parser.add_argument("--steps", type=positive, help=f"steps a window (default: {WINDOW_SECONDS} s of them)")
-    parser.add_argument("--time-limit", type=time_limit, default=1200, metavar="S", help="for starting rows (1200)")
+    parser.add_argument("--steps", type=positive, help="steps a window (default: 0.25 s of them)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
-    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     return parser.parse_args(argv)
 
 
 def sizes_of(options, on_gpu):
-    """{name: sizes of its Config} of the requested models."""
+    """Return {name: sizes of its Config} of the requested models."""
     if not on_gpu and (options.sizes or options.sweep):
         asked = f"--sweep {options.sweep}" if options.sweep else f"--sizes {' '.join(options.sizes)}"
         raise llama.UsageError(f"{asked} needs a GPU, and the device is a CPU: use --tiny")
@@ -637,43 +499,27 @@ def sizes_of(options, on_gpu):
 
 @program("steps.py")
 def main(argv):
-    start = time.monotonic()
     options = parse(argv)
-    deadline = start + options.time_limit
     device = llama.select_device(options.device)
     on_gpu = device.type == "cuda"
     sizes = sizes_of(options, on_gpu)
-    folder = llama.writable_folder("--output-dir", options.output_dir)
-    every_row = SWEEP_ROWS if options.sweep else list(ROWS)
-    names = options.rows or [name for name in every_row if on_gpu or not (ROWS[name].compile or ROWS[name].graph)]
-    rows = [row for name, row in ROWS.items() if name in names]
+    names = sum(options.rows or [], []) or (SWEEP_ROWS if options.sweep else list(ROWS))
+    rows = {name: Row.named(name) for name in names}
+    if not on_gpu and not options.rows:
+        rows = {name: row for name, row in rows.items() if not (row.compile or row.graph)}
     if not on_gpu and not options.tiny:
         print("There is no GPU: only the tiny model is measured.")
     use_amp = on_gpu if options.use_amp is None else options.use_amp
     torch.set_float32_matmul_precision(options.matmul_precision)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is compiled never runs eagerly in silence
-
-    result = header("steps", device, argv)
-    result |= {"sweep": options.sweep, "peers": versions(*PEERS), "windows": options.windows, "sizes": {}}
-    file = ResultFile(folder, result)
-    print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
+    fields = dict(sweep=options.sweep, peers=versions(*PEERS), windows=options.windows, sizes={})
+    run = Run("steps", argv, options, device, **fields)
     for name, size in sizes.items():
         config = llama.Config(**size, use_amp=use_amp, matmul_precision=options.matmul_precision)
-        print(f"\n{name}", flush=True)
-
-        def save(measured, name=name):
-            # After a row: what a failed backward pass has kept stays queued in this thread until there is another one.
-            torch.zeros((), requires_grad=True).backward()
-            result["sizes"][name] = measured
-            result["seconds"] = round(time.monotonic() - start, 1)
-            file.save(result)
-
-        with Heartbeat(f"measuring {name}"):
-            measured = measure_size(config, rows, device, options, deadline, save)
-        print_table(name, measured)
-    print(f"\nResults: {file.path}")
-    verdicts = [verdict for size in result["sizes"].values() for verdict in size["gate"].values()]
-    return 1 if any("worst" in verdict and not verdict["passed"] for verdict in verdicts) else 0
+        described = f"{config.batch_size} x {config.seq_len} tokens, hidden {config.hidden_dim}"
+        print(f"\n{name}: {described}, {config.num_layers} layers, {config.num_heads} heads", flush=True)
+        measure_size(run, name, config, rows)
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from measure.device import synchronize
-from measure.results import describe
+from tiny_llama_v3 import StepClock
 
 CALLS = 8  # in one graph
 REPLAY_SECONDS = 0.15
@@ -82,16 +82,6 @@ class Bench:
         # Reading, as the write-back of what was written would be timed. It also gives the host the time to be ahead.
         return median_replay_ms(graph, FLUSHED_SECONDS, at_least=10, at_most=100, before=flush_buffer().sum)
 
-    def rate(self, calls, amount):
-        """{"us", "rate" in 10^12 of the amount a second, "error"} of calls, or of an exception in their place."""
-        try:
-            if isinstance(calls, Exception):
-                raise calls
-            us = self.microseconds(calls)
-            return {"us": us, "rate": amount / us / 1e6, "error": None}
-        except Exception as error:  # of this contender alone
-            return {"error": describe(error)}
-
 
 @functools.cache
 def flush_buffer():
@@ -137,6 +127,18 @@ def wall_seconds(calls, number, device):
         call()
     synchronize(device)
     return (time.perf_counter() - start) / number
+
+
+def window_ms(call, number, device):
+    """Return the ms of a call when so many follow each other, by the device's clock, or by the host's on a CPU."""
+    clock = StepClock(device, unsynced=False)
+    synchronize(device)
+    clock.mark()
+    for _ in range(number):
+        call()
+    clock.mark()
+    synchronize(device)
+    return clock.intervals()[0] / number
 
 
 def in_turns(windows, number):

@@ -9,6 +9,7 @@ division), a product of matrices two for each pair that is multiplied. What happ
 The operations of a whole step are those of its matrix products: tiny_llama.hardware.model_tflops.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ SWEEPS = {
     },
     "width": {
         f"hidden {hidden:,}": SIZES["small"] | dict(seq_len=512, hidden_dim=hidden, num_heads=hidden // 64)
-        for hidden in (256, 512, 1024, 2048, 4096)
+        for hidden in (256, 512, 1024, 2048)
     },
     "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
 }
@@ -90,30 +91,24 @@ def attention_product(q):
     return batch * heads * seq_len**2 * head_dim
 
 
-def attention(q, k, v, o, lse):
-    return Work(moved(q, k, v, o, lse), 2 * attention_product(q))  # q k^T and p v
+def products(number, q, *others):
+    """Return the Work of so many of these products, on tensors of which the first is q."""
+    return Work(moved(q, *others), number * attention_product(q))
 
 
-def attention_backward(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad):
-    """What the gradient takes at least, by which implementations are rated against each other.
-
-    Five products: the scores again, o_grad v^T, and one for each of the three gradients.
-    """
-    return Work(moved(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad), 5 * attention_product(q))
-
-
-def attention_backward_dq(q, k, v, o, o_grad, lse, delta, q_grad, *tables):
-    return Work(moved(q, k, v, o, o_grad, lse, delta, q_grad, *tables), 3 * attention_product(q))  # scores, o_grad v^T
-
-
-def attention_backward_dkdv(q, k, v, o_grad, lse, delta, k_grad, v_grad, *tables):
-    # Scores and o_grad v^T once more, for two gradients. o is not read: delta stands for it.
-    return Work(moved(q, k, v, o_grad, lse, delta, k_grad, v_grad, *tables), 4 * attention_product(q))
-
-
-def attention_backward_fused(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad, *tables):
-    # Both of the above in one launch, side by side, each with its own scores and o_grad v^T: 3 + 4 products.
-    return Work(moved(q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad, *tables), 7 * attention_product(q))
+# Of q, k, v, o, lse: q k^T and p v.
+attention = functools.partial(products, 2)
+# Of q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad: what the gradient takes at least, by which implementations are
+# rated against each other. The scores again, o_grad v^T, and one for each of the three gradients.
+attention_backward = functools.partial(products, 5)
+# Of q, k, v, o, o_grad, lse, delta, q_grad and tables: scores, o_grad v^T, q_grad.
+attention_backward_dq = functools.partial(products, 3)
+# Of q, k, v, o_grad, lse, delta, k_grad, v_grad and tables: scores and o_grad v^T once more, for two gradients. o is
+# not read: delta stands for it.
+attention_backward_dkdv = functools.partial(products, 4)
+# Of q, k, v, o, o_grad, lse, q_grad, k_grad, v_grad and tables: both of the above in one launch, side by side, each
+# with its own scores and o_grad v^T: 3 + 4 products.
+attention_backward_fused = functools.partial(products, 7)
 
 
 def rope(n_rotated, itemsize, cos, sin):
@@ -197,7 +192,10 @@ def kernel_work(config):
     remainder = tensor(*param.shape, dtype=torch.int16) if config.use_amp else None
     return {
         "rmsnorm_kernel": mean(norm, *[added] * others),
-        "rmsnorm_backward_kernel": mean(rmsnorm_backward(*gradients), *[rmsnorm_backward(*gradients, x)] * others),
+        "rmsnorm_backward_kernel": mean(
+            rmsnorm_backward(*gradients),
+            *[rmsnorm_backward(*gradients, x)] * others,
+        ),
         "rope_kernel": rope(tokens * (hidden + kv_width), dtype.itemsize, *tables),
         "flash_attention_kernel": attention(q, kv, kv, q, lse),
         "flash_attention_backward_kernel": attention_backward_fused(q, kv, kv, q, q, lse, q, kv, kv, *tables),

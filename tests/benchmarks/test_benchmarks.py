@@ -1,19 +1,16 @@
 """The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
 
 import dataclasses
-import functools
 import json
 import re
-import statistics
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, kernels, layer_norm, scaling, steps
+from benchmarks import gpt, harness, kernels, layer_norm, scaling, steps
 from benchmarks.pages import publish
 from tests.core.tiny import TINY
 
@@ -21,10 +18,12 @@ ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
 SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
 SMALLER = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
+NEEDS_TRITON = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+IN_INTERPRETER = pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
 
 
 def run_steps(folder, *flags):
-    """(exit code, the result's only size)"""
+    """(exit code, the result)"""
     code = steps.main([*SHORT, *flags, "--output-dir", str(folder)])
     (path,) = folder.glob("steps_*.json")
     return code, json.loads(path.read_text())
@@ -37,6 +36,8 @@ def comparison(tmp_path_factory):
         if not ON_GPU:  # the interpreter takes seconds for a step
             monkeypatch.setitem(steps.SIZES, "tiny", SMALLER)
             monkeypatch.setattr(steps, "WARMUP_STEPS", 1)
+            monkeypatch.setattr(harness, "UNCOUNTED", 0)
+        monkeypatch.setattr(steps.hardware, "peak_tflops", lambda device, precision: {"fp32": 2.0}[precision])
         code, result = run_steps(folder, "--rows", *ROWS)
     assert code == 0
     return folder, result
@@ -45,67 +46,44 @@ def comparison(tmp_path_factory):
 def test_every_row_has_a_time_or_a_reason(comparison):
     _, result = comparison
     size = result["sizes"]["tiny"]
-    assert list(size["rows"]) == [name for name in steps.ROWS if name in ROWS]
+    assert list(size["rows"]) == ROWS
     for name, row in size["rows"].items():
-        assert bool(row["error"]) == ("ms" not in row), name
-        assert bool(row["error"]) == (not size["gate"][row["implementation"]]["passed"])
-    for name in ("triton", "torch", "sdpa"):
-        assert size["rows"][name]["error"] is None
+        assert bool(row["error"]) == ("ms" not in row) == (not size["gate"][row["implementation"]]["passed"]), name
+    timed = {name: row for name, row in size["rows"].items() if not row["error"]}
+    assert {"triton", "torch", "sdpa"} <= set(timed)
+    for row in timed.values():
+        speed = size["tflop_per_step"] / row["ms"]["median"] * 1e3
+        assert row["tflops_per_second"] == pytest.approx(speed) and row["mfu"] == pytest.approx(speed / 2)
+        assert row["tokens_per_second"] == pytest.approx(8 / row["ms"]["median"] * 1e3)  # a sequence of 8
+    losses = [row["first_loss"] for row in timed.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)  # the same weights and batch
+    others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
+    assert timed["triton"]["windows_ms"] == sum(others, [])
+    pair = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
+    assert pair["time_ratio"] == timed["torch"]["ratio"]["median"]
     rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
     assert result["command"] == f"python -m benchmarks.steps {' '.join(SHORT)} --rows {rows}"
     assert result["environment"]["torch"] == torch.__version__
 
 
-def test_first_losses_agree(comparison):
-    losses = [row["first_loss"] for row in comparison[1]["sizes"]["tiny"]["rows"].values() if not row["error"]]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
-
-
-def test_figures_follow_from_the_windows(comparison):
-    size = comparison[1]["sizes"]["tiny"]
-    rows = {name: row for name, row in size["rows"].items() if not row["error"]}
-    config = llama.Config(**size["config"])
-    for row in rows.values():
-        assert row["ms"]["median"] == pytest.approx(statistics.median(row["windows_ms"]))
-        assert row["ms"]["p20"] <= row["ms"]["median"] <= row["ms"]["p80"]
-        assert row["tokens_per_second"] == pytest.approx(config.tokens_per_step / row["ms"]["median"] * 1e3)
-        if "reference" in row:
-            pairs = zip(row["reference_windows_ms"], row["windows_ms"], strict=True)
-            assert row["ratio"]["median"] == pytest.approx(statistics.median(ours / theirs for ours, theirs in pairs))
-    taken_in_turns = sum((row["reference_windows_ms"] for row in rows.values() if row.get("reference") == "triton"), [])
-    assert rows["triton"]["windows_ms"] == taken_in_turns
-    peers = [name for name in rows if not name.startswith("triton")]
-    assert size["strongest_peer"] == min(peers, key=lambda name: rows[name]["ms"]["median"])
-    against_torch = next(pair for pair in size["comparisons"] if pair["peer"] == "torch" and pair["ours"] == "triton")
-    assert against_torch["time_ratio"] == rows["torch"]["ratio"]["median"]
-
-
 def test_yardsticks_train_as_their_peer():
-    config = llama.Config(**steps.SIZES["tiny"], device="cpu", use_amp=True)
-    device = llama.get_device("cpu")
-    trained = {}
-    for name, step in {
-        "sdpa": steps.make_step(steps.Row("sdpa"), config, device),
-        "sdpa flat": steps.FlatStep(dataclasses.replace(config, impl="sdpa", use_amp=False), device),
-        "sdpa bf16": steps.make_step(steps.Row("sdpa bf16"), config, device),
-    }.items():
+    config = llama.Config(**steps.SIZES["tiny"], device="cpu", impl="sdpa", use_amp=True)
+    in_fp32, cpu, losses = dataclasses.replace(config, use_amp=False), llama.get_device("cpu"), {}
+    makers = {
+        "sdpa": lambda: llama.TrainStep(config, cpu),
+        "flat": lambda: steps.with_our_optimizer(in_fp32, cpu),
+        "bf16": lambda: steps.in_bf16(config, cpu),
+    }
+    for name, make in makers.items():
+        step = make()
         step.load(*next(llama.batches(config)))
-        trained[name] = []
-        for _ in range(3):
-            step.run()
-            trained[name].append(step.loss.item())
-        if name == "sdpa bf16":
-            moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
-            assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
-            assert step.model.cos.dtype == torch.float32
-    assert trained["sdpa flat"] == pytest.approx(trained["sdpa"], rel=5e-3) and len(set(trained["sdpa flat"])) == 3
-    assert trained["sdpa bf16"] == pytest.approx(trained["sdpa"], rel=5e-3)
-
-
-def test_weights_in_bf16_are_refused_in_fp32():
-    config = llama.Config(**steps.SIZES["tiny"], device="cpu")
+        losses[name] = [step.run() or step.loss.item() for _ in range(3)]
+    assert losses["flat"] == pytest.approx(losses["sdpa"], rel=5e-3) and len(set(losses["flat"])) == 3
+    assert losses["bf16"] == pytest.approx(losses["sdpa"], rel=5e-3)
+    moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
+    assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
     with pytest.raises(steps.Unavailable, match="--use-amp"):
-        steps.make_step(steps.Row("sdpa bf16"), config, llama.get_device("cpu"))
+        steps.in_bf16(in_fp32, cpu)
 
 
 def test_a_sweep_changes_one_size_only():
@@ -134,37 +112,11 @@ def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
     assert size["strongest_peer"] == "torch"
 
 
-def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    original, kept, alive = steps.Contender, [], []
-
-    class NoRoom(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise torch.OutOfMemoryError("no room\nfor this")
-
-    def contender(row, *args):
-        if row.name == "torch":
-            weight = torch.ones(3, requires_grad=True)
-            activation = weight * 2
-            kept.append(weakref.ref(activation))
-            with torch.autograd.set_multithreading_enabled(False):  # as a training step has it
-                (activation * activation + NoRoom.apply(weight)).sum().backward()
-        alive.append(kept[0]() is not None)
-        return original(row, *args)
-
-    monkeypatch.setattr(steps, "Contender", contender)
-    code, result = run_steps(tmp_path, "--rows", "torch", "sdpa")
-    rows = result["sizes"]["tiny"]["rows"]
-    assert code == 0
-    assert rows["torch"]["error"] == "OutOfMemoryError: no room"
-    assert rows["sdpa"]["error"] is None and alive == [False]  # or what failed would count as memory of the next row
-
-
-def test_time_limit_names_the_rows_it_leaves_out(tmp_path):
-    _, result = run_steps(tmp_path, "--rows", "torch", "sdpa", "--time-limit", "0")
-    assert all("--time-limit" in row["error"] for row in result["sizes"]["tiny"]["rows"].values())
+def test_without_a_reference_no_row_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama, "exact_loss_and_gradients", lambda *args: 1 / 0)
+    code, result = run_steps(tmp_path, "--rows", "torch")
+    row = result["sizes"]["tiny"]["rows"]["torch"]
+    assert code == 0 and row["error"] == "no reference: ZeroDivisionError: division by zero"
 
 
 def test_hugging_face_names_cover_the_model():
@@ -185,6 +137,21 @@ def test_wrong_flags_end_in_one_line_that_names_one(capsys, script, flags):
     assert script.main(flags.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search("|".join(re.findall(r"--\S+", flags)), error)
+
+
+@pytest.mark.parametrize("name, row", [
+    ("torch", ("torch", False, False)), ("sdpa fa4 compile graph", ("sdpa fa4", True, True)),
+    ("triton fp8 graph", ("triton fp8", False, True)), ("hf liger compile", ("hf liger", True, False)),
+])  # fmt: skip
+def test_a_row_is_an_implementation_and_how_it_is_run(name, row):
+    assert steps.Row.named(name) == row and steps.Row(*row).name == name
+    assert steps.rows_of(name) == [name] and steps.rows_of("peers") == steps.GROUPS["peers"]
+
+
+def test_each_group_has_the_anchor_and_what_it_is_timed_against():
+    for name, rows in steps.GROUPS.items():
+        assert {"sdpa compile graph", "triton graph"} <= set(rows), name
+    assert all(row.implementation in steps.IMPLEMENTATIONS for row in steps.ROWS.values())
 
 
 @pytest.mark.parametrize("flags, found", [
@@ -209,130 +176,84 @@ def test_a_size_of_another_list_is_refused(flags, known):
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, script, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(llama, "INTERPRETED", False)
-    monkeypatch.setattr(script, "ResultFile", lambda *args: pytest.fail("work before the refusal"))
     assert script.main([*flags.split(), "--output-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(words, error) and not (tmp_path / "new").exists()
 
 
-@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-def test_kernels_pass_their_checks(tmp_path):
-    assert kernels.main(["--output-dir", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("kernels_*.json")
-    cases = json.loads(path.read_text())["cases"]
-    assert {case["group"] for case in cases} == set(kernels.CASES)
-    errors = [row["error"] for case in cases for row in case.get("contenders", {"": case}).values() if row.get("error")]
-    assert errors == []
+# --- kernels and libraries of them
+
+PLAIN = {
+    "norm": kernels.torch_norm, "add_norm": kernels.torch_add_norm, "activation": kernels.torch_activation,
+    "cross_entropy": kernels.torch_losses_and_gradient, "attention": kernels.torch_attention,
+}  # fmt: skip
 
 
-def applied(function):
-    return SimpleNamespace(apply=lambda *arguments: function(*arguments))
+def scaled(outputs, factor):
+    return tuple(factor * x for x in outputs) if isinstance(outputs, tuple) else factor * outputs
 
 
-def fake_liger(factor=1.0):
-    """Liger-Kernel's functions in PyTorch, their gradients times a factor."""
-
-    def scaled(x):
-        return x.detach() * (1 - factor) + x * factor
-
-    return SimpleNamespace(
-        LigerRMSNormFunction=applied(lambda x, w, *_: kernels.torch_norm(scaled(x), w)),
-        LigerFusedAddRMSNormFunction=applied(lambda x, b, w, _: kernels.torch_add_norm(scaled(x), b, w)),
-        LigerFusedGateUpSiLUMulFunction=applied(lambda x: kernels.torch_activation(scaled(x))),
-        LigerCrossEntropyFunction=applied(
-            lambda x, y, *others: (kernels.F.cross_entropy(scaled(x), y, reduction=others[-1]),)
-        ),
-    )
+def run_kernels(monkeypatch, folder, library, *groups):
+    """(exit code, cases) with one library, "fake", whose functions are those of PLAIN times its factor."""
+    functions = {name: lambda module, *xs, f=f: scaled(f(*xs), module.factor) for name, f in PLAIN.items()}
+    fake = kernels.Library("fake_library", ("cpu",), functions, forward_only=("norm", "add_norm"))
+    monkeypatch.setattr(kernels, "LIBRARIES", {"fake": fake, "other": fake._replace(archs=("sm_90",))})
+    monkeypatch.setitem(sys.modules, "fake_library", library)
+    code = kernels.main(["--only", *groups, "--output-dir", str(folder)])
+    return code, json.loads(next(folder.glob("kernels_*.json")).read_text())["cases"]
 
 
-def fake_quack(factor=1.0):
-    """QuACK's functions in PyTorch, their results times a factor."""
-
-    def rmsnorm(x, weight, residual=None, eps=0.0, prenorm=False):
-        assert eps == kernels.EPS and prenorm == (residual is not None)
-        inputs = (x,) if residual is None else (x, residual)
-        return (kernels.torch_norm if residual is None else kernels.torch_add_norm)(*inputs, weight * factor)
-
-    def cross_entropy_fwd(x, targets, return_dx):
-        losses, grad = kernels.torch_losses_and_gradient(x.requires_grad_(), targets)
-        return factor * losses, grad
-
-    return SimpleNamespace(**locals())
-
-
-def fake_aiter(factor=1.0):
-    """AITER's functions in PyTorch, their results times a factor."""
-
-    def rms_norm(input, weight, epsilon):
-        return factor * kernels.F.rms_norm(input, weight.shape, weight, epsilon)
-
-    def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon):
-        torch.add(input, residual_in, out=residual_out)
-        out.copy_(rms_norm(residual_out, weight, epsilon))
-
-    def silu_and_mul(out, input):
-        torch.mul(kernels.torch_activation(input), factor, out=out)
-
-    def flash_attn_func(q, k, v, causal, deterministic, return_lse):
-        assert causal and return_lse
-        return factor * kernels.torch_attention(q, k, v, "math"), None
-
-    return SimpleNamespace(**locals())
-
-
-def fake_fa4(factor=1.0):
-    """FlashAttention 4 in PyTorch, its results times a factor."""
-    attention = functools.partial(kernels.torch_attention, backend="math")
-    return SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * attention(*qkv), None))
-
-
-@pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-@pytest.mark.parametrize("library, fake, expected, reason", [
-    ("aiter", fake_aiter(), 0, "None"), ("aiter", SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
-    ("aiter", fake_aiter(1.01), 1, "ArithmeticError: output 1 of aiter's [a-z_]+ is wrong"),
-    ("liger", fake_liger(), 0, "None"), ("liger", None, 0, "liger_kernel.ops is not installed"),
-    ("liger", fake_liger(1.01), 1, "None|ArithmeticError: output [12] of liger's (gradient of|cross_entropy)"),
-    ("quack", fake_quack(), 0, "None"), ("quack", fake_quack(1.01), 1, "ArithmeticError: output [12] of quack's"),
-    ("fa4", fake_fa4(), 0, "None"), ("fa4", fake_fa4(1.01), 1, "ArithmeticError: output 1 of fa4's attention"),
+@IN_INTERPRETER
+@NEEDS_TRITON
+@pytest.mark.parametrize("library, expected, reason", [
+    (SimpleNamespace(factor=1.0), 0, "None"),
+    (SimpleNamespace(factor=1.01), 1, "ArithmeticError: output [123] is wrong: error 1.0e-02, allowed"),
+    (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+    (None, 0, "fake_library is not installed"),
 ])  # fmt: skip
-def test_libraries_have_rows_if_they_are_right(monkeypatch, tmp_path, library, fake, expected, reason):
-    device = dataclasses.replace(llama.select_device("auto"), arch="gfx942" if library == "aiter" else "sm_90")
-    monkeypatch.setattr(kernels, "kernel_device", lambda: device)
-    for name in kernels.LIBRARIES:
-        own = fake if name == library else None  # None: it cannot be imported
-        monkeypatch.setitem(sys.modules, kernels.LIBRARIES[name].package, own)
-    monkeypatch.setitem(sys.modules, "quack.cross_entropy", fake)
+def test_a_library_has_rows_if_it_is_right(monkeypatch, tmp_path, library, expected, reason):
     groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
-    assert kernels.main(["--only", *groups, "--output-dir", str(tmp_path)]) == expected
-    cases = json.loads(next(tmp_path.glob("kernels_*.json")).read_text())["cases"]
-    rows = {case["case"]: case["contenders"].pop(library, None) for case in cases}
-    others = [(name, row) for case in cases for name, row in case["contenders"].items()]
-    assert all(row["error"].endswith("is not installed") for name, row in others if name in kernels.LIBRARIES)
-    assert all(row["us"] > 0 for name, row in others if name not in (*kernels.LIBRARIES, "efficient"))
-    lacking = {"aiter": (" backward,", "cross-entropy"), "liger": ("attention",), "quack": ("attention", "swiglu")}
-    lacking["fa4"] = "rmsnorm", "swiglu", "cross-entropy"
-    for case, row in rows.items():
-        assert (row is None) == any(part in case for part in lacking[library]), case
-        assert row is None or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None), row
-    assert expected == 0 or any(row and row["error"] for row in rows.values())
+    code, cases = run_kernels(monkeypatch, tmp_path, library, *groups)
+    assert code == expected and {case["group"] for case in cases} == set(groups)
+    for case in cases:
+        contenders, is_forward_only = case["contenders"], "RMSNorm backward" in case["case"]
+        assert set(contenders) == {"triton", "torch"} | ({"fake"} if not is_forward_only else set()), case["case"]
+        row = contenders.pop("fake", None)
+        assert is_forward_only or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None)
+        assert all(row["us"] > 0 for row in contenders.values())
 
 
-def test_liger_captured_has_pytorch_s_cross_entropy(monkeypatch):
-    liger = SimpleNamespace(apply_liger_kernel_to_llama=lambda **_: None, LigerCrossEntropyLoss=lambda: "theirs")
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    for captured, expected in ((False, "theirs"), (True, torch.nn.functional.cross_entropy)):
-        steps.HuggingFaceLlama.use_liger(model := SimpleNamespace(llama=None), False, captured)
-        assert model.cross_entropy == expected
+@IN_INTERPRETER
+@NEEDS_TRITON
+@pytest.mark.parametrize("owner, name, wrong, group", [
+    (llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x), "swiglu"),
+    (llama, "cross_entropy_", lambda logits, targets, scale: torch.zeros(2, len(targets)), "cross-entropy"),
+    (llama.FlatAdamW, "step", lambda self: None, "adamw"),
+])  # fmt: skip
+def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path, owner, name, wrong, group):
+    monkeypatch.setattr(owner, name, wrong)
+    code, (copy, first, *others) = run_kernels(monkeypatch, tmp_path, None, "copy", group)
+    assert code == 1 and re.match(r"ArithmeticError: output \d is wrong", first["contenders"].pop("triton")["error"])
+    assert first["contenders"]["torch"]["us"] > 0
+    assert all(case["contenders"]["triton"]["us"] > 0 for case in others)
 
 
-@pytest.mark.parametrize("fake, passed", [(fake_fa4(), True), (fake_fa4(1.2), False), (None, False)])
-def test_the_model_with_flash_attention_4_is_checked(monkeypatch, fake, passed):
+@IN_INTERPRETER
+@NEEDS_TRITON
+def test_a_group_that_fails_has_its_reason_and_the_others_continue(monkeypatch, tmp_path):
+    monkeypatch.delattr(llama, "rmsnorm_forward")
+    code, (failed, *others) = run_kernels(monkeypatch, tmp_path, None, "rmsnorm", "swiglu")
+    assert failed["case"] == "rmsnorm" and failed["error"].startswith("AttributeError: ")
+    assert code == 0 and len(others) == 2
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.2, False), (None, False)])
+def test_the_model_with_flash_attention_4_is_checked(monkeypatch, factor, passed):
+    fake = SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
     for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, fake)
+        monkeypatch.setitem(sys.modules, name, fake if factor else None)
     (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
-    assert gate["passed"] == passed and (fake or gate["error"].endswith("is not installed"))
+    assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
 
 
 def test_a_real_result_stands_on_its_page(comparison):

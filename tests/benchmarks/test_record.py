@@ -16,40 +16,42 @@ GPU = llama.Device("cuda", "Some GPU", "sm_90", 100, 32)
 NOW, BEFORE = "1" * 40, "0" * 40  # commits
 
 
-def result(command, commit=NOW, **fields):
-    environment = {"device": GPU.name, "torch": "2.11", "triton": "3.6", "commit": commit}
+def result(command, commit=NOW, device=GPU.name, **fields):
+    environment = {"device": device, "torch": "2.11", "triton": "3.6", "commit": commit}
     return {"command": command, "date": "2030-01-02", "environment": environment} | fields
 
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    """(folder of results, commands that were run) of a machine whose GPU is GPU, with two parts."""
+    """(folder of results, commands that were run) of a machine whose GPU is GPU, with two parts and a rare one."""
     results, commands = tmp_path / "benchmarks" / "results", []
     results.mkdir(parents=True)
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "RESULTS", results)
     monkeypatch.setattr(record, "PARTS", [record.Part("python -m one", 10), record.Part("python -m two", 20)])
+    monkeypatch.setattr(record, "RARE", [record.Part("python -m rare", 30)])
     monkeypatch.setattr(llama, "select_device", lambda name: GPU)
     monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] != NOW)
     monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
     return results, commands
 
 
+def save(folder, **results):
+    for name, contents in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(contents))
+
+
 def test_every_part_is_a_command_that_its_program_takes():
-    names = {part.command.split()[2] for part in record.PARTS if part.command.startswith("python -m")}
-    for part in record.PARTS:
-        words = shlex.split(part.command)
-        if words[:2] == ["python", "-m"]:
-            module = importlib.import_module(words[2])
-            if words[3:]:
-                module.parse(words[3:])
-            assert part.seconds <= 540
-        elif words[0] == record.REPLAY:
-            replay.parse(words[1:])
-            assert part.name == "stages"
+    for part in record.PARTS + record.RARE:
+        program, *words = shlex.split(part.command)
+        if words[0] == "-m":
+            module = importlib.import_module(words[1])
+            assert not words[2:] or module.parse(words[2:])
+        elif program == record.REPLAY:
+            assert replay.parse(words) and part.name == "stages"
         else:
-            llama.parse_config(words[2:], words[1])
-    assert {"benchmarks.steps", "benchmarks.kernels", "benchmarks.gpt", "benchmarks.layer_norm"} <= names
+            llama.parse_config(words[1:], words[0])
+    assert all(sum(part.seconds for part in call) <= 600 for call in record.CALLS) and len(record.CALLS) == 4
 
 
 def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, monkeypatch):
@@ -70,20 +72,22 @@ def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, m
     assert record.has_changed(result("python -m one", now)), "what is not committed is a change too"
 
 
-def test_all_measures_what_is_not_current_on_this_gpu(recording):
+@pytest.mark.parametrize("flags, one, expected, code, words", [
+    ("--all", result("python -m one"), ["two"], 0, ""),  # it is current
+    ("--all", result("python -m one", BEFORE), ["one", "two"], 0, ""),
+    ("--all", result("python -m one", device="Another GPU"), ["one", "two"], 0, ""),
+    ("--all --time-limit 15", {}, ["one"], 0, "Left for the next time: python -m two\n"),
+    ("--all --time-limit 9", {}, [], 0, "Left for the next time: python -m one\n"),
+    ("--rare", {}, ["rare"], 0, ""),
+])  # fmt: skip
+def test_what_is_not_current_is_measured_in_time(recording, capsys, flags, one, expected, code, words):
     folder, commands = recording
-    (folder / "a.json").write_text(json.dumps(result("python -m one")))
-    assert record.main(["--all"]) == 0 and commands == ["python -m two"]
-    (folder / "a.json").write_text(json.dumps(result("python -m one", BEFORE)))
-    (folder / "b.json").write_text(json.dumps(result("python -m two") | {"environment": {"device": "Another GPU"}}))
-    commands.clear()
-    assert record.main(["--all"]) == 0 and commands == ["python -m one", "python -m two"]
+    save(folder, a=one)
+    assert record.main(flags.split()) == code and commands == [f"python -m {name}" for name in expected]
+    assert words in capsys.readouterr().out
 
 
-def test_no_part_starts_that_would_end_too_late(recording, capsys, monkeypatch):
-    _, commands = recording
-    assert record.main(["--all", "--time-limit", "15"]) == 0
-    assert commands == ["python -m one"] and "Left for the next time: python -m two" in capsys.readouterr().out
+def test_a_part_that_fails_is_named(recording, capsys, monkeypatch):
     monkeypatch.setattr(record, "measure", lambda part, device: part.command != "python -m one")
     assert record.main(["--all"]) == 1 and "Failed: python -m one\n" in capsys.readouterr().out
 
@@ -92,16 +96,14 @@ def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsy
     folder, commands = recording
     page = folder.parents[1] / "README.md"
     page.write_text("".join(f"[{name}](benchmarks/results/{name}.json)\n" for name in "abb"))
-    (folder / "a.json").write_text(json.dumps(result("python -m one")))
-    (folder / "b.json").write_text(json.dumps(result("python -m two", BEFORE)))
-    (folder / "c.json").write_text(json.dumps(result("python -m two", BEFORE)))  # on no page
+    old = result("python -m two", BEFORE)
+    save(folder, a=result("python -m one"), b=old, c=old)  # c is on no page
     assert record.main([]) == 0 and not commands
     assert capsys.readouterr().out == "README.md: b.json: python -m two\n"
-    (folder / "a.json").write_text(json.dumps(result("python old.py", BEFORE)))
+    save(folder, a=result("python old.py", BEFORE))
     assert record.main(["--stale"]) == 0 and commands == ["python -m two"]
     assert "one of --all may replace it: python old.py" in capsys.readouterr().out
-    (folder / "a.json").write_text(json.dumps({"command": "python -m compiled.pages"}))
-    (folder / "b.json").write_text(json.dumps(result("python -m two")))
+    save(folder, a={"command": "python -m compiled.pages"}, b=result("python -m two"))
     assert record.main([]) == 0 and "No result" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -120,16 +122,13 @@ def test_a_run_of_the_script_becomes_a_result(tmp_path, monkeypatch):
     kept = json.loads(path.read_text())
     assert path.name.startswith("learning_correct_") and len(kept["steps"]) == 2
     assert kept["command"] == part.command and kept["date"] and kept["environment"]["torch"]
-    assert not record.measure(part._replace(command="python tiny_llama_v3.py --num-steps 0"), llama.get_device("cpu"))
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_results_of_a_benchmark_are_kept_as_they_are_and_only_if_it_succeeds(tmp_path, monkeypatch):
     def run(command, cwd):
-        folder = command[command.index("--output-dir") + 1]
-        for name in ("one", "two"):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(result("python -m one", benchmark=name)))
-        (Path(folder) / "stages.png").touch()
+        folder = Path(command[command.index("--output-dir") + 1])
+        save(folder, **{name: result("python -m one", benchmark=name) for name in ("one", "two")})
+        (folder / "stages.png").touch()
         return subprocess.CompletedProcess(command, returncode)
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)

@@ -23,14 +23,6 @@ def test_the_lines_of_a_run_are_what_it_prints():
         assert f'"{label}: ' in CODE, label
 
 
-def test_the_messages_of_faults_are_the_code_s():
-    messages = [text for row in table_below("When something fails") for text in re.findall(r"`([^`]*…[^`]*)`", row)]
-    assert len(messages) > 4
-    for message in messages:
-        for part in message.split("…"):
-            assert part in CODE, message
-
-
 def test_what_the_page_says_of_the_job_is_in_it():
     job = (ROOT / "job.slurm").read_text()
     named = "--gpus-per-node=8 --gpus-per-task --gpu-bind NCCL_DEBUG aws-ofi-nccl interface= cores="

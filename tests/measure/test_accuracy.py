@@ -1,5 +1,6 @@
 """The rule by which results are let in: twice plain PyTorch's error and a tolerance, nothing missing, no NaN."""
 
+import contextlib
 import math
 
 import pytest
@@ -21,6 +22,8 @@ def scaled(a=0.0, b=0.0):
 def test_twice_plain_s_error_and_the_tolerance(plain_error, share, passes):
     ours = scaled(b=share * (2 * plain_error + TOLERANCE))
     verdict = accuracy.compare(ours, scaled(b=plain_error), EXACT, TOLERANCE)
+    with contextlib.nullcontext() if passes else pytest.raises(ArithmeticError, match="b is wrong"):
+        assert accuracy.require(ours, scaled(b=plain_error), EXACT, TOLERANCE) == verdict
     assert verdict.failed == ([] if passes else ["b"])
     assert verdict.worst == "b" and verdict.allowed["b"] == pytest.approx(2 * plain_error + TOLERANCE)
 

@@ -76,11 +76,19 @@ def test_bytes_and_flop_of_a_call(whole_run):
     cases = {case["name"]: case for case in result["kernels"]}
     assert cases["RMSNorm"]["bytes"] == (2 * 16 * 16 + 16) * size + 16 * 4  # x, y; weight; rstd
     assert cases["SwiGLU"]["bytes"] == 3 * 16 * 64 * size
-    assert cases["cross-entropy"]["bytes"] == 2 * 16 * 40 * size + 16 * (8 + 4)  # targets and losses
+    assert cases["cross-entropy"]["bytes"] == 2 * 16 * 40 * size + 16 * (8 + 8)  # targets; losses and counts
     assert cases["attention"]["bytes"] == (2 * 16 * 16 + 2 * 16 * 8) * size + 2 * 16 * 4  # q, o; k, v; lse
     assert cases["attention"]["flop"] == 2 * (2 * 2 * 16 * 16 * 8) // 2  # two products of two heads, half of it masked
     rows = 16 if result["environment"]["arch"] != "cpu" else 2
     assert cases["SwiGLU matrix product, naive"]["flop"] == 2 * rows * 16 * 128 + 5 * rows * 64  # and the activation
+
+
+def test_ceilings_by_hand(monkeypatch):
+    times = iter([2000.0, 1000.0, 3000.0, 600.0, 500.0, 800.0])  # us; the best of three counts
+    monkeypatch.setattr(program.Bench, "microseconds", lambda bench, calls: next(times))
+    ceilings = program.measure_ceilings(program.Bench(llama.get_device("cpu")))
+    assert ceilings["GB/s"] == pytest.approx(2 * 4 * 2**23 / 1e-3 / 1e9)
+    assert ceilings["TFLOP/s"] == pytest.approx(2 * 1024**3 / 500e-6 / 1e12)
 
 
 def test_a_wrong_kernel_is_found(run, monkeypatch):
@@ -156,6 +164,6 @@ def test_the_sweep_shows_what_occupancy_registers_allow(arch, registers, share, 
     compiled = SimpleNamespace(n_regs=registers, metadata=SimpleNamespace(shared=0))
     row = program.resources(arch, compiled, warps=4)
     assert row["registers"] == registers and (row["occupancy"] or {"share": None})["share"] == share
-    program.print_block_sizes([{"block_size": 64, "rows": 8, "warps": 4, "ms": 0.5, "GB/s": 100.0, **row}])
-    titles, figures = (re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines())
+    program.print_sweep([{"block_size": 64, "rows": 8, "warps": 4, "ms": 0.5, "GB/s": 100.0, **row}])
+    titles, figures = (line.split() for line in capsys.readouterr().out.splitlines())
     assert figures[titles.index("occupancy")] == ("-" if share is None else f"{share:.0%}")

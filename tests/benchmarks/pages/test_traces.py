@@ -19,8 +19,8 @@ def kept(tmp_path):
     """Return a function that writes a result as a recording leaves it, of a trace beside this file.
 
     Both traces have three steps, of which the second is the median, 1000 us long, and a kernel between two steps. A
-    launch of 2 us begins each 20 us from 10 us on; kernels run at once or when the one before ends. In fast_trace.json eight
-    take 3 us each; in slow_trace.json eight take 100 us, and the first and the last 3 us.
+    launch of 2 us begins each 20 us from 10 us on; kernels run at once or when the one before ends. In fast_trace.json
+    eight take 3 us each; in slow_trace.json eight take 100 us, and the first and the last 3 us.
     """
 
     def keep(name, trace):

@@ -1,0 +1,259 @@
+"""What all benchmarks share: the run with its result file, kernels on the device's clock, steps in alternating windows.
+
+A benchmark is a list of rows or cases, and how to build the contenders of each. What cannot be built, or is wrong, has
+an error in the place of a time, and the others continue. How to add a peer: docs/design.md.
+"""
+
+import contextlib
+import functools
+import math
+import time
+
+import pandas as pd
+import torch
+
+import tiny_llama_v3 as llama
+from measure.accuracy import require_finite
+from measure.command_line import Parser, time_limit
+from measure.device import synchronize
+from measure.results import RESULTS, ResultFile, Unavailable, describe, header
+from measure.tables import number
+from measure.timing import in_turns, percentiles, release, window_ms
+
+WARMUP_STEPS = 4
+WINDOW_SECONDS = 0.25
+UNCOUNTED = 4  # windows, until clock and power are those of steady work
+
+
+def make_parser(name, description, seconds=None):
+    """Return the Parser of a benchmark with the options that all have; seconds: the default of --time-limit."""
+    parser = Parser(f"{name}.py", description)
+    parser.add_argument("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
+    if seconds:
+        help = f"nothing starts later (default: {seconds})"
+        parser.add_argument("--time-limit", type=time_limit, default=seconds, metavar="SECONDS", help=help)
+    return parser
+
+
+class Run:
+    """A run of a benchmark: its result, which is saved again and again, and whether something in it is wrong."""
+
+    def __init__(self, name, argv, options, device, **fields):
+        self.options, self.device, self.start = options, device, time.monotonic()
+        folder = llama.writable_folder("--output-dir", options.output_dir)
+        self.result = header(name, device, argv) | fields
+        self.file = ResultFile(folder, self.result)
+        self.any_wrong = False
+        print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
+
+    def save(self):
+        """Write the result, whole or not at all."""
+        self.result["seconds"] = round(time.monotonic() - self.start, 1)
+        self.file.save(self.result)
+
+    def finish(self):
+        """Save, and return the exit code."""
+        self.save()
+        print(f"\nResults: {self.file.path}")
+        return int(self.any_wrong)
+
+    def is_late(self):
+        return time.monotonic() - self.start > self.options.time_limit
+
+    def require_time(self):
+        """Raise Unavailable after the time limit."""
+        if self.is_late():
+            raise Unavailable(f"not started within --time-limit {self.options.time_limit:g}")
+
+    def attempt(self, measure):
+        """Return {"error": None} and the fields that measure() returns, or {"error": why there are none}."""
+        try:
+            # A capture that fails does not restore the current stream.
+            with torch.cuda.stream(torch.cuda.current_stream()) if self.on_gpu else contextlib.nullcontext():
+                return {"error": None, **measure()}
+        except Exception as error:  # of this one alone, even if it is a compiler's: the others can still be measured
+            self.any_wrong |= isinstance(error, ArithmeticError)
+            return {"error": describe(error)}
+
+    @property
+    def on_gpu(self):
+        return self.device.type == "cuda"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels: each call on the device's clock
+
+
+def measure_calls(run, bench, amount, contenders):
+    """Return {contender: "us" of a call and its "rate" in 10^12 of the amount a second, or the error}.
+
+    contenders: {name: function that checks the results, and returns the calls to time or (calls, their own amount)}.
+    """
+
+    def measure(build):
+        built = build()
+        calls, own_amount = built if isinstance(built, tuple) else (built, amount)
+        us = bench.microseconds(calls)
+        return {"us": us, "rate": own_amount / us / 1e6}
+
+    measured = {}
+    # Each is built, timed and freed before the next, so that none has less memory than another.
+    for name, build in contenders.items():
+        measured[name] = run.attempt(functools.partial(measure, build))
+        release(bench.device)
+    return measured
+
+
+def print_calls(label, unit, measured, ours="triton"):
+    """Print a line: each contender with its time, its rate, and how many times as long as ours it takes."""
+    own_us, columns = measured.get(ours, {}).get("us"), []
+    for name, row in measured.items():
+        text = row["error"] or f"{row['us']:.1f} us {row['rate']:.2f} {unit}"
+        times = "" if row["error"] or not own_us or name == ours else f" ({row['us'] / own_us:.2f}x)"
+        columns.append(f"{name} {text[:60]}{times}")
+    # One line a case, as it is measured: a run of minutes shows that it goes on.
+    print(f"{label:45} {' | '.join(columns)}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training steps: windows of many steps
+
+
+def release_all(device):
+    """Like timing.release(), and frees compiled code and cuBLAS workspaces, so that each contender has its own."""
+    # What a failed backward pass has kept stays queued in this thread until there is another one.
+    torch.zeros((), requires_grad=True).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.compiler.reset()
+    release(device)
+
+
+def begin_measuring(step, device, graph):
+    """After the warm-up, reset the weights and the peak memory, and with graph capture the step."""
+    step.restart()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    if graph:
+        step.capture(one_graph=True)
+
+
+class Contender:
+    """A training step that is built, warmed up and captured; .results are the fields that are known by then.
+
+    build() returns an object with run(), restart(), a loss and, for a graph, capture(), as llama.TrainStep has them.
+    """
+
+    def __init__(self, build, device, graph=False, steps=None, warmup=WARMUP_STEPS):
+        self.device = device
+        on_gpu = device.type == "cuda"
+        if graph and not on_gpu:
+            raise Unavailable("needs a GPU")
+        before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
+        self.step = build()
+        synchronize(device)
+        seconds, self.losses = [time.perf_counter()], []
+        # A captured step must have been warmed up on another stream than the default one.
+        with torch.cuda.stream(torch.cuda.Stream()) if graph else contextlib.nullcontext():
+            for _ in range(warmup):
+                self.step.run()
+                self.losses.append(self.step.loss.item())  # waits for the device
+                seconds.append(time.perf_counter())
+        begin_measuring(self.step, device, graph)
+        self.window(1)
+        self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
+        self.first_seconds = seconds[1] - seconds[0]
+        self.results = {
+            "first_loss": self.losses[0],
+            "peak_memory_mib": llama.peak_memory_mib(device) - before if on_gpu else None,
+            "steps_per_window": self.steps,
+        }
+
+    def window(self, steps=None):
+        """Return the ms of a step, of many with the same batch."""
+        steps = steps or self.steps
+        milliseconds = window_ms(self.step.run, steps, self.device)
+        require_finite(self.step.loss.item())
+        return milliseconds
+
+
+def time_in_turns(contenders, num_windows):
+    """Return the windows of each contender, which are timed in turns."""
+    # A first window allocates the memory that release_all() freed.
+    for contender in contenders:
+        contender.window(1)
+    windows = [contender.window for contender in contenders]
+    in_turns(windows, UNCOUNTED)
+    return in_turns(windows, num_windows)
+
+
+def summarize(results, windows, tokens, tflop, peak):
+    """Return the fields of a row: tokens and tflop are those of a step, peak is in TFLOP/s or None."""
+    ms = percentiles(windows)
+    seconds = ms["median"] / 1e3
+    return {
+        **results,
+        "windows_ms": windows,
+        "ms": ms,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_second": tflop / seconds,
+        "mfu": tflop / seconds / peak if peak else None,
+    }
+
+
+def compare_windows(reference, reference_windows, windows):
+    """Return what a row says of its reference; ratio is the reference's time divided by the row's, for each window."""
+    ratios = [ours / theirs for ours, theirs in zip(reference_windows, windows, strict=True)]
+    return {"reference": reference, "reference_windows_ms": reference_windows, "ratio": percentiles(ratios)}
+
+
+def measure_rows(run, names, reference, build, figures, record, clean=release_all):
+    """Time each row in windows that alternate with those of a reference, and call record(name, fields) for each.
+
+    build(name) returns a Contender, and figures(name, contender, windows) the fields of its row. The reference is built
+    first, if it is one of the rows, and recorded last, with all of its windows. clean: what to do after each row.
+    """
+    # Two contenders at most are in memory at a time: the reference, and the row that is timed beside it.
+    own = []  # the reference's Contender
+    own_windows = []
+
+    def start(name):
+        run.require_time()
+        return build(name)
+
+    def measure(name):
+        contender = start(name)
+        *own_times, windows = time_in_turns([*own, contender], run.options.windows)
+        fields = figures(name, contender, windows)
+        if own:
+            own_windows.extend(own_times[0])
+            fields |= compare_windows(reference, own_times[0], windows)
+        return fields
+
+    def measure_reference():
+        windows = own_windows or time_in_turns(own, run.options.windows)[0]  # if no other row was measured
+        return figures(reference, own[0], windows)
+
+    started = run.attempt(lambda: own.append(start(reference)) or {}) if reference in names else None
+    for name in names:
+        if name != reference:
+            record(name, run.attempt(functools.partial(measure, name)))
+            clean(run.device)
+    if started:
+        record(reference, run.attempt(measure_reference) if own else started)
+        own.clear()
+        clean(run.device)
+
+
+SHOWN = (  # columns of the table
+    *("ms.median", "ms.p20", "ms.p80", "ratio.median"),
+    *("tokens_per_second", "tflops_per_second", "mfu", "peak_memory_mib", "error"),
+)
+
+
+def print_rows(rows):
+    """Print the table of {name: fields}; the ratio is that of the windows' reference to this row."""
+    table = pd.json_normalize(list(rows.values())).set_axis(list(rows)).filter(SHOWN)
+    print(f"\n{table.dropna(axis='columns', how='all').to_string(na_rep='', float_format=number)}", flush=True)
