@@ -11,16 +11,16 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import traces
 from profilers.readers import read_dispatches, step_windows
 
-TRACES = Path(__file__).parent / "traces"
+TRACES = Path(__file__).parent
 
 
 @pytest.fixture
 def kept(tmp_path):
-    """Return a function that writes a result as a recording leaves it, of a trace in traces/.
+    """Return a function that writes a result as a recording leaves it, of a trace beside this file.
 
     Both traces have three steps, of which the second is the median, 1000 us long, and a kernel between two steps. A
-    launch of 2 us begins each 20 us from 10 us on; kernels run at once or when the one before ends. In fast.json eight
-    take 3 us each; in slow.json eight take 100 us, and the first and the last 3 us.
+    launch of 2 us begins each 20 us from 10 us on; kernels run at once or when the one before ends. In fast_trace.json
+    eight take 3 us each; in slow_trace.json eight take 100 us, and the first and the last 3 us.
     """
 
     def keep(name, trace):
@@ -36,7 +36,7 @@ def kept(tmp_path):
 
 
 def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
-    path = kept("trace_stage5", "fast.json")
+    path = kept("trace_stage5", "fast_trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "M"} == {"process_name"}
     assert {e.get("cat") for e in events if e["ph"] == "X"} == {"kernel", "user_annotation", "cuda_driver"}
@@ -54,13 +54,13 @@ def texts_of(monkeypatch, path, name):
 
 
 def test_the_pictures_say_what_the_step_shows(kept, monkeypatch):
-    text = texts_of(monkeypatch, kept("trace_stage4", "slow.json"), "trace_stage4")
+    text = texts_of(monkeypatch, kept("trace_stage4", "slow_trace.json"), "trace_stage4")
     assert "one kernel: swiglu_kernel, 99 % of all kernels' time" in text  # 800 of 806 us
     assert "at long kernel 2 of 8" in text  # launched at 10 to 192 us; the second ran from 132 on
-    text = texts_of(monkeypatch, kept("trace_stage5", "fast.json"), "trace_stage5")
+    text = texts_of(monkeypatch, kept("trace_stage5", "fast_trace.json"), "trace_stage5")
     assert "a gap: 17 us in the median, beside 3.0 us of a kernel" in text
     assert "a kernel runs for 15 % of the step" in text  # 24 of the 155 us until the last one ends
-    text = texts_of(monkeypatch, kept("trace_stage8", "fast.json"), "trace_stage8")
+    text = texts_of(monkeypatch, kept("trace_stage8", "fast_trace.json"), "trace_stage8")
     assert "8 launches for 8 kernels" in text
 
 
@@ -75,7 +75,7 @@ def test_recording_runs_the_script_and_keeps_a_result_each(tmp_path, monkeypatch
     def run(command, **options):
         commands.append(command)
         (folder,) = (word for before, word in zip(command, command[1:], strict=False) if before == "--profile")
-        shutil.copy(TRACES / "fast.json", f"{folder}/trace.json")
+        shutil.copy(TRACES / "fast_trace.json", f"{folder}/trace.json")
 
     device = llama.Device("cuda", "Some GPU", "sm_90", num_sms=1, warp_size=32)
     monkeypatch.setattr(traces.subprocess, "run", run)
