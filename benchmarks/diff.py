@@ -52,6 +52,7 @@ def read_run(result):
         raise Failure(f"{result.path}: the run diverged, so its times do not count")
     settings = settings_of(result["config"])
     settings |= {name: result[name] for name in ("implementation", "precision")}
+    # A list is of times, which have a spread; another figure is one of a run.
     figures = {"step, ms": [step["batch_ms"] for step in steps]}
     figures |= {f"{phase}, ms": [step["phase_ms"][phase] for step in steps] for phase in summary["phase_ms"]}
     figures["host, ms"] = [step["host_ms"] for step in steps]
@@ -82,6 +83,7 @@ def read(path):
     with damage_reported(path.parent, path.name):
         settings, figures = reader(result)
         environment = result["environment"] or {}
+    # What a result is compared by, beside the flags of its run.
     settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
     if settings["arch"] == "cpu" and settings.get("implementation") == "triton":  # times of the interpreter
         figures = {name: value for name, value in figures.items() if not isinstance(value, list)}
@@ -98,6 +100,7 @@ def read_side(path):
 
 def differences(settings):
     """Return {setting: its values} where they are not the same. What one of the results lacks is not compared."""
+    # Texts, as values of JSON may be lists.
     values = {name: dict.fromkeys(str(each[name]) for each in settings if name in each) for name in settings[0]}
     return {name: " / ".join(different) for name, different in values.items() if len(different) > 1}
 
@@ -106,6 +109,7 @@ def change_of_times(*sides):
     """Return the cells of a row: both sides, the ratio, and what it means. A side is the times of each of its runs."""
     before, after = (sum(runs, []) for runs in sides)
     cells = ["{1} ({0} – {2})".format(*map(number, percentiles(times).values())) for times in (before, after)]
+    # The noise between processes is that of the more restless side.
     ratio = ratio_of_medians(after, before, max(map(spread_of_medians, sides)))
     if min(len(before), len(after)) < LEAST_TIMES:
         meaning = f"unknown: fewer than {LEAST_TIMES} times"
@@ -123,6 +127,7 @@ def change_of_figures(before, after):
     """Return the cells as change_of_times() does, of a figure of each run; what is alike in six digits is the same."""
     cells = [" – ".join(dict.fromkeys(map(six_digits, (min(side), max(side))))) for side in (before, after)]
     ratio = number(mean(after) / mean(before)) if any(before) else ""
+    # A figure differs if no run of one side has what a run of the other has.
     word = "higher" if min(after) > max(before) else "lower" if max(after) < min(before) else "same"
     return *cells, ratio, word if cells[0] != cells[1] else "same"
 

@@ -109,6 +109,7 @@ def text_batches(path, folder, config):
     if len(tokens) <= config.seq_len or tokens.max() >= config.vocab_size:
         needed = f"more than --seq-len {config.seq_len} of a vocabulary of {config.vocab_size} are needed"
         raise Failure(f"--text {path} has {len(tokens)} tokens, and {needed}")
+    # The same windows in every run.
     generator = torch.Generator().manual_seed(config.seed)
     while True:
         first = torch.randint(len(tokens) - config.seq_len, (config.batch_size, 1), generator=generator)
@@ -151,6 +152,7 @@ def make_step(config, device, model):
     """Return a TrainStep that starts from the weights of a LlamaForCausalLM."""
     step, theirs = llama.TrainStep(config, device), dict(model.named_parameters())
     names = [name for name, _ in step.model.named_parameters()]
+    # Ours stack what multiplies the same input: queries, keys and values, and the two halves of SwiGLU.
     step.initial_weights = [torch.cat([theirs[part].detach() for part in hf_names(name)]) for name in names]
     step.restart()
     return step

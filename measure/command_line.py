@@ -98,6 +98,7 @@ def exit_code_of(run, program):
         finally:
             print(end="", flush=True)  # so that a closed pipe is found here, not when the interpreter exits
     except KeyboardInterrupt:
+        # 128 and the number of the signal, as shells have it.
         return 130
     except Exception as error:
         if not (isinstance(error, OSError) or hasattr(error, "exit_code")):

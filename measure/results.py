@@ -71,6 +71,7 @@ class ResultFile:
         self.path = None
 
     def save(self, result):
+        # The first time under a name that no other result has, then over itself.
         if self.path is None:
             self.path = llama.write_new_json(self.folder, self.stem, result)
         else:
@@ -110,6 +111,7 @@ def damage_reported(folder, name):
     try:
         yield
     except Exception as error:
+        # Errors that name the file themselves stay as they are.
         if isinstance(error, OSError) or hasattr(error, "exit_code"):
             raise
         reason = f"a result of {name} is damaged ({error!r}): measure again"

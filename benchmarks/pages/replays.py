@@ -52,6 +52,7 @@ CHANGES_WORK = {"graph", "noncontiguous_kv", "triton_matmul_swiglu", "severed_au
 
 def work_of(run):
     """Return the work of a run's steps: equal for runs of the same operations at the same sizes."""
+    # Other mistakes change numbers or clocks, and not which operations run.
     flags = {run["mistake"]} if "mistake" in run else set(llama.stage_flags(run.get("stage")))
     changing = CHANGES_WORK if run["implementation"] == "triton" else {"graph"}
     return run["implementation"], frozenset(flags & changing), str(run.get("config"))
@@ -68,6 +69,7 @@ def spread_of_processes(summary):
 
     Clocks, temperatures and other jobs differ more between processes than between steps.
     """
+    # Runs of the same work differ by nothing but noise, so their ratio measures it.
     same_work = {}
     for run in runs_of(summary):
         if len(run["step_ms"]) >= LEAST_TIMES:
@@ -185,6 +187,7 @@ def without_our_kernels(replay, instead):
 
 def see_broken_loss(replay):
     first, config = replay.stage(1)["first_loss"], replay.stage(1).get("config", replay.summary["config"])
+    # Guessing costs ln(vocabulary). A first loss far above it comes from weights that are too large.
     guessing, hidden = math.log(config["vocab_size"]), config["hidden_dim"]
     if first is None:
         return True, "The first loss is not a number."
@@ -198,6 +201,7 @@ def see_slow_attention(replay):
     reason = without_our_kernels(replay, "Plain PyTorch's attention ran, which takes any layout")
     if reason:
         return False, reason
+    # Tells which of both profiles is missing.
     replay.kernels(2), replay.kernels(3)
     slow, correct = replay.stage(2)["attention_us"], replay.stage(3)["attention_us"]
     if not (slow and correct):
@@ -206,11 +210,17 @@ def see_slow_attention(replay):
         f"{ATTENTION_KERNEL} takes {slow:,.1f} us, {times(slow / correct)} the {correct:,.1f} us of stage 3, for the "
         f"same result at {replay.config.seq_len} tokens a sequence in {replay.summary['precision']}."
     )
+    # In short sequences and in fp32 the kernel's arithmetic hides its loads.
     longer = [] if replay.config.seq_len >= 2048 else ["--seq-len 2048"]
     plainer = longer + ([] if replay.config.use_amp else ["-- --use-amp"])
     if slow / correct < 5 and plainer and not is_recorded(replay.summary):
         text += f" The slower loads weigh more in long sequences and beside short arithmetic: try {' '.join(plainer)}."
     return slow / correct >= 1.5, text
+
+
+def host_share(run):
+    """Return the part of a step in which the host is busy."""
+    return run["host_ms"] / run["batch_ms"]["p50"]
 
 
 def see_fake_timing(replay):
@@ -221,9 +231,10 @@ def see_fake_timing(replay):
     text = f"Forward, backward and optimizer add up to {percent(share)} of the step."
     if replay.on_cpu():
         return False, f"{text} A CPU does its work while the host's clock runs: it takes a device that runs behind."
+    # Launches return at once: without synchronization, a clock around them times the host.
     if share < 0.8:
         return True, f"{text} The rest is work that the device did after the host's clock was read."
-    host = stage["host_ms"] / stage["batch_ms"]["p50"]
+    host = host_share(stage)
     return False, f"{text} The host is busy for {percent(host)} of the step: the device is never far behind it."
 
 
@@ -231,6 +242,7 @@ def see_slow_kernels(replay):
     reason = without_our_kernels(replay, "The naive kernel did not run, the library multiplied the matrices")
     if reason:
         return False, reason
+    # Stage 5 differs from it in this kernel only.
     slower = replay.speed(replay.stage(OPTIMIZED), replay.stage(4))
     difference = f"The step takes {times(slower['value'])} stage {OPTIMIZED}'s."
     text = speed_sentence(slower, difference, f"stage {OPTIMIZED}'s")
@@ -245,6 +257,7 @@ def see_slow_kernels(replay):
 
 def see_optimized(replay):
     stage, baseline = replay.stage(OPTIMIZED), replay.summary["baseline"]
+    # That all weights learn is what the published kernels lacked.
     share = stage["gradient_share"]
     text = f"{percent(share)} of the weights receive a gradient"
     if stage["phases_share"]:
@@ -258,8 +271,8 @@ def see_optimized(replay):
             text += f" Both are plain PyTorch: {replay.triton_obstacle()}."
     elif baseline:
         text += f" {INTERPRETED}."
-    if not replay.on_cpu() and stage["host_ms"] > 0.8 * stage["batch_ms"]["p50"]:
-        busy = percent(stage["host_ms"] / stage["batch_ms"]["p50"])
+    if not replay.on_cpu() and host_share(stage) > 0.8:
+        busy = percent(host_share(stage))
         text += f" What is left is the host: it needs {busy} of the step to launch the kernels."
     return share == 1.0, text
 
@@ -269,6 +282,7 @@ def see_severed_autograd(replay):
         return False, f"Autograd cannot be cut out of plain PyTorch's operations: {replay.triton_obstacle()}."
     stage, correct = replay.stage(6), replay.stage(OPTIMIZED)
     text = f"{percent(stage['gradient_share'])} of the weights receive a gradient"
+    # Autograd does not run the kernels that it does not know backwards.
     took = [run["phase_ms"].get("backward") for run in (stage, correct)]
     steps = [run.get("phase_steps_ms", {}).get("backward") for run in (stage, correct)]
     older = None in steps  # older replays do not have the phases of each step
@@ -283,6 +297,7 @@ def see_severed_autograd(replay):
 
 def see_cold_start(replay):
     stage = replay.stage(7)
+    # Compilation is in the first steps: it moves the mean, and not the median.
     skew = stage["mean_over_median"]
     text = f"The mean step is {times(skew)} the median; the first took {stage['step_ms'][0]:,.1f} ms."
     if replay.on_cpu():
@@ -297,7 +312,8 @@ def see_graph(replay):
     text = speed_sentence(faster, f"The step is {times(faster['value'])} as fast as {other}.", other)
     if faster["verdict"] == "differs" and faster["value"] >= 1.2:
         return True, text
-    host = eager["host_ms"] / eager["batch_ms"]["p50"]
+    # A graph saves the host's time alone: where the device takes longer, there is nothing to win.
+    host = host_share(eager)
     noisy = host > 0.8 and faster["verdict"] == "same"
     left = "its time varied by more than the graph saves" if noisy else "there is little to win"
     text += f" The host needs {percent(host)} of {other} step to launch the kernels: {left}."
@@ -306,16 +322,16 @@ def see_graph(replay):
     return False, text
 
 
-SEE = {
-    1: see_broken_loss,
-    2: see_slow_attention,
-    3: see_fake_timing,
-    4: see_slow_kernels,
-    5: see_optimized,
-    6: see_severed_autograd,
-    7: see_cold_start,
-    8: see_graph,
-}
+SEE = (
+    see_broken_loss,
+    see_slow_attention,
+    see_fake_timing,
+    see_slow_kernels,
+    see_optimized,
+    see_severed_autograd,
+    see_cold_start,
+    see_graph,
+)  # of the stages from 1 on
 
 
 def see_counted_layout(cases):
@@ -348,7 +364,7 @@ def observe(summary, stage):
     try:
         if "batch_ms" not in stage:
             raise NotMeasured(without_figures(stage))
-        shown, text = SEE[stage["stage"]](Replay(summary))
+        shown, text = SEE[stage["stage"] - 1](Replay(summary))
     except NotMeasured as reason:
         return None, f"{reason}."
     return shown, text + (f" Beyond that it failed: {stage['error'].splitlines()[0]}." if stage["error"] else "")
@@ -484,6 +500,7 @@ def notes(summary):
 
 def figures_table(summary, names, runs):
     """Return (labels, [(figure, its value in each run)]) of {label: run}, as text, without figures that no run has."""
+    # A time of the interpreter says nothing about a GPU.
     names = [name for name in names if not (name in CLOCK and is_interpreted(summary))]
     rows = [(name, [FIGURES[name](summary, run) for run in runs.values()]) for name in names]
     return list(runs), [(name, cells) for name, cells in rows if any(cells)]

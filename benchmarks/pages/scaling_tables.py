@@ -1,5 +1,6 @@
 """Write the tables of several GPUs: one process alone beside a process on each GPU of a host."""
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -34,9 +35,19 @@ def comparison_of(size, weak):
         return ""
     fastest = peers.sort_values("ms exchanging").iloc[0]
     # Ours without a captured graph, whose host time one sees with small models.
-    eager = rows["tokens_per_second"].get("triton") / fastest["tokens_per_second"]
+    eager = rows["tokens_per_second"].get("triton", np.nan) / fastest["tokens_per_second"]
     without = f" ({eager:.2f} without)" if eager > 0 else ""
     return f"{size} {1 / fastest['ratio']:.2f} times{without} those of {fastest.name}"
+
+
+def columns(gpus, rows):
+    """Return the columns of texts that both tables have."""
+    return {
+        "1 GPU, ms": or_error(rows, rows["ms alone"].map(number)),
+        f"{gpus} GPUs, ms": rows["ms exchanging"].map(number),
+        "tokens/s": rows["tokens_per_second"].map(whole),
+        f"of {gpus} times one": rows["efficiency"].map(tenths),
+    }
 
 
 def scaling_text(gpus, rows):
@@ -46,16 +57,12 @@ def scaling_text(gpus, rows):
     # In the order of the rows of "weak"; cells of what was not measured stay empty.
     strong = rows[rows["mode"] == "strong"].set_index(names).reindex(weak[names]).set_index(weak.index)
     labels = weak["size"] + ", " + weak["row"]
-    efficiency = f"of {gpus} times one"
     table = pd.DataFrame({
         "": labels.mask(weak["row"] == OURS, "**" + labels + "**"),
-        "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
-        f"{gpus} GPUs, ms": weak["ms exchanging"].map(number),
-        "tokens/s": weak["tokens_per_second"].map(whole),
-        efficiency: weak["efficiency"].map(tenths),
+        **columns(gpus, weak),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
-        f"divided, {efficiency}": strong["efficiency"].map(tenths),
+        f"divided, of {gpus} times one": strong["efficiency"].map(tenths),
     })  # fmt: skip
     compared = [comparison_of(*size) for size in weak.groupby("size", sort=False)]
     compared = "; ".join(filter(None, compared))
@@ -72,13 +79,7 @@ def scaling_text(gpus, rows):
 
 def gpt_text(gpus, rows):
     """Return the table of nanogpt_triton's step for a number of processes."""
-    table = pd.DataFrame({
-        "nanogpt_triton": rows["row"],
-        "1 GPU, ms": or_error(rows, rows["ms alone"].map(number)),
-        f"{gpus} GPUs, ms": rows["ms exchanging"].map(number),
-        "tokens/s": rows["tokens_per_second"].map(whole),
-        f"of {gpus} times one": rows["efficiency"].map(tenths),
-    })  # fmt: skip
+    table = pd.DataFrame({"nanogpt_triton": rows["row"], **columns(gpus, rows)})
     return paragraphs(markdown(table), provenance(rows))
 
 

@@ -1,5 +1,6 @@
 """Write the tables of training steps: of each model, of GPT-2, of sweeps over one size, and of FP8."""
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -202,7 +203,7 @@ def front_row(size, rows):
     weights = hardware.count_matrix_weights(recorded_config(config)) / 1e6
     # Of windows in turns, and not of the two medians, which may be from different results.
     ratio = comparisons(rows)[OURS, peer]["time_ratio"]
-    with_ours = named["ms median"].get(WITH_OUR_OPTIMIZER)
+    with_ours = named["ms median"].get(WITH_OUR_OPTIMIZER, np.nan)
 
     def beside(field, form):
         return f"**{form(ours[field])}** / {form(theirs[field])}"
@@ -212,7 +213,7 @@ def front_row(size, rows):
         f"{number(weights)} M weights",
         "ms a step": beside("ms median", number),
         "ratio": f"**{ratio:.2f}**",
-        "with our AdamW": f"{ours['ms median'] / with_ours:.2f}" if with_ours else "not measured",
+        "with our AdamW": f"{ours['ms median'] / with_ours:.2f}" if with_ours > 0 else "not measured",
         "tokens/s": beside("tokens_per_second", whole),
         "peak memory, MiB": beside("peak_memory_mib", whole),
         "which peer": f"`{peer}`",
