@@ -327,7 +327,7 @@ def test_a_layout_keeps_the_values_and_moves_the_neighbours_apart():
 
 @pytest.mark.parametrize("argv, told", [
     (["attention_layouts", "--device", "cpu"], "needs a GPU"), (["kernel_timeline", "--device", "cpu"], "needs a GPU"),
-    (["ceiling"], "ceiling is no measurement"), ([], "give one of ceilings, "),
+    (["ceiling"], "ceiling is no measurement"), ([], "nothing is no measurement: give one of ceilings, "),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_line(capsys, argv, told):
     assert measured.main(argv) == 2
