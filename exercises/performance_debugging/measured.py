@@ -116,7 +116,7 @@ MEASUREMENTS = {function.__name__: function for function in (ceilings, attention
 
 @program("measured.py")
 def main(argv):
-    name, *options = argv or [""]
+    name, *options = argv or ["nothing"]
     if name not in MEASUREMENTS:
         raise llama.UsageError(f"{name} is no measurement: give one of {', '.join(MEASUREMENTS)}")
     config = llama.parse_config(options, "measured.py")

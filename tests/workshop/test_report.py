@@ -92,6 +92,8 @@ def test_bars_are_as_long_as_their_numbers_and_lines_run_through_the_medians():
     with drawn(pictures.first_loss, whole_summary()) as (figure, _):
         widths = [bar.get_width() for bar in figure.axes[0].patches]
         assert widths == [470.0, 512, 7.0, pytest.approx(6.9078, abs=1e-4)]
+    with drawn(pictures.gradients_by_module, whole_summary()) as (figure, _):
+        assert [bar.get_width() for bar in figure.axes[0].patches[::2]] == [100, 0, 0, 0]  # between their outlines
     rows = whole_summary()["attention_layouts"]["lengths"]
     with drawn(pictures.attention_lengths, whole_summary()) as (figure, _):
         for container, layout in zip(figure.axes[0].containers, ("contiguous", "strided"), strict=True):
@@ -108,6 +110,7 @@ def test_a_timeline_has_its_kernels_in_their_places():
         assert whole[[0, 1, 3, 4]].tolist() == pytest.approx([0, 3, 3.2, 3.3])
         assert part[[3, 4]].tolist() == pytest.approx([0, 100])  # from 40 % of the step on
         assert figure.axes[1].get_xlim() == pytest.approx((0, 400))
+        assert figure.axes[1].lines[1].get_xdata()[0] == pytest.approx(-640)  # of its own step, of 1,600 us
     assert picture.words[0] == "stage 5: 2 kernels, busy 39 % of 8.00 ms"
 
 
@@ -327,7 +330,7 @@ def test_a_layout_keeps_the_values_and_moves_the_neighbours_apart():
 
 @pytest.mark.parametrize("argv, told", [
     (["attention_layouts", "--device", "cpu"], "needs a GPU"), (["kernel_timeline", "--device", "cpu"], "needs a GPU"),
-    (["ceiling"], "ceiling is no measurement"), ([], "give one of ceilings, "),
+    (["ceiling"], "ceiling is no measurement"), ([], "nothing is no measurement: give one of ceilings, "),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_line(capsys, argv, told):
     assert measured.main(argv) == 2

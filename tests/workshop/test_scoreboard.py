@@ -32,7 +32,7 @@ CLASS = {
     "ada": progress("ada", rmsnorm_kernel=state(True), memory_lines=state(True, 3)),
     "bob": progress("bob", rmsnorm_kernel=state(False, 4, MASK), memory_lines=state(False, 1, OTHER)),
     "cyd": progress("cyd", rmsnorm_kernel=state(False, 2, SAME), memory_lines=state(False, 0)),
-    "dan": progress("dan", rmsnorm_kernel=state(False, 6, OTHER)),
+    "dan": progress("dan", rmsnorm_kernel=state(False, 9, OTHER)),
 }
 
 
