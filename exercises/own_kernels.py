@@ -67,13 +67,6 @@ def rmsnorm_others(x, weight):
     return {"F.rms_norm": partial(F.rms_norm, x, (COLUMNS,), weight, 1e-5), "ours": ours}
 
 
-def eager_attention(q, k, v):
-    q, k, v = q.transpose(0, 1), *(t.repeat_interleave(2, dim=1).transpose(0, 1) for t in (k, v))
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.transpose(1, 2) * exercise3.SCALE).masked_fill(future, float("-inf"))
-    return (F.softmax(scores, dim=-1) @ v).transpose(0, 1)
-
-
 def attention_others(q, k, v):
     batch = [t[None] for t in (q, k, v)]
     heads_first = [t.transpose(1, 2) for t in batch]
@@ -148,7 +141,7 @@ CASES = {
     "attention_kernel": Case(
         exercise3.attention_kernel,
         lambda: [(*on_gpu((2048, 16, 8), (48, 2, 1)), side, side, 1, 1, "", DTYPE) for side in TILES],
-        eager_attention,
+        exercise3.attention,
         # two products of half of the pairs of a query and a key
         lambda q, k, v: 2 * q.numel() * len(q),
         attention_others,
