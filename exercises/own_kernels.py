@@ -26,6 +26,7 @@ from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
 from exercises.checks.common import CountBytes, Task, randn
 from exercises.performance_debugging import measured_ceilings
 from exercises.probe import observed_by
+from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.results import describe
 from measure.tables import number, text_table
@@ -119,21 +120,21 @@ CASES = {
         exercise1.rmsnorm_kernel,
         lambda: [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
-        lambda x, weight: 4 * x.numel(),
+        lambda x, weight: work.rmsnorm(x, weight, x, None).flop,
         rmsnorm_others,
     ),
     "silu_mul_kernel": Case(
         exercise2.silu_mul_kernel,
         lambda: [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
         lambda gate, up: F.silu(gate) * up,
-        lambda gate, up: 5 * gate.numel(),
+        lambda gate, up: work.swiglu_activation(gate, up).flop,
         lambda gate, up: {"ours": partial(llama.swiglu_activation, gate_up(gate, up))},
     ),
     "silu_mul_backward_kernel": Case(
         exercise2.silu_mul_backward_kernel,
         lambda: [((ROWS, COLUMNS), block, DTYPE) for block in BLOCKS],
         lambda grad, gate, up: (torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)),
-        lambda grad, gate, up: 10 * gate.numel(),
+        lambda grad, gate, up: work.swiglu_activation_backward(grad, gate).flop,
         lambda grad, gate, up: {
             "ours": partial(llama.swiglu_activation_backward_, grad, gate_up(gate, up))
         },  # in place
