@@ -193,7 +193,7 @@ def test_ranges_of_indices():
 
 
 def test_wrong_results_are_alike_within_the_tolerance_and_of_one_kind():
-    got = torch.tensor([1.0, 3.0, 1.0, 1.0])
+    got = torch.tensor([1.0, 3.0, 1.0, 0.0])
     for other, alike in ((got + 2e-3, True), (got + 5e-3, False)):  # of 1e-3 + 1e-3 * 3 there
         assert told(got, tolerance=2e-3).is_like(told(other, tolerance=2e-3)) == alike
     result = got.clone()
@@ -257,6 +257,8 @@ def test_an_endless_loop_ends_its_task_alone(mine, capsys):
     ("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row", "line LINE writes offset"),
     ("stride_row + cols, mask=cols < n_cols, other=0.0)", "stride_row + cols)",
      "line LINE reads offset 10 of x, where x has no element, in 2 of 4 lanes of program 0"),
+    ("weight_ptr + cols, mask=cols < n", "weight_ptr + cols, mask=cols <= n",
+     "line LINE reads offset 10 of weight, .* in 1 of 3 lanes .*: one too many; the last element is 9"),
     ("square_sum += tl", "undefined += tl", "UnboundLocalError in line LINE of exercise1_triton_basics.py"),
 ])  # fmt: skip
 def test_a_wrong_kernel_ends_its_task_alone_and_is_told_with_its_line(old, new, told, mine, capsys):
