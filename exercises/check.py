@@ -392,7 +392,7 @@ def parse(argv):
         (flags and not options.exercise, f"--{flags and flags[0]} needs an exercise: {', '.join(EXERCISES)}"),
         (path and options.solution, "--progress is not for --solution, of which nothing is remembered"),
         (options.file and options.solution, f"--file {options.file} and --solution exclude each other"),
-        (options.file and not os.path.isfile(options.file), f"--file {options.file} is no file: name one"),
+        (options.file is not None and not os.path.isfile(options.file), f"--file {options.file} is no file: name one"),
         (
             not 0 < options.limit <= MOST,
             f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}",

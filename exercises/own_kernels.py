@@ -25,6 +25,7 @@ from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
 from exercises.checks.common import CountBytes, Task, randn
 from exercises.performance_debugging import measured
 from exercises.probe import observed_by
+from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.drawing import SHEET_WIDTH, TINTS, Sheet
 from measure.results import describe
@@ -65,13 +66,6 @@ def gate_up(gate, up):
 def rmsnorm_others(x, weight):
     ours = partial(llama.rmsnorm_forward, x, None, weight, 1e-5)
     return {"F.rms_norm": partial(F.rms_norm, x, (COLUMNS,), weight, 1e-5), "ours": ours}
-
-
-def eager_attention(q, k, v):
-    q, k, v = q.transpose(0, 1), *(t.repeat_interleave(2, dim=1).transpose(0, 1) for t in (k, v))
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.transpose(1, 2) * exercise3.SCALE).masked_fill(future, float("-inf"))
-    return (F.softmax(scores, dim=-1) @ v).transpose(0, 1)
 
 
 def attention_others(q, k, v):
@@ -126,21 +120,21 @@ CASES = {
         exercise1.rmsnorm_kernel,
         lambda: [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
-        lambda x, weight: 4 * x.numel(),
+        lambda x, weight: work.rmsnorm(x, weight, x, None).flop,
         rmsnorm_others,
     ),
     "silu_mul_kernel": Case(
         exercise2.silu_mul_kernel,
         lambda: [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
         lambda gate, up: F.silu(gate) * up,
-        lambda gate, up: 5 * gate.numel(),
+        lambda gate, up: work.swiglu_activation(gate, up).flop,
         lambda gate, up: {"ours": partial(llama.swiglu_activation, gate_up(gate, up))},
     ),
     "silu_mul_backward_kernel": Case(
         exercise2.silu_mul_backward_kernel,
         lambda: [((ROWS, COLUMNS), block, DTYPE) for block in BLOCKS],
         lambda grad, gate, up: (torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)),
-        lambda grad, gate, up: 10 * gate.numel(),
+        lambda grad, gate, up: work.swiglu_activation_backward(grad, gate).flop,
         lambda grad, gate, up: {
             "ours": partial(llama.swiglu_activation_backward_, grad, gate_up(gate, up))
         },  # in place
@@ -148,7 +142,7 @@ CASES = {
     "attention_kernel": Case(
         exercise3.attention_kernel,
         lambda: [(*on_gpu((2048, 16, 8), (48, 2, 1)), side, side, 1, 1, "", DTYPE) for side in TILES],
-        eager_attention,
+        exercise3.attention,
         # two products of half of the pairs of a query and a key
         lambda q, k, v: 2 * q.numel() * len(q),
         attention_others,

@@ -62,14 +62,22 @@ def key_blocks(exercise, *sizes):
     expect_number(f"key_blocks{sizes}", tuple(got), solution.key_blocks(*sizes), hint)
 
 
-def causal_softmax(q, k, v, scale):
-    """Return the output and the lse of one head, of q, k, v (seq, d)."""
-    future = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.T * scale).masked_fill(future, -math.inf)
-    return torch.softmax(scores, dim=1) @ v, torch.logsumexp(scores, dim=1)
+def causal_scores(q, k, scale):
+    """Return q k^T * scale, and -inf where a key comes after its query; the last dimensions are (seq, d)."""
+    scores = q @ k.transpose(-1, -2) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, -math.inf)
 
 
 HEAD_DIM, SCALE = 64, 0.3  # which is not HEAD_DIM**-0.5
+
+
+def attention(q, k, v):
+    """Return the output for q (seq, heads, d), k and v (seq, kv_heads, d), by PyTorch's operators."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
+    p = torch.softmax(causal_scores(q.transpose(0, 1), k, SCALE), dim=-1)
+    return (p @ v).transpose(0, 1)
 
 
 @task(  # seq_len, heads, kv_heads, BLOCK_M, BLOCK_N, the size of q and of v, hint
@@ -101,15 +109,14 @@ def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_siz
         BLOCK_N=block_n,
         share="a program stores the queries of its block, rows, for its head",
     )
-    q, k, v = (t.double().transpose(0, 1).repeat_interleave(heads // t.shape[1], dim=0) for t in (q, k, v))
-    wanted = torch.stack([causal_softmax(*head, SCALE)[0] for head in zip(q, k, v, strict=True)], dim=1)
-    expect_close(o, wanted, 1e-4 * v_size, hint)
+    expect_close(o, attention(q.double(), k.double(), v.double()), 1e-4 * v_size, hint)
 
 
 def forward_and_gradients(seq_len, d, scale):
     """Return random inputs of a head, what its forward pass stores, and the gradients by PyTorch, all in fp64."""
     q, k, v, o_grad = (randn(seq_len, d).double().requires_grad_() for _ in range(4))
-    o, lse = causal_softmax(q, k, v, scale)
+    scores = causal_scores(q, k, scale)
+    o, lse = torch.softmax(scores, dim=1) @ v, torch.logsumexp(scores, dim=1)
     wanted = torch.autograd.grad(o, (q, k, v), o_grad)
     given = dict(q=q, k=k, v=v, o=o, lse=lse, o_grad=o_grad)
     return {name: tensor.detach() for name, tensor in given.items()}, wanted

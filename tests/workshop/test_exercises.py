@@ -193,7 +193,7 @@ def test_ranges_of_indices():
 
 
 def test_wrong_results_are_alike_within_the_tolerance_and_of_one_kind():
-    got = torch.tensor([1.0, 3.0, 1.0, 1.0])
+    got = torch.tensor([1.0, 3.0, 1.0, 0.0])
     for other, alike in ((got + 2e-3, True), (got + 5e-3, False)):  # of 1e-3 + 1e-3 * 3 there
         assert told(got, tolerance=2e-3).is_like(told(other, tolerance=2e-3)) == alike
     result = got.clone()
@@ -257,6 +257,8 @@ def test_an_endless_loop_ends_its_task_alone(mine, capsys):
     ("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row", "line LINE writes offset"),
     ("stride_row + cols, mask=cols < n_cols, other=0.0)", "stride_row + cols)",
      "line LINE reads offset 10 of x, where x has no element, in 2 of 4 lanes of program 0"),
+    ("weight_ptr + cols, mask=cols < n", "weight_ptr + cols, mask=cols <= n",
+     "line LINE reads offset 10 of weight, .* in 1 of 3 lanes .*: one too many; the last element is 9"),
     ("square_sum += tl", "undefined += tl", "UnboundLocalError in line LINE of exercise1_triton_basics.py"),
 ])  # fmt: skip
 def test_a_wrong_kernel_ends_its_task_alone_and_is_told_with_its_line(old, new, told, mine, capsys):
@@ -351,7 +353,6 @@ def test_an_interpreter_that_fails_is_told_from_a_kernel_that_does(mine, monkeyp
     (check.Verdict(True), None, "right in the interpreter, but: no", "forkserver None"),
     (check.Verdict(True), "show", "right in the interpreter, but: no", "forkserver show"),
     (check.Verdict(True), "time", "right in the interpreter, but: no", "spawn time"),
-    (check.Verdict(False, obstacle="interpreter"), None, "no", "forkserver None"),
     (check.Verdict(False, obstacle="interpreter"), "show", "no", f"nothing is drawn: {check.INTERPRETER_FAILS}"),
     (check.Verdict(False, "wrong"), None, "wrong", "forkserver None"),  # which is not compiled
 ])  # fmt: skip
@@ -368,9 +369,8 @@ def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(interpreted, e
     verdict = check.judge_everywhere(FOLDER, "exercise1", "rmsnorm_kernel", 1, extra)
     assert not verdict.passed and verdict.message == told and verdict.report[0] == [report]
     assert asked == [1, 5 if extra == "time" else 1][: 1 if told == "wrong" else 2]
-    del asked[:]
-    assert check.judge_everywhere(FOLDER, "exercise1", "bytes_moved", 1)[:4] == interpreted[:4]
-    assert asked == [1]  # there is nothing to compile
+    verdict = check.judge_everywhere(FOLDER, "exercise1", "bytes_moved", 1)
+    assert verdict.message == interpreted.message  # there is nothing to compile
 
 
 def test_the_check_interprets_by_itself_without_a_gpu():
@@ -387,20 +387,16 @@ def test_the_check_interprets_by_itself_without_a_gpu():
     (["exercise1", "--task", "nothing"], "nothing is none of the tasks: rmsnorm_kernel, memory_lines, bytes"),
     (["exercise2", "--task", "silu"], "--task silu fits more than one of the tasks: silu_mul_kernel, silu"),
     (["--task", "fold"], "--task needs an exercise"),
-    (["--solution"], "--solution needs an exercise"),
     (["exercise1", "--solution", "--progress", "x"], "--progress is not for --solution"),
     (["exercise1", "--debug"], "put TRITON_INTERPRET=1 before the command"),  # on a GPU
     (["exercise1", "--show", "--debug"], "--show and --debug exclude each other"),
     (["exercise1", "--task", "mem", "--time"], "--time cannot be used for mem: it is for rmsnorm"),
-    (["--time"], "--time needs an exercise"),
     (["exercise1", "--file", "."], "--file . is no file"),
     (["exercise1", "--file", __file__, "--solution"], "and --solution exclude each other"),
-    (["exercise1", "--limit", "0"], "--limit 0 is no time"),
-    (["exercise1", "--limit", "1e18"], "--limit 1e+18 is no time: give seconds, more than 0 and at most 86400"),
+    (["exercise1", "--limit", "0"], "--limit 0 is no time: give seconds, more than 0 and at most 86400"),
     (["exercise1", "--name", "n" * 101], "--name: 'nnnnnnnnnnnnnnnnnnnn' is no name: give 1 to 100 printable"),
     (["exercise1", "--name", "a\ud800"], "--name: 'a\\ud800' is no name"),
     (["exercise1", "--file", "n" * 5000], "--file nnn"),
-    (["exercise1", "--progress", "n" * 5000], "--progress nnn"),
     (["exercise1", "--progress", "."], "--progress . is a folder"),
     (["exercise1", "--progress", "/dev/null/x"], "--progress /dev/null cannot be written to"),
 ])  # fmt: skip
@@ -469,9 +465,3 @@ def test_progress_that_cannot_be_read_is_put_aside(content, mine, tmp_path, caps
     kept = [path.read_text(errors="surrogateescape") for path in tmp_path.glob("progress.json.*")]
     assert kept == [content] * 2
     assert json.loads((tmp_path / "progress.json").read_text())["exercises"]["exercise1"]["memory_lines"]["passed"]
-
-
-def test_git_does_not_see_the_progress():
-    files = ["exercises/progress.json", "exercises/progress.json.20260101_000000"]
-    done = subprocess.run(["git", "check-ignore", *files], cwd=FOLDER.parent, capture_output=True, text=True)
-    assert done.stdout.split() == files or "not a git repository" in done.stderr

@@ -9,7 +9,6 @@ import torch
 import tiny_llama_v3 as llama
 from exercises import check, own_kernels, touched
 from exercises.checks import ON_GPU
-from measure import work
 from measure.results import Unavailable
 
 pytestmark = [
@@ -32,6 +31,33 @@ def counts_of(task):
     return {name: [float(figure.replace(",", "")) for figure in figures] for name, *figures in found}, picture
 
 
+def launches_of(task):
+    case = own_kernels.CASES[task]
+    launches = [own_kernels.Launch(case.task, SOLUTIONS[task], size) for size in case.sizes()]
+    return case, {f"yours, {launch.tile}": launch for launch in launches}
+
+
+class FakeBench:
+    """A GPU whose clock shows 0.5 ms for whatever it runs."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def flushed_ms(self, call):
+        call()
+        return 0.5
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    """A GPU without a clock, and what it reaches."""
+    reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
+    monkeypatch.setattr(own_kernels, "Bench", FakeBench)
+    monkeypatch.setattr(own_kernels, "TURNS", 1)
+    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda config, device: reached)
+    return reached
+
+
 @pytest.mark.parametrize("task", own_kernels.CASES)
 def test_every_case_counts_at_least_what_must_move_and_has_a_picture(task):
     counts, picture = counts_of(task)
@@ -41,6 +67,13 @@ def test_every_case_counts_at_least_what_must_move_and_has_a_picture(task):
     assert len(re.findall(r"fill: var\(--tint", picture)) == len(counts) - 1  # a bar for each but the bound
     rights = [float(right) for path in root.findall(".//{*}path") for right in path.get("d").split()[1::3]]
     assert 0 < max(rights) <= int(root.get("width"))
+
+
+@pytest.mark.parametrize("task", own_kernels.CASES)
+def test_every_tile_is_compared_on_the_same_inputs(task, timing):
+    case, launches = launches_of(task)
+    calls = {name: launch.call for name, launch in launches.items()}
+    assert len(list(own_kernels.timed(case, launches, calls, own_kernels.Work(1, 1)))) == len(launches) + 1
 
 
 def test_the_counts_are_exact():
@@ -73,30 +106,7 @@ def test_a_wrong_kernel_gets_no_time_and_a_right_one_a_picture(tmp_path, capsys)
     assert "yours, 64" in capsys.readouterr().out
 
 
-REACHED = "bytes_per_second", "flop_per_second"
-
-
-def launches_of(task):
-    case = own_kernels.CASES[task]
-    launches = [own_kernels.Launch(case.task, SOLUTIONS[task], size) for size in case.sizes()]
-    return case, {f"yours, {launch.tile}": launch for launch in launches}
-
-
-class FakeBench:
-    """A GPU whose clock shows 2 ms for plain PyTorch, 1 ms for ours, and 0.5 ms for anything else."""
-
-    def __init__(self, device):
-        self.device = device
-
-    def flushed_ms(self, call):
-        call()
-        return getattr(call, "ms", 0.5)
-
-
-def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(own_kernels, "Bench", FakeBench)
-    reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
-    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda config, device: reached)
+def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, capsys):
     case, launches = launches_of("rmsnorm_kernel")
     launch, cost = launches["yours, 64"], own_kernels.Work(13_600, 6_400_000)
 
@@ -108,33 +118,11 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(monkeypatc
     assert "compiled is left out: no compiler" in capsys.readouterr().out and "compiled" not in rows
     assert rows["yours, 64"][1:] == (500.0, ("0.0272", "0.0128"))  # us, 13,600 bytes in GB/s, TFLOP/s
     assert rows["bound: memory"].value == pytest.approx(13.6)
-    reached["flop_per_second"] = 1e6
+    timing["flop_per_second"] = 1e6
     bound = list(own_kernels.timed(case, launches, {}, cost))[-1]
     assert bound.name == "bound: arithmetic" and bound.value == pytest.approx(6.4e6)
     with pytest.raises(ArithmeticError, match="wrong"):
         list(own_kernels.timed(case, launches, {"yours, 64": launch.results[0].zero_}, cost))
-
-
-def test_operations_are_counted_as_for_the_script_s_kernels():
-    x, q, k = torch.ones(3, 5), torch.ones(1, 7, 4, 6), torch.ones(1, 7, 2, 6)
-    both = torch.ones(3, 10)
-    for task, inputs, known in (
-        ("rmsnorm_kernel", (x, x[0]), work.rmsnorm(x, x[0], x, None)),
-        ("silu_mul_kernel", (x, x), work.swiglu_activation(both, x)),
-        ("silu_mul_backward_kernel", (x, x, x), work.swiglu_activation_backward(x, both)),
-        ("attention_kernel", (q[0], k[0], k[0]), work.attention(q, k, k, q, None)),
-    ):
-        assert own_kernels.CASES[task].flop(*inputs) == known.flop
-
-
-@pytest.mark.parametrize("task", own_kernels.CASES)
-def test_every_tile_is_compared_on_the_same_inputs(task, monkeypatch):
-    monkeypatch.setattr(own_kernels, "Bench", FakeBench)
-    monkeypatch.setattr(own_kernels, "TURNS", 1)
-    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda *a: dict.fromkeys(REACHED, 1e9))
-    case, launches = launches_of(task)
-    calls = {name: launch.call for name, launch in launches.items()}
-    assert len(list(own_kernels.timed(case, launches, calls, own_kernels.Work(1, 1)))) == len(launches) + 1
 
 
 def test_a_time_is_remembered_for_the_scoreboard(tmp_path, monkeypatch):
