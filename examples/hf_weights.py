@@ -105,6 +105,7 @@ def text_batches(path, folder, config):
     """Return what llama.random_tokens() does, of random windows of a text."""
     with reported(f"--text {path} or the tokenizer of {folder}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        # Not verbose: it would warn of a text that is longer than the model's context, of which windows are taken.
         tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
     if len(tokens) <= config.seq_len or tokens.max() >= config.vocab_size:
         needed = f"more than --seq-len {config.seq_len} of a vocabulary of {config.vocab_size} are needed"
@@ -122,6 +123,7 @@ def save(step, model, folder, output):
     weights = step.optimizer.weights() if step.implementation == "triton" else step.optimizer.parameters
     copy_to_hugging_face(dict(zip(dict(step.model.named_parameters()), weights, strict=True)), model)
     output.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the output first, and renamed at last: what fails leaves no half of a model.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".", suffix=".tmp") as scratch:
         new = Path(scratch, output.name)
         model.save_pretrained(new)
