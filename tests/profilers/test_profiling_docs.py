@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "README_PROFILING.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.S)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line != ". .venv/bin/activate"]
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [line for line in LINES if not line.startswith((". .venv", "# needs "))]
 SHELL = [command for command in COMMANDS if ".sh" in command]
 PYTHON = [command for command in COMMANDS if command.startswith("python ")]
 
