@@ -48,7 +48,7 @@ SIZES = {  # model sizes for each type of device; each is an option
 
 def heads_of(width, usual):
     """Return how many heads a hidden dimension has: as wide as those of the usual sizes, or narrower to divide it."""
-    least = -(-width * usual["num_heads"] // usual["hidden_dim"])
+    least = max(1, -(-width * usual["num_heads"] // usual["hidden_dim"]))
     return next((heads for heads in range(least, least + 1000) if width % (2 * heads) == 0), least)
 
 

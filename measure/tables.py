@@ -41,28 +41,3 @@ def text_table(header, rows):
 def cell(text):
     """Text as it can stand in a cell of a table."""
     return text.replace("|", "/")
-
-
-def sources(items):
-    """Describe results, each (name, result): device, software, date, commit, and links from the top of the project."""
-    links = {}
-    for name, result in items:
-        environment = result["environment"]
-        versions = {"PyTorch": environment["torch"], "Triton": environment["triton"], **result.get("peers", {})}
-        software = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
-        described = [environment["device"], software, result["date"][:10]]
-        if commit := environment.get("commit"):
-            described.append(f"commit {commit.replace('-dirty', ' with changes')}")
-        alike = links.setdefault(", ".join(described), {})
-        alike[name] = f"([{name}](benchmarks/results/{name}))"
-    return "; ".join(f"{described} {', '.join(alike.values())}" for described, alike in links.items())
-
-
-def source(name, result):
-    """sources() of one result."""
-    return sources([(name, result)])
-
-
-def provenance(name, result):
-    """The line below a table: its source, and the command that was given."""
-    return f"{source(name, result)}: `{result['command']}`"

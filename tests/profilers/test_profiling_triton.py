@@ -112,6 +112,12 @@ def test_heads_of_another_width_are_even_and_not_wider(width, device_type, heads
     assert program.heads_of(width, program.SIZES[device_type]) == heads
 
 
+@pytest.mark.parametrize("width", [-3, 0])
+def test_a_width_that_is_none_is_refused_where_heads_follow_from_it(width, capsys):
+    assert program.main(["--hidden-dim", str(width)]) == 2
+    assert f"--hidden-dim {width} is out of range" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, complaint", [
     (["--only", "fft"], "invalid choice"), (["--seq-len", "0"], "--seq-len 0 is out of range"),
     (["--hidden-dim", "33"], "--hidden-dim 33 is not divisible by --num-heads 2"),
