@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import time
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -19,6 +20,7 @@ from measure.device import synchronize
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.tables import number
 from measure.timing import in_turns, percentiles, release, window_ms
+from measure.work import Work
 
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
@@ -84,11 +86,23 @@ class Run:
 # Kernels: each call on the device's clock
 
 
-def measure_calls(run, bench, amount, contenders):
-    """Return {contender: "us" of a call and its "rate" in 10^12 of the amount a second, or the error}.
+class Timed(NamedTuple):
+    """A case: the work of a call, and what is timed.
 
     contenders: {name: function that checks the results, and returns the calls to time or (calls, their own amount)}.
     """
+
+    name: str
+    size: str
+    work: Work
+    unit: str  # "TB/s" of its bytes, or "TFLOP/s"
+    contenders: dict
+
+
+def measure_case(run, bench, group, case):
+    """Put the time of each contender of a case, and its rate in 10^12 of the amount a second, into the result."""
+    label = ", ".join(filter(None, (case.name, case.size)))
+    amount = case.work.bytes if case.unit == "TB/s" else case.work.flop
 
     def measure(build):
         built = build()
@@ -97,22 +111,17 @@ def measure_calls(run, bench, amount, contenders):
         return {"us": us, "rate": own_amount / us / 1e6}
 
     measured = {}
+    print(f"{label:45}", end="")
     # Each is built, timed and freed before the next, so that none has less memory than another.
-    for name, build in contenders.items():
-        measured[name] = run.attempt(functools.partial(measure, build))
+    for name, build in case.contenders.items():
+        measured[name] = row = run.attempt(functools.partial(measure, build))
         release(bench.device)
-    return measured
-
-
-def print_calls(label, unit, measured, ours="triton"):
-    """Print a line: each contender with its time, its rate, and how many times as long as ours it takes."""
-    own_us, columns = measured.get(ours, {}).get("us"), []
-    for name, row in measured.items():
-        text = row["error"] or f"{row['us']:.1f} us {row['rate']:.2f} {unit}"
-        times = "" if row["error"] or not own_us or name == ours else f" ({row['us'] / own_us:.2f}x)"
-        columns.append(f"{name} {text[:60]}{times}")
-    # One line a case, as it is measured: a run of minutes shows that it goes on.
-    print(f"{label:45} {' | '.join(columns)}", flush=True)
+        shown = row["error"] or f"{row['us']:.1f} us {row['rate']:.2f} {case.unit}"
+        print(f" | {name} {shown[:60]}", end="", flush=True)
+    print()
+    entry = {"group": group, "case": label, "amount": amount, "unit": case.unit, "contenders": measured}
+    run.result["cases"].append(entry)
+    run.save()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

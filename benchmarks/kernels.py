@@ -2,6 +2,8 @@
 
     python -m benchmarks.kernels                        bf16
     python -m benchmarks.kernels --only attention
+    python -m benchmarks.kernels --only layer-norm      nanogpt_triton's LayerNorm, fp32 and bf16, widths 256 to 16384
+    python -m benchmarks.kernels --only fp8-layer       what --fp8 saves and costs in a layer of the large model
 
 Several calls are captured in one graph, and the time is that of the median replay, without launches. Buffers exceed the
 L2 cache, except for attention, which has the sizes of models. Bandwidth counts the least bytes that must be moved; the
@@ -32,13 +34,16 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.harness import Run, make_parser, measure_calls, print_calls
+from benchmarks.fp8_layer import fp8_layer_cases
+from benchmarks.harness import Run, Timed, make_parser, measure_case
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.command_line import program
 from measure.device import kernel_device
 from measure.results import import_library, versions
 from measure.timing import Bench, compile_apart, copy_calls, gradient_call
+from nanogpt_triton.kernels import triton_layer_norm
+from tiny_llama import fp8, hardware
 
 EPS = 1e-5
 
@@ -140,16 +145,6 @@ def named(outputs):
     return {f"output {number}": x.detach() for number, x in enumerate(outputs, 1)}
 
 
-class Timed(NamedTuple):
-    """A case: the work of a call, and contenders as measure_calls() takes them."""
-
-    name: str
-    size: str
-    work: work.Work
-    unit: str
-    contenders: dict
-
-
 @dataclasses.dataclass
 class Case:
     """A Timed of one direction of an operation, whose contenders must all give what plain PyTorch gives."""
@@ -176,7 +171,7 @@ class Case:
         arguments = (*self.inputs[0], *(self.upstreams[0] if self.upstreams else ()))
         plain = self.whole(self.function)
         results = map(named, (outputs, plain(*arguments), plain(*promoted(arguments))))
-        return *results, KERNEL_TOLERANCE[self.bench.dtype]
+        return *results, KERNEL_TOLERANCE[self.inputs[0][0].dtype]
 
     def build_ours(self):
         # Checked at its first call: kernels that work in place read their own results from the second on.
@@ -275,6 +270,28 @@ def rmsnorm_cases(bench, n_rows, n_cols, added=False):
     operation, name, function = names
     ours = forward, backward
     yield from directions(bench, operation, name, f"N = {n_cols}", "TB/s", function, inputs, upstreams, ours, works)
+
+
+def torch_layer_norm(x, weight, bias):
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def layer_norm_cases(bench, n_rows, n_cols, dtype):
+    # As one calls it, with autograd: ours is a peer of the plain function.
+    peers = {"triton": lambda: triton_layer_norm, "torch": lambda: torch_layer_norm}
+    peers |= compiled_peer(bench, torch_layer_norm)
+    weight, bias = (bench.randn(n_cols, dtype=dtype).requires_grad_() for _ in range(2))
+    # Eight sets of buffers, as those of a small shape would stay in the cache.
+    xs, grads = ([bench.randn(n_rows, n_cols, dtype=dtype) for _ in range(8)] for _ in range(2))
+    inputs = [(x.requires_grad_(), weight, bias) for x in xs]
+    x, statistic = xs[0], torch.empty(n_rows, device="meta")
+    works = (
+        work.layer_norm(x, weight, x, statistic, statistic, bias),
+        work.layer_norm_backward(x, x, weight, statistic, statistic, x),
+    )
+    size = f"{str(dtype).removeprefix('torch.')}, {n_rows:,} x {n_cols:,}"
+    names = "layer_norm", "LayerNorm", size, "TB/s", torch_layer_norm
+    yield from directions(bench, *names, inputs, [(grad,) for grad in grads], ([], []), works, peers)
 
 
 def torch_activation(gate_up):
@@ -425,7 +442,18 @@ GROUPS = {
         ],
         [(1, 32, 2, 1, 16)],
     ),
+    "layer-norm": Group(
+        layer_norm_cases,
+        [
+            (n_rows, n_cols, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+            for n_rows, n_cols in [(12 * 1024, 768), *((ELEMENTS // n, n) for n in (256, 1024, 4096, 16384))]
+        ],
+        [(8, 16, torch.float32)],
+    ),
+    "fp8-layer": Group(fp8_layer_cases, [(8192, 2048, 8192)], [(32, 16, 48)]),  # of the large model
 }
+APART = "layer-norm", "fp8-layer"  # with tables of their own
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -437,19 +465,15 @@ def measure_group(run, bench, group):
     cases, on_gpu, interpreted = GROUPS[group]
     for shape in on_gpu if bench.on_gpu else interpreted:
         for case in cases(bench, *shape):
-            label = ", ".join(filter(None, (case.name, case.size)))
-            amount = case.work.bytes if case.unit == "TB/s" else case.work.flop
-            measured = measure_calls(run, bench, amount, case.contenders)
-            entry = {"group": group, "case": label, "amount": amount, "unit": case.unit, "contenders": measured}
-            run.result["cases"].append(entry)
-            print_calls(label, case.unit, measured)
-            run.save()
+            measure_case(run, bench, group, case)
     return {}
 
 
 def parse(argv):
     parser = make_parser("kernels", __doc__)
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups (default: all)")
+    usual = [name for name in GROUPS if name not in APART]
+    help = f"groups (default: all but {', '.join(APART)})"
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=usual, help=help)
     return parser.parse_args(argv)
 
 
@@ -457,11 +481,14 @@ def parse(argv):
 def main(argv):
     options = parse(argv)
     device = kernel_device()
+    if "fp8-layer" in options.only and (device.type == "cpu" or not fp8.formats_of(device.arch)):
+        raise llama.UsageError(f"--only fp8-layer needs a GPU with products in FP8, and this is {device.arch}")
     torch.manual_seed(0)
     bench = Bench(device)
     peers = versions(*(library.package.split(".")[0] for library in LIBRARIES.values()))
     dtype = str(bench.dtype).removeprefix("torch.")
-    run = Run("kernels", argv, options, device, peers=peers, dtype=dtype, cases=[])
+    peaks = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
+    run = Run("kernels", argv, options, device, peers=peers, dtype=dtype, peaks=peaks, cases=[])
     for group in options.only:
         failed = run.attempt(functools.partial(measure_group, run, bench, group))
         if failed["error"]:  # the other groups can still be measured

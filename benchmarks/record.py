@@ -62,7 +62,7 @@ CALLS = [
     ],
     [
         Part(f"{STEPS} --rows 'sdpa compile graph' --sizes small", 35),
-        Part("python -m benchmarks.layer_norm", 60),
+        Part("python -m benchmarks.kernels --only layer-norm", 60),
         Part(f"{REPLAY} --beyond", 130, "stages"),
         Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
         Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
@@ -80,7 +80,7 @@ CALLS = [
         Part(f"{STEPS} --sweep length", 180),
         Part(f"{STEPS} --sweep width", 200),
         Part(f"{STEPS} --sweep vocab", 160),
-        Part("python -m benchmarks.fp8_layer", 50),
+        Part("python -m benchmarks.kernels --only fp8-layer", 50),
     ],
 ]
 PARTS = sum(CALLS, [])

@@ -5,6 +5,7 @@ Each section shows the newest result of a device as it was recorded, with all ro
 
 import pandas as pd
 
+from benchmarks.kernels import APART
 from benchmarks.pages.long_table import (
     in_brackets,
     markdown,
@@ -20,12 +21,15 @@ from benchmarks.pages.long_table import (
 from measure.tables import number
 
 OURS = "triton"
+KERNELS = "kernels", "cases {case} contenders {row}"
 
 
-@of_each_device("kernels", "cases {case} contenders {row}")
+@of_each_device(*KERNELS)
 def kernels_section(rows):
     """Show ours beside the fastest peer of each case, which is bold if it is faster."""
-    rows = newest(rows, "device")
+    rows = newest(rows[~rows["group"].isin(APART)], "group")
+    if rows.empty:
+        return ""
     # Columns are joined by their index, the case: where one of both is missing, its cells stay empty.
     timed = rows[rows["error"].isna()].set_index("case")
     ours = timed[timed["row"] == OURS]
@@ -47,55 +51,60 @@ def kernels_section(rows):
     )
 
 
-@of_each_device("layer_norm", "cases {case} passes {pass} {row}")
+def of_group(rows, group):
+    """Return the rows of one device's newest result of a group, and the newest rate of a copy, NaN without one."""
+    rows = newest(rows, "group")
+    return rows[rows["group"] == group], rows["rate"][rows["group"] == "copy"].max()
+
+
+@of_each_device(*KERNELS)
 def layer_norm_section(rows):
     """Show our time of each pass with its share of a copy's rate, and how many times as long others take."""
-    rows = newest(rows, "device")
-    copy_rate = float(rows["copy_rate"].iloc[0] or "nan")  # None on a CPU
-    # Of the backward pass alone only ours is shown: two columns fewer.
-    timed = rows[rows["error"].isna() & ((rows["row"] == OURS) | (rows["pass"] != "backward"))]
+    rows, copy_rate = of_group(rows, "layer-norm")
+    timed = rows[rows["error"].isna()]
+    if rows.empty:
+        return ""
     is_ours = timed["row"] == OURS
-    # Our time beside every row of the same case and pass.
-    ours = timed.assign(us=timed["us"].where(is_ours)).groupby(["dtype", "case", "pass"])["us"].transform("first")
+    # Our time beside every row of the same case.
+    ours = timed.assign(us=timed["us"].where(is_ours)).groupby("case")["us"].transform("first")
     us = texts(timed["us"], number) + " us" + in_brackets(timed["rate"] / copy_rate)
-    ratios = texts(timed["us"] / ours, "{:.2f}".format)
-    shapes = timed["shape"].map(lambda shape: " x ".join(f"{n:,}" for n in shape))
+    passes = timed["case"].str.split(", ", n=1).str  # LayerNorm backward, float32, 12,288 x 768
     columns = {
-        "": timed["dtype"] + ", " + shapes,
-        "text": us.where(is_ours, ratios),
-        "column": timed["pass"] + (", x " + timed["row"]).mask(is_ours, ""),
+        "": passes[1],
+        "text": us.where(is_ours, texts(timed["us"] / ours, "{:.2f}".format)),
+        "column": passes[0] + (", x " + timed["row"]).mask(is_ours, ""),
     }
     table = timed.assign(**columns).pivot_table("text", "", "column", aggfunc="first", sort=False)
     ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing." if copy_rate > 0 else ""
     return paragraphs(markdown(table.reset_index()), not_timed(rows, "case"), ceiling, provenance(rows))
 
 
-LAYER = "fp8_layer", "parts {part} contenders {row}"
 PLAIN = "plain PyTorch (products: bf16)"
 # A row that is not named here gets a column of its own.
 COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}
 
 
-def with_ceilings(rows):
-    """Return the rows without that of a copy, and the rate that the roofline allows: a copy's, or the datasheet's."""
-    is_copy = rows["part"].str.startswith("read and write")
-    peaks = dict(zip(("fp8", "bf16"), rows["peaks"].iloc[0], strict=True))
-    copy_rate = rows["rate"][is_copy].iloc[0]
-    ceilings = [peaks.get(row, copy_rate) for row in rows["row"]]
-    return rows.assign(ceiling=pd.Series(ceilings, rows.index, dtype=float))[~is_copy]
+def layer_in_fp8(rows):
+    """Return one device's rows of a layer, and the rate that the roofline allows: a copy's, or the datasheet's."""
+    rows, copy_rate = of_group(rows, "fp8-layer")
+    peaks = [dict(zip(("fp8", "bf16"), peaks, strict=True)) for peaks in rows.get("peaks", ())]
+    ceilings = [own.get(row, copy_rate) for own, row in zip(peaks, rows["row"], strict=True)]
+    return rows.assign(ceiling=pd.Series(ceilings, rows.index, dtype=float))
 
 
-@of_each_device(*LAYER)
+@of_each_device(*KERNELS)
 def fp8_layer_section(rows):
     """Show each part of a layer, in FP8 and as others compute it, with its share of the roofline."""
-    rows = with_ceilings(newest(rows, "device"))
+    rows = layer_in_fp8(rows)
+    if rows.empty:
+        return ""
     rates = us_and_rate(rows) + in_brackets(rows["rate"] / rows["ceiling"])
     of_bytes = (rows["amount"] / 1e6).map(number) + " MB"
     of_products = (rows["amount"] / 1e12).map(number) + " TFLOP"
     work = of_bytes.where(rows["unit"] == "TB/s", of_products)
     rows = rows.assign(text=or_error(rows, rates), work=work, column=rows["row"].replace(COLUMN))
-    table = rows.pivot_table("text", ["part", "work"], "column", aggfunc="first", sort=False)
-    table = table.reset_index().rename(columns={"part": "of one layer"})
+    table = rows.pivot_table("text", ["case", "work"], "column", aggfunc="first", sort=False)
+    table = table.reset_index().rename(columns={"case": "of one layer"})
     return paragraphs(markdown(table), provenance(rows))
 
 

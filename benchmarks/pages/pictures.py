@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from benchmarks.fp8_learning import SMOOTHED, smoothed
-from benchmarks.pages.kernel_tables import LAYER, with_ceilings
+from benchmarks.pages.kernel_tables import KERNELS, layer_in_fp8
 from benchmarks.pages.learning_tables import RUNS, newest_runs
-from benchmarks.pages.long_table import first_device, long_table, newest
+from benchmarks.pages.long_table import first_device, long_table
 from benchmarks.pages.training_steps import GROWS, OURS, PLAIN, STEPS, complete_sizes, newest_sweeps, strongest_peer
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, save_png, style
 from measure.tables import number, percent
@@ -123,16 +123,15 @@ def draw_sweeps(folder, path):
 
 def draw_fp8_layer(folder, path):
     """Draw the times of a layer's products in bf16, and in FP8 with rounding; a diamond marks the roofline."""
-    rows = newest(first_device(long_table(folder, *LAYER)), "device")
+    rows = layer_in_fp8(first_device(long_table(folder, *KERNELS)))
     if not rows["us"].count():
         return
-    rows = with_ceilings(rows)
     # Ours rounds for FP8; other rows have no bar.
     rows = rows.assign(
         bar=rows["row"].map({"bf16": "bf16", "fp8": "FP8", "triton": "FP8"}),
         floor=rows["amount"] / rows["ceiling"] / 1e6,
     )
-    us = rows.pivot_table("us", "bar", "part", sort=False).iloc[:, ::-1]  # the products first
+    us = rows.pivot_table("us", "bar", "case", sort=False).iloc[:, ::-1]  # the products first
     floors = rows.groupby("bar")["floor"].sum(skipna=False)[us.index]
     with picture(path, 2.3) as ((axes,),):
         us.plot.barh(ax=axes, stacked=True, color=COLORS, edgecolor=GROUND, legend=False)

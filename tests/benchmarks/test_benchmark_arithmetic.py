@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, harness, kernels, layer_norm, steps
+from benchmarks import gpt, harness, steps
 from measure import timing
 from measure.results import Unavailable
+from measure.work import Work
 
 CPU = llama.get_device("cpu")
 
@@ -152,14 +153,18 @@ def test_what_fails_is_not_kept_for_the_next_row(run):
     assert kept[0]() is None
 
 
-def test_a_rate_is_the_work_over_the_time(run):
+@pytest.mark.parametrize("unit, amount", [("TB/s", 2e9), ("TFLOP/s", 6e9)])
+def test_a_rate_is_the_work_over_the_time(run, unit, amount):
     bench = timing.Bench(CPU)
     bench.microseconds = lambda calls: calls[0]
     contenders = {"a": lambda: [50.0], "own": lambda: ([50.0], 4e9), "missing": lambda: [][0]}
-    measured = harness.measure_calls(run, bench, 2e9, contenders)
-    assert measured["a"] == {"error": None, "us": 50.0, "rate": pytest.approx(40.0)}  # 2e9 / 50e-6 s / 1e12
-    assert measured["own"]["rate"] == pytest.approx(80.0)  # its own amount
-    assert measured["missing"] == {"error": "IndexError: list index out of range"} and not run.any_wrong
+    harness.measure_case(run, bench, "group", harness.Timed("case", "size", Work(2e9, 6e9), unit, contenders))
+    (entry,) = run.result["cases"]
+    rows = entry.pop("contenders")
+    assert entry == {"group": "group", "case": "case, size", "amount": amount, "unit": unit}
+    assert rows["a"] == {"error": None, "us": 50.0, "rate": pytest.approx(amount / 50e-6 / 1e12)}
+    assert rows["own"]["rate"] == pytest.approx(80.0)  # of its own amount
+    assert rows["missing"] == {"error": "IndexError: list index out of range"} and not run.any_wrong
 
 
 def concluded(times, **fields):
@@ -191,44 +196,6 @@ def test_fp8_is_compared_with_fp8():
         ("triton fp8 graph", "sdpa tensorwise compile graph"): 7 / 8,
         ("triton fp8 graph", "triton graph"): 7 / 10,
     }
-
-
-@pytest.mark.skipif(llama.triton is None or not llama.INTERPRETED, reason="a CPU's cases need Triton's interpreter")
-def test_the_work_of_each_case_by_hand():
-    bench, work = timing.Bench(CPU), {}
-    for name, group in kernels.GROUPS.items():
-        for case in (case for shape in group.interpreted for case in group.cases(bench, *shape)):
-            work[name, case.name] = case.work.bytes if case.unit == "TB/s" else case.work.flop
-    rows, cols = 32, 64
-    n = rows * cols * 4  # bytes of a tensor, in fp32
-    weight, row_statistic = 4 * cols, 4 * rows
-    product = 2 * 1 * 2 * 32 * 32 * 16 / 2  # two operations a pair of queries and keys and dimension, half masked
-    assert work == {
-        ("copy", "read and write (negation)"): 2 * 4 * 2**13,
-        ("rmsnorm", "RMSNorm"): 2 * n + weight + row_statistic,  # x, y
-        ("rmsnorm", "RMSNorm backward"): 3 * n + weight + row_statistic,  # y_grad, x, x_grad
-        ("rmsnorm", "add + RMSNorm"): 4 * n + weight + row_statistic,  # x, branch, their sum, y
-        ("rmsnorm", "add + RMSNorm backward"): 4 * n + weight + row_statistic,  # both gradients, the sum, x_grad
-        ("swiglu", "SwiGLU"): 3 * n,
-        ("swiglu", "SwiGLU backward"): 5 * n,
-        ("cross-entropy", "cross-entropy"): 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
-        ("adamw", "AdamW"): 28 * 2 * llama.ADAMW_BLOCK,  # a matrix of 16 x 16 has a block to itself
-        ("attention", "attention"): 2 * product,
-        ("attention", "attention backward"): 5 * product,
-    }
-
-
-def test_layer_norm_s_bytes_and_passes():
-    functions = {"torch": lambda: layer_norm.torch_layer_norm}
-    cases = {case.name: case for case in layer_norm.passes(timing.Bench(CPU), (8, 16), functions)}
-    size, statistics, weight = 8 * 16 * 4, 2 * 8 * 4, 16 * 4
-    forward, backward = 2 * size + statistics + 2 * weight, 3 * size + statistics + weight
-    assert {name: case.work.bytes for name, case in cases.items()} == {
-        "forward": forward, "backward": backward, "forward + backward": forward + backward
-    }  # fmt: skip
-    results = {name: case.build(case.peers["torch"])[0]() for name, case in cases.items()}
-    assert results["forward"].shape == (8, 16)
-    assert list(map(torch.equal, results["backward"], results["forward + backward"])) == [True] * 3
 
 
 def test_a_row_of_nanogpt_by_hand(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, harness, kernels, layer_norm, scaling, steps
+from benchmarks import gpt, harness, kernels, scaling, steps
 from benchmarks.pages import publish
 from tests.core.tiny import TINY
 
@@ -18,8 +18,6 @@ ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
 SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
 SMALLER = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
-NEEDS_TRITON = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-IN_INTERPRETER = pytest.mark.skipif(ON_GPU, reason="takes minutes on a GPU, where the script itself is run")
 
 
 def run_steps(folder, *flags):
@@ -130,7 +128,7 @@ def test_hugging_face_names_cover_the_model():
 @pytest.mark.parametrize("script, flags", [
     (steps, "--rows fastest"), (steps, "--windows 0"), (steps, "--steps -1"), (steps, "--time-limit nan"),
     (steps, "--time-limit -5"), (steps, "--tiny --sizes small"), (gpt, "--rows fastest"), (gpt, "--windows 0"),
-    (gpt, "--time-limit nan"), (layer_norm, "--widths 0"), (layer_norm, "--time-limit -1"), (scaling, "--sizes huge"),
+    (gpt, "--time-limit nan"), (kernels, "--only fft"), (scaling, "--sizes huge"),
     (scaling, "--windows 0"),
 ])  # fmt: skip
 def test_wrong_flags_end_in_one_line_that_names_one(capsys, script, flags):
@@ -179,72 +177,6 @@ def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_pa
     assert script.main([*flags.split(), "--output-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(words, error) and not (tmp_path / "new").exists()
-
-
-# --- kernels and libraries of them
-
-PLAIN = {
-    "norm": kernels.torch_norm, "add_norm": kernels.torch_add_norm, "activation": kernels.torch_activation,
-    "cross_entropy": kernels.torch_losses_and_gradient, "attention": kernels.torch_attention,
-}  # fmt: skip
-
-
-def scaled(outputs, factor):
-    return tuple(factor * x for x in outputs) if isinstance(outputs, tuple) else factor * outputs
-
-
-def run_kernels(monkeypatch, folder, library, *groups):
-    """(exit code, cases) with one library, "fake", whose functions are those of PLAIN times its factor."""
-    functions = {name: lambda module, *xs, f=f: scaled(f(*xs), module.factor) for name, f in PLAIN.items()}
-    fake = kernels.Library("fake_library", ("cpu",), functions, forward_only=("norm", "add_norm"))
-    monkeypatch.setattr(kernels, "LIBRARIES", {"fake": fake, "other": fake._replace(archs=("sm_90",))})
-    monkeypatch.setitem(sys.modules, "fake_library", library)
-    code = kernels.main(["--only", *groups, "--output-dir", str(folder)])
-    return code, json.loads(next(folder.glob("kernels_*.json")).read_text())["cases"]
-
-
-@IN_INTERPRETER
-@NEEDS_TRITON
-@pytest.mark.parametrize("library, expected, reason", [
-    (SimpleNamespace(factor=1.0), 0, "None"),
-    (SimpleNamespace(factor=1.01), 1, "ArithmeticError: output [123] is wrong: error 1.0e-02, allowed"),
-    (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
-    (None, 0, "fake_library is not installed"),
-])  # fmt: skip
-def test_a_library_has_rows_if_it_is_right(monkeypatch, tmp_path, library, expected, reason):
-    groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
-    code, cases = run_kernels(monkeypatch, tmp_path, library, *groups)
-    assert code == expected and {case["group"] for case in cases} == set(groups)
-    for case in cases:
-        contenders, is_forward_only = case["contenders"], "RMSNorm backward" in case["case"]
-        assert set(contenders) == {"triton", "torch"} | ({"fake"} if not is_forward_only else set()), case["case"]
-        row = contenders.pop("fake", None)
-        assert is_forward_only or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None)
-        assert all(row["us"] > 0 for row in contenders.values())
-
-
-@IN_INTERPRETER
-@NEEDS_TRITON
-@pytest.mark.parametrize("owner, name, wrong, group", [
-    (llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x), "swiglu"),
-    (llama, "cross_entropy_", lambda logits, targets, scale: torch.zeros(2, len(targets)), "cross-entropy"),
-    (llama.FlatAdamW, "step", lambda self: None, "adamw"),
-])  # fmt: skip
-def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path, owner, name, wrong, group):
-    monkeypatch.setattr(owner, name, wrong)
-    code, (copy, first, *others) = run_kernels(monkeypatch, tmp_path, None, "copy", group)
-    assert code == 1 and re.match(r"ArithmeticError: output \d is wrong", first["contenders"].pop("triton")["error"])
-    assert first["contenders"]["torch"]["us"] > 0
-    assert all(case["contenders"]["triton"]["us"] > 0 for case in others)
-
-
-@IN_INTERPRETER
-@NEEDS_TRITON
-def test_a_group_that_fails_has_its_reason_and_the_others_continue(monkeypatch, tmp_path):
-    monkeypatch.delattr(llama, "rmsnorm_forward")
-    code, (failed, *others) = run_kernels(monkeypatch, tmp_path, None, "rmsnorm", "swiglu")
-    assert failed["case"] == "rmsnorm" and failed["error"].startswith("AttributeError: ")
-    assert code == 0 and len(others) == 2
 
 
 @pytest.mark.parametrize("factor, passed", [(1.0, True), (1.2, False), (None, False)])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, layer_norm
+from benchmarks import gpt
 
 pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
@@ -21,34 +21,6 @@ def newest(folder, benchmark):
 
 def run_gpt(folder, *flags):
     return gpt.main(["--tiny", "--windows", "2", "--steps", "1", "--output-dir", str(folder), *flags])
-
-
-def test_layer_norm_times_every_pass(tmp_path):
-    flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
-    assert layer_norm.main(flags) == 0
-    cases = newest(tmp_path, "layer_norm")["cases"]
-    assert [case["case"] for case in cases] == ["GPT-2", "N = 96"]
-    for case in cases:
-        assert case["error"] is None and set(case["passes"]) == {"forward", "backward", "forward + backward"}
-        assert all(row["us"] > 0 for contenders in case["passes"].values() for row in contenders.values())
-
-
-def test_a_wrong_layer_norm_gets_no_time(tmp_path, monkeypatch):
-    def slanted(x, weight, bias):
-        return layer_norm.torch_layer_norm(x, weight, bias) * 1.001
-
-    monkeypatch.setattr(layer_norm, "triton_layer_norm", slanted)
-    flags = ["--widths", "96", "--dtypes", "fp32", "--no-compile", "--output-dir", str(tmp_path)]
-    assert layer_norm.main(flags) == 1
-    for case in newest(tmp_path, "layer_norm")["cases"]:
-        for contenders in case["passes"].values():
-            assert "output 1 is wrong" in contenders["triton"]["error"] and contenders["torch"]["us"] > 0
-
-
-def test_time_limit_leaves_cases_out(tmp_path):
-    flags = ["--time-limit", "0", "--widths", "96", "--no-compile", "--output-dir", str(tmp_path)]
-    assert layer_norm.main(flags) == 0
-    assert all("--time-limit" in case["error"] for case in newest(tmp_path, "layer_norm")["cases"])
 
 
 def test_steps_are_timed_after_the_gate(tmp_path):

@@ -1,0 +1,165 @@
+"""benchmarks.kernels: the work of each case, and that what is wrong or missing has a reason in the place of a time."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import tiny_llama_v3 as llama
+from benchmarks import kernels
+from measure.timing import Bench
+from tiny_llama import fp8
+
+pytestmark = [
+    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU, where the script itself is run"),
+]
+PLAIN = {
+    "norm": kernels.torch_norm, "add_norm": kernels.torch_add_norm, "activation": kernels.torch_activation,
+    "cross_entropy": kernels.torch_losses_and_gradient, "attention": kernels.torch_attention,
+}  # fmt: skip
+
+
+def test_the_work_of_each_case_by_hand():
+    bench, work = Bench(llama.get_device("cpu")), {}
+    for name, group in kernels.GROUPS.items():
+        for case in (case for shape in group.interpreted for case in group.cases(bench, *shape)):
+            work[name, case.name] = case.work.bytes if case.unit == "TB/s" else case.work.flop
+    n = 32 * 64 * 4  # bytes of a tensor, in fp32
+    row = 4 * 64 + 4 * 32  # a weight, and a statistic of each row
+    product = 2 * 1 * 2 * 32 * 32 * 16 / 2  # two operations a pair of queries and keys and dimension, half masked
+    tokens, hidden, ffn = 32, 16, 48
+    weights = hidden * (2 * hidden + hidden + 2 * ffn + ffn)
+    assert work == {
+        ("copy", "read and write (negation)"): 2 * 4 * 2**13,
+        ("rmsnorm", "RMSNorm"): 2 * n + row,  # x, y
+        ("rmsnorm", "RMSNorm backward"): 3 * n + row,  # y_grad, x, x_grad
+        ("rmsnorm", "add + RMSNorm"): 4 * n + row,  # x, branch, their sum, y
+        ("rmsnorm", "add + RMSNorm backward"): 4 * n + row,  # both gradients, the sum, x_grad
+        ("swiglu", "SwiGLU"): 3 * n,
+        ("swiglu", "SwiGLU backward"): 5 * n,
+        ("cross-entropy", "cross-entropy"): 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
+        ("adamw", "AdamW"): 28 * 2 * llama.ADAMW_BLOCK,  # a matrix of 16 x 16 has a block to itself
+        ("attention", "attention"): 2 * product,
+        ("attention", "attention backward"): 5 * product,
+        ("layer-norm", "LayerNorm"): 2 * 8 * 16 * 4 + 2 * 8 * 4 + 2 * 16 * 4,  # weight and bias
+        ("layer-norm", "LayerNorm backward"): 3 * 8 * 16 * 4 + 2 * 8 * 4 + 16 * 4,
+        # Read in fp32, written twice in a byte; SwiGLU reads two and its gradient three numbers for each of ffn.
+        ("fp8-layer", "rounding the inputs"): tokens * (3 * hidden * 6 + ffn * (2 * 4 + 2)),
+        ("fp8-layer", "rounding the weights"): 6 * weights,
+        ("fp8-layer", "rounding the gradients"): tokens * (4 * hidden * 6 + ffn * (3 * 4 + 2 * 2)),
+        ("fp8-layer", "the twelve products"): 3 * 2 * tokens * weights,
+    }
+
+
+def scaled(outputs, factor):
+    return tuple(factor * x for x in outputs) if isinstance(outputs, tuple) else factor * outputs
+
+
+def run_kernels(monkeypatch, folder, library, *groups):
+    """(exit code, cases) with one library, "fake", whose functions are those of PLAIN times its factor."""
+    functions = {name: lambda module, *xs, f=f: scaled(f(*xs), module.factor) for name, f in PLAIN.items()}
+    fake = kernels.Library("fake_library", ("cpu",), functions, forward_only=("norm", "add_norm"))
+    monkeypatch.setattr(kernels, "LIBRARIES", {"fake": fake, "other": fake._replace(archs=("sm_90",))})
+    monkeypatch.setitem(sys.modules, "fake_library", library)
+    code = kernels.main(["--only", *groups, "--output-dir", str(folder)])
+    return code, json.loads(next(folder.glob("kernels_*.json")).read_text())["cases"]
+
+
+@pytest.mark.parametrize("library, expected, reason", [
+    (SimpleNamespace(factor=1.0), 0, "None"),
+    (SimpleNamespace(factor=1.01), 1, "ArithmeticError: output [123] is wrong: error 1.0e-02, allowed"),
+    (SimpleNamespace(), 0, "AttributeError: .* has no attribute"),
+    (None, 0, "fake_library is not installed"),
+])  # fmt: skip
+def test_a_library_has_rows_if_it_is_right(monkeypatch, tmp_path, library, expected, reason):
+    groups = ["rmsnorm", "swiglu", "cross-entropy", "attention"]
+    code, cases = run_kernels(monkeypatch, tmp_path, library, *groups)
+    assert code == expected and {case["group"] for case in cases} == set(groups)
+    for case in cases:
+        contenders, is_forward_only = case["contenders"], "RMSNorm backward" in case["case"]
+        assert set(contenders) == {"triton", "torch"} | ({"fake"} if not is_forward_only else set()), case["case"]
+        row = contenders.pop("fake", None)
+        assert is_forward_only or re.match(reason, str(row["error"])) and ("us" in row) == (row["error"] is None)
+        assert all(row["us"] > 0 for row in contenders.values())
+
+
+@pytest.mark.parametrize("owner, name, wrong, group", [
+    (llama, "swiglu_activation", lambda x: 1.001 * kernels.torch_activation(x), "swiglu"),
+    (llama, "cross_entropy_", lambda logits, targets, scale: torch.zeros(2, len(targets)), "cross-entropy"),
+    (llama.FlatAdamW, "step", lambda self: None, "adamw"),
+    (kernels, "triton_layer_norm", lambda *xs: kernels.torch_layer_norm(*xs).mul(1.001), "layer-norm"),
+])  # fmt: skip
+def test_a_wrong_kernel_of_ours_gets_no_time_and_its_peers_do(monkeypatch, tmp_path, owner, name, wrong, group):
+    monkeypatch.setattr(owner, name, wrong)
+    code, (copy, first, *others) = run_kernels(monkeypatch, tmp_path, None, "copy", group)
+    assert code == 1 and re.match(r"ArithmeticError: output \d is wrong", first["contenders"].pop("triton")["error"])
+    assert first["contenders"]["torch"]["us"] > 0 and copy["contenders"]["torch"]["us"] > 0
+    assert all(case["contenders"]["triton"].get("us") for case in others if group != "layer-norm")
+
+
+def test_a_group_that_fails_has_its_reason_and_the_others_continue(monkeypatch, tmp_path):
+    monkeypatch.delattr(llama, "rmsnorm_forward")
+    code, (failed, *others) = run_kernels(monkeypatch, tmp_path, None, "rmsnorm", "layer-norm")
+    assert failed["case"] == "rmsnorm" and failed["error"].startswith("AttributeError: ")
+    assert code == 0 and [case["case"] for case in others] == [
+        "LayerNorm, float32, 8 x 16", "LayerNorm backward, float32, 8 x 16"
+    ]  # fmt: skip
+
+
+# --- a layer in FP8
+
+
+@pytest.fixture
+def layer(monkeypatch, right_fp8_rounding):
+    """A function that returns {case: its contenders}; compiled ones are traced only."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=CompileCounter(), **options))
+    bench = Bench(llama.get_device("cpu"))
+    bench.on_gpu = True  # compiles
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):  # restores what is set meanwhile
+        yield lambda: {case.name: case.contenders for case in kernels.fp8_layer_cases(bench, 32, 16, 48)}
+
+
+def test_every_contender_of_a_layer_runs(layer):
+    rounding = {"triton", "torch", "compile"}
+    cases = layer()
+    assert list(map(set, cases.values())) == [rounding, rounding, rounding, {"fp8", "bf16"}]
+    assert all(call() for contenders in cases.values() for build in contenders.values() for call in build())
+
+
+ROUNDING = ["rounding the inputs", "rounding the weights", "rounding the gradients"]
+
+
+@pytest.mark.parametrize("fault, found", [
+    ("a transposed copy", ROUNDING), ("SwiGLU", ROUNDING[:1]), ("a product", []),
+])  # fmt: skip
+def test_what_is_wrong_in_a_layer_is_not_timed(layer, monkeypatch, fault, found):
+    quantize, product = fp8.quantize, fp8.product
+
+    def wrong_quantize(x, guess, dtype, source=fp8.MATRIX, *others):
+        scaled = quantize(x, guess, dtype, source, *others)
+        is_swiglu = source.value == fp8.SWIGLU.value
+        is_wrong = fault == "a transposed copy" or fault == "SwiGLU" and is_swiglu
+        return scaled._replace(transposed=scaled.transposed.flip(0)) if is_wrong else scaled
+
+    monkeypatch.setattr(fp8, "quantize", wrong_quantize)
+    if fault == "a product":
+        monkeypatch.setattr(fp8, "product", lambda *args, **options: 1.1 * product(*args, **options))
+    wrong = []
+    for name, contenders in layer().items():
+        try:
+            contenders.get("triton", contenders.get("fp8"))()
+        except ArithmeticError:
+            wrong.append(name)
+    assert wrong == [*found, "the twelve products"]  # which multiply what was rounded
+
+
+def test_a_device_without_fp8_is_refused(capsys):
+    assert kernels.main(["--only", "fp8-layer"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--only fp8-layer needs a GPU" in error
