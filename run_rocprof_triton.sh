@@ -22,7 +22,7 @@ else
     run_or_fail "${PROGRAM[@]}" --profile "$RESULT"
     require_file trace.json
 fi
-run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --no-sweeps --json "$RESULT/kernels_alone.json"
+run_or_fail "$PYTHON" "$ROOT/run_triton_profiling.py" --json "$RESULT/kernels_alone.json"
 if [[ $TOOL == rocprofv3 ]]; then
     note "--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters"
     default_passes

@@ -81,7 +81,7 @@ SMALL = {
     "tiny_llama_v3.py": TINY,
     "v3_stage*.py": TINY,
     "profilers.host_profile": TINY,
-    "run_triton_profiling.py": "--no-sweeps --seq-len 16",
+    "run_triton_profiling.py": "--seq-len 16",
     "train.py": "--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=1 --max_iters=1 --eval_iters=1 "
     "--gradient_accumulation_steps=4 --compile=False --device=cpu",
     "profilers.overhead": f"--scripts get_hotspots.sh -- {TINY}",
