@@ -4,9 +4,8 @@
     python -m benchmarks.gpt --tiny     a small model, to try everything
 
 The step is that of the trainer: forward, backward, clipping, AdamW. "triton" computes the residual additions in the
-norms; "triton, addition apart" leaves them to PyTorch. "flash" uses PyTorch's flash attention; the trainer prefers
-cuDNN's, and nanoGPT leaves the choice to PyTorch. The windows of each row alternate with those of "torch", compiled or
-eager as the row is. Gradients are compared with fp32 before anything is timed. Several GPUs: benchmarks.scaling.
+norms; "triton, addition apart" leaves them to PyTorch. The windows of each row alternate with those of "torch",
+compiled or eager as the row is. Gradients are compared with fp32 before anything is timed.
 
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -14,12 +13,10 @@ Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 inte
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if not __package__:
     print("run it from the root as python -m benchmarks.gpt", file=sys.stderr)
@@ -32,8 +29,8 @@ from measure.command_line import positive, program
 from measure.timing import compile_apart, release
 from nanogpt_triton.kernels import triton_layer_norm
 from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
-from nanogpt_triton.train import Settings, optimizer_step, preferred_attention, select_device, wrap_for_processes
-from tiny_llama import distributed, hardware
+from nanogpt_triton.train import Settings, optimizer_step, preferred_attention
+from tiny_llama import hardware
 
 SIZES = {
     "gpt2": (12, GPTConfig(bias=False)),
@@ -44,7 +41,6 @@ SIZES = {
 class Row(NamedTuple):
     layer_norm: str
     fused_addition: bool = True
-    flash: bool = False
     compile: bool = False
 
 
@@ -52,13 +48,12 @@ ROWS = {
     "torch": Row("torch"),
     "triton": Row("triton"),
     "triton, addition apart": Row("triton", fused_addition=False),
-    "torch flash": Row("torch", flash=True),
-    "triton flash": Row("triton", flash=True),
 }
 ROWS |= {f"{name} compile": row._replace(compile=True) for name, row in ROWS.items()}
 
 
 def apart(x, branch, weight, bias):
+    """Leave the addition to PyTorch, which the fused norm does itself."""
     x = x if branch is None else x + branch
     return x, triton_layer_norm(x, weight, bias)
 
@@ -66,111 +61,70 @@ def apart(x, branch, weight, bias):
 class Step:
     """The model of a row with its optimizer, and a training step of a fixed batch."""
 
-    def __init__(self, row, config, batch, device, world=None):
+    def __init__(self, row, config, batch):
         torch.manual_seed(0)
-        self.row, self.batch, self.device, self.loss = row, batch, device, None
+        self.batch, self.device, self.settings, self.loss = batch, batch[0].device, Settings(), None
         with contextlib.redirect_stdout(None):
-            self.raw_model = GPT(config, row.layer_norm, device)
-        # The fused norm adds the branch to the residual stream; apart() leaves that to PyTorch.
-        if not row.fused_addition:
-            for module in self.raw_model.modules():
-                if isinstance(module, LayerNorm):
-                    module.add_layer_norm = apart
-        # DistributedDataParallel splits what is compiled at its messages; a single process is compiled for itself.
-        self.model = wrap_for_processes(self.raw_model, device) if world else self.raw_model
-        if row.compile:
-            self.model = torch.compile(self.model) if world else compile_apart(self.model)
-        settings = Settings()
-        betas = settings.beta1, settings.beta2
-        self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=False)
-        self.grad_clip = settings.grad_clip
+            self.raw_model = GPT(config, row.layer_norm, self.device)
+        for module in self.raw_model.modules():
+            if isinstance(module, LayerNorm) and not row.fused_addition:
+                module.add_layer_norm = apart
+        self.model = compile_apart(self.raw_model) if row.compile else self.raw_model
+        betas, rate = (self.settings.beta1, self.settings.beta2), self.settings.learning_rate
+        self.optimizer = self.raw_model.configure_optimizers(self.settings.weight_decay, rate, betas)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def attention(self):
-        return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.row.flash else preferred_attention(self.device, False)
-
     def run(self):
         """Set the loss, without synchronization."""
-        with self.attention():
-            self.loss = optimizer_step(
-                self.model, self.optimizer, self.scaler, [self.batch], 1, self.autocast, self.grad_clip
-            )
+        arguments = self.model, self.optimizer, self.scaler, [self.batch], 1, self.autocast, self.settings.grad_clip
+        with preferred_attention(self.device, False):
+            self.loss = optimizer_step(*arguments)
 
     def restart(self):
         """Nothing: warm-up steps have trained, and training goes on."""
 
 
-def gradients(config, row, batch, device, autocast):
-    step = Step(row, config, batch, device)
-    with step.attention() if autocast else contextlib.nullcontext():
-        with step.autocast() if autocast else contextlib.nullcontext():
-            step.model(*batch)[1].backward()
+def gradients(config, row, batch, in_bf16):
+    step = Step(row, config, batch)
+    with step.autocast() if in_bf16 else contextlib.nullcontext():
+        step.model(*batch)[1].backward()
     return {name: p.grad for name, p in step.raw_model.named_parameters()}
 
 
-def check(config, batch, device):
+def check(config, batch):
     """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large."""
     # Two sequences suffice, and fp32 has room for them. TF32 would not be exact.
     batch = [t[:2] for t in batch]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    exact = gradients(config, ROWS["torch"], batch, device, autocast=False)
+    exact = gradients(config, ROWS["torch"], batch, in_bf16=False)
     torch.set_float32_matmul_precision(precision)
-    plain, ours = (gradients(config, ROWS[name], batch, device, autocast=True) for name in ("torch", "triton"))
+    plain, ours = (gradients(config, ROWS[name], batch, in_bf16=True) for name in ("torch", "triton"))
     verdict = require(ours, plain, exact, llama.CHECK_ATOL["bf16"])
     worst = verdict.worst
     return {"name": worst, "error": verdict.errors[worst], "allowed": verdict.allowed[worst]}
 
 
-def prepare(options, world, device):
-    """Return the first fields of the result, the GPTConfig, and a batch of this process of a World."""
-    if not (options.tiny or torch.cuda.is_available()):
-        raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
-    torch.set_float32_matmul_precision("high")
-    size = "tiny" if options.tiny else "gpt2"
-    batch_size, config = SIZES[size]
-    torch.manual_seed(world.rank)
-    # Random tokens: the time of a step does not depend on them. The targets are the tokens that follow.
-    tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
-    described = {
-        "size": size,
-        "batch_size": batch_size,
-        "config": dataclasses.asdict(config),
-        "precision": "bf16" if device.type == "cuda" else "fp32",
-        "processes": world.size,
-    }
-    return described, config, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def measure(run, config, batch, device):
+def measure(run, config, batch):
     """Fill the rows of the result. A row that fails or starts too late has an error; the others continue."""
-    rows, peak = run.result["rows"], hardware.peak_tflops(run.device, "bf16")
+    peak, tokens = hardware.peak_tflops(run.device, "bf16"), batch[0].numel()
 
     def build(name):
-        return Contender(
-            functools.partial(Step, ROWS[name], config, batch, device), run.device, False, run.options.steps
-        )
+        make = functools.partial(Step, ROWS[name], config, batch)
+        return Contender(make, run.device, steps=run.options.steps)
 
     def figures(name, contender, windows):
-        tokens = batch[0].numel()
         tflop = tokens * contender.step.raw_model.flops_per_token() / 1e12
         return summarize(contender.results, windows, tokens, tflop, peak)
 
-    def record(name, measured):
-        rows[name] = {**ROWS[name]._asdict(), **measured}
-        if "ratio" in measured:
-            rows[name]["speedup"] = {"peer": measured["reference"], "median": measured["ratio"]["median"]}
-        print(f"    {name:32} {measured['error'] or '{:.2f} ms'.format(measured['ms']['median'])}", flush=True)
-        run.save()
-
     for compiled in (False, True):
+        half = {name: row for name, row in ROWS.items() if row.compile == compiled}
         # What is compiled stays, unlike in release_all(): the reference is.
-        half = [name for name in run.options.rows if ROWS[name].compile == compiled]
-        measure_rows(run, half, "torch" + " compile" * compiled, build, figures, record, release)
-    run.result["rows"] = {name: rows[name] for name in run.options.rows}
+        measure_rows(run, run.result["rows"], half, "torch" + " compile" * compiled, build, figures, release)
+    run.result["rows"] = {name: run.result["rows"][name] for name in ROWS}
     print_rows(run.result["rows"])
 
 
@@ -179,25 +133,30 @@ def parse(argv):
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="in a window (default: 8)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     return parser.parse_args(argv)
 
 
 @program("gpt.py")
 def main(argv):
-    options = parse(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise llama.UsageError("rows are compared in one process: torchrun starts -m benchmarks.scaling")
-    device = select_device("auto", local_rank=0, world_size=1)
-    described, config, batch = prepare(options, distributed.World(), device)
-    run = Run("gpt", argv, options, llama.get_device(device.type), **described, rows={})
+    options, device = parse(argv), llama.select_device("auto")
+    if device.type == "cpu" and not options.tiny:
+        raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
+    torch.set_float32_matmul_precision("high")
+    size = "tiny" if options.tiny else "gpt2"
+    batch_size, config = SIZES[size]
+    # Random tokens: the time of a step does not depend on them. The targets are the tokens that follow.
+    tokens = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device.type)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    fields = dict(size=size, batch_size=batch_size, config=dataclasses.asdict(config), precision=precision, rows={})
+    run = Run("gpt", argv, options, device, **fields)
     try:
-        run.result["gate"] = worst = check(config, batch, device)
+        run.result["gate"] = worst = check(config, batch)
     except ArithmeticError as error:
         print(f"gpt.py: {error}: nothing is timed")
         return 1
     print(f"gradients: worst {worst['name']}, error {worst['error']:.1e}, allowed {worst['allowed']:.1e}", flush=True)
-    measure(run, config, batch, device)
+    measure(run, config, batch)
     return run.finish()
 
 

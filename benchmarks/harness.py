@@ -218,8 +218,8 @@ def compare_windows(reference, reference_windows, windows):
     return {"reference": reference, "reference_windows_ms": reference_windows, "ratio": percentiles(ratios)}
 
 
-def measure_rows(run, names, reference, build, figures, record, clean=release_all):
-    """Time each row in windows that alternate with those of a reference, and call record(name, fields) for each.
+def measure_rows(run, measured, rows, reference, build, figures, clean=release_all):
+    """Time rows {name: NamedTuple} in windows that alternate with those of a reference; put the results in measured.
 
     build(name) returns a Contender, and figures(name, contender, windows) the fields of its row. The reference is built
     first, if it is one of the rows, and recorded last, with all of its windows. clean: what to do after each row.
@@ -245,8 +245,13 @@ def measure_rows(run, names, reference, build, figures, record, clean=release_al
         windows = own_windows or time_in_turns(own, run.options.windows)[0]  # if no other row was measured
         return figures(reference, own[0], windows)
 
-    started = run.attempt(lambda: own.append(start(reference)) or {}) if reference in names else None
-    for name in names:
+    def record(name, fields):
+        measured[name] = {**rows[name]._asdict(), **fields}
+        print(f"    {name:32} {fields['error'] or '{:.3f} ms'.format(fields['ms']['median'])}", flush=True)
+        run.save()
+
+    started = run.attempt(lambda: own.append(start(reference)) or {}) if reference in rows else None
+    for name in rows:
         if name != reference:
             record(name, run.attempt(functools.partial(measure, name)))
             clean(run.device)

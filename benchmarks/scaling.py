@@ -7,11 +7,7 @@
 The program measures the model of tiny_llama_v3.py in three sizes, in bf16: our kernels with the sharded optimizer,
 eager and as one captured graph, and DistributedDataParallel and FSDP2 on the compiled PyTorch model. With weak scaling
 each process has the batch of a single one, with strong scaling the batch is divided. Before a row is timed, the losses
-of its first steps are compared with those of one process at the batch of all. Timed in turns are steps of one process
-alone, of all processes side by side without communication, of all processes with communication, and of "triton graph".
-"gpt2" is nanogpt_triton's trainer (GPT-2, 124 million weights, 12 x 1024 tokens a process, bf16), measured in the same
-three ways.
-
+of x
 Exit codes: 0 done, 1 the losses of a row are wrong, 2 the request cannot be met, 130 interrupted.
 """
 
@@ -27,7 +23,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, harness
+from benchmarks import harness
 from measure.command_line import positive, program
 from measure.results import Unavailable, describe
 from measure.timing import compile_apart, in_turns, wall_seconds
@@ -41,8 +37,7 @@ ROWS = {  # flags of tiny_llama_v3.py
     "FSDP2": dict(impl="sdpa", compile=True, shard="full"),
 }
 REFERENCE = "triton graph"  # timed in turns with every other row
-GPT2 = "gpt2"
-SCALED = ("small", "medium", "large", GPT2)
+SCALED = ("small", "medium", "large")
 MODES = ("weak", "strong")
 # At 3e-4 the large model overshoots in its first steps, and the rounding of bf16 makes correct runs diverge.
 LEARNING_RATE = 3e-5
@@ -55,7 +50,7 @@ MESSAGE_BYTES = 2**30  # so large that the latency is negligible
 class Contender(harness.Contender):
     """A training step of a world; .losses are the mean losses of its first steps."""
 
-    def __init__(self, build, device, world=ALONE, graph=False, steps=None):
+    def __init__(self, build, device, world, graph, steps):
         self.world = world
         super().__init__(build, device, graph, steps, warmup=GATE_STEPS)
         self.losses = world.mean(self.losses)
@@ -78,44 +73,43 @@ def make_step(config, device, world):
     return step
 
 
+def collective_ms(device, world, function, n_bytes, calls):
+    """Return the ms of a collective on the slowest process; of (its part, the whole) of so many bytes in bf16."""
+    whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
+    part = whole.chunk(world.size)[world.rank]
+
+    def run():
+        for _ in range(calls):
+            function(part, whole)
+
+    run()
+    if device.type == "cuda":
+        # Captured, as in the step: the host takes longer for a launch than a short message does.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+        run = graph.replay
+    wall_seconds([run], 1, device)
+    world.gather(None)
+    return max(world.gather(wall_seconds([run], 3, device) * 1e3)) / calls
+
+
 def measure_collectives(device, world, n_bytes):
-    """Measure a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us.
-
-    On a GPU they are captured, as in the step, since the host takes longer for a launch than a short message does.
-    """
-
-    def ms(function, calls):
-        def all_calls():
-            for _ in range(calls):
-                function()
-
-        all_calls()
-        if device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                all_calls()
-            all_calls = graph.replay
-        wall_seconds([all_calls], 1, device)
-        world.gather(None)
-        return max(world.gather(wall_seconds([all_calls], 3, device) * 1e3)) / calls
-
-    def both_ms(n_bytes, calls):
-        whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
-        own = whole.chunk(world.size)[world.rank]
-        scatter, gather = distributed.reduce_scatter, distributed.all_gather
-        return ms(lambda: scatter(own, whole), calls), ms(lambda: gather(whole, own), calls)
-
+    """Measure a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us."""
     # Whole numbers of bf16 for each process. A message of one number each has nothing but latency.
-    n_bytes -= n_bytes % (2 * world.size)
-    milliseconds, short = both_ms(n_bytes, 5), both_ms(2 * world.size, 50)
+    shortest = 2 * world.size
+    n_bytes -= n_bytes % shortest
+    functions = distributed.reduce_scatter, lambda part, whole: distributed.all_gather(whole, part)
+    scatter, gather = (collective_ms(device, world, function, n_bytes, 5) for function in functions)
+    short = [collective_ms(device, world, function, shortest, 50) for function in functions]
     # Either collective sends all parts but the process's own.
     sent = 2 * n_bytes * (world.size - 1) / world.size
     return {
         "bytes": n_bytes,
-        "reduce_scatter_ms": milliseconds[0],
-        "all_gather_ms": milliseconds[1],
-        "bandwidth": sent / sum(milliseconds) / 1e6,
-        "latency_us": 1e3 * sum(short) / 2,
+        "reduce_scatter_ms": scatter,
+        "all_gather_ms": gather,
+        "bandwidth": sent / (scatter + gather) / 1e6,
+        "latency_us": 1e3 * statistics.mean(short),
     }
 
 
@@ -124,8 +118,7 @@ def require_losses(losses, expected, precision):
     allowed = GATE_TOLERANCE[precision] * (max(expected) - min(expected))
     # One by one, as max() passes over NaN.
     if not all(abs(ours - theirs) <= allowed for ours, theirs in zip(losses, expected, strict=True)):
-        text, theirs = (", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected))
-        raise ArithmeticError(f"wrong losses: {text} instead of {theirs}, allowed are {allowed:.1e}")
+        raise ArithmeticError(f"wrong losses: {losses} instead of {expected}, allowed are {allowed:.1e}")
 
 
 class Run(harness.Run):
@@ -136,7 +129,7 @@ class Run(harness.Run):
         launcher = f"torchrun --standalone --nproc_per_node={world.size}"
         self.result["command"] = f"{launcher} {self.result['command'].removeprefix('python ')}"
         self.world = world
-        self.alone_ms = {}  # {what: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
+        self.alone_ms = {}  # {Config: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
 
     def save(self):
         if self.world.rank == 0:
@@ -145,14 +138,15 @@ class Run(harness.Run):
     def is_late(self):
         return any(self.world.gather(super().is_late()))
 
-    def build(self, make, graph=False, world=ALONE):
-        """Build a Contender of make(world) on each process; if that fails on one, raise Unavailable on all.
+    def build(self, config, world=ALONE):
+        """Return a Contender on each process; if it cannot be built on one, raise Unavailable on all.
 
         If a process fails within a collective, the others wait for it until the timeout of World.join() ends all.
         """
         contender = error = None
+        make = functools.partial(make_step, config, self.device, world)
         try:
-            contender = Contender(functools.partial(make, world), self.device, world, graph, self.options.steps)
+            contender = Contender(make, self.device, world, config.graph, self.options.steps)
         except Exception as exception:  # the other rows can still be measured
             error = describe(exception)
         errors = [text for text in self.world.gather(error) if text]
@@ -165,35 +159,27 @@ class Run(harness.Run):
         self.world.gather(None)
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
-    def side_by_side(self, contender):
-        """Time a window of all processes without communication; the slowest one counts."""
-        self.world.gather(None)
-        return max(self.world.gather(contender.window()))
-
-    def measure(self, contender, one, build_one, tokens, factor=1, reference=None):
-        """Return the fields of a row: a contender of all processes, beside one process with factor times its batch.
-
-        one: what identifies that process's step, which build_one() returns; tokens: of a step of one process.
-        """
+    def time(self, contender, config, factor, reference=None):
+        """Return the fields of a row: a contender of all processes, beside one process with factor times its batch."""
+        # The same work in one process: all of the batch that strong scaling divides.
+        single = dataclasses.replace(config, shard=None, batch_size=factor * config.batch_size)
         # All of these in turns, so that they see the same state of the machine.
         functions = {"exchanging": contender.window}
         if reference:
             functions["reference"] = reference.window
-        if one not in self.alone_ms:
-            single = build_one()
-            functions["alone"] = functools.partial(self.alone, single)
-            functions["side by side"] = functools.partial(self.side_by_side, single)
+        if single not in self.alone_ms:
+            functions["alone"] = functools.partial(self.alone, self.build(single))
         windows = dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
         ms = {mode: statistics.median(values) for mode, values in windows.items()}
-        alone_ms = self.alone_ms.setdefault(one, ms.get("alone"))
-        memory = [m or 0.0 for m in self.world.gather(contender.results["peak_memory_mib"])]
+        alone_ms = self.alone_ms.setdefault(single, ms.get("alone"))
+        memory = self.world.gather(contender.results["peak_memory_mib"])
         row = {
             "losses": contender.losses,
             "windows_ms": windows,
             "ms": {"alone": alone_ms, **ms},
-            "tokens_per_second": self.world.size * tokens / ms["exchanging"] * 1e3,
+            "tokens_per_second": self.world.size * config.tokens_per_step / ms["exchanging"] * 1e3,
             "efficiency": alone_ms / factor / ms["exchanging"],
-            "peak_memory_mib": max(memory) or None,
+            "peak_memory_mib": max(memory) if all(memory) else None,
         }
         if reference:
             row["ratio"] = harness.compare_windows("", windows["reference"], windows["exchanging"])["ratio"]["median"]
@@ -215,10 +201,6 @@ class Run(harness.Run):
         harness.release_all(self.device)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# tiny_llama_v3.py's model
-
-
 def measure_mode(run, mode, config, result):
     """Fill the result of one size with weak or strong scaling, in which the batch of one process is divided."""
     factor = run.world.size if mode == "strong" else 1
@@ -229,42 +211,32 @@ def measure_mode(run, mode, config, result):
     result[mode] = measured = {"batch_size": config.batch_size, "rows": {}}
     reference = []  # the Contender that is timed in turns with all others, once it is there
 
-    def build(config, world=ALONE):
-        return run.build(functools.partial(make_step, config, run.device), config.graph, world)
-
-    def expected_losses():
-        """Return those of one process at the batch of all, on plain PyTorch; computed on each process."""
-        batch_size = run.world.size * config.batch_size
-        losses = build(dataclasses.replace(config, impl="sdpa", batch_size=batch_size)).losses
-        harness.release_all(run.device)
-        return losses
-
     def measure(name):
         if "expected_losses" not in measured:
-            measured["expected_losses"] = expected_losses()
+            # Those of one process at the batch of all, on plain PyTorch; computed on each process.
+            whole = dataclasses.replace(config, impl="sdpa", batch_size=run.world.size * config.batch_size)
+            measured["expected_losses"] = run.build(whole).losses
+            harness.release_all(run.device)
         own = dataclasses.replace(config, **ROWS[name])
         own = dataclasses.replace(own, compile=own.compile and run.on_gpu)
-        contender = build(own, run.world)
+        contender = run.build(own, run.world)
         require_losses(contender.losses, measured["expected_losses"], llama.precision_name(own, run.device))
-        # The same work in one process: all of the batch that strong scaling divides.
-        single = dataclasses.replace(own, shard=None, batch_size=factor * own.batch_size)
-        build_one = functools.partial(build, single)
-        row = run.measure(contender, single, build_one, own.tokens_per_step, factor, *reference)
+        row = run.time(contender, own, factor, *reference)
         if name == REFERENCE:
             reference.append(contender)
         return row
 
-    for name in run.options.rows:
-        run.record(measured["rows"], name, functools.partial(measure, name))
+    for name in ROWS:
+        if name in run.options.rows:
+            run.record(measured["rows"], name, functools.partial(measure, name))
 
 
-def measure_sizes(run, names):
+def measure_sizes(run):
     """Fill the result, weak scaling of all sizes first."""
-    torch.set_float32_matmul_precision("highest")  # the trainer has set another
     n_bytes = MESSAGE_BYTES if run.on_gpu else 2**20
     run.result["collectives"] = measure_collectives(run.device, run.world, n_bytes)
     for mode in run.options.modes:
-        for name in names:
+        for name in ["tiny"] if run.options.tiny else run.options.sizes:
             print(f"\n{name}, {mode}", flush=True)
             config = llama.Config(**SIZES[name], use_amp=run.on_gpu, learning_rate=LEARNING_RATE)
             size = run.result["sizes"].setdefault(name, {"config": dataclasses.asdict(config)})
@@ -272,43 +244,15 @@ def measure_sizes(run, names):
             measure_mode(run, mode, config, size)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# nanogpt_triton's trainer
-
-
-def measure_gpt(run):
-    """Fill the result with steps of the first process alone, of all side by side, and of all with communication."""
-    world, device = run.world, torch.device("cuda", run.world.local_rank) if run.on_gpu else torch.device("cpu")
-    described, config, batch = gpt.prepare(run.options, world, device)
-    run.result[GPT2] = result = described | {"rows": {}}
-
-    def measure(row):
-        make = functools.partial(gpt.Step, row, config, batch, device)
-        build_one = functools.partial(run.build, lambda world: make())
-        return run.measure(run.build(make, world=world), row, build_one, batch[0].numel())
-
-    for name, compiled in {"eager": False, "compile": True}.items():
-        row = gpt.Row("triton" if run.on_gpu else "torch", compile=compiled)
-        run.record(result["rows"], name, functools.partial(measure, row))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Command line
-
-
 def parse(argv):
     parser = harness.make_parser("scaling", __doc__, seconds=400)
     parser.add_argument("--sizes", nargs="+", choices=SCALED, default=SCALED, help="what to measure (default: all)")
     parser.add_argument("--tiny", action="store_true", help="instead of each a model that takes seconds, also on a CPU")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="(default: all)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of scaling (default: both)")
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
     parser.add_argument("--steps", type=positive, metavar="N", help="in a window (default: 0.25 s of them)")
-    options = parser.parse_args(argv)
-    if options.tiny:
-        options.sizes = list(dict.fromkeys(name if name == GPT2 else "tiny" for name in options.sizes))
-    options.rows = [name for name in ROWS if name in (options.rows or ROWS)]  # the reference first
-    return options
+    return parser.parse_args(argv)
 
 
 def measure(argv, world):
@@ -322,12 +266,7 @@ def measure(argv, world):
     run = Run(world, argv, options, device)
     distributed.Step.world = world
     world.join(device, llama.Config().comm_timeout)
-    if GPT2 in options.sizes:
-        print(f"\n{GPT2}", flush=True)
-        measure_gpt(run)
-    sizes = [name for name in options.sizes if name != GPT2]
-    if sizes:
-        measure_sizes(run, sizes)
+    measure_sizes(run)
     return run.finish()
 
 

@@ -436,16 +436,11 @@ def measure_size(run, size, config, rows):
         peak = hardware.peak_tflops(device, "fp8" if is_fp8(name) else precision)
         return summarize(results, windows, config.tokens_per_step, tflop, peak)
 
-    def record(name, measured):
-        result["rows"][name] = {**rows[name]._asdict(), **measured}
-        print(f"    {name:20} {measured['error'] or '{:.3f} ms'.format(measured['ms']['median'])}", flush=True)
-        run.result["sizes"][size] = result
-        run.save()
-
+    run.result["sizes"][size] = result
     # Captured rows come last, since a capture that fails may leave the device in a bad state.
     for graph in (False, True):
-        half = [name for name, row in rows.items() if row.graph == graph]
-        measure_rows(run, half, Row(OURS, graph=graph).name, build, figures, record)
+        half = {name: row for name, row in rows.items() if row.graph == graph}
+        measure_rows(run, result["rows"], half, Row(OURS, graph=graph).name, build, figures)
     result["rows"] = {name: result["rows"][name] for name in rows}  # in the requested order
     # Only a size that was measured to the end has comparisons, by which the pages know it.
     conclude(result)

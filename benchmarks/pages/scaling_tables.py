@@ -40,16 +40,6 @@ def comparison_of(size, weak):
     return f"{size} {1 / fastest['ratio']:.2f} times{without} those of {fastest.name}"
 
 
-def columns(gpus, rows):
-    """Return the columns of texts that both tables have."""
-    return {
-        "1 GPU, ms": or_error(rows, rows["ms alone"].map(number)),
-        f"{gpus} GPUs, ms": rows["ms exchanging"].map(number),
-        "tokens/s": rows["tokens_per_second"].map(whole),
-        f"of {gpus} times one": rows["efficiency"].map(tenths),
-    }
-
-
 def scaling_text(gpus, rows):
     """Return the table and the sentences of a number of processes; "strong" divides the batch of "weak"."""
     names = ["size", "row"]
@@ -59,7 +49,10 @@ def scaling_text(gpus, rows):
     labels = weak["size"] + ", " + weak["row"]
     table = pd.DataFrame({
         "": labels.mask(weak["row"] == OURS, "**" + labels + "**"),
-        **columns(gpus, weak),
+        "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
+        f"{gpus} GPUs, ms": weak["ms exchanging"].map(number),
+        "tokens/s": weak["tokens_per_second"].map(whole),
+        f"of {gpus} times one": weak["efficiency"].map(tenths),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one": strong["efficiency"].map(tenths),
@@ -77,16 +70,8 @@ def scaling_text(gpus, rows):
     )
 
 
-def gpt_text(gpus, rows):
-    """Return the table of nanogpt_triton's step for a number of processes."""
-    table = pd.DataFrame({"nanogpt_triton": rows["row"], **columns(gpus, rows)})
-    return paragraphs(markdown(table), provenance(rows))
-
-
-@of_each_device(*SCALING, "gpt2 rows {row}")
-def scaling_section(rows, gpt_rows):
-    """Show our step beside PyTorch's, and nanogpt_triton's, for each number of processes."""
+@of_each_device(*SCALING)
+def scaling_section(rows):
+    """Show our step beside PyTorch's for each number of processes."""
     steps = newest_scaling(rows).groupby("processes")
-    gpt = newest(gpt_rows[gpt_rows["size"] != "tiny"], "processes").groupby("processes")
-    texts = [scaling_text(*part) for part in steps if "weak" in set(part[1]["mode"])]
-    return paragraphs(*texts, *(gpt_text(*part) for part in gpt))
+    return paragraphs(*(scaling_text(*part) for part in steps if "weak" in set(part[1]["mode"])))

@@ -146,7 +146,10 @@ def gpt_section(rows):
     rows = newest(rows[rows["size"] != "tiny"], "device")
     if rows.empty:
         return ""
-    speed = texts(rows["speedup median"], "{:.3f} x `".format) + rows["speedup peer"] + "`"
+    # Older results have a "speedup" in the place of the ratio.
+    ratios = rows["ratio median"].fillna(rows["speedup median"])
+    peers = rows["reference"].astype(object).fillna(rows["speedup peer"])
+    speed = texts(ratios, "{:.3f} x `".format) + peers + "`"
     table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
     return paragraphs(markdown(table), provenance(rows))
 

@@ -1,9 +1,8 @@
 """What the benchmarks make of a clock's readings: units, turns, ratios, bytes and operations; and what has no time."""
 
-import dataclasses
-import json
 import weakref
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, harness, steps
+from benchmarks import harness, steps
 from measure import timing
 from measure.results import Unavailable
 from measure.work import Work
@@ -89,9 +88,13 @@ def run(tmp_path):
     return harness.Run("test", [], options, CPU, cases=[])
 
 
-def rows_of(run, times, names, clean=lambda device: None):
+class Row(NamedTuple):
+    field: str = "of the row"
+
+
+def rows_of(run, times, names):
     """What measure_rows() records of rows whose windows take these ms, or raise this exception."""
-    recorded = {}
+    measured = {}
 
     def build(name):
         if isinstance(times[name], Exception):
@@ -99,10 +102,12 @@ def rows_of(run, times, names, clean=lambda device: None):
         return SimpleNamespace(window=lambda steps=None: times[name])
 
     def figures(name, contender, windows):
-        return {"windows": windows}
+        return {"windows": windows, "ms": {"median": 1.0}}
 
-    harness.measure_rows(run, names, "ours", build, figures, recorded.__setitem__, clean)
-    return recorded
+    rows = dict.fromkeys(names, Row())
+    harness.measure_rows(run, measured, rows, "ours", build, figures, lambda device: None)
+    assert all(row.pop("field") == "of the row" and row.pop("ms", 1) for row in measured.values())
+    return measured
 
 
 def test_rows_alternate_with_the_reference_which_has_all_its_windows(run):
@@ -196,24 +201,3 @@ def test_fp8_is_compared_with_fp8():
         ("triton fp8 graph", "sdpa tensorwise compile graph"): 7 / 8,
         ("triton fp8 graph", "triton graph"): 7 / 10,
     }
-
-
-def test_a_row_of_nanogpt_by_hand(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpt.hardware, "peak_tflops", lambda device, precision: 2.0)
-    ms = {"torch": 6.0, "triton": 3.0}
-    model = SimpleNamespace(flops_per_token=lambda: 5e6)
-
-    def contender(build, device, graph, steps):
-        name = build.args[0].layer_norm
-        step = SimpleNamespace(raw_model=model)
-        return SimpleNamespace(window=lambda steps=None: ms[name], results={"peak_memory_mib": 1.0}, step=step)
-
-    monkeypatch.setattr(gpt, "Contender", contender)
-    flags = ["--tiny", "--rows", "torch", "triton", "--windows", "3", "--output-dir", str(tmp_path)]
-    monkeypatch.setattr(gpt, "check", lambda *args: {"name": "a", "error": 0.0, "allowed": 1.0})
-    monkeypatch.setitem(gpt.SIZES, "tiny", (2, dataclasses.replace(gpt.SIZES["tiny"][1], block_size=300)))
-    assert gpt.main(flags) == 0
-    rows = json.loads(next(tmp_path.glob("*.json")).read_text())["rows"]
-    assert rows["triton"]["speedup"] == {"peer": "torch", "median": 2.0} and "speedup" not in rows["torch"]
-    assert rows["triton"]["windows_ms"] == [3.0] * 3 and rows["triton"]["tokens_per_second"] == pytest.approx(200_000)
-    assert rows["triton"]["mfu"] == pytest.approx(200_000 * 5e6 / 2e12)

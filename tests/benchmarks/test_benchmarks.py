@@ -127,7 +127,7 @@ def test_hugging_face_names_cover_the_model():
 
 @pytest.mark.parametrize("script, flags", [
     (steps, "--rows fastest"), (steps, "--windows 0"), (steps, "--steps -1"), (steps, "--time-limit nan"),
-    (steps, "--time-limit -5"), (steps, "--tiny --sizes small"), (gpt, "--rows fastest"), (gpt, "--windows 0"),
+    (steps, "--time-limit -5"), (steps, "--tiny --sizes small"), (gpt, "--windows 0"),
     (gpt, "--time-limit nan"), (kernels, "--only fft"), (scaling, "--sizes huge"),
     (scaling, "--windows 0"),
 ])  # fmt: skip

@@ -1,37 +1,42 @@
-"""The benchmarks of nanogpt_triton: wrong results get no time."""
+"""The benchmark of nanogpt_triton's step: figures follow from windows, and wrong gradients get no time."""
 
 import json
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt
+from benchmarks import gpt, harness
 
-pytestmark = [
-    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
-    pytest.mark.usefixtures("small_gpt"),
-]
-ROWS = ["torch", "triton", "triton, addition apart"]
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+TINY = ["--tiny", "--windows", "2", "--steps", "1"]
+NORMS = ["torch", "triton", "triton, addition apart"]
 
 
-def newest(folder, benchmark):
-    (path,) = folder.glob(f"{benchmark}_*.json")
-    return json.loads(path.read_text())
+@pytest.fixture(autouse=True)
+def small_gpt(monkeypatch):
+    if not torch.cuda.is_available():  # the interpreter takes seconds for a step of the usual model
+        config = gpt.GPTConfig(block_size=8, vocab_size=32, n_layer=1, n_head=2, n_embd=32, bias=False)
+        monkeypatch.setitem(gpt.SIZES, "tiny", (2, config))
 
 
-def run_gpt(folder, *flags):
-    return gpt.main(["--tiny", "--windows", "2", "--steps", "1", "--output-dir", str(folder), *flags])
-
-
-def test_steps_are_timed_after_the_gate(tmp_path):
-    assert run_gpt(tmp_path, "--rows", *ROWS) == 0
-    result = newest(tmp_path, "gpt")
+def test_rows_are_timed_after_the_gate(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt.hardware, "peak_tflops", lambda device, precision: 2.0)
+    monkeypatch.setattr(gpt.GPT, "flops_per_token", lambda model: 5e6)
+    monkeypatch.setattr(gpt, "compile_apart", lambda model: model)
+    monkeypatch.setattr(harness, "UNCOUNTED", 0)
+    assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 0
+    result = json.loads(next(tmp_path.glob("gpt_*.json")).read_text())
     assert result["gate"]["error"] <= result["gate"]["allowed"]
     rows = result["rows"]
-    assert list(rows) == ROWS and all(row["error"] is None for row in rows.values())
+    assert list(rows) == [*NORMS, *(f"{name} compile" for name in NORMS)]
     losses = [row["first_loss"] for row in rows.values()]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
-    assert [name for name, row in rows.items() if "speedup" in row] == ROWS[1:]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)
+    references = [row.get("reference") for row in rows.values()]
+    assert references == [None, "torch", "torch", None, "torch compile", "torch compile"]
+    for row in rows.values():
+        assert row["tokens_per_second"] * row["ms"]["median"] / 1e3 == pytest.approx(2 * 8)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 5e6 / 2e12)
 
 
 def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
@@ -42,4 +47,4 @@ def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
         return logits, loss * (1.1 if self.layer_norm == "triton" else 1.0)
 
     monkeypatch.setattr(gpt.GPT, "forward", slanted)
-    assert run_gpt(tmp_path) == 1 and not list(tmp_path.glob("*.json"))
+    assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 1 and not list(tmp_path.glob("*.json"))
