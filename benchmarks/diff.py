@@ -11,7 +11,6 @@ one run a side this ratio is not known. Other figures differ if their ranges do 
 Exit codes: 0 done, 2 a result cannot be read, or the results were made in different ways.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 from statistics import mean
@@ -22,7 +21,6 @@ if not __package__:
     print("run it from the root as python -m benchmarks.diff", file=sys.stderr)
     sys.exit(2)
 
-import tiny_llama_v3 as llama
 from measure.command_line import Failure, Parser, program
 from measure.results import damage_reported, read_result
 from measure.tables import number
@@ -30,33 +28,20 @@ from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians, spread_of
 from profilers.hotspots import show
 
 WITHOUT_EFFECT = ("output_dir", "profile", "check", "comm_timeout")  # on a step
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(llama.Config)}  # of results from before a field
 VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")  # which a comparison may be about
-FIGURES = {
-    "first_loss": "first loss",
-    "final_loss": "final loss",
-    "held_out_loss": "held-out loss",
-    "peak_memory_mib": "memory, MiB",
-    "parameters_with_gradient": "weights with a gradient",
-}
-
-
-def settings_of(config, prefix=""):
-    return {prefix + name: value for name, value in (DEFAULTS | config).items() if name not in WITHOUT_EFFECT}
+FIGURES = ("first_loss", "final_loss", "held_out_loss", "peak_memory_mib", "parameters_with_gradient")
 
 
 def read_run(result):
     """Return the settings and figures of a result of tiny_llama_v3.py."""
-    summary, steps = result["summary"], result["steps"]
+    summary, steps = result["summary"], pd.json_normalize(result["steps"])
     if summary["diverged"]:
         raise Failure(f"{result.path}: the run diverged, so its times do not count")
-    settings = settings_of(result["config"])
-    settings |= {name: result[name] for name in ("implementation", "precision")}
+    settings = result["config"] | {name: result[name] for name in ("implementation", "precision")}
     # A list is of times, which have a spread; another figure is one of a run.
-    figures = {"step, ms": [step["batch_ms"] for step in steps]}
-    figures |= {f"{phase}, ms": [step["phase_ms"][phase] for step in steps] for phase in summary["phase_ms"]}
-    figures["host, ms"] = [step["host_ms"] for step in steps]
-    figures |= {text: summary.get(name) for name, text in FIGURES.items()}
+    columns = {"step": "batch_ms", "host": "host_ms"} | {phase: f"phase_ms.{phase}" for phase in summary["phase_ms"]}
+    figures = {f"{name}, ms": steps[column].tolist() for name, column in columns.items()}
+    figures |= {name.replace("_", " ").replace("mib", "MiB"): summary.get(name) for name in FIGURES}
     if isinstance(summary["kernels"], dict):  # otherwise it is the reason why they were not counted
         figures |= summary["kernels"]
     return settings, figures
@@ -66,7 +51,7 @@ def read_steps(result):
     """Return the settings and figures of a result of benchmarks.steps."""
     settings, figures = {}, {}
     for size, measured in result["sizes"].items():
-        settings |= settings_of(measured["config"], f"{size}: ")
+        settings |= {f"{size}: {name}": value for name, value in measured["config"].items()}
         for name, row in measured["rows"].items():
             if not row["error"]:
                 figures[f"{size}: {name}, ms"] = row["windows_ms"]
@@ -87,7 +72,7 @@ def read(path):
     settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
     if settings["arch"] == "cpu" and settings.get("implementation") == "triton":  # times of the interpreter
         figures = {name: value for name, value in figures.items() if not isinstance(value, list)}
-    return settings, figures
+    return {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}, figures
 
 
 def read_side(path):
@@ -101,8 +86,9 @@ def read_side(path):
 def differences(settings):
     """Return {setting: its values} where they are not the same. What one of the results lacks is not compared."""
     # Texts, as values of JSON may be lists.
-    values = {name: dict.fromkeys(str(each[name]) for each in settings if name in each) for name in settings[0]}
-    return {name: " / ".join(different) for name, different in values.items() if len(different) > 1}
+    table = pd.DataFrame(settings, dtype=object)
+    texts = {name: values.dropna().astype(str).unique() for name, values in table.items()}
+    return {name: " / ".join(values) for name, values in texts.items() if len(values) > 1}
 
 
 def change_of_times(*sides):

@@ -1,20 +1,18 @@
 """Measure again what the pages show, where the code has changed since it was measured.
 
-    python -m benchmarks.record                             list the results that are older than the code
-    python -m benchmarks.record --stale                     measure these again
+    python -m benchmarks.record                             list the parts that no result of today's code has
     python -m benchmarks.record --all                       measure all of CALLS, but what is current on this GPU
     python -m benchmarks.record --all --time-limit 600      as many parts as fit; the same command goes on later
     python -m benchmarks.record --rare                      measure RARE, which changes with a peer's version only
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
-command, and git finds the code unchanged since the commit of that result. Afterwards `make publish` writes the pages;
-older results of the same commands can be removed.
+command, and git finds the code unchanged since the commit of that result. Without a GPU, any GPU's counts. Afterwards
+`make publish` writes the pages; older results of the same commands can be removed.
 
 Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request cannot be met, 130 interrupted.
 """
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -101,36 +99,11 @@ def has_changed(result):
     return bool(subprocess.run(diff, cwd=ROOT, capture_output=True).returncode)
 
 
-def is_current(part, results, device_name):
+def is_current(part, results, device):
     """Return whether one of the results is of this part, this kind of GPU and today's code."""
-    alike = (r for r in results if r.get("command") == part.command and r["environment"]["device"] == device_name)
+    alike = (result for result in results if result.get("command") == part.command)
+    alike = (r for r in alike if device.type == "cpu" or r["environment"]["device"] == device.name)
     return any(not has_changed(result) for result in alike)
-
-
-def results_in(folder):
-    return [read_result(path) for path in sorted(folder.glob("*.json"))]
-
-
-def shown_results():
-    """Return [(page, path of a result)]: what the pages link to, in their order."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    links = (
-        (page, re.findall(r"\]\([./]*(benchmarks/results/\w[^)]*\.json)\)", page.read_text())) for page in sorted(pages)
-    )
-    return [(page, ROOT / link) for page, found in links for link in dict.fromkeys(found)]
-
-
-def list_stale():
-    """Print the results which pages show and which are older than the code. Return their commands."""
-    commands = []
-    for page, path in shown_results():
-        result = read_result(path)
-        if "environment" in result and has_changed(result):  # others were not measured, but compiled or emulated
-            commands.append(result.get("command", ""))
-            print(f"{page.relative_to(ROOT)}: {path.name}: {commands[-1]}")
-    if not commands:
-        print("No result on the pages is older than the code.")
-    return commands
 
 
 def measure(part, device):
@@ -162,35 +135,28 @@ def main(argv):
     start = time.monotonic()
     parser = Parser("record.py", __doc__)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--stale", action="store_true", help="measure the listed results again")
     which.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
     which.add_argument("--rare", action="store_true", help="measure what depends on peers, or takes long")
     help = "no part starts that would end later (default: 36000)"
     parser.add_argument("--time-limit", type=time_limit, default=36000, metavar="SECONDS", help=help)
     options = parser.parse_args(argv)
-    stale = list_stale() if not (options.all or options.rare) else []
-    if not (options.stale or options.all or options.rare):
-        return 0
     device = llama.select_device("auto")
+    parts = PARTS if options.all else RARE if options.rare else PARTS + RARE
+    results = [read_result(path) for path in sorted(RESULTS.glob("*.json"))]
+    parts = [part for part in parts if not is_current(part, results, device)]
+    if not (options.all or options.rare):
+        print(*(part.command for part in parts), sep="\n")
+        return 0
     if device.type == "cpu":
         raise llama.UsageError("measuring needs a GPU, and there is none: give no option, to list")
-    for command in sorted({*stale} - {part.command for part in PARTS + RARE}):
-        print(f"No part has this command, but one of --all may replace it: {command}")
-    parts = PARTS if options.all else RARE if options.rare else [p for p in PARTS + RARE if p.command in stale]
-    results = results_in(RESULTS)
-    failed, left = [], []
+    failed = False
     for part in parts:
-        if is_current(part, results, device.name):
-            continue
-        if time.monotonic() - start + part.seconds > options.time_limit:
-            left.append(part.command)
-            continue
-        print(f"\n{part.command}", flush=True)
-        if not measure(part, device):
-            failed.append(part.command)
-    for title, commands in (("Failed", failed), ("Left for the next time", left)):
-        print("".join(f"{title}: {command}\n" for command in commands), end="")
-    return int(bool(failed))
+        is_late = time.monotonic() - start + part.seconds > options.time_limit
+        print(f"\n{'Left for the next time: ' * is_late}{part.command}", flush=True)
+        if not is_late and not measure(part, device):
+            failed = True
+            print(f"Failed: {part.command}", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_changes_beyond_the_noise_are_told(tmp_path, capsys):
     assert found["step, ms"][2:] == "10.2 (10.1 – 10.4) 9.23 (9.09 – 9.36) 0.900 faster (0.857 – 0.945)".split()
     assert [found[f"{phase}, ms"][-4] for phase in ("forward", "backward", "host")] == ["faster", "same", "same"]
     assert found["final loss"][2:] == ["2.00000", "2.50000", "1.25", "higher"]
-    assert [found[name][-1] for name in ("first loss", "memory, MiB", "kernels", "launches")] == ["same"] * 4
+    assert [found[name][-1] for name in ("first loss", "peak memory MiB", "kernels", "launches")] == ["same"] * 4
     assert "commit: a / b\n" in out and "One run a side" in out and "held-out" not in out
 
 
@@ -78,7 +78,6 @@ def test_three_times_are_too_few(tmp_path, capsys):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(config={"seed": 2}), "differ in seed \\(1 / 2\\): give --anyway"),
-    (dict(config={"rope_theta": 5.0}), "rope_theta \\(10000.0 / 5.0\\)"),
     (dict(environment={"device": "Other GPU"}), "device \\(Some GPU / Other GPU\\)"),
     (dict(diverged={"step": 1}), "b.json: the run diverged"),
     (dict(kernels="not counted", config={"output_dir": "x", "check": True}), None),

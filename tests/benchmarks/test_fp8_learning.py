@@ -34,20 +34,17 @@ def test_both_precisions_train_on_the_same(tmp_path, monkeypatch):
     result = measure(tmp_path, "--num-steps", "12")
     runs = result["runs"]
     kinds = [(data, precision) for data in ("text", "markov") for precision in ("bf16", "fp8")]
-    assert [(run["data"], run["precision"]) for run in runs] == kinds
+    assert [(run["data"], run["precision"]) for run in runs] == kinds and result["missing"] == []
     for theirs, ours, bf16, fp8 in zip(started[::2], started[1::2], runs[::2], runs[1::2], strict=True):
         assert all(map(torch.equal, ours.initial_weights, theirs.initial_weights))
         assert torch.equal(ours.tokens, theirs.tokens)  # of the last batch
-        assert fp8["config"] == bf16["config"] | {"fp8": True} and not bf16["config"]["fp8"]
+        assert ours.config == fp8_learning.llama.dataclasses.replace(theirs.config, fp8=True) != theirs.config
         assert bf16["losses"][0] == pytest.approx(fp8["losses"][0], rel=1e-2) and bf16["losses"] != fp8["losses"]
     for run in runs:
-        assert run["error"] is None and len(run["losses"]) == 12 == run["config"]["num_steps"]
+        assert run["error"] is None and len(run["losses"]) == 12
         assert run["final_loss"] == pytest.approx(sum(run["losses"][-3:]) / 3)
         assert 0 < run["ms"]["p20"] <= run["ms"]["median"] <= run["ms"]["p80"]
-        is_text = run["data"] == "text"
-        assert (run["held_out_loss"] is not None) == is_text == (run["config"]["vocab_size"] == 256)
-        assert run["config"]["data"] == run["data"] and run["config"]["learning_rate"] == 3e-4
-    assert result["text"]["bytes"] > 2e6 and len(result["text"]["sha256"]) == 64 and result["missing"] == []
+    assert {step.config.vocab_size for step in started[:2]} == {256}
 
 
 def test_the_text_is_the_library_without_its_tests(tmp_path, monkeypatch):
@@ -57,15 +54,6 @@ def test_the_text_is_the_library_without_its_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_learning.sysconfig, "get_path", lambda name: str(tmp_path) if name == "stdlib" else None)
     monkeypatch.setattr(fp8_learning.Path, "rglob", lambda path, pattern: reversed(sorted(path.glob(f"**/{pattern}"))))
     assert fp8_learning.library_text() == b"a/b.py a/z.py b.py "
-
-
-def test_a_text_of_one_s_own(tmp_path, capsys):
-    (tmp_path / "text").write_bytes(b"abc " * 300)
-    flags = ["--data", "text", "--precisions", "bf16", "--num-steps", "2", "--learning-rate", "0.001"]
-    result = measure(tmp_path, *flags, "--text", str(tmp_path / "text"))
-    assert result["text"]["bytes"] == 1200 and result["runs"][0]["config"]["learning_rate"] == 0.001
-    assert fp8_learning.main([*TINY, "--text", str(tmp_path / "none")]) == 2
-    assert "--text" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_says_why_and_what_is_late_is_named(tmp_path, monkeypatch, capsys):
@@ -82,7 +70,6 @@ def test_a_run_that_fails_says_why_and_what_is_late_is_named(tmp_path, monkeypat
     result = measure(tmp_path, "--data", "markov", "--seeds", "1", "2", "--time-limit", "9")
     assert [run["error"] for run in result["runs"]] == ["OutOfMemoryError: no room", None]
     assert result["missing"] == ["tiny markov seed 2 bf16", "tiny markov seed 2 fp8"]
-    assert "tiny markov seed 2 fp8: left out by --time-limit 9" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch):
@@ -99,7 +86,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(monkeypatch):
     monkeypatch.setattr(llama.TrainStep, "forward", forward)
     run = fp8_learning.train(config, llama.get_device("cpu"))
     assert run["error"] == "diverged: the loss of step 4 is inf" and len(run["losses"]) == 4
-    assert run["final_loss"] is None and run["held_out_loss"] is None
+    assert run["final_loss"] is None
 
 
 def test_bad_requests_take_one_line(capsys, monkeypatch, tmp_path):
@@ -110,4 +97,4 @@ def test_bad_requests_take_one_line(capsys, monkeypatch, tmp_path):
     assert error.count("\n") == 1 and "--sizes large needs a GPU" in error and "--tiny" in error
     monkeypatch.setattr(fp8_learning.fp8, "formats_of", lambda arch: None)
     assert fp8_learning.main([*TINY, *folder]) == 2 and not (tmp_path / "new").exists()
-    assert "--precisions fp8 needs a GPU with FP8" in capsys.readouterr().err
+    assert "FP8 needs a GPU that has it" in capsys.readouterr().err
