@@ -23,7 +23,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.harness import Contender, Run, make_parser, measure_rows, print_rows, summarize
+from benchmarks.harness import Contender, Run, make_parser, measure_rows, summarize
 from measure.accuracy import require
 from measure.command_line import positive, program
 from measure.timing import compile_apart, release
@@ -125,7 +125,6 @@ def measure(run, config, batch):
         # What is compiled stays, unlike in release_all(): the reference is.
         measure_rows(run, run.result["rows"], half, "torch" + " compile" * compiled, build, figures, release)
     run.result["rows"] = {name: run.result["rows"][name] for name in ROWS}
-    print_rows(run.result["rows"])
 
 
 def parse(argv):

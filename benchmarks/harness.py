@@ -10,7 +10,6 @@ import math
 import time
 from typing import NamedTuple
 
-import pandas as pd
 import torch
 
 import tiny_llama_v3 as llama
@@ -18,7 +17,6 @@ from measure.accuracy import require_finite
 from measure.command_line import Parser, time_limit
 from measure.device import synchronize
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
-from measure.tables import number
 from measure.timing import in_turns, percentiles, release, window_ms
 from measure.work import Work
 
@@ -163,17 +161,15 @@ class Contender:
         before = torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0
         self.step = build()
         synchronize(device)
-        seconds, self.losses = [time.perf_counter()], []
+        self.losses = []
         # A captured step must have been warmed up on another stream than the default one.
         with torch.cuda.stream(torch.cuda.Stream()) if graph else contextlib.nullcontext():
             for _ in range(warmup):
                 self.step.run()
-                self.losses.append(self.step.loss.item())  # waits for the device
-                seconds.append(time.perf_counter())
+                self.losses.append(self.step.loss.item())
         begin_measuring(self.step, device, graph)
         self.window(1)
         self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
-        self.first_seconds = seconds[1] - seconds[0]
         self.results = {
             "first_loss": self.losses[0],
             "peak_memory_mib": llama.peak_memory_mib(device) - before if on_gpu else None,
@@ -247,7 +243,10 @@ def measure_rows(run, measured, rows, reference, build, figures, clean=release_a
 
     def record(name, fields):
         measured[name] = {**rows[name]._asdict(), **fields}
-        print(f"    {name:32} {fields['error'] or '{:.3f} ms'.format(fields['ms']['median'])}", flush=True)
+        line = fields["error"] or f"{fields['ms']['median']:.3f} ms"
+        if "ratio" in fields:
+            line += f", of which {reference} takes {fields['ratio']['median']:.3f}"
+        print(f"    {name:32} {line}", flush=True)
         run.save()
 
     started = run.attempt(lambda: own.append(start(reference)) or {}) if reference in rows else None
@@ -259,15 +258,3 @@ def measure_rows(run, measured, rows, reference, build, figures, clean=release_a
         record(reference, run.attempt(measure_reference) if own else started)
         own.clear()
         clean(run.device)
-
-
-SHOWN = (  # columns of the table
-    *("ms.median", "ms.p20", "ms.p80", "ratio.median"),
-    *("tokens_per_second", "tflops_per_second", "mfu", "peak_memory_mib", "error"),
-)
-
-
-def print_rows(rows):
-    """Print the table of {name: fields}; the ratio is that of the windows' reference to this row."""
-    table = pd.json_normalize(list(rows.values())).set_axis(list(rows)).filter(SHOWN)
-    print(f"\n{table.dropna(axis='columns', how='all').to_string(na_rep='', float_format=number)}", flush=True)

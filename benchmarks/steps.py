@@ -29,9 +29,9 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.harness import Contender, Run, make_parser, measure_rows, print_rows, release_all, summarize
+from benchmarks.harness import Contender, Run, make_parser, measure_rows, release_all, summarize
 from measure.command_line import positive, program
-from measure.results import Unavailable, describe, import_library, versions
+from measure.results import Unavailable, import_library, versions
 from measure.work import SIZES, SWEEPS
 from tiny_llama import fp8, hardware
 
@@ -169,7 +169,7 @@ def in_bf16(config, device):
     Updates below half a bit of a bf16 weight are lost, so that it trains worse. Its gradients are checked like others.
     """
     if not config.use_amp:
-        raise Unavailable("weights in bf16 are for --use-amp")
+        raise Unavailable("weights in bf16 are for a run in bf16")
     step = llama.TrainStep(config, device)
     for p in step.model.parameters():  # the rotary embedding's tables stay in fp32
         p.data = p.data.bfloat16()
@@ -201,25 +201,25 @@ def with_flash_attention_4(config, device):
     return step
 
 
-def call(x, projection):
-    return projection(x)
-
-
 def torchao(config, device, recipe):
     """Return PyTorch's model with torchao's products in FP8 by one of its recipes, of the same weights as ours."""
 
+    # It converts modules, and our operations take weights.
+    def linear(x, projection):
+        return projection(x)
+
     def attend(module, x, cos, sin):
         heads = module.num_heads, module.num_kv_heads
-        return llama.sdpa_attention(x, module.qkv_proj, module.o_proj, cos, sin, *heads, linear=call)
+        return llama.sdpa_attention(x, module.qkv_proj, module.o_proj, cos, sin, *heads, linear=linear)
 
     def feed_forward(module, x):
-        return llama.torch_swiglu(x, module.gate_up_proj, module.down_proj, linear=call)
+        return llama.torch_swiglu(x, module.gate_up_proj, module.down_proj, linear=linear)
 
     step = llama.TrainStep(config, device)
     float8 = import_library("torchao.float8")
     recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
     float8.convert_to_float8_training(step.model.layers, config=recipe)
-    for layer in step.model.layers:  # it converts modules, and our operations take weights
+    for layer in step.model.layers:
         layer.attention.forward = functools.partial(attend, layer.attention)
         layer.feed_forward.forward = functools.partial(feed_forward, layer.feed_forward)
     return step
@@ -284,7 +284,6 @@ GROUPS = {
     "autotuned": [f"{OURS} graph", ANCHOR, "sdpa max-autotune compile graph"],
     "sweep": ["torch graph", ANCHOR, "sdpa fa4 compile graph", f"{OURS} graph"],
 }
-SWEEP_ROWS = GROUPS["sweep"]
 ROWS = {name: Row.named(name) for names in GROUPS.values() for name in names}
 
 
@@ -295,18 +294,16 @@ def is_fp8(name):
 
 def make_step(row, config, device):
     """Return the training step of a Row, with a batch; Unavailable if it cannot run."""
-    implementation, *variant = row.implementation.split()
-    obstacle = None
-    if {OURS, "flat"} & {implementation, *variant}:
-        obstacle = llama.triton_obstacle(device, config.use_amp)
+    words = row.implementation.split()
+    obstacle = llama.triton_obstacle(device, config.use_amp) if {OURS, "flat"} & {*words} else None
     if (row.graph or row.compile) and device.type == "cpu":
         obstacle = "needs a GPU"
     if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(device.arch)):
         obstacle = f"FP8 is for bf16, and for a GPU that has it ({device.arch})"
     if obstacle:
         raise Unavailable(obstacle)
-    impl = "torch" if implementation == "hf" else implementation
-    config = dataclasses.replace(config, impl=impl, fp8="fp8" in variant, compile=row.compile, graph=row.graph)
+    impl = "torch" if words[0] == "hf" else words[0]
+    config = dataclasses.replace(config, impl=impl, fp8="fp8" in words, compile=row.compile, graph=row.graph)
     step = IMPLEMENTATIONS[row.implementation](config, device)
     step.load(*next(llama.batches(config)))
     return step
@@ -328,8 +325,9 @@ def loss_and_gradients(implementation, config, device, batch):
     return {"loss": results["loss"]} | {name: torch.cat(parts) for name, parts in theirs.items()}
 
 
-def check(implementations, config, device):
+def check(run, implementations, config):
     """Return {implementation: the entry of the gate in the result}."""
+    device = run.device
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
     batch = next(llama.batches(config))
     # Computed once: in fp32, or for a run in fp32 in fp64, it takes longer than all implementations together.
@@ -341,28 +339,23 @@ def check(implementations, config, device):
         plain = dataclasses.replace(config, impl="torch", fp8=in_fp8)
         return llama.relative_errors(llama.loss_and_gradients(plain, device, batch), exact)
 
+    def judge(implementation):
+        allowed = plain_errors(is_fp8(implementation))
+        errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+        verdict = llama.judge(errors, allowed, tolerance)
+        if verdict.failed:
+            wrong = f"{len(verdict.failed)} of {len(errors)} differ, {verdict.worst} the most"
+            raise ArithmeticError(f"wrong gradients: {wrong}")
+        worst = verdict.worst  # a file has null for an error that is infinite
+        return {"worst": worst, "relative_error": errors[worst], "allowed": verdict.allowed[worst]}
+
     gates = {}
     for implementation in implementations:
         release_all(device)
-        try:
-            allowed = plain_errors(is_fp8(implementation))
-            errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
-            gates[implementation] = describe_verdict(llama.judge(errors, allowed, tolerance))
-        except Exception as error:  # the other implementations can still be measured
-            gates[implementation] = {"passed": False, "error": describe(error)}
+        gate = run.attempt(functools.partial(judge, implementation))
+        gates[implementation] = {"passed": gate["error"] is None, **gate}
+        print(f"    gate {implementation:9} {gate['error'] or 'passed'}", flush=True)
     return gates
-
-
-def describe_verdict(verdict):
-    failed, worst, error = verdict.failed, verdict.worst, verdict.errors[verdict.worst]
-    wrong = f"wrong gradients: {len(failed)} of {len(verdict.errors)} differ, {worst} the most"
-    return {
-        "passed": not failed,
-        "error": wrong if failed else None,
-        "worst": worst,
-        "relative_error": error,  # a file has null for infinity
-        "allowed": verdict.allowed[worst],
-    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -396,47 +389,29 @@ def conclude(result):
     in_fp8 = f"{OURS} fp8 graph"
     # Ours beside the strongest peer, plain eager PyTorch, and FP8 beside FP8 and beside ours in bf16.
     pairs = [(ours, result["strongest_peer"]), (OURS, "torch"), (in_fp8, strongest_peer(True)), (in_fp8, ours)]
-    pairs = [pair for pair in dict.fromkeys(pairs) if all(name in rows for name in pair)]
-    result["comparisons"] = [compare_rows(*pair, rows) for pair in pairs]
+    result["comparisons"] = [compare_rows(*pair, rows) for pair in dict.fromkeys(pairs) if rows.keys() >= {*pair}]
 
 
 def measure_size(run, size, config, rows):
     """Measure one size, {name: Row}, and save the result after each row."""
-    device, options = run.device, run.options
+    device = run.device
     precision, tflop = llama.precision_name(config, device), hardware.model_tflops(config)
-    result = {
-        "config": dataclasses.asdict(config),
-        "precision": precision,
-        "tflop_per_step": tflop,
-        "peak_tflops": hardware.peak_tflops(device, precision),
-        "gate": {},
-        "rows": {},
-    }
-    implementations = list(dict.fromkeys(row.implementation for row in rows.values()))
-    try:
-        gate = check(implementations, config, device)
-    except Exception as error:  # without a reference no row can be checked
-        gate = dict.fromkeys(implementations, {"passed": False, "error": f"no reference: {describe(error)}"})
+    result = {"config": dataclasses.asdict(config), "precision": precision, "tflop_per_step": tflop, "rows": {}}
+    result["gate"] = gate = check(run, dict.fromkeys(row.implementation for row in rows.values()), config)
     release_all(device)
-    result["gate"] = gate
-    for name, verdict in gate.items():
-        run.any_wrong |= "worst" in verdict and not verdict["passed"]
-        print(f"    gate {name:9} {verdict['error'] or 'passed'}", flush=True)
+    run.result["sizes"][size] = result
 
     def build(name):
         row = rows[name]
         if not gate[row.implementation]["passed"]:
             raise Unavailable(gate[row.implementation]["error"])
         make = functools.partial(make_step, row, config, device)
-        return Contender(make, device, row.graph, options.steps, WARMUP_STEPS)
+        return Contender(make, device, row.graph, run.options.steps, WARMUP_STEPS)
 
     def figures(name, contender, windows):
-        results = dict(contender.results)
-        results["compile_seconds"] = contender.first_seconds if rows[name].compile else None
         peak = hardware.peak_tflops(device, "fp8" if is_fp8(name) else precision)
-        return summarize(results, windows, config.tokens_per_step, tflop, peak)
+        return summarize(contender.results, windows, config.tokens_per_step, tflop, peak)
 
-    run.result["sizes"][size] = result
     # Captured rows come last, since a capture that fails may leave the device in a bad state.
     for graph in (False, True):
         half = {name: row for name, row in rows.items() if row.graph == graph}
@@ -445,10 +420,10 @@ def measure_size(run, size, config, rows):
     # Only a size that was measured to the end has comparisons, by which the pages know it.
     conclude(result)
     run.save()
-    print_rows(result["rows"])
     for pair in result["comparisons"]:
         memory = f", {pair['memory_ratio']:.2f} of its memory" if pair["memory_ratio"] else ""
         print(f"{pair['ours']} takes {pair['time_ratio']:.3f} of the time of {pair['peer']}{memory}")
+    return {}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -471,49 +446,39 @@ def parse(argv):
     models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
     help = f"groups ({', '.join(GROUPS)}), or single rows: {', '.join(ROWS)}"
     parser.add_argument("--rows", nargs="+", type=rows_of, metavar="ROW", help=help)
-    parser.add_argument("--use-amp", action=argparse.BooleanOptionalAction, help="compute in bf16 (default: on a GPU)")
-    parser.add_argument("--matmul-precision", choices=("highest", "high"), default="highest", help="full fp32, or TF32")
     parser.add_argument("--windows", type=positive, default=7, help="windows a row (default: 7)")
     parser.add_argument("--steps", type=positive, help="steps a window (default: 0.25 s of them)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     return parser.parse_args(argv)
 
 
 def sizes_of(options, on_gpu):
     """Return {name: sizes of its Config} of the requested models."""
-    if not on_gpu and (options.sizes or options.sweep):
-        asked = f"--sweep {options.sweep}" if options.sweep else f"--sizes {' '.join(options.sizes)}"
-        raise llama.UsageError(f"{asked} needs a GPU, and the device is a CPU: use --tiny")
-    is_tiny = options.tiny or not on_gpu
-    known = SWEEPS.get(options.sweep) or {name: SIZES[name] for name in SIZES if (name == "tiny") == is_tiny}
-    for name in options.sizes or ():
-        if name not in known:
-            raise llama.UsageError(f"--sizes: there is no {name!r}, only {', '.join(map(repr, known))}")
+    if not (on_gpu or options.tiny):
+        raise llama.UsageError("the models that are measured need a GPU, and the device is a CPU: use --tiny")
+    known = SWEEPS.get(options.sweep) or {name: SIZES[name] for name in SIZES if (name == "tiny") == options.tiny}
+    if unknown := set(options.sizes or ()) - known.keys():
+        raise llama.UsageError(f"--sizes: there is no {min(unknown)!r}, only {', '.join(map(repr, known))}")
     return {name: known[name] for name in options.sizes or known}
 
 
 @program("steps.py")
 def main(argv):
-    options = parse(argv)
-    device = llama.select_device(options.device)
+    options, device = parse(argv), llama.select_device("auto")
     on_gpu = device.type == "cuda"
     sizes = sizes_of(options, on_gpu)
-    names = sum(options.rows or [], []) or (SWEEP_ROWS if options.sweep else list(ROWS))
+    names = sum(options.rows or [], []) or (GROUPS["sweep"] if options.sweep else ROWS)
     rows = {name: Row.named(name) for name in names}
-    if not on_gpu and not options.rows:
+    if not (on_gpu or options.rows):
         rows = {name: row for name, row in rows.items() if not (row.compile or row.graph)}
-    if not on_gpu and not options.tiny:
-        print("There is no GPU: only the tiny model is measured.")
-    use_amp = on_gpu if options.use_amp is None else options.use_amp
-    torch.set_float32_matmul_precision(options.matmul_precision)
+    torch.set_float32_matmul_precision("highest")
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is compiled never runs eagerly in silence
-    fields = dict(sweep=options.sweep, peers=versions(*PEERS), windows=options.windows, sizes={})
-    run = Run("steps", argv, options, device, **fields)
+    run = Run("steps", argv, options, device, sweep=options.sweep, peers=versions(*PEERS), sizes={})
     for name, size in sizes.items():
-        config = llama.Config(**size, use_amp=use_amp, matmul_precision=options.matmul_precision)
-        described = f"{config.batch_size} x {config.seq_len} tokens, hidden {config.hidden_dim}"
-        print(f"\n{name}: {described}, {config.num_layers} layers, {config.num_heads} heads", flush=True)
-        measure_size(run, name, config, rows)
+        print(f"\n{name}: {size}", flush=True)
+        config = llama.Config(**size, use_amp=on_gpu)
+        failed = run.attempt(functools.partial(measure_size, run, name, config, rows))
+        if failed["error"]:  # such as of the reference, without which no row can be checked
+            print(f"    {failed['error']}", flush=True)
     return run.finish()
 
 

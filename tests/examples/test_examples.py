@@ -187,7 +187,7 @@ def test_swapped_kernels_pass_the_gate(transformers, tmp_path, capsys, monkeypat
     small = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
     monkeypatch.setitem(steps.SIZES, "tiny", small)
     monkeypatch.setattr(steps, "WARMUP_STEPS", 1)
-    flags = ["--tiny", "--no-use-amp", "--windows", "1", "--steps", "1", "--output-dir", str(tmp_path)]
+    flags = ["--tiny", "--windows", "1", "--steps", "1", "--output-dir", str(tmp_path)]
     assert swap_kernels.main(flags) == 0
     (path,) = tmp_path.glob("steps_*.json")
     size = json.loads(path.read_text())["sizes"]["tiny"]

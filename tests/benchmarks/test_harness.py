@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_llama_v3 as llama
-from benchmarks import harness, steps
+from benchmarks import harness
 from measure import timing
 from measure.results import Unavailable
 from measure.work import Work
@@ -36,8 +36,7 @@ class FakeStep:
 def test_a_contender_is_warmed_up_and_has_windows_of_ms_a_step(ticking):
     # The first step takes 3 s, the other three of the warm-up and all later ones 8 ms.
     contender = harness.Contender(lambda: FakeStep(ticking, 3.0, 0.008), CPU)
-    assert contender.losses == [0.0, 1.0, 2.0, 3.0] and contender.first_seconds == 3.0
-    assert contender.results["first_loss"] == 0.0
+    assert contender.losses == [0.0, 1.0, 2.0, 3.0] and contender.results["first_loss"] == 0.0
     assert contender.steps == 32  # 0.25 s of 8 ms are 31.25 steps
     assert contender.window() == pytest.approx(8.0) and contender.window(3) == pytest.approx(8.0)
     assert harness.Contender(lambda: FakeStep(ticking, 0.2), CPU).steps == 2
@@ -79,13 +78,6 @@ def test_a_ratio_is_the_reference_s_time_over_the_row_s():
 def test_a_row_that_takes_so_many_times_as_long_has_that_ratio(ms, factor):
     ratio = harness.compare_windows("ours", ms, [factor * each for each in ms])["ratio"]
     assert list(ratio.values()) == pytest.approx([1 / factor] * 3)
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A Run on the CPU, and all that was recorded."""
-    options = SimpleNamespace(output_dir=str(tmp_path), time_limit=100.0, windows=2)
-    return harness.Run("test", [], options, CPU, cases=[])
 
 
 class Row(NamedTuple):
@@ -170,34 +162,3 @@ def test_a_rate_is_the_work_over_the_time(run, unit, amount):
     assert rows["a"] == {"error": None, "us": 50.0, "rate": pytest.approx(amount / 50e-6 / 1e12)}
     assert rows["own"]["rate"] == pytest.approx(80.0)  # of its own amount
     assert rows["missing"] == {"error": "IndexError: list index out of range"} and not run.any_wrong
-
-
-def concluded(times, **fields):
-    """What conclude() finds in rows of these ms; fields: more of some of them."""
-    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": 50 * ms} for name, ms in times.items()}
-    for name, more in fields.items():
-        rows[name] |= more
-    result = {"rows": rows | {"hf": {"error": "not installed"}}}
-    steps.conclude(result)
-    pairs = {(pair["ours"], pair["peer"]): pair["time_ratio"] for pair in result["comparisons"]}
-    return result["strongest_peer"], pairs, result["comparisons"]
-
-
-def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
-    times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
-    times |= {"sdpa flat compile graph": 2.0, "sdpa bf16 compile graph": 1.5}  # yardsticks, and no peers
-    in_turns = {"reference": "triton", "ratio": {"p20": 0.2, "median": 0.3, "p80": 0.7}}
-    strongest, pairs, (first, second) = concluded(times, torch=in_turns)
-    assert strongest == "sdpa" and pairs == {("triton", "sdpa"): 0.25, ("triton", "torch"): 0.3}
-    assert first["spread"] is None and second["spread"] == [0.2, 0.7] and second["memory_ratio"] == 0.125
-
-
-def test_fp8_is_compared_with_fp8():
-    times = {"triton graph": 10, "sdpa compile graph": 12, "triton fp8 graph": 7, "sdpa rowwise compile graph": 9,
-             "sdpa tensorwise compile graph": 8, "sdpa bf16 compile graph": 5}  # fmt: skip
-    strongest, pairs, _ = concluded(times)
-    assert strongest == "sdpa compile graph" and pairs == {
-        ("triton graph", "sdpa compile graph"): 10 / 12,
-        ("triton fp8 graph", "sdpa tensorwise compile graph"): 7 / 8,
-        ("triton fp8 graph", "triton graph"): 7 / 10,
-    }

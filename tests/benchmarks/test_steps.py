@@ -1,4 +1,4 @@
-"""The benchmarks' rules: gate first, failures named, ratios that follow from the windows, results never overwritten."""
+"""benchmarks.steps: gate first, failures named, one rule for the strongest peer."""
 
 import dataclasses
 import json
@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import gpt, harness, kernels, scaling, steps
+from benchmarks import fp8_learning, gpt, harness, kernels, scaling, steps
 from benchmarks.pages import publish
+from measure.results import Unavailable
 from tests.core.tiny import TINY
+from tiny_llama import fp8
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
-SHORT = ["--tiny", "--no-use-amp", "--windows", "2", "--steps", "1"]
+SHORT = ["--tiny", "--windows", "2", "--steps", "1"]
 SMALLER = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
+IN_FP8 = dataclasses.replace(TINY, seq_len=16, use_amp=True)
 
 
 def run_steps(folder, *flags):
@@ -35,14 +38,14 @@ def comparison(tmp_path_factory):
             monkeypatch.setitem(steps.SIZES, "tiny", SMALLER)
             monkeypatch.setattr(steps, "WARMUP_STEPS", 1)
             monkeypatch.setattr(harness, "UNCOUNTED", 0)
-        monkeypatch.setattr(steps.hardware, "peak_tflops", lambda device, precision: {"fp32": 2.0}[precision])
+        monkeypatch.setattr(steps.hardware, "peak_tflops", lambda device, precision: 2.0)
         code, result = run_steps(folder, "--rows", *ROWS)
     assert code == 0
     return folder, result
 
 
 def test_every_row_has_a_time_or_a_reason(comparison):
-    _, result = comparison
+    folder, result = comparison
     size = result["sizes"]["tiny"]
     assert list(size["rows"]) == ROWS
     for name, row in size["rows"].items():
@@ -61,7 +64,7 @@ def test_every_row_has_a_time_or_a_reason(comparison):
     assert pair["time_ratio"] == timed["torch"]["ratio"]["median"]
     rows = " ".join(f"'{name}'" if " " in name else name for name in ROWS)
     assert result["command"] == f"python -m benchmarks.steps {' '.join(SHORT)} --rows {rows}"
-    assert result["environment"]["torch"] == torch.__version__
+    assert re.search(r"\| triton \| \d", publish.SECTIONS["steps"](folder))  # on its page
 
 
 def test_yardsticks_train_as_their_peer():
@@ -80,7 +83,7 @@ def test_yardsticks_train_as_their_peer():
     assert losses["bf16"] == pytest.approx(losses["sdpa"], rel=5e-3)
     moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
     assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
-    with pytest.raises(steps.Unavailable, match="--use-amp"):
+    with pytest.raises(steps.Unavailable, match="bf16"):
         steps.in_bf16(in_fp32, cpu)
 
 
@@ -94,7 +97,9 @@ def test_a_sweep_changes_one_size_only():
     assert {config.tokens_per_step for config in lengths} == {16384}
     scores = [c.num_layers * min(c.batch_size, llama.CHECK_BATCH) * c.num_heads * c.seq_len**2 for c in lengths]
     assert 4 * max(scores) < 64e9  # bytes that the reference of the check keeps
-    assert {size["hidden_dim"] // size["num_heads"] for size in steps.SWEEPS["width"].values()} == {64}
+
+
+# --- the gate
 
 
 @pytest.mark.parametrize("swiglu", [
@@ -110,11 +115,101 @@ def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
     assert size["strongest_peer"] == "torch"
 
 
-def test_without_a_reference_no_row_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama, "exact_loss_and_gradients", lambda *args: 1 / 0)
+def test_without_a_reference_no_row_is_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(llama, "exact_loss_and_gradients", lambda *args: [][0])
     code, result = run_steps(tmp_path, "--rows", "torch")
-    row = result["sizes"]["tiny"]["rows"]["torch"]
-    assert code == 0 and row["error"] == "no reference: ZeroDivisionError: division by zero"
+    assert code == 0 and result["sizes"] == {} and "IndexError: list index" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.2, False), (None, False)])
+def test_the_model_with_flash_attention_4_is_checked(run, monkeypatch, factor, passed):
+    fake = SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, fake if factor else None)
+    (gate,) = steps.check(run, ["sdpa fa4"], TINY).values()
+    assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
+
+
+class Float8Linear(torch.nn.Linear):
+    """What torchao makes of a module; wrong rounds badly."""
+
+    wrong = False
+
+    def forward(self, x):
+        return fp8.emulated_linear(x, self.weight) * (4 if self.wrong else 1)
+
+
+@pytest.mark.parametrize("recipe, wrong", [*((recipe, False) for recipe in steps.TORCHAO_RECIPES), ("rowwise", True)])
+def test_every_projection_is_torchao_s(run, monkeypatch, recipe, wrong):
+    recipes = []
+
+    def convert_to_float8_training(model, config):
+        recipes.append(config)
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.__class__ = Float8Linear
+
+    config = SimpleNamespace(from_recipe_name=lambda name: name)
+    module = SimpleNamespace(Float8LinearConfig=config, convert_to_float8_training=convert_to_float8_training)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=module))
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
+    monkeypatch.setattr(Float8Linear, "wrong", wrong)
+    gates = steps.check(run, ["sdpa", f"sdpa {recipe}"], IN_FP8)
+    gate = gates[f"sdpa {recipe}"]
+    assert gates["sdpa"]["passed"] and gate["passed"] == (not wrong) and recipes == [recipe]
+    assert wrong or gate["relative_error"] > 0.05  # that of FP8, which bf16 would not be allowed
+
+
+def test_what_is_missing_takes_one_line(monkeypatch):
+    cpu = llama.get_device("cpu")
+    old = dataclasses.replace(cpu, arch="gfx90a")
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    in_fp32 = dataclasses.replace(IN_FP8, use_amp=False)
+    for row, config, device, words in (
+        ("sdpa rowwise", IN_FP8, cpu, "torchao(.float8)? is not installed"),
+        ("sdpa rowwise", IN_FP8, old, r"FP8 is for bf16, and for a GPU that has it \(gfx90a\)"),
+        ("triton fp8", IN_FP8, old, "FP8 is for bf16"), ("triton fp8", in_fp32, cpu, "FP8 is for bf16"),
+    ):  # fmt: skip
+        with pytest.raises(Unavailable, match=words):
+            steps.make_step(steps.Row(row), config, device)
+
+
+# --- what follows from the rows
+
+
+def concluded(times, **fields):
+    """What conclude() finds in rows of these ms; fields: more of some of them."""
+    rows = {name: {"error": None, "ms": {"median": ms}, "peak_memory_mib": 50 * ms} for name, ms in times.items()}
+    for name, more in fields.items():
+        rows[name] |= more
+    result = {"rows": rows | {"hf": {"error": "not installed"}}}
+    steps.conclude(result)
+    pairs = {(pair["ours"], pair["peer"]): pair["time_ratio"] for pair in result["comparisons"]}
+    return result["strongest_peer"], pairs, result["comparisons"]
+
+
+def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
+    times = {"triton": 1.0, "torch": 8.0, "sdpa": 4.0}
+    times |= {"sdpa flat compile graph": 2.0, "sdpa bf16 compile graph": 1.5}  # yardsticks, and no peers
+    in_turns = {"reference": "triton", "ratio": {"p20": 0.2, "median": 0.3, "p80": 0.7}}
+    strongest, pairs, (first, second) = concluded(times, torch=in_turns)
+    assert strongest == "sdpa" and pairs == {("triton", "sdpa"): 0.25, ("triton", "torch"): 0.3}
+    assert first["spread"] is None and second["spread"] == [0.2, 0.7] and second["memory_ratio"] == 0.125
+
+
+def test_fp8_is_compared_with_fp8():
+    times = {"triton graph": 10, "sdpa compile graph": 12, "triton fp8 graph": 7, "sdpa rowwise compile graph": 9,
+             "sdpa tensorwise compile graph": 8, "sdpa bf16 compile graph": 5}  # fmt: skip
+    strongest, pairs, _ = concluded(times)
+    assert strongest == "sdpa compile graph" and pairs == {
+        ("triton graph", "sdpa compile graph"): 10 / 12,
+        ("triton fp8 graph", "sdpa tensorwise compile graph"): 7 / 8,
+        ("triton fp8 graph", "triton graph"): 7 / 10,
+    }
+
+
+# --- the command line
 
 
 def test_hugging_face_names_cover_the_model():
@@ -125,16 +220,26 @@ def test_hugging_face_names_cover_the_model():
     assert "model.layers.1.self_attn.k_proj.weight" in theirs and "model.norm.weight" in theirs
 
 
-@pytest.mark.parametrize("script, flags", [
-    (steps, "--rows fastest"), (steps, "--windows 0"), (steps, "--steps -1"), (steps, "--time-limit nan"),
-    (steps, "--time-limit -5"), (steps, "--tiny --sizes small"), (gpt, "--windows 0"),
-    (gpt, "--time-limit nan"), (kernels, "--only fft"), (scaling, "--sizes huge"),
-    (scaling, "--windows 0"),
+@pytest.mark.parametrize("program, flags", [
+    (steps, "--rows fastest"), (steps, "--windows 0"), (steps, "--time-limit nan"), (steps, "--time-limit -5"),
+    (steps, "--tiny --sizes small"), (gpt, "--windows 0"), (kernels, "--only fft"), (scaling, "--sizes huge"),
+    (fp8_learning, "--num-steps 0"),
 ])  # fmt: skip
-def test_wrong_flags_end_in_one_line_that_names_one(capsys, script, flags):
-    assert script.main(flags.split()) == 2
+def test_wrong_flags_end_in_one_line_that_names_one(capsys, program, flags):
+    assert program.main(flags.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search("|".join(re.findall(r"--\S+", flags)), error)
+
+
+@pytest.mark.parametrize("program, flags, words", [
+    (kernels, "", "need a GPU"), (steps, "--sizes small large", "need a GPU.*--tiny"), (gpt, "", "needs a GPU.*--tiny"),
+])  # fmt: skip
+def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, program, flags, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    assert program.main([*flags.split(), "--output-dir", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(words, error) and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name, row", [
@@ -159,35 +264,5 @@ def test_each_group_has_the_anchor_and_what_it_is_timed_against():
 ])  # fmt: skip
 def test_sizes_are_those_asked_for(flags, found):
     assert list(steps.sizes_of(steps.parse(flags), on_gpu=True)) == found
-
-
-@pytest.mark.parametrize("flags, known", [(["--tiny"], "tiny"), (["--sweep", "width"], "hidden 256"), ([], "small")])
-def test_a_size_of_another_list_is_refused(flags, known):
-    with pytest.raises(llama.UsageError, match=f"--sizes: there is no 'vocab 1,000', only '{known}'"):
-        steps.sizes_of(steps.parse([*flags, "--sizes", "vocab 1,000"]), on_gpu=True)
-
-
-@pytest.mark.parametrize("script, flags, words", [
-    (kernels, "", "need a GPU"), (steps, "--sizes small large", "--sizes small large needs a GPU.*--tiny"),
-    (gpt, "", "needs a GPU.*--tiny"),
-])  # fmt: skip
-def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, script, flags, words):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(llama, "INTERPRETED", False)
-    assert script.main([*flags.split(), "--output-dir", str(tmp_path / "new")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and re.search(words, error) and not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.2, False), (None, False)])
-def test_the_model_with_flash_attention_4_is_checked(monkeypatch, factor, passed):
-    fake = SimpleNamespace(flash_attn_func=lambda *qkv, causal: (factor * kernels.torch_attention(*qkv), None))
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, fake if factor else None)
-    (gate,) = steps.check(["sdpa fa4"], TINY, llama.get_device("cpu")).values()
-    assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
-
-
-def test_a_real_result_stands_on_its_page(comparison):
-    table = publish.SECTIONS["steps"](comparison[0])
-    assert re.search(r"\| triton \| \d", table) and f"python -m benchmarks.steps {' '.join(SHORT)}" in table
+    with pytest.raises(llama.UsageError, match="--sizes: there is no 'vocab 2', only '"):
+        steps.sizes_of(steps.parse([*flags, "--sizes", "vocab 2"]), on_gpu=True)

@@ -1,0 +1,14 @@
+"""A run of a benchmark on the CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import tiny_llama_v3 as llama
+from benchmarks import harness
+
+
+@pytest.fixture
+def run(tmp_path):
+    options = SimpleNamespace(output_dir=str(tmp_path), time_limit=100.0, windows=2)
+    return harness.Run("test", [], options, llama.get_device("cpu"), cases=[])
