@@ -74,10 +74,10 @@ def figures(bench, call):
 def profile(bench, case, ceilings):
     """Measure and print all figures of a Case. Return them."""
     with bench.on_stream():
-        verdict = compare(*case.evidence(case.ours[0]()))
+        verdict = compare(*case.evidence(case.outputs("triton")))
     error, allowed = verdict.errors[verdict.worst], verdict.allowed[verdict.worst]
     # Only what is compared: other peers are those of benchmarks.kernels.
-    ours, theirs = (figures(bench, call) for call in (case.ours[0], case.build(case.peers["torch"])[0]))
+    ours, theirs = (figures(bench, call) for call in (case.calls(name)[0] for name in ("triton", "torch")))
     by_bytes = case.unit == "TB/s"
     label, unit = ("Bandwidth", "GB/s") if by_bytes else ("Arithmetic", "TFLOP/s")
     rate = case.work.bytes / ours["ms"] / 1e6 if by_bytes else case.work.flop / ours["ms"] / 1e9

@@ -12,7 +12,7 @@ rule of tiny_llama_v3.py --check.
 
 The peers are eager PyTorch; torch.compile of the same function ("compile"); two backends of PyTorch's attention
 ("flash", which is AOTriton on AMD, and "cudnn"); Liger-Kernel, QuACK and FlashAttention 4 ("liger", "quack", "fa4");
-and on AMD AMD's own library ("aiter"), whose RMSNorm and SwiGLU have no backward pass.
+and on AMD the attention of AMD's own library ("aiter").
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -45,7 +45,7 @@ from measure.timing import Bench, compile_apart, copy_calls, gradient_call
 from nanogpt_triton.kernels import triton_layer_norm
 from tiny_llama import fp8, hardware
 
-EPS = 1e-5
+OURS, EPS = "triton", 1e-5
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Libraries: functions with the same arguments as one in plain PyTorch
@@ -57,23 +57,10 @@ class Library(NamedTuple):
     package: str
     archs: tuple  # of the devices that it is for, how they begin
     functions: dict  # {operation: function of the imported package and the inputs}
-    forward_only: tuple = ()  # the operations that have no backward pass
 
     def load(self, operation):
         """Return the function of the inputs alone."""
         return functools.partial(self.functions[operation], import_library(self.package))
-
-
-def aiter_add_norm(aiter, x, branch, weight):
-    y, residual = torch.empty_like(x), torch.empty_like(x)
-    aiter.rmsnorm2d_fwd_with_add(y, x.detach(), branch.detach(), residual, weight.detach(), EPS)
-    return y, residual
-
-
-def aiter_activation(aiter, gate_up):
-    hidden = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    aiter.silu_and_mul(hidden, gate_up.detach())
-    return hidden
 
 
 def aiter_attention(aiter, q, k, v):
@@ -111,17 +98,7 @@ LIBRARIES = {
         ("sm_90", "sm_10"),
         {"attention": lambda fa4, q, k, v: fa4.flash_attn_func(q, k, v, causal=True)[0]},
     ),
-    "aiter": Library(
-        "aiter",
-        ("gfx",),
-        {
-            "norm": lambda aiter, x, weight: aiter.rms_norm(x.detach(), weight.detach(), EPS),
-            "add_norm": aiter_add_norm,
-            "activation": aiter_activation,
-            "attention": aiter_attention,
-        },
-        forward_only=("norm", "add_norm", "activation"),
-    ),
+    "aiter": Library("aiter", ("gfx",), {"attention": aiter_attention}),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,54 +134,57 @@ class Case:
     function: Callable  # in plain PyTorch
     inputs: list  # tuples, which calls use in rotation
     upstreams: list  # the gradients of the outputs for each of these; empty forward
-    ours: list  # a call for each of the inputs, which returns what the function, or its backward pass, returns
+    ours: list  # calls that return what the function, or its backward pass, returns; empty: ours is one of the peers
     peers: dict  # {name: function that returns a function with the arguments of the plain one}
 
     def whole(self, function):
         """Return the function, or its backward pass."""
         return gradients(function, len(self.inputs[0])) if self.upstreams else function
 
+    def outputs(self, name):
+        """Return the results of a contender for the first inputs."""
+        if name == OURS and self.ours:
+            return self.ours[0]()
+        # A copy, as a library may overwrite its inputs.
+        copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs[0]]
+        return self.whole(self.peers[name]())(*copies, *sum(self.upstreams[:1], ()))
+
     def evidence(self, outputs):
         """Return what accuracy.compare() takes, of outputs for the first inputs."""
         # As tiny_llama_v3.py --check does: beside plain PyTorch in the same precision, whose error shows what rounding
         # costs, and in higher precision.
-        arguments = (*self.inputs[0], *(self.upstreams[0] if self.upstreams else ()))
-        plain = self.whole(self.function)
+        arguments, plain = (*self.inputs[0], *sum(self.upstreams[:1], ())), self.whole(self.function)
         results = map(named, (outputs, plain(*arguments), plain(*promoted(arguments))))
-        return *results, KERNEL_TOLERANCE[self.inputs[0][0].dtype]
+        return *results, KERNEL_TOLERANCE[arguments[0].dtype]
 
-    def build_ours(self):
-        # Checked at its first call: kernels that work in place read their own results from the second on.
-        require(*self.evidence(self.ours[0]()))
-        return self.ours
-
-    def build(self, load):
-        """Return the calls of a peer."""
-        function = load()
-        # A copy, as a library may overwrite its inputs.
-        copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs[0]]
-        upstream = self.upstreams[0] if self.upstreams else ()
-        require(*self.evidence(self.whole(function)(*copies, *upstream)))
+    def calls(self, name):
+        """Return the calls of a contender, of its direction alone."""
+        if name == OURS and self.ours:
+            return self.ours
+        function = self.peers[name]()
         # Forward without no_grad(), as saving tensors for the backward pass is part of the forward pass.
         if not self.upstreams:
             return [functools.partial(function, *each) for each in self.inputs]
         with self.bench.on_stream():
-            pairs = zip(self.inputs, self.upstreams, strict=True)
-            return [gradient_call(function, *pair) for pair in pairs]
+            return [gradient_call(function, *pair) for pair in zip(self.inputs, self.upstreams, strict=True)]
+
+    def build(self, name):
+        # Checked at the first call: kernels that work in place read their own results from the second on.
+        require(*self.evidence(self.outputs(name)))
+        return self.calls(name)
 
     @property
     def contenders(self):
-        peers = {name: functools.partial(self.build, load) for name, load in self.peers.items()}
-        return {"triton": self.build_ours} | peers if self.ours else peers
+        names = [OURS] * bool(self.ours) + list(self.peers)
+        return {name: functools.partial(self.build, name) for name in names}
 
 
-def library_peers(bench, operation, backward):
+def library_peers(bench, operation):
     """Return {library: function that loads its own} of the libraries that have an operation on this device."""
     return {
         name: functools.partial(library.load, operation)
         for name, library in LIBRARIES.items()
         if operation in library.functions and bench.device.arch.startswith(library.archs)
-        if not (backward and operation in library.forward_only)
     }
 
 
@@ -214,12 +194,15 @@ def compiled_peer(bench, function):
     return {"compile": functools.cache(lambda: compile_apart(function, True, dynamic=False, fullgraph=True))}
 
 
-def directions(bench, operation, name, size, unit, function, inputs, upstreams, ours, works, peers=None):
-    """Yield the Cases of forward and backward; ours, works: a pair. peers: instead of eager and compiled PyTorch."""
-    peers = peers or {"torch": lambda: function} | compiled_peer(bench, function)
-    for title, own, cost, ups in zip((name, f"{name} backward"), ours, works, ([], upstreams), strict=True):
-        theirs = peers | library_peers(bench, operation, bool(ups))
-        yield Case(bench, title, size, cost, unit, function, inputs, ups, own, theirs)
+def directions(bench, operation, name, size, unit, function, inputs, upstreams, works, peers, ours=([], [])):
+    """Yield the Cases of forward and backward; works, ours: a pair."""
+    peers = peers | library_peers(bench, operation)
+    for title, cost, ups, own in zip((name, f"{name} backward"), works, ([], upstreams), ours, strict=True):
+        yield Case(bench, title, size, cost, unit, function, inputs, ups, own, peers)
+
+
+def plain_peers(bench, function):
+    return {"torch": lambda: function} | compiled_peer(bench, function)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,36 +223,29 @@ def torch_add_norm(x, branch, weight):
     return F.rms_norm(residual, weight.shape, weight, EPS), residual
 
 
+def triton_norm(x, weight):
+    return llama.triton_rmsnorm(x, None, weight, EPS)[0]
+
+
+def triton_add_norm(x, branch, weight):
+    return llama.triton_rmsnorm(x, branch, weight, EPS)
+
+
+def leaves(bench, number, *shapes, dtype=None):
+    """Return a number of tuples of random tensors that require gradients."""
+    return [tuple(bench.randn(*shape, dtype=dtype).requires_grad_() for shape in shapes) for _ in range(number)]
+
+
 def rmsnorm_cases(bench, n_rows, n_cols, added=False):
-    weight = bench.randn(n_cols)
-    inputs, upstreams, forward, backward = [], [], [], []
-
-    def ours_forward(x, branch):
-        residual, y, _ = llama.rmsnorm_forward(x, branch, weight, EPS)
-        return (y, residual) if added else y
-
-    def ours_backward(y_grad, residual_grad, x, rstd):
-        x_grad, partial = llama.rmsnorm_backward(y_grad, residual_grad, x, weight, rstd)
-        weight_grad = weight.new_empty(weight.shape)
-        llama.write_column_sums(weight_grad, False, partial)
-        return (x_grad, x_grad, weight_grad) if added else (x_grad, weight_grad)
-
-    for _ in range(2):
-        x, y_grad = bench.randn(n_rows, n_cols), bench.randn(n_rows, n_cols)
-        branch, residual_grad = (bench.randn(n_rows, n_cols) if added else None for _ in range(2))
-        residual, y, rstd = llama.rmsnorm_forward(x, branch, weight, EPS)
-        inputs.append([t.detach().requires_grad_() for t in (x, branch, weight) if t is not None])
-        upstreams.append([t for t in (y_grad, residual_grad) if t is not None])
-        forward.append(functools.partial(ours_forward, x, branch))
-        backward.append(functools.partial(ours_backward, y_grad, residual_grad, residual, rstd))
-    works = (
-        work.rmsnorm(x, weight, y, rstd, branch, residual if added else None),
-        work.rmsnorm_backward(y_grad, x, weight, rstd, x, residual_grad),
-    )
-    names = ("add_norm", "add + RMSNorm", torch_add_norm) if added else ("norm", "RMSNorm", torch_norm)
-    operation, name, function = names
-    ours = forward, backward
-    yield from directions(bench, operation, name, f"N = {n_cols}", "TB/s", function, inputs, upstreams, ours, works)
+    rows = [(n_rows, n_cols)] * (2 if added else 1)  # x and the branch; or y and residual, of the gradients
+    operation, name = ("add_norm", "add + RMSNorm") if added else ("norm", "RMSNorm")
+    function, ours = (torch_add_norm, triton_add_norm) if added else (torch_norm, triton_norm)
+    inputs, upstreams = leaves(bench, 2, *rows, (n_cols,)), leaves(bench, 2, *rows)
+    (x, *branch, weight), rstd = inputs[0], torch.empty(n_rows, device="meta")
+    works = work.rmsnorm(x, weight, x, rstd, *branch * 2), work.rmsnorm_backward(x, x, weight, rstd, x, *branch)
+    peers = {OURS: lambda: ours} | plain_peers(bench, function)
+    names = operation, name, f"N = {n_cols}", "TB/s", function
+    yield from directions(bench, *names, inputs, upstreams, works, peers)
 
 
 def torch_layer_norm(x, weight, bias):
@@ -277,21 +253,18 @@ def torch_layer_norm(x, weight, bias):
 
 
 def layer_norm_cases(bench, n_rows, n_cols, dtype):
-    # As one calls it, with autograd: ours is a peer of the plain function.
-    peers = {"triton": lambda: triton_layer_norm, "torch": lambda: torch_layer_norm}
-    peers |= compiled_peer(bench, torch_layer_norm)
-    weight, bias = (bench.randn(n_cols, dtype=dtype).requires_grad_() for _ in range(2))
+    shape = n_rows, n_cols
     # Eight sets of buffers, as those of a small shape would stay in the cache.
-    xs, grads = ([bench.randn(n_rows, n_cols, dtype=dtype) for _ in range(8)] for _ in range(2))
-    inputs = [(x.requires_grad_(), weight, bias) for x in xs]
-    x, statistic = xs[0], torch.empty(n_rows, device="meta")
+    inputs = leaves(bench, 8, shape, (n_cols,), (n_cols,), dtype=dtype)
+    (x, weight, bias), statistic = inputs[0], torch.empty(n_rows, device="meta")
     works = (
         work.layer_norm(x, weight, x, statistic, statistic, bias),
         work.layer_norm_backward(x, x, weight, statistic, statistic, x),
     )
+    peers = {OURS: lambda: triton_layer_norm} | plain_peers(bench, torch_layer_norm)
     size = f"{str(dtype).removeprefix('torch.')}, {n_rows:,} x {n_cols:,}"
     names = "layer_norm", "LayerNorm", size, "TB/s", torch_layer_norm
-    yield from directions(bench, *names, inputs, [(grad,) for grad in grads], ([], []), works, peers)
+    yield from directions(bench, *names, inputs, leaves(bench, 8, shape, dtype=dtype), works, peers)
 
 
 def torch_activation(gate_up):
@@ -300,8 +273,7 @@ def torch_activation(gate_up):
 
 
 def swiglu_cases(bench, n_rows, n_cols):
-    inputs = [(bench.randn(n_rows, 2 * n_cols).requires_grad_(),) for _ in range(2)]
-    upstreams = [(bench.randn(n_rows, n_cols),) for _ in range(2)]
+    inputs, upstreams = leaves(bench, 2, (n_rows, 2 * n_cols)), leaves(bench, 2, (n_rows, n_cols))
 
     def ours_backward(hidden_grad, overwritten):
         llama.swiglu_activation_backward_(hidden_grad, overwritten)
@@ -309,11 +281,12 @@ def swiglu_cases(bench, n_rows, n_cols):
 
     forward = [functools.partial(llama.swiglu_activation, x.detach()) for (x,) in inputs]
     pairs = zip(upstreams, inputs, strict=True)
-    backward = [functools.partial(ours_backward, grad, x.detach().clone()) for (grad,), (x,) in pairs]
+    backward = [functools.partial(ours_backward, grad.detach(), x.detach().clone()) for (grad,), (x,) in pairs]
     (x,), (grad,) = inputs[0], upstreams[0]
     works = work.swiglu_activation(x, grad), work.swiglu_activation_backward(grad, x)
-    names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s"
-    yield from directions(bench, *names, torch_activation, inputs, upstreams, (forward, backward), works)
+    names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s", torch_activation
+    peers = plain_peers(bench, torch_activation)
+    yield from directions(bench, *names, inputs, upstreams, works, peers, (forward, backward))
 
 
 def torch_losses_and_gradient(logits, targets, cross_entropy=F.cross_entropy):
@@ -333,13 +306,10 @@ def cross_entropy_cases(bench, n_rows, vocab):
         losses = llama.cross_entropy_(overwritten, targets, 1.0)
         return losses[0], overwritten
 
-    def with_losses(build):
-        return functools.partial(torch_losses_and_gradient, cross_entropy=build())
-
-    compiled = compiled_peer(bench, F.cross_entropy).items()
     peers = {"torch": lambda: torch_losses_and_gradient}
-    peers |= {name: functools.partial(with_losses, build) for name, build in compiled}
-    peers |= library_peers(bench, "cross_entropy", False)
+    for name, build in compiled_peer(bench, F.cross_entropy).items():
+        peers[name] = lambda b=build: functools.partial(torch_losses_and_gradient, cross_entropy=b())
+    peers |= library_peers(bench, "cross_entropy")
     moved = work.cross_entropy(logits, targets, torch.empty(2, n_rows, device="meta"))  # losses and counts
     names = "cross-entropy", f"V = {vocab}", moved, "TB/s", torch_losses_and_gradient
     yield Case(bench, *names, [(logits, targets)], [], [ours], peers)
@@ -391,25 +361,25 @@ torch_attention = functools.partial(sdpa, backend=SDPBackend.MATH)
 
 
 def attention_cases(bench, batch, seq_len, heads, kv_heads, head_dim):
-    q, o_grad = (bench.randn(batch, seq_len, heads, head_dim) for _ in range(2))
-    k, v = (bench.randn(batch, seq_len, kv_heads, head_dim) for _ in range(2))
+    shapes = [(batch, seq_len, number, head_dim) for number in (heads, kv_heads, kv_heads)]
+    # Inputs require gradients, as in training, so that the log-sum-exp is stored.
+    inputs, ((o_grad,),) = leaves(bench, 1, *shapes), leaves(bench, 1, shapes[0])
+    q, k, v = (x.detach() for x in inputs[0])
     # The backward pass alone is timed: its forward pass has run once, and what it saved is kept.
     o, lse = llama.flash_attention_forward(q, k, v)
     grads = [torch.empty_like(x) for x in (q, k, v)]
 
     def backward():
-        llama.flash_attention_backward(o_grad, (q, k, v, o, lse), grads)
+        llama.flash_attention_backward(o_grad.detach(), (q, k, v, o, lse), grads)
         return grads
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION} if bench.on_gpu else {}
-    # Inputs require gradients, as in training, so that the log-sum-exp is stored.
-    inputs = [[x.clone().requires_grad_() for x in (q, k, v)]]
     peers = {"torch": lambda: sdpa}  # with the backend of PyTorch's choice
     peers |= {name: lambda b=backend: functools.partial(sdpa, backend=b) for name, backend in backends.items()}
     works = work.attention(q, k, v, o, lse), work.attention_backward(q, k, v, o, o_grad, lse, *grads)
     ours = [lambda: llama.flash_attention_forward(q, k, v)[0]], [backward]
     names = "attention", "attention", f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})", "TFLOP/s"
-    yield from directions(bench, *names, torch_attention, inputs, [[o_grad]], ours, works, peers)
+    yield from directions(bench, *names, torch_attention, inputs, [(o_grad,)], works, peers, ours)
 
 
 class Group(NamedTuple):
@@ -479,16 +449,17 @@ def parse(argv):
 
 @program("kernels.py")
 def main(argv):
-    options = parse(argv)
-    device = kernel_device()
+    options, device = parse(argv), kernel_device()
     if "fp8-layer" in options.only and (device.type == "cpu" or not fp8.formats_of(device.arch)):
         raise llama.UsageError(f"--only fp8-layer needs a GPU with products in FP8, and this is {device.arch}")
     torch.manual_seed(0)
     bench = Bench(device)
-    peers = versions(*(library.package.split(".")[0] for library in LIBRARIES.values()))
-    dtype = str(bench.dtype).removeprefix("torch.")
-    peaks = [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")]
-    run = Run("kernels", argv, options, device, peers=peers, dtype=dtype, peaks=peaks, cases=[])
+    fields = {
+        "peers": versions(*(library.package.split(".")[0] for library in LIBRARIES.values())),
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "peaks": [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")],
+    }
+    run = Run("kernels", argv, options, device, **fields, cases=[])
     for group in options.only:
         failed = run.attempt(functools.partial(measure_group, run, bench, group))
         if failed["error"]:  # the other groups can still be measured
