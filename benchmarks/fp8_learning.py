@@ -65,19 +65,20 @@ def config_of(options, on_gpu, text, seed, size, data, precision):
     )
 
 
-def train(config, device):
-    """Return losses, final_loss and ms of a run, and an error if a loss that is not finite ended it."""
-    step, records = llama.TrainStep(config, device), []
+def train(run, config):
+    """Return losses, final_loss and ms of a training run, and an error if a loss that is not finite ended it."""
+    run.require_time()
+    step, records = llama.TrainStep(config, run.device), []
     with contextlib.redirect_stdout(None):  # a line for each of thousands of steps
         llama.warm_up(step)
         llama.train(step, step.batches(config.seed), records)
     # A run that diverges has records up to the loss that is not finite.
     losses = [round(record.loss, 5) for record in records]
-    run = {"losses": losses, "final_loss": smoothed(losses)[-1]}
-    run |= {"ms": percentiles([record.batch_ms for record in records]), "tflop": hardware.model_tflops(config)}
+    trained = {"losses": losses, "final_loss": smoothed(losses)[-1], "tflop": hardware.model_tflops(config)}
+    trained["ms"] = percentiles([record.batch_ms for record in records])
     if not math.isfinite(losses[-1]):
-        run |= {"final_loss": None, "error": f"diverged: the loss of step {len(losses)} is {losses[-1]}"}
-    return run
+        trained |= {"final_loss": None, "error": f"diverged: the loss of step {len(losses)} is {losses[-1]}"}
+    return trained
 
 
 def parse(argv):
@@ -105,18 +106,13 @@ def main(argv):
         text = Path(scratch, "text")
         text.write_bytes(library_text())
         configs = [config_of(options, device.type == "cuda", text, *each) for each in runs]
-        run = Run("fp8_learning", argv, options, device, missing=[], runs=[])
+        run = Run("fp8_learning", argv, options, device, runs=[])
         for (seed, size, data, precision), config in zip(runs, configs, strict=True):
-            label = f"{size} {data} seed {seed} {precision}"
-            if run.is_late():
-                run.result["missing"].append(label)
-                print(f"{label}: left out by --time-limit {options.time_limit:g}", flush=True)
-                continue
             made = {"size": size, "data": data, "seed": seed, "precision": precision}
-            made |= run.attempt(functools.partial(train, config, device))
+            made |= run.attempt(functools.partial(train, run, config))
             run.result["runs"].append(made)
             line = made["error"] or "{final_loss:.4f} nats, {ms[median]:.2f} ms a step".format(**made)
-            print(f"{label}: {line}", flush=True)
+            print(f"{size} {data} seed {seed} {precision}: {line}", flush=True)
             run.save()
             release_all(device)
     return run.finish()

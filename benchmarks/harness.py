@@ -245,7 +245,7 @@ def measure_rows(run, measured, rows, reference, build, figures, clean=release_a
         measured[name] = {**rows[name]._asdict(), **fields}
         line = fields["error"] or f"{fields['ms']['median']:.3f} ms"
         if "ratio" in fields:
-            line += f", of which {reference} takes {fields['ratio']['median']:.3f}"
+            line += f"; {reference} takes {fields['ratio']['median']:.3f} of it"
         print(f"    {name:32} {line}", flush=True)
         run.save()
 

@@ -88,7 +88,7 @@ def learning_row(runs, precision, found):
 
 @of_each_device(*RUNS)
 def learning_section(rows):
-    """Show a line for each size, data and precision, and the runs that failed or were left out."""
+    """Show a line for each size, data and precision, and the runs that failed."""
     rows = newest_runs(rows)
     lines, notes = [], []
     for (size, data), runs in rows.groupby(["size", "data"], sort=False):
@@ -99,7 +99,5 @@ def learning_section(rows):
                 lines.append({"": f"{size}, {data}, {precision}", **row})
         for run in runs[runs["error"].notna()].itertuples():
             notes.append(f"- {size} {data} seed {run.seed} {run.precision}: {run.error}")
-        left_out = (label for label in runs["missing"].iloc[0] if label.startswith(f"{size} {data} "))
-        notes += [f"- {label}: not measured" for label in left_out]
     table = markdown(pd.DataFrame(lines)) if lines else ""
     return paragraphs(table, "\n".join(notes), provenance(rows))
