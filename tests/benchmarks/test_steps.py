@@ -53,9 +53,9 @@ def test_every_row_has_a_time_or_a_reason(comparison):
     timed = {name: row for name, row in size["rows"].items() if not row["error"]}
     assert {"triton", "torch", "sdpa"} <= set(timed)
     for row in timed.values():
-        speed = size["tflop_per_step"] / row["ms"]["median"] * 1e3
-        assert row["tflops_per_second"] == pytest.approx(speed) and row["mfu"] == pytest.approx(speed / 2)
-        assert row["tokens_per_second"] == pytest.approx(8 / row["ms"]["median"] * 1e3)  # a sequence of 8
+        steps_a_second = 1e3 / row["ms"]["median"]
+        assert row["mfu"] == pytest.approx(size["tflop_per_step"] * steps_a_second / 2)
+        assert row["tokens_per_second"] == pytest.approx(8 * steps_a_second)  # a sequence of 8
     losses = [row["first_loss"] for row in timed.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)  # the same weights and batch
     others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
@@ -160,19 +160,18 @@ def test_every_projection_is_torchao_s(run, monkeypatch, recipe, wrong):
     assert wrong or gate["relative_error"] > 0.05  # that of FP8, which bf16 would not be allowed
 
 
-def test_what_is_missing_takes_one_line(monkeypatch):
-    cpu = llama.get_device("cpu")
-    old = dataclasses.replace(cpu, arch="gfx90a")
+@pytest.mark.parametrize("row, changes, words", [
+    ("sdpa rowwise", {}, "torchao(.float8)? is not installed"),
+    ("sdpa rowwise", {"arch": "gfx90a"}, r"FP8 is for bf16, and for a GPU that has it \(gfx90a\)"),
+    ("triton fp8", {"arch": "gfx90a"}, "FP8 is for bf16"), ("triton fp8", {"use_amp": False}, "FP8 is for bf16"),
+])  # fmt: skip
+def test_what_is_missing_takes_one_line(monkeypatch, row, changes, words):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    in_fp32 = dataclasses.replace(IN_FP8, use_amp=False)
-    for row, config, device, words in (
-        ("sdpa rowwise", IN_FP8, cpu, "torchao(.float8)? is not installed"),
-        ("sdpa rowwise", IN_FP8, old, r"FP8 is for bf16, and for a GPU that has it \(gfx90a\)"),
-        ("triton fp8", IN_FP8, old, "FP8 is for bf16"), ("triton fp8", in_fp32, cpu, "FP8 is for bf16"),
-    ):  # fmt: skip
-        with pytest.raises(Unavailable, match=words):
-            steps.make_step(steps.Row(row), config, device)
+    device = dataclasses.replace(llama.get_device("cpu"), arch=changes.get("arch", "cpu"))
+    config = dataclasses.replace(IN_FP8, use_amp=changes.get("use_amp", True))
+    with pytest.raises(Unavailable, match=words):
+        steps.make_step(steps.Row(row), config, device)
 
 
 # --- what follows from the rows
@@ -233,6 +232,7 @@ def test_wrong_flags_end_in_one_line_that_names_one(capsys, program, flags):
 
 @pytest.mark.parametrize("program, flags, words", [
     (kernels, "", "need a GPU"), (steps, "--sizes small large", "need a GPU.*--tiny"), (gpt, "", "needs a GPU.*--tiny"),
+    (fp8_learning, "--sizes large", "--sizes large needs a GPU.*--tiny"),
 ])  # fmt: skip
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, program, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

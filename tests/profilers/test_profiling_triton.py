@@ -1,12 +1,10 @@
 """run_triton_profiling.py: what it prints, and that a wrong kernel does not pass. Times are never asserted."""
 
 import contextlib
-import errno
 import functools
 import io
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,25 +36,22 @@ def whole_run(tmp_path_factory):
     return run_in(tmp_path_factory.mktemp("whole"))
 
 
-def test_output_begins_as_the_exercise_shows_it(whole_run, device):
-    code, out, err, _ = whole_run
+def test_every_kernel_is_right_and_reported_as_the_exercise_shows_it(whole_run, device):
+    code, out, err, result = whole_run
     expected = (
         r"=== Triton Kernel Performance Analysis ===\n\n1\. RMSNorm Kernel Profiling\n"
         r"  Triton RMSNorm: \d+\.\d{3} ms\n  PyTorch RMSNorm: \d+\.\d{3} ms\n"
         r"  Speedup: \d+\.\d{2}x\n  Max error: \d\.\d{2}e[+-]\d{2} "
     )
     assert code == 0 and re.match(expected, out) and (device == "cuda" or "times mean nothing" in err)
-
-
-def test_every_kernel_is_right_and_reported(whole_run):
-    _, out, _, result = whole_run
     names = ["RMSNorm", "RMSNorm backward", "SwiGLU", "SwiGLU backward", "attention", "attention backward"]
     assert [case["name"] for case in result["kernels"]] == [*names, "cross-entropy"]
     for case in result["kernels"]:
         assert 0 <= case["error"] <= case["allowed"] < (0.1 if result["dtype"] == "float32" else 1)
         assert f"  Triton {case['name']}: {case['triton']['ms']:.3f} ms\n" in out
     assert [row["block_size"] for row in result["block_sizes"]] == [64, 128, 256, 512, 1024]
-    assert all(row["GB/s"] * row["ms"] == pytest.approx(2 * 16 * 16 * 4 / 1e6) for row in result["block_sizes"])
+    size = {"float32": 4, "bfloat16": 2}[result["dtype"]]
+    assert all(row["GB/s"] * row["ms"] == pytest.approx(2 * 16 * 16 * size / 1e6) for row in result["block_sizes"])
 
 
 def test_a_rate_is_the_work_over_the_time_and_its_share_that_of_the_ceiling(monkeypatch, capsys):
@@ -91,9 +86,8 @@ def test_a_wrong_kernel_is_found(run, monkeypatch):
         return residual, y, rstd
 
     monkeypatch.setattr(llama, "rmsnorm_forward", wrong)
-    code, out, err, result = run("--only", "rmsnorm")
+    code, out, err, _ = run("--only", "rmsnorm")
     assert code == 1 and out.count("WRONG") == 1 and err.endswith("wrong: RMSNorm\n")
-    assert result["kernels"][0]["error"] > result["kernels"][0]["allowed"]
     monkeypatch.setattr(llama, "rmsnorm_forward", lambda *args: tuple(x * float("nan") for x in forward(*args)))
     assert run("--only", "rmsnorm")[0] == 1
 
@@ -115,17 +109,11 @@ def test_bad_requests(run, flags, complaint):
     assert code == 2 and complaint in err and err.count("\n") == 1 and out == "" and result is None
 
 
-def test_full_disk_keeps_the_figures_printed_and_the_older_file(run, tmp_path, monkeypatch):
-    def fail(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "result.json").write_text('"an older one"')
-    monkeypatch.setattr(Path, "write_text", fail)
+def test_a_file_that_cannot_be_written_keeps_the_figures_printed(run, tmp_path):
+    (tmp_path / "new").touch()
     code, out, err, result = run("--only", "rmsnorm")
-    assert code == 2 and "Triton RMSNorm" in out and result == "an older one"
-    assert "(No space left on device): free space or give another" in err.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["result.json"]
+    assert code == 2 and "Triton RMSNorm" in out and result is None
+    assert "new/result.json cannot be written" in err.splitlines()[-1]
 
 
 @pytest.mark.gpu
