@@ -16,8 +16,6 @@ import functools
 import statistics
 import sys
 
-import torch
-
 if not __package__:
     print("run it from the root as python -m benchmarks.scaling", file=sys.stderr)
     sys.exit(2)
@@ -26,7 +24,7 @@ import tiny_llama_v3 as llama
 from benchmarks import harness
 from measure.command_line import positive, program
 from measure.results import Unavailable, describe
-from measure.timing import compile_apart, in_turns, wall_seconds
+from measure.timing import compile_apart, in_turns
 from measure.work import SIZES
 from tiny_llama import distributed
 
@@ -44,7 +42,6 @@ LEARNING_RATE = 3e-5
 GATE_STEPS = 5  # on one batch, so that the fall of the loss depends on the gradients of all processes
 GATE_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # as a share of that fall
 ALONE = distributed.World()
-MESSAGE_BYTES = 2**30  # so large that the latency is negligible
 
 
 class Contender(harness.Contender):
@@ -71,46 +68,6 @@ def make_step(config, device, world):
         step.run_model = compile_apart(step.model)
     step.load(*next(step.batches(config.seed)))
     return step
-
-
-def collective_ms(device, world, function, n_bytes, calls):
-    """Return the ms of a collective on the slowest process; of (its part, the whole) of so many bytes in bf16."""
-    whole = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device.type)
-    part = whole.chunk(world.size)[world.rank]
-
-    def run():
-        for _ in range(calls):
-            function(part, whole)
-
-    run()
-    if device.type == "cuda":
-        # Captured, as in the step: the host takes longer for a launch than a short message does.
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-        run = graph.replay
-    wall_seconds([run], 1, device)
-    world.gather(None)
-    return max(world.gather(wall_seconds([run], 3, device) * 1e3)) / calls
-
-
-def measure_collectives(device, world, n_bytes):
-    """Measure a reduce-scatter and an all-gather by themselves: bandwidth in GB/s out of a process, latency in us."""
-    # Whole numbers of bf16 for each process. A message of one number each has nothing but latency.
-    shortest = 2 * world.size
-    n_bytes -= n_bytes % shortest
-    functions = distributed.reduce_scatter, lambda part, whole: distributed.all_gather(whole, part)
-    scatter, gather = (collective_ms(device, world, function, n_bytes, 5) for function in functions)
-    short = [collective_ms(device, world, function, shortest, 50) for function in functions]
-    # Either collective sends all parts but the process's own.
-    sent = 2 * n_bytes * (world.size - 1) / world.size
-    return {
-        "bytes": n_bytes,
-        "reduce_scatter_ms": scatter,
-        "all_gather_ms": gather,
-        "bandwidth": sent / (scatter + gather) / 1e6,
-        "latency_us": 1e3 * statistics.mean(short),
-    }
 
 
 def require_losses(losses, expected, precision):
@@ -233,8 +190,6 @@ def measure_mode(run, mode, config, result):
 
 def measure_sizes(run):
     """Fill the result, weak scaling of all sizes first."""
-    n_bytes = MESSAGE_BYTES if run.on_gpu else 2**20
-    run.result["collectives"] = measure_collectives(run.device, run.world, n_bytes)
     for mode in run.options.modes:
         for name in ["tiny"] if run.options.tiny else run.options.sizes:
             print(f"\n{name}, {mode}", flush=True)

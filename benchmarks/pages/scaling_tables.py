@@ -59,13 +59,9 @@ def scaling_text(gpus, rows):
     })  # fmt: skip
     compared = [comparison_of(*size) for size in weak.groupby("size", sort=False)]
     compared = "; ".join(filter(None, compared))
-    # Of the result with the messages of this table.
-    collectives = weak["collectives"].iloc[0]
     return paragraphs(
         markdown(table),
         compared and f"Tokens a second of our step on {gpus} GPUs with a captured graph: {compared}.",
-        f"A reduce-scatter and an all-gather of 1 GiB, alone: {number(collectives['bandwidth'])} GB/s leave "
-        f"each GPU; the shortest message takes {number(collectives['latency_us'])} us.",
         provenance(pd.concat([weak, rows])),
     )
 

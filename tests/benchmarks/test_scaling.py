@@ -37,7 +37,7 @@ def run(python, folder, *flags, program=PLAIN):
 def test_one_process_is_compiled_for_itself(monkeypatch):
     """Dynamo would reuse the graphs that were split for the messages of several."""
     apart = []
-    monkeypatch.setattr(scaling.torch, "compile", lambda model: model)
+    monkeypatch.setattr("torch.compile", lambda model: model)
     monkeypatch.setattr(scaling, "compile_apart", lambda model: apart.append(model) or model)
     config = scaling.llama.Config(**SIZES["tiny"], impl="sdpa", compile=True)
     step = scaling.make_step(config, CPU, scaling.ALONE)
@@ -78,19 +78,6 @@ def test_the_figures_of_a_row_by_hand(tmp_path, monkeypatch):
     assert again["peak_memory_mib"] == 10.0 and "ratio" not in again
 
 
-def test_bandwidth_and_latency_by_hand(monkeypatch):
-    """A process sends half of a message to each collective; a GB/s is a byte a nanosecond."""
-    seconds = iter([0.0, 0.010, 0.0, 0.030, 0.0, 0.0005, 0.0, 0.0015])  # a warm-up before each: 5 calls, then 50
-    for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(scaling.distributed, name, lambda *tensors: None)
-    monkeypatch.setattr(scaling, "wall_seconds", lambda *args: next(seconds))
-    world = SimpleNamespace(rank=0, size=2, gather=lambda value: [value])
-    found = scaling.measure_collectives(CPU, world, 4_000_003)
-    assert found["bytes"] == 4_000_000 and found["reduce_scatter_ms"] == 2.0 and found["all_gather_ms"] == 6.0
-    assert found["bandwidth"] == pytest.approx(4e6 / 8e-3 / 1e9)  # 2 x 2 MB in 8 ms
-    assert found["latency_us"] == pytest.approx((10 + 30) / 2)
-
-
 @pytest.mark.parametrize("losses, passes", [([5.0, 4.0019], True), ([5.0, 3.9981], True), ([5.0, 4.0021], False),
                                             ([5.0, float("nan")], False)])  # fmt: skip
 def test_losses_may_be_off_by_a_share_of_their_fall(monkeypatch, losses, passes):
@@ -119,7 +106,7 @@ def test_every_row_has_a_time_or_a_reason_and_one_process_is_measured_once(measu
     assert [set(row["windows_ms"]) for row in rows] == [{"exchanging", "alone"}] + [{"exchanging"}] * 3
     assert {row["ms"]["alone"] for row in rows} == {statistics.median(rows[0]["windows_ms"]["alone"])}
     assert measured["command"] == f"torchrun --standalone --nproc_per_node=2 -m benchmarks.scaling {' '.join(SHORT)}"
-    assert measured["processes"] == 2 and measured["collectives"]["bandwidth"] > 0
+    assert measured["processes"] == 2
 
 
 def test_processes_that_do_not_exchange_get_no_time(tmp_path, python):
