@@ -79,9 +79,9 @@ def rounding(bench, dtype, matrices):
 
     scaled = ours()
     contenders = {"triton": check, "torch": lambda: [plain]} | ({"compile": compiled} if bench.on_gpu else {})
-    read = sum((m.tensors for m in matrices), ())
-    written = sum(((each.data, each.transposed) for each in scaled), ())
-    return contenders, work.moved(*read, *written), scaled
+    moved = sum(work.moved(*matrix.tensors) for matrix in matrices)
+    moved += sum(work.moved(each.data, each.transposed) for each in scaled)
+    return contenders, moved, scaled
 
 
 def three_products(multiply, x, weight, y_grad):
@@ -132,10 +132,16 @@ def fp8_layer_cases(bench, tokens, hidden, ffn):
 
     # x, weight and gradient of y of: the projections to and from attention, SwiGLU's of gate and up, and of its result.
     gate_up, hidden_grad = bench.randn(tokens, 2 * ffn), bench.randn(tokens, ffn)
-    gradient = Matrix((gate_up, hidden_grad), fp8.SWIGLU_GRADIENT, swiglu_gradient)
-    inputs = [*of_shapes(*[(tokens, hidden)] * 3), Matrix((gate_up,), fp8.SWIGLU, swiglu)]
+    inputs = [
+        *of_shapes((tokens, hidden), (tokens, hidden), (tokens, hidden)),
+        Matrix((gate_up,), fp8.SWIGLU, swiglu),
+    ]
     weights = of_shapes((2 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn))
-    gradients = [*of_shapes((tokens, 2 * hidden), (tokens, hidden)), gradient, *of_shapes((tokens, hidden))]
+    gradients = [
+        *of_shapes((tokens, 2 * hidden), (tokens, hidden)),
+        Matrix((gate_up, hidden_grad), fp8.SWIGLU_GRADIENT, swiglu_gradient),
+        *of_shapes((tokens, hidden)),
+    ]
     scaled = []
     for name, dtype, matrices in (
         ("inputs", formats.forward, inputs),

@@ -238,11 +238,17 @@ def leaves(bench, number, *shapes, dtype=None):
 
 def rmsnorm_cases(bench, n_rows, n_cols, added=False):
     rows = [(n_rows, n_cols)] * (2 if added else 1)  # x and the branch; or y and residual, of the gradients
-    operation, name = ("add_norm", "add + RMSNorm") if added else ("norm", "RMSNorm")
-    function, ours = (torch_add_norm, triton_add_norm) if added else (torch_norm, triton_norm)
-    inputs, upstreams = leaves(bench, 2, *rows, (n_cols,)), leaves(bench, 2, *rows)
-    (x, *branch, weight), rstd = inputs[0], torch.empty(n_rows, device="meta")
-    works = work.rmsnorm(x, weight, x, rstd, *branch * 2), work.rmsnorm_backward(x, x, weight, rstd, x, *branch)
+    operation, name, function, ours = "norm", "RMSNorm", torch_norm, triton_norm
+    if added:
+        operation, name, function, ours = "add_norm", "add + RMSNorm", torch_add_norm, triton_add_norm
+    inputs = leaves(bench, 2, *rows, (n_cols,))
+    upstreams = leaves(bench, 2, *rows)
+    x, *branch, weight = inputs[0]
+    rstd = torch.empty(n_rows, device="meta")
+    works = (
+        work.rmsnorm(x, weight, x, rstd, *branch * 2),  # y and the sum are like x and the branch
+        work.rmsnorm_backward(x, x, weight, rstd, x, *branch),
+    )
     peers = {OURS: lambda: ours} | plain_peers(bench, function)
     names = operation, name, f"N = {n_cols}", "TB/s", function
     yield from directions(bench, *names, inputs, upstreams, works, peers)
@@ -273,7 +279,8 @@ def torch_activation(gate_up):
 
 
 def swiglu_cases(bench, n_rows, n_cols):
-    inputs, upstreams = leaves(bench, 2, (n_rows, 2 * n_cols)), leaves(bench, 2, (n_rows, n_cols))
+    inputs = leaves(bench, 2, (n_rows, 2 * n_cols))
+    upstreams = leaves(bench, 2, (n_rows, n_cols))
 
     def ours_backward(hidden_grad, overwritten):
         llama.swiglu_activation_backward_(hidden_grad, overwritten)
@@ -283,7 +290,10 @@ def swiglu_cases(bench, n_rows, n_cols):
     pairs = zip(upstreams, inputs, strict=True)
     backward = [functools.partial(ours_backward, grad.detach(), x.detach().clone()) for (grad,), (x,) in pairs]
     (x,), (grad,) = inputs[0], upstreams[0]
-    works = work.swiglu_activation(x, grad), work.swiglu_activation_backward(grad, x)
+    works = (
+        work.swiglu_activation(x, grad),
+        work.swiglu_activation_backward(grad, x),
+    )
     names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s", torch_activation
     peers = plain_peers(bench, torch_activation)
     yield from directions(bench, *names, inputs, upstreams, works, peers, (forward, backward))
@@ -373,10 +383,14 @@ def attention_cases(bench, batch, seq_len, heads, kv_heads, head_dim):
         llama.flash_attention_backward(o_grad.detach(), (q, k, v, o, lse), grads)
         return grads
 
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION} if bench.on_gpu else {}
     peers = {"torch": lambda: sdpa}  # with the backend of PyTorch's choice
-    peers |= {name: lambda b=backend: functools.partial(sdpa, backend=b) for name, backend in backends.items()}
-    works = work.attention(q, k, v, o, lse), work.attention_backward(q, k, v, o, o_grad, lse, *grads)
+    if bench.on_gpu:
+        peers["flash"] = lambda: functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
+        peers["cudnn"] = lambda: functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+    works = (
+        work.attention(q, k, v, o, lse),
+        work.attention_backward(q, k, v, o, o_grad, lse, *grads),
+    )
     ours = [lambda: llama.flash_attention_forward(q, k, v)[0]], [backward]
     names = "attention", "attention", f"({batch}, {seq_len}, {heads}/{kv_heads}, {head_dim})", "TFLOP/s"
     yield from directions(bench, *names, torch_attention, inputs, [(o_grad,)], works, peers, ours)
