@@ -54,7 +54,10 @@ def measure_ceilings(bench):
     size = 8192 if bench.on_gpu else 1024
     product = functools.partial(torch.mm, bench.randn(size, size), bench.randn(size, size))
     copy_us, product_us = (min(bench.microseconds(calls) for _ in range(3)) for calls in (copies, [product]))
-    return {"GB/s": moved / copy_us / 1e3, "TFLOP/s": 2 * size**3 / product_us / 1e6}
+    return {
+        "GB/s": moved / copy_us / 1e3,
+        "TFLOP/s": 2 * size**3 / product_us / 1e6,
+    }
 
 
 def figures(bench, call):
@@ -78,9 +81,10 @@ def profile(bench, case, ceilings):
     error, allowed = verdict.errors[verdict.worst], verdict.allowed[verdict.worst]
     # Only what is compared: other peers are those of benchmarks.kernels.
     ours, theirs = (figures(bench, call) for call in (case.calls(name)[0] for name in ("triton", "torch")))
-    by_bytes = case.unit == "TB/s"
-    label, unit = ("Bandwidth", "GB/s") if by_bytes else ("Arithmetic", "TFLOP/s")
-    rate = case.work.bytes / ours["ms"] / 1e6 if by_bytes else case.work.flop / ours["ms"] / 1e9
+    if case.unit == "TB/s":
+        label, unit, rate = "Bandwidth", "GB/s", case.work.bytes / ours["ms"] / 1e6
+    else:
+        label, unit, rate = "Arithmetic", "TFLOP/s", case.work.flop / ours["ms"] / 1e9
     share = rate / ceilings[unit]
     print(f"  Triton {case.name}: {ours['ms']:.3f} ms")
     print(f"  PyTorch {case.name}: {theirs['ms']:.3f} ms")
@@ -105,7 +109,8 @@ def resources(arch, compiled, warps):
     registers = getattr(compiled, "n_regs", None)  # an interpreted kernel has none
     if registers is None or arch not in CHIPS:
         return {"registers": registers, "occupancy": None}
-    return {"registers": registers, "occupancy": occupancy(arch, registers, compiled.metadata.shared, warps)["share"]}
+    fits = occupancy(arch, registers, compiled.metadata.shared, warps)
+    return {"registers": registers, "occupancy": fits["share"]}
 
 
 def sweep_block_sizes(bench, config):
