@@ -1,6 +1,5 @@
 """Write the tables of several GPUs: one process alone beside a process on each GPU of a host."""
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -27,19 +26,6 @@ def newest_scaling(rows):
     return newest(rows[times > 0], "processes", "size", "mode")
 
 
-def comparison_of(size, weak):
-    """Return a text that compares ours with the fastest peer of a size, by windows in turns; empty without peers."""
-    rows = weak.set_index("row")
-    peers = rows[rows["ratio"].notna() & ~rows.index.str.startswith("triton")]
-    if peers.empty:
-        return ""
-    fastest = peers.sort_values("ms exchanging").iloc[0]
-    # Ours without a captured graph, whose host time one sees with small models.
-    eager = rows["tokens_per_second"].get("triton", np.nan) / fastest["tokens_per_second"]
-    without = f" ({eager:.2f} without)" if eager > 0 else ""
-    return f"{size} {1 / fastest['ratio']:.2f} times{without} those of {fastest.name}"
-
-
 def columns(gpus, rows):
     """Return the columns of texts that both tables have."""
     return {
@@ -64,13 +50,10 @@ def scaling_text(gpus, rows):
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one": strong["efficiency"].map(tenths),
     })  # fmt: skip
-    compared = [comparison_of(*size) for size in weak.groupby("size", sort=False)]
-    compared = "; ".join(filter(None, compared))
     # Of the result with the messages of this table.
     collectives = weak["collectives"].iloc[0]
     return paragraphs(
         markdown(table),
-        compared and f"Tokens a second of our step on {gpus} GPUs with a captured graph: {compared}.",
         f"A reduce-scatter and an all-gather of 1 GiB, alone: {number(collectives['bandwidth'])} GB/s leave "
         f"each GPU; the shortest message takes {number(collectives['latency_us'])} us.",
         provenance(pd.concat([weak, rows])),
