@@ -5,7 +5,6 @@ Every number is taken from a summary, and every line of code from the script.
 
 import ast
 import contextlib
-import functools
 import inspect
 import textwrap
 from typing import NamedTuple
@@ -100,22 +99,15 @@ def changes(replay, stage):
 # The lines of the script
 
 
-# Parsing the script takes longer than all the rest of a card.
-@functools.cache
-def script():
-    """Return the lines of the script, and its statements in their order."""
-    text = inspect.getsource(llama)
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    return text.splitlines(), sorted(nodes, key=lambda node: node.lineno)
-
-
 def excerpts(mark):
     """Yield (the number of the first line, lines) of what the lines with a mark stand before or in.
 
     That is the function of a docstring, and otherwise the next statement.
     """
     # A mark is a comment at the end of a line, a line of its own, or in a docstring.
-    lines, nodes = script()
+    text = inspect.getsource(llama)
+    lines, nodes = text.splitlines(), [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    nodes.sort(key=lambda node: node.lineno)
     for at, line in enumerate(lines, 1):
         if mark in line:
             around = [node for node in nodes if hasattr(node, "name") and node.lineno <= at <= node.end_lineno]

@@ -7,8 +7,6 @@ from exercises.performance_debugging.results import ATTENTION_KERNEL, NAIVE_SWIG
 from measure.tables import number, percent, times
 from measure.timing import LEAST_TIMES
 
-COUNTED_IN = "counted in Triton's interpreter"
-
 
 class NotMeasured(Exception):
     """A figure was not measured; the message names it."""
@@ -155,26 +153,6 @@ SEE = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the interpreter counted, of {stage: its case}
-
-
-def see_counted_layout(cases):
-    lines, least = (cases[stage]["lines"]["128"] for stage in (2, 3))
-    text = f"The loads of {ATTENTION_KERNEL} touch {lines:,} cache lines of 128 bytes with K and V badly strided"
-    return lines > 1.5 * least, f"{text}, and {least:,} without: {times(lines / least)} as many for the same bytes."
-
-
-def see_counted_swiglu(cases):
-    naive, hybrid = cases[4], cases[OPTIMIZED]
-    again, once = (case["bytes"] / case["distinct_bytes"] for case in (naive, hybrid))
-    text = f"{naive['kernel']}, a program for each of {naive['programs']:,} elements, asks {times(again)} for each byte"
-    return again > 2 * once, f"{text}, {hybrid['kernel']} {times(once)}."
-
-
-COUNTED = {2: see_counted_layout, 4: see_counted_swiglu}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # All together
 
 IN_OUR_KERNELS, IN_TIMES = {2, 4, 6}, {2, 3, 4, 7, 8}  # the stages whose sign plain PyTorch, or a CPU, cannot show
@@ -209,16 +187,11 @@ def sources(summary):
 
 def observations(summary):
     """Return [{"stage", "source", "shown", "text"}]; in laptop mode a stage has one for each source."""
-    counted = {case["stage"]: case for case in (summary["counted"] or {"cases": []})["cases"]}
     seen = []
     for stage in summary["stages"]:
-        name, found = stage["stage"], {}
         for source, replay in sources(summary).items():
-            own = stage if source == "measured" else replay.stages.get(name)
+            own = stage if source == "measured" else replay.stages.get(stage["stage"])
             if own:
-                found[source] = observe(replay, own)
-        if name in COUNTED and name in counted:
-            found[COUNTED_IN] = COUNTED[name](counted)
-        for source, (shown, text) in found.items():
-            seen.append({"stage": name, "source": source, "shown": shown, "text": text})
+                shown, text = observe(replay, own)
+                seen.append({"stage": stage["stage"], "source": source, "shown": shown, "text": text})
     return seen

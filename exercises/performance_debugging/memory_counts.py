@@ -1,67 +1,42 @@
-"""Count the bytes and cache lines that two kernels load, with and without a mistake, in Triton's interpreter.
+"""Count the bytes and cache lines that kernels load and store in Triton's interpreter.
 
-    python -m exercises.performance_debugging.memory_counts --output-dir DIR      writes DIR/counted.json
-
-The program observes each load of the running kernel: its addresses, and how many cache lines they lie in, for each 64
-neighbours of a tile, as a wave of an AMD GPU loads them together. No time is measured, and the machine does not matter.
+Each access of a running kernel is observed: its addresses, and how many cache lines they lie in, for each 64 neighbours
+of a tile, as a wave of an AMD GPU loads them together. No time is measured, and the machine does not matter.
 """
 
 import collections
-import os
-import sys
-from pathlib import Path
 
-if not __package__:
-    print("run it from the root as python -m exercises.performance_debugging.memory_counts", file=sys.stderr)
-    sys.exit(2)
 import numpy as np
-import torch
 
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-import tiny_llama_v3 as llama  # noqa: E402
-from emulated.memory_system import LANES  # noqa: E402
-from exercises.probe import Observer, observed_by  # noqa: E402
-from measure.command_line import Parser, program  # noqa: E402
-from measure.device import require_triton  # noqa: E402
-from measure.results import write_json  # noqa: E402
+from emulated.memory_system import LANES
+from exercises.probe import Observer
 
 LINE_BYTES = 64, 128  # of the vector cache of MI200; of MI300 and NVIDIA
 NOTHING = -1  # the address of a masked lane, and the line that it lies in
 APART = 2**40  # bytes between tensors, more than the size of any
 
 
-def distinct_in_rows(values):
-    """Return the number of different values in all rows together, each row by itself, except NOTHING."""
-    ordered = np.sort(values, axis=1)
-    is_new = np.diff(ordered, axis=1, prepend=NOTHING) != 0
-    return int((is_new & (ordered != NOTHING)).sum())
-
-
 def figures(accesses):
-    """Return the figures for summary.json; distinct_bytes counts each byte once.
+    """Return {"bytes", "lines": {bytes of a line: how many}} of accesses.
 
     accesses: {bytes of an element: [addresses, a row for each wave]}
     """
-    total = collections.Counter(waves=0, bytes=0, distinct_bytes=0)
-    lines = collections.Counter()
+    total, lines = 0, collections.Counter()
     for itemsize, parts in accesses.items():
         waves = np.concatenate(parts)
-        asked = waves[waves != NOTHING]
-        total["waves"] += int((waves != NOTHING).any(axis=1).sum())
-        total["bytes"] += asked.size * itemsize
-        total["distinct_bytes"] += np.unique(asked).size * itemsize
+        total += int((waves != NOTHING).sum()) * itemsize
         for size in LINE_BYTES:
-            lines[size] += distinct_in_rows(waves // size)
-    return {**total, "lines": dict(lines)}
+            # The different lines of each wave: sorted, those that differ from the one before.
+            ordered = np.sort(waves // size, axis=1)
+            is_new = np.diff(ordered, axis=1, prepend=NOTHING) != 0
+            lines[size] += int((is_new & (ordered != NOTHING)).sum())
+    return {"bytes": total, "lines": lines}
 
 
 class Launches:
     """What all launches of one kernel do."""
 
     def __init__(self):
-        self.programs = set()  # (number of the launch, program ids)
         self.loads, self.stores = collections.defaultdict(list), collections.defaultdict(list)
         self.products = 0  # pairs of numbers that tl.dot multiplies
 
@@ -71,11 +46,9 @@ class Counts(Observer):
 
     def __init__(self):
         self.kernels = collections.defaultdict(Launches)
-        self.launches = 0
 
     def launch(self, kernel, tensors):
         self.kernel, self.storages = self.kernels[kernel], [tensor.untyped_storage() for tensor in tensors]
-        self.launches += 1
 
     def load(self, access):
         self.add(self.kernel.loads, access)
@@ -89,7 +62,6 @@ class Counts(Observer):
 
     def add(self, accesses, access):
         """Add the addresses of a tile of any shape; a wave has neighbours in the last dimension."""
-        self.kernel.programs.add((self.launches, access.program))
         lanes = np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
         for index, storage in enumerate(self.storages):
             # As a GPU's allocator places tensors: each begins at a cache line.
@@ -97,61 +69,3 @@ class Counts(Observer):
             own = access.mask.ravel() & (0 <= offsets) & (offsets < storage.nbytes())
             lanes[: own.size][own] = offsets[own] + index * APART
         accesses[access.element_type.primitive_bitwidth // 8].append(lanes.reshape(-1, LANES))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Cases. The attention kernel has the sizes of docs/emulated_counts.md: the stride of the bad layout is batch * kv_heads
-# elements, and these two are those of the workshop. The naive SwiGLU has an eighth of the programs of that page.
-
-BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 8, 4, 64
-ROWS, HIDDEN, FFN = 8, 512, 32
-
-
-def attention(stage):
-    """Run a forward pass, with K and V, (batch, seq, heads, head_dim), in the layout of a stage."""
-    qkv = torch.randn(BATCH, SEQ_LEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    q, k, v = llama.split_heads(qkv, HEADS, KV_HEADS)
-    if stage == 2:
-        k, v = llama.badly_strided(k), llama.badly_strided(v)
-    llama.flash_attention_forward(q, k, v)
-
-
-def swiglu(stage):
-    """Run a forward pass; in the later stage the library multiplies, which is not observed."""
-    x, weight = torch.randn(ROWS, HIDDEN), torch.randn(2 * FFN, HIDDEN)
-    if stage == 4:
-        llama.swiglu_naive_matmul(x, weight)
-    else:
-        llama.swiglu_activation(x @ weight.T)
-
-
-FORWARD = {2: attention, 3: attention, 4: swiglu, 5: swiglu}  # of a stage with a mistake, and of the next one
-
-
-def count(first):
-    """Return the cases of counted.json for a stage with a mistake and the next one."""
-    cases = []
-    for stage in (first, first + 1):
-        counts = Counts()
-        with observed_by(counts):
-            FORWARD[stage](stage)
-        ((kernel, seen),) = counts.kernels.items()
-        cases.append({"stage": stage, "kernel": kernel, "programs": len(seen.programs), **figures(seen.loads)})
-        print(f"stage {stage}, {kernel}: {cases[-1]['bytes']:,} bytes in {cases[-1]['waves']:,} loads", flush=True)
-    return cases
-
-
-@program("memory_counts.py")
-def main(argv):
-    parser = Parser("memory_counts.py", __doc__)
-    parser.add_argument("--stages", default="2,4", metavar="2,4", help="the stages whose kernels are counted")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
-    options = parser.parse_args(argv)
-    require_triton()
-    cases = [case for stage in options.stages.split(",") for case in count(int(stage))]
-    write_json(options.output_dir / "counted.json", {"wave": LANES, "cases": cases})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

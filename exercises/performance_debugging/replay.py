@@ -2,7 +2,7 @@
 
     ./run_all_stages.sh                            stages 1 to 5 at 8 x 128 tokens, 20 steps each
     ./run_all_stages.sh --beyond                   stages 6 to 8 too
-    ./run_all_stages.sh --laptop                   no GPU: measured, counted, recorded; minutes
+    ./run_all_stages.sh --laptop                   no GPU: measured and recorded; minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
     ./run_all_stages.sh --dry-run                  print the commands only
     ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
@@ -10,16 +10,15 @@
 Each stage runs in a process of its own and is profiled afterwards; plain PyTorch (--impl torch)
 runs first, as the baseline. The profiler is rocprofv3 if it is on the PATH and there is an AMD GPU,
 otherwise the script's --profile. Its table has the kernels of the steps, without the warm-up.
---laptop runs on the CPU what a CPU can show: the loss, the weights that receive a gradient, and the
-memory accesses of kernels, with a tiny model in Triton's interpreter. For the rest it shows replays
-that were recorded on a GPU, and marks them. The output folder then contains
+--laptop runs on the CPU what a CPU can show: the loss, and the weights that receive a gradient, with
+a tiny model in Triton's interpreter. For the rest it shows replays that were recorded on a GPU, and
+marks them. The output folder then contains
 
     report.html, summary.md                the comparison, to read
     summary.json                           the comparison, to compute with
     stageN.json, baseline.json             the result of tiny_llama_v3.py
     stageN_profile.csv                     the kernels, with rocprofv3's columns
     stageN_output.log                      the commands and their output
-    counted.json                           the memory accesses of kernels
     previous_DATE/                         the results of an earlier replay
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130
@@ -47,7 +46,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import newest_replays
 from exercises.performance_debugging import report
-from exercises.performance_debugging.evidence import COUNTED, observations
+from exercises.performance_debugging.evidence import observations
 from exercises.performance_debugging.results import short_title, summarize
 from measure.command_line import Parser, program, replacing
 from measure.results import RESULTS, ROOT
@@ -57,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
-SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
+SIZES = {"--batch-size": 8, "--seq-len": 128, "--num-steps": 20}
 # On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
@@ -69,7 +68,7 @@ LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
 ROCPROFV3 = "rocprofv3 --kernel-trace --marker-trace --output-format csv -o profile -d"
 PROFILED_STEPS = "--num-steps 3 --warmup-steps 1"
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = "stage*", "baseline*", "counted*", "summary.*", "report.html"
+WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ PROFILE = f"{FOLDER}/profile"
 
 @dataclass
 class Run:
-    """The baseline, a stage or the counts: its commands and its outcome."""
+    """The baseline or a stage: its commands and its outcome."""
 
     name: str  # the prefix of its files
     title: str
@@ -91,9 +90,9 @@ class Run:
     error: str | None = None
 
 
-def flags_of(settings):
-    """Return the command line of {name: value}."""
-    return [text for name, value in settings.items() for text in (llama.flag_of(name), str(value))]
+def flags_of(values):
+    """Return the command line of {flag: value}, without those whose value is None."""
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
 def on_gpu(config):
@@ -137,30 +136,24 @@ def stage_run(stage, arguments, profiler=None, variables=()):
 
 def plan(options):
     """Return the profiler and the Runs of a replay: the baseline and the stages."""
-    arguments = [*flags_of(SIZES | options.sizes), *options.script_options]
+    arguments = [*flags_of(SIZES), *options.sizes, *options.script_options]
     profiler = None if options.no_profile else profiler_of(llama.parse_config(arguments, SCRIPT.name))
     baseline = Run("baseline", "baseline, plain PyTorch", training_commands(SCRIPT, ["--impl", "torch", *arguments]))
     return profiler, [baseline, *(stage_run(stage, arguments, profiler) for stage in options.stages)]
 
 
 def plan_laptop(options):
-    """Return no profiler, and the Runs of --laptop: some stages on the CPU, and counts of kernels."""
+    """Return no profiler, and the Runs of --laptop: some stages on the CPU."""
     runs = []
     for stage in options.stages:
         flags = LAPTOP_RUNS.get(stage, LAPTOP_TINY)
-        arguments = [*flags.split(), *flags_of(options.sizes), *options.script_options]
+        arguments = [*flags.split(), *options.sizes, *options.script_options]
         run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
         if stage not in LAPTOP_RUNS:
             run.obstacle = "its sign needs a GPU"
         elif run.obstacle:
             raise llama.UsageError(run.obstacle)
         runs.append(run)
-    if counted := COUNTED.keys() & set(options.stages):
-        module = "exercises.performance_debugging.memory_counts"
-        stages = ",".join(map(str, sorted(counted)))
-        command = [sys.executable, "-m", module, "--stages", stages, "--output-dir", FOLDER]
-        runs.append(Run("counted", "what kernels ask memory for", [command]))
-        runs[-1].obstacle = None if llama.triton else "Triton is not installed"
     return None, runs
 
 
@@ -223,11 +216,10 @@ def execute_all(runs, output):
 
 
 def put_aside(output):
-    """Move the results of an earlier replay into previous_<its date>/."""
+    """Move the results of an earlier replay into previous_<date>/."""
     old = [path for pattern in WRITTEN for path in output.glob(pattern)]
     if old:
-        date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
-        folder = output / f"previous_{date:%Y%m%d_%H%M%S_%f}"
+        folder = output / f"previous_{datetime.now():%Y%m%d_%H%M%S_%f}"
         folder.mkdir()
         for path in old:
             os.replace(path, folder / path.name)
@@ -256,15 +248,15 @@ def parse(argv):
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
-    parser.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
-    for name, default in SIZES.items():
-        parser.add_argument(llama.flag_of(name), type=int, help=f"as of tiny_llama_v3.py (default: {default})")
+    parser.add_argument("--laptop", action="store_true", help="no GPU: measure on the CPU, show a recording")
+    for flag, default in SIZES.items():
+        parser.add_argument(flag, type=int, dest=flag, help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(argv[:end])
     options.script_options = argv[end + 1 :]
-    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    options.sizes = flags_of({flag: getattr(options, flag) for flag in SIZES})
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
     reserved = RESERVED | ({"--device", "--use-amp"} if options.laptop else set())
     for option in options.script_options:

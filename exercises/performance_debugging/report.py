@@ -50,38 +50,25 @@ def tables(summary):
     return found
 
 
-def observation_lines(summary):
-    """Yield (the stage, a text with whether its sign shows, and the source if it was not measured here, the text)."""
-    titles = {stage["stage"]: f"stage {stage['stage']}, {stage['title']}" for stage in summary["stages"]}
-    for seen in summary["observations"]:
-        source = "" if seen["source"] == "measured" else f", {seen['source']}"
-        yield titles[seen["stage"]], f"{MARKS[seen['shown']]}{source}", seen["text"]
-
-
-def page(summary):
-    """Return the text of report.html, which needs no other file, no network and no script."""
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html.jinja").render(
-        summary=summary,
-        setting=setting(summary),
-        cards=[card(summary, stage["stage"]) for stage in summary["stages"]],
-        marks=MARKS,
-        colors=drawing.css(),
-        tables=tables(summary),
-        notes=NOTES,
+def texts(summary):
+    """Return {file name: text} of the report and its short form, from the templates beside this file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def markdown(summary):
-    """Return the text of summary.md."""
-    parts = ["# The stages, replayed", setting(summary)]
-    for heading, text, table in tables(summary):
-        parts += [f"## {heading}", text, table.to_markdown(disable_numparse=True)]
-    parts += ["\n".join(f"- {note}" for note in NOTES), "## Key observations"]
-    parts += ["\n".join(f"- **{title}** ({mark}): {text}" for title, mark, text in observation_lines(summary))]
-    parts += [f"Again: `{summary['command']}`"]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    context = {
+        "summary": summary,
+        "setting": setting(summary),
+        "cards": [card(summary, stage["stage"]) for stage in summary["stages"]],
+        "marks": MARKS,
+        "colors": drawing.css(),
+        "tables": tables(summary),
+        "notes": NOTES,
+    }
+    names = "summary.md", "report.html"
+    return {name: environment.get_template(f"{name}.jinja").render(context) for name in names}
 
 
 def console(summary):
@@ -89,9 +76,9 @@ def console(summary):
     lines = [wrapped(setting(summary))]
     for heading, text, table in tables(summary):
         lines += ["", wrapped(f"{heading}. {text}"), "", table.T.filter(SHORT).rename(columns=SHORT).to_string()]
-    lines.append("")
-    for title, mark, text in observation_lines(summary):
-        lines += [f"{title} ({mark})", wrapped(text, "    ")]
+    for seen in summary["observations"]:
+        source = "" if seen["source"] == "measured" else f", {seen['source']}"
+        lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]
     return "\n".join(lines)
 
 
@@ -99,6 +86,6 @@ def write(summary, folder):
     """Write the three files into folder. Without any measured run there is only summary.json."""
     write_json(folder / "summary.json", summary)
     if summary["environment"]:
-        for name, text in {"summary.md": markdown(summary), "report.html": page(summary)}.items():
+        for name, text in texts(summary).items():
             with replacing(folder / name) as scratch:
                 scratch.write_text(text)

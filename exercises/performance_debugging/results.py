@@ -6,19 +6,16 @@ It has header, environment, config and
     laptop          whether it is a replay with --laptop
     stages          [{stage, title, obstacle, error, and of a measured one: figures, kernels, attention_us, swiglu_us,
                     over_previous, over_baseline, and a config if its sizes differ}]
-    counted         with --laptop: {wave, cases: [{stage, kernel, programs, waves, bytes, distinct_bytes, lines}]} of
-                    memory_counts.py, the lines by their bytes; else null
     recorded        with --laptop: [{file, and a summary like this one}], measured on another machine; else []
-    observations    [{stage, source, shown, text}], source "measured", "counted in ..." or "recorded on ..."
+    observations    [{stage, source, shown, text}], source "measured" or "recorded on ..."
 
 figures: first_loss, final_loss, step_ms (of every step), phase_ms {phase: of the median step}, batch_ms {mean, p20,
-p50, p80}, gradient_share and so on, see run_figures. over_*: {value, low, high, verdict} of the speed of the median
-step over another run's; verdict is "differs" beyond the measured spread, else "same", "same work" (the same operations
-ran) or "too few steps": only "differs" may be shown as a ratio.
+p50, p80}, gradient_share and so on, see run_figures. over_*: {value, verdict} of the speed of the median step over
+another run's; verdict is "differs" beyond the measured spread, else "same", "same work" (the same operations ran) or
+"too few steps": only "differs" may be shown as a ratio.
 """
 
 import json
-import math
 import statistics
 
 import tiny_llama_v3 as llama
@@ -28,7 +25,7 @@ from profilers.readers import read_kernel_stats
 OPTIMIZED = 5
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"
-SHARED = "first_loss final_loss samples_per_second tokens_per_second batch_ms host_ms peak_memory_mib mfu".split()
+SHARED = "first_loss final_loss samples_per_second tokens_per_second batch_ms host_ms peak_memory_mib".split()
 OWN_SETTINGS = {"impl", "stage", "graph", "warmup_steps", "output_dir", "profile", *llama.BUGS}  # of a stage
 
 
@@ -51,12 +48,6 @@ def kernel_figures(path):
         {"name": row.Name, "calls": int(row.Calls), "average_us": row.AverageNs / 1e3, "share": row.Percentage / 100}
         for row in read_kernel_stats(path).itertuples()
     ]
-
-
-def kernel_us(kernels, *names):
-    """Return the us of one call of the first of these kernels in the profile, or None."""
-    times = {kernel["name"]: kernel["average_us"] for kernel in kernels or []}
-    return next((times[name] for name in names if name in times), None)
 
 
 def run_figures(result):
@@ -109,7 +100,7 @@ def spread_of_processes(runs):
 
 
 def compare_speed(run, other, spread):
-    """Return {"value", "low", "high", "verdict"}: the speed of a run relative to another one, by their median steps."""
+    """Return {"value", "verdict"}: the speed of a run relative to another one, by their median steps."""
     ratio = ratio_of_medians(other["step_ms"], run["step_ms"], spread)
     if work_of(run) == work_of(other):
         verdict = "same work"
@@ -117,14 +108,7 @@ def compare_speed(run, other, spread):
         verdict = "too few steps"
     else:
         verdict = "differs" if ratio.differs else "same"
-    bounds = {"low": ratio.low, "high": ratio.high if math.isfinite(ratio.high) else None}
-    return {"value": ratio.value, **bounds, "verdict": verdict}
-
-
-def is_interpreted(summary):
-    """Return whether Triton's interpreter ran our kernels, on a CPU."""
-    on_cpu = summary["environment"] and summary["environment"]["arch"] == "cpu"
-    return bool(on_cpu) and any(stage.get("implementation") == "triton" for stage in summary["stages"])
+    return {"value": ratio.value, "verdict": verdict}
 
 
 def predecessor(stage):
@@ -135,16 +119,17 @@ def predecessor(stage):
 def compare_stages(summary):
     """Add over_previous and over_baseline to the stages of a summary.
 
-    They are None if a run is missing, if the sizes differ, and if the interpreter ran the kernels.
+    They are None if a run is missing, if the sizes differ, and on a CPU, whose times do not tell the stages apart.
     """
     runs = {stage["stage"]: stage for stage in summary["stages"]} | {"baseline": summary["baseline"]}
     runs = {name: run for name, run in runs.items() if run and "batch_ms" in run}
+    on_gpu = runs and summary["environment"]["arch"] != "cpu"
     spread = spread_of_processes(runs.values())
     for stage in summary["stages"]:
         for name, other in ("over_previous", predecessor(stage["stage"])), ("over_baseline", "baseline"):
             both = [runs.get(stage["stage"]), runs.get(other)]
-            comparable = all(both) and len({str(run.get("config")) for run in both}) == 1
-            stage[name] = compare_speed(*both, spread) if comparable and not is_interpreted(summary) else None
+            comparable = on_gpu and all(both) and both[0].get("config") == both[1].get("config")
+            stage[name] = compare_speed(*both, spread) if comparable else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,11 +148,12 @@ def read_json(path):
 def stage_figures(output, name, result, config):
     """Return the figures of a stage's result, with its config if that is another one."""
     kernels = kernel_figures(output / f"{name}_profile.csv")
+    us = {kernel["name"]: kernel["average_us"] for kernel in kernels or []}
     own = shared_config(result)
     figures = {
         "kernels": kernels,
-        "attention_us": kernel_us(kernels, ATTENTION_KERNEL),
-        "swiglu_us": kernel_us(kernels, NAIVE_SWIGLU, HYBRID_SWIGLU),
+        "attention_us": us.get(ATTENTION_KERNEL),
+        "swiglu_us": us.get(NAIVE_SWIGLU) or us.get(HYBRID_SWIGLU),
     }
     return run_figures(result) | figures | ({"config": own} if own != config else {})
 
@@ -176,7 +162,7 @@ def summarize(output, runs):
     """Return a dict for summary.json of the runs, of replay.Run, whose files lie in the folder output."""
     # Runs that failed or were not reached have no file; any of the others tells what all have in common.
     results = {run.name: read_json(output / f"{run.name}.json") for run in runs}
-    counted, baseline = results.pop("counted", None), results.get("baseline")
+    baseline = results.get("baseline")
     sample = next(filter(None, reversed(results.values())), None)
     config = sample and shared_config(sample)
     stages = []
@@ -189,10 +175,8 @@ def summarize(output, runs):
         "environment": sample and sample["environment"],
         "config": config,
         "precision": sample and sample["precision"],
-        "entropy": sample and sample["summary"]["entropy"],
         "baseline": baseline and run_figures(baseline),
         "stages": stages,
-        "counted": counted,
     }
     compare_stages(summary)
     return summary

@@ -9,8 +9,8 @@ import numpy as np
 from exercises.performance_debugging.evidence import observations
 from exercises.performance_debugging.results import compare_stages
 
-# gpu: a whole summary whose stages show no sign. signs: {stage: figures that show its sign}. counted: as
-# memory_counts.py counts. run: the JSON of the script, with three steps.
+# gpu: a whole summary whose stages show no sign. signs: {stage: figures that show its sign}. run: the JSON of the
+# script, with three steps.
 RECORDED = json.loads(Path(__file__).with_name("replays.json").read_text())
 SIGNS = {int(stage): figures for stage, figures in RECORDED["signs"].items()}
 WIDE = {"first_loss": 470.0, "config": {"hidden_dim": 512, "vocab_size": 1000}}
@@ -49,11 +49,11 @@ def cpu_summary(implementation, changes=None, **fields):
 
 
 def laptop_summary(*recorded):
-    """Return a summary of --laptop: stages 1, 5 and 6 measured in the interpreter, kernels counted, and recordings."""
+    """Return a summary of --laptop: stages 1, 5 and 6 measured in the interpreter, and recordings."""
     summary = cpu_summary("triton", {1: WIDE, 6: SIGNS[6]})
     for index, stage in enumerate(summary["stages"]):
         if stage["stage"] not in (1, 5, 6):
             left_out = {"obstacle": "its sign needs a GPU", "error": None}
             summary["stages"][index] = {"stage": stage["stage"], "title": stage["title"]} | left_out
     recorded = list(recorded) or [gpu_summary(SIGNS, file="results/some.json")]
-    return observed(summary, laptop=True, baseline=None, counted=RECORDED["counted"], recorded=recorded)
+    return observed(summary, laptop=True, baseline=None, recorded=recorded)

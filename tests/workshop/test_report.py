@@ -24,7 +24,7 @@ SCRIPT = Path(llama.__file__).read_text().splitlines()
 def whole():
     """A replay whose every stage shows its sign, and its page."""
     summary = gpu_summary(SIGNS)
-    return summary, report.page(summary)
+    return summary, report.texts(summary)["report.html"]
 
 
 # --- the pictures
@@ -150,7 +150,7 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where():
     there = "recorded on NVIDIA H200, 2026-11-21, 8 x 128 tokens, fp32"  # the first that shows the sign
     places = [made[stage]["picture"][2] for stage in llama.STAGES]
     assert places == ["measured", there, there, there, there.replace("fp32", "bf16"), "measured", there, there]
-    page = html.unescape(report.page(summary))
+    page = html.unescape(report.texts(summary)["report.html"])
     assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
 
 
