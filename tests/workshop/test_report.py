@@ -52,10 +52,9 @@ def test_a_picture_carries_the_numbers_of_the_summary(whole, stage):
 
 
 def test_marks_outlines_and_spreads_are_in_their_places(whole):
-    summary, _ = whole
-    draw = {stage: function(Replay(summary)).rows for stage, function in pictures.STAGES.items()}
-    assert [row.outline for row in draw[3]] == [21, 21] and [row.outline for row in draw[8]] == [5, 1.25]
-    assert [row.mark for row in draw[4]] == pytest.approx([0, 76.9231])
+    rows = {stage: function(Replay(whole[0])).rows for stage, function in pictures.STAGES.items()}
+    assert [row.outline for row in rows[3] + rows[8]] == [21, 21, 5, 1.25]
+    assert [row.mark for row in rows[4]] == pytest.approx([0, 76.9231])
     slow = gpu_summary({5: taking(4.0, 5.0, 6.0, 7.0, 8.0, 9.0)})
     assert pictures.steps(Replay(slow)).rows[5].spread == (5, 8)
 
@@ -189,8 +188,7 @@ def test_the_report_of_an_interrupted_replay_says_so(tmp_path):
     left_out = {"stage": 2, "title": "slow performance", "obstacle": None, "error": None}
     summary = gpu_summary(interrupted=True, stages=[gpu_summary()["stages"][0], left_out])
     report.write(summary, tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "was interrupted" in page and "The replay was interrupted before it was done" in page
+    assert "was interrupted" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
