@@ -13,9 +13,17 @@ def ceilings(config, device):
     a = torch.randn(side, side, device=device.type).to(torch.bfloat16 if config.use_amp else torch.float32)
 
     def seconds(statement, **names):
-        timer = Timer(statement, globals={"torch": torch} | names, num_threads=torch.get_num_threads())
+        # Timer would use one thread.
+        timer = Timer(
+            statement,
+            globals={"torch": torch} | names,
+            num_threads=torch.get_num_threads(),
+        )
         return timer.blocked_autorange(min_run_time=0.2).median
 
     bandwidth = 2 * x.nbytes / seconds("torch.neg(x, out=y)", x=x, y=torch.empty_like(x))
     arithmetic = 2 * side**3 / seconds("torch.mm(a, b, out=c)", a=a, b=a.clone(), c=torch.empty_like(a))
-    return {"bytes_per_second": bandwidth, "flop_per_second": arithmetic}
+    return {
+        "bytes_per_second": bandwidth,
+        "flop_per_second": arithmetic,
+    }

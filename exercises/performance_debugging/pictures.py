@@ -54,9 +54,12 @@ def first_loss(replay):
     first, config = replay.stage(1)["first_loss"], replay.config(1)
     if first is None:
         raise NotMeasured("the first loss is not a number")
-    guessing = simple_bar(f"ln {config['vocab_size']}, of guessing", math.log(config["vocab_size"]), REFERENCE)
-    rows = [simple_bar("first loss", first, WRONG), simple_bar("hidden size", config["hidden_dim"], REFERENCE)]
-    return Chart("The first loss, the hidden size, and the loss of guessing", [*rows, guessing])
+    rows = [
+        simple_bar("first loss", first, WRONG),
+        simple_bar("hidden size", config["hidden_dim"], REFERENCE),
+        simple_bar(f"ln {config['vocab_size']}, of guessing", math.log(config["vocab_size"]), REFERENCE),
+    ]
+    return Chart("The first loss, the hidden size, and the loss of guessing", rows)
 
 
 def attention_calls(replay):
@@ -149,9 +152,11 @@ def gradients_by_module(replay):
 def first_steps(replay):
     """The first step, which compiles, beside the median."""
     stage = replay.stage(7)
-    rows = [simple_bar("first step", stage["step_ms"][0], WRONG, " ms")]
-    rows.append(simple_bar("mean", stage["batch_ms"]["mean"], REFERENCE, " ms"))
-    rows.append(simple_bar("median", stage["batch_ms"]["p50"], RIGHT, " ms"))
+    rows = [
+        simple_bar("first step", stage["step_ms"][0], WRONG, " ms"),
+        simple_bar("mean", stage["batch_ms"]["mean"], REFERENCE, " ms"),
+        simple_bar("median", stage["batch_ms"]["p50"], RIGHT, " ms"),
+    ]
     return Chart("The first step of stage 7, the mean and the median", rows)
 
 

@@ -45,7 +45,12 @@ def kernel_figures(path):
     if not path.exists():
         return None
     return [
-        {"name": row.Name, "calls": int(row.Calls), "average_us": row.AverageNs / 1e3, "share": row.Percentage / 100}
+        {
+            "name": row.Name,
+            "calls": int(row.Calls),
+            "average_us": row.AverageNs / 1e3,
+            "share": row.Percentage / 100,
+        }
         for row in read_kernel_stats(path).itertuples()
     ]
 
@@ -168,7 +173,12 @@ def summarize(output, runs):
     stages = []
     for run in runs:
         if run.stage:
-            entry = {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
+            entry = {
+                "stage": run.stage,
+                "title": short_title(run.stage),
+                "obstacle": run.obstacle,
+                "error": run.error,
+            }
             result = results[run.name]
             stages.append(entry | (stage_figures(output, run.name, result, config) if result else {}))
     summary = {
