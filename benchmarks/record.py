@@ -14,7 +14,6 @@ Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request can
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -123,10 +122,7 @@ def measure(part, device):
                 result |= {"benchmark": part.name, "command": part.command}
                 result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
                 result.setdefault("environment", hardware.environment(device))
-            file = ResultFile(RESULTS, result)
-            file.save(result)
-            if (picture := path.with_name("stages.png")).exists():  # of a replay; the page shows it with its result
-                shutil.copy(picture, file.path.with_suffix(".png"))
+            ResultFile(RESULTS, result).save(result)
     return True
 
 

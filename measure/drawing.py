@@ -16,7 +16,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 from measure.command_line import replacing  # noqa: E402
 
@@ -124,13 +123,6 @@ def legend_below(figure, fillings, columns=3):
         for name, f in fillings.items()
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.6, columnspacing=1.2)
-
-
-def plain_log(axis):
-    """Give a logarithmic axis numbers instead of powers."""
-    axis.set_major_locator(LogLocator(numticks=7))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -91,31 +91,3 @@ def short_name(kernel_name, width=60):
         return name
     head = (width - 1) * 2 // 3
     return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"
-
-
-# The first pattern that matches a library's kernel determines its readable name; {0} and so on are its groups.
-LIBRARY_KERNELS = {
-    r"splitKreduce": "cuBLAS, sum of a split product",
-    r"^nvjet_\w*?_(\d+)x(\d+).*_splitK": "cuBLAS product, tile {0} x {1}, split",
-    r"^nvjet_\w*?_(\d+)x(\d+)": "cuBLAS product, tile {0} x {1}",
-    r"xmma_gemm_(b?f\d+).*_tilesize(\d+)x(\d+).*_split_k": "cuBLAS {0} product, tile {1} x {2}, split",
-    r"xmma_gemm_(b?f\d+).*_tilesize(\d+)x(\d+)": "cuBLAS {0} product, tile {1} x {2}",
-    r"^(?:volta|turing|ampere|hopper)_(?:\w+_)?\w*gemm_(?:\w+?_)??(\d+)x(\d+)": "cuBLAS product, tile {0} x {1}",
-    r"cutlass_\w*?gemm_(?:\w+?_)??(\d+)x(\d+)": "CUTLASS product, tile {0} x {1}",
-    r"gemv|gevv": "cuBLAS, matrix times vector",
-    r"^Cijk_.*_MT(\d+)x(\d+)": "Tensile product, tile {0} x {1}",
-}
-LIBRARY_PATTERNS = [(re.compile(pattern), title) for pattern, title in LIBRARY_KERNELS.items()]
-FUNCTOR = re.compile(r"(?:CUDAFunctor_(\w+)|([A-Z]\w+?)Functor\b|(\w+?)_kernel_cuda|([A-Z]\w+?)Ops\b)")
-
-
-def readable_name(kernel_name, width=44):
-    """A kernel's name in tables for readers: library and tile for a library's kernel, otherwise short_name."""
-    for pattern, title in LIBRARY_PATTERNS:
-        if match := pattern.search(kernel_name):
-            return title.format(*match.groups())
-    if "at::native::" in kernel_name:
-        found = ["".join(groups) for groups in FUNCTOR.findall(kernel_name)]
-        own = re.search(r"at::native::(?:\(anonymous namespace\)::)?(\w+?)(_kernel)?\b", kernel_name)
-        return f"PyTorch, {(found or [own[1]])[-1].replace('_', ' ').lower()}"
-    return short_name(kernel_name, width)

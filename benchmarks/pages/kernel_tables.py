@@ -129,4 +129,4 @@ def overhead_section(rows):
         "times a step without": texts(rows["ratio"], "{:.1f}".format),
     })  # fmt: skip
     plain = f"Without a profiler, a step takes {number(rows['plain'].iloc[0]['ms'])} ms."
-    return paragraphs(markdown(table, right=[False, False, True, True]), plain, provenance(rows))
+    return paragraphs(markdown(table), plain, provenance(rows))

@@ -27,63 +27,28 @@ def seconds_to(run, target):
     return (first + reached[0]) * run["ms median"] / 1e3 if len(reached) else np.nan
 
 
-def compare(runs, precision):
-    """Return {name: table} of the seeds that were trained in bf16 and in a precision, a line for each seed.
-
-    "final": both final losses. "seconds": the times to bf16's final loss. "seconds to both": those to the worse of both
-    final losses, which both reach.
-    """
+def learning_row(runs, precision):
+    """Return the texts of the runs of one size and data in bf16 and in a precision: means over the seeds of both."""
     pair = ["bf16", precision]
     done = runs[runs["error"].isna()].set_index(["seed", "precision"])
+    bf16 = done["final_loss"].xs("bf16", level="precision")
     # A seed whose run diverged in one precision is left out of both.
     final = done["final_loss"].unstack().reindex(columns=pair).dropna()
-
-    def times_to(targets):
-        times = [[seconds_to(done.loc[(seed, name)], target) for name in pair] for seed, target in targets.items()]
-        return pd.DataFrame(times, targets.index, pair)
-
-    return {
-        "final": final,
-        "seconds": times_to(final["bf16"]),
-        "seconds to both": times_to(final.max(axis="columns")),
-    }
-
-
-def spread(losses):
-    """Return the largest less the smallest, in % of their mean."""
-    return 100 * (losses.max() - losses.min()) / losses.mean()
-
-
-def beside(values):
-    return " / ".join(map(number, values))
-
-
-def learning_row(runs, precision, found):
-    """Return the texts of the runs of one size and data, and of compare(): means over the seeds of both precisions."""
-    final, seconds = found["final"], found["seconds"].mean(skipna=False)
-    pairs = runs[runs["seed"].isin(final.index)].groupby("precision")
-    bf16 = runs[(runs["precision"] == "bf16") & runs["error"].isna()]["final_loss"]
+    # The worse of both final losses, as both reach it.
+    targets = final.max(axis="columns")
+    done["seconds"] = [seconds_to(run, targets.get(run.name[0], np.inf)) for _, run in done.iterrows()]
+    means = done.loc[final.index].groupby("precision")[["ms median", "seconds"]].mean().loc[pair]
     differences = 100 * (final[precision] / final["bf16"] - 1)
     each = ", ".join(map("{:+.2f}".format, differences))
-    texts = {
+    return {
         "final loss, bf16": number(final["bf16"].mean(), 4),
         "FP8": number(final[precision].mean(), 4),
         "difference (each seed)": f"{differences.mean():+.2f} % ({each})",
-        "bf16 over the seeds": f"{spread(bf16):.2f} %" if len(bf16) > 1 else "not measured",
-        "ms a step, bf16 / FP8": beside(pairs["ms median"].mean()[final.columns]),
-        "s to bf16's loss, bf16 / FP8": beside(seconds),
-        "ratio": f"{seconds['bf16'] / seconds[precision]:.2f}",
+        "bf16 over the seeds": f"{100 * np.ptp(bf16) / bf16.mean():.2f} %" if len(bf16) > 1 else "not measured",
+        "ms a step, bf16 / FP8": " / ".join(map(number, means["ms median"])),
+        "s to a loss of both, bf16 / FP8": " / ".join(map(number, means["seconds"])),
+        "ratio": f"{means['seconds'].iloc[0] / means['seconds'].iloc[1]:.2f}",
     }
-    # FP8 does not reach the loss of bf16 with every seed: a mean over those that do would flatter it.
-    if np.isnan(seconds[precision]):
-        unreached = found["seconds"].index[found["seconds"][precision].isna()]
-        steps = len(runs["losses"].iloc[0])
-        both = found["seconds to both"].mean()
-        texts["s to bf16's loss, bf16 / FP8"] = (
-            f"not reached in {steps:,} steps (seed {', '.join(map(str, unreached))})"
-        )
-        texts["ratio"] = f"{both['bf16'] / both[precision]:.2f} to the worse of both final losses"
-    return texts
 
 
 @of_each_device(*RUNS)
@@ -93,10 +58,9 @@ def learning_section(rows):
     lines, notes = [], []
     for (size, data), runs in rows.groupby(["size", "data"], sort=False):
         for precision in runs["precision"][runs["precision"] != "bf16"].unique():
-            found = compare(runs, precision)
-            if len(found["final"]):
-                row = learning_row(runs, precision, found)
-                lines.append({"": f"{size}, {data}, {precision}", **row})
+            of_both = runs[runs["error"].isna()].groupby("seed")["precision"].agg(set)
+            if any({"bf16", precision} <= of_seed for of_seed in of_both):
+                lines.append({"": f"{size}, {data}, {precision}", **learning_row(runs, precision)})
         for run in runs[runs["error"].notna()].itertuples():
             notes.append(f"- {size} {data} seed {run.seed} {run.precision}: {run.error}")
     table = markdown(pd.DataFrame(lines)) if lines else ""

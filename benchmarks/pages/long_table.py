@@ -18,6 +18,7 @@ COLUMNS = """
     us rate ratio reference tokens_per_second mfu peak_memory_mib mode processes efficiency data baseline stages
     final_loss
 """.split()
+# The same of fields within fields, see rows_below().
 NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging,speedup median,speedup peer".split(",")
 
 
@@ -29,9 +30,11 @@ def rows_below(node, way):
     """
     if not way:
         # {"ms": {"median": 1.0}} becomes the column "ms median".
-        nested = {name: part for name, part in node.items() if isinstance(part, dict)}
-        parts = {f"{name} {key}": value for name, part in nested.items() for key, value in part.items()}
-        yield node | parts | {"error": cell(node["error"]) if node.get("error") else None}
+        row = node | {"error": cell(node["error"]) if node.get("error") else None}
+        for name, part in node.items():
+            if isinstance(part, dict):
+                row |= {f"{name} {key}": value for key, value in part.items()}
+        yield row
     elif way[0].startswith("{"):
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             for row in rows_below(child, way[1:]):
@@ -46,10 +49,10 @@ def rows_below(node, way):
 def source_of(result):
     """Describe the device, the software, the date and the commit of a result."""
     environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]}
-    versions |= result.get("peers", {})
-    software = [f"{library} {version}" for library, version in versions.items() if version]
-    described = [environment["device"], *software, result.get("date", "")[:10]]
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]} | result.get("peers", {})
+    described = [environment["device"]]
+    described += [f"{library} {version}" for library, version in versions.items() if version]
+    described.append(result.get("date", "")[:10])
     if commit := environment.get("commit"):
         described.append("commit " + commit.replace("-dirty", " with changes"))
     return ", ".join(filter(None, described))
@@ -64,13 +67,19 @@ def long_table(folder, benchmark, way=""):
     # A run of the script itself has its date in its name only.
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
     results.sort(key=lambda item: (item[1].get("date", ""), item[0]))
-    devices = collections.Counter(result["environment"]["device"] for _, result in results).most_common()
+    devices = collections.Counter(result["environment"]["device"] for _, result in results)
+    # most_common() keeps the order of the oldest results of as many.
+    order = [device for device, _ in devices.most_common()]
+    results = sorted(reversed(results), key=lambda item: order.index(item[1]["environment"]["device"]))
     lines = []
-    for device, _ in devices:  # of as many, in the order of the oldest result
-        for name, result in reversed(results):
-            own = {"file": name, "result": result, "device": device, "source": source_of(result)}
-            if result["environment"]["device"] == device:
-                lines += [row | own for row in rows_below(result, way.split())]
+    for name, result in results:
+        own = {
+            "file": name,
+            "result": result,
+            "device": result["environment"]["device"],
+            "source": source_of(result),
+        }
+        lines += [row | own for row in rows_below(result, way.split())]
     rows = pd.DataFrame(lines)
     return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *NESTED, *rows])))
 
@@ -144,9 +153,9 @@ def or_error(rows, shown):
 # Markdown
 
 
-def markdown(table, right=None):
-    """Return a DataFrame of texts as a table; right as for markdown_table()."""
-    return markdown_table(list(table), table.fillna("").values.tolist(), right)
+def markdown(table):
+    """Return a DataFrame of texts as a table."""
+    return markdown_table(list(table), table.fillna("").values.tolist())
 
 
 def paragraphs(*texts):

@@ -12,7 +12,7 @@ from benchmarks.fp8_learning import SMOOTHED, smoothed
 from benchmarks.pages.kernel_tables import KERNELS, layer_in_fp8
 from benchmarks.pages.learning_tables import RUNS, newest_runs
 from benchmarks.pages.long_table import first_device, long_table
-from benchmarks.pages.training_steps import GROWS, OURS, PLAIN, STEPS, complete_sizes, newest_sweeps, strongest_peer
+from benchmarks.pages.training_steps import OURS, PLAIN, complete_sizes, strongest_peer
 from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, save_png, style
 from measure.tables import number, percent
 
@@ -47,39 +47,49 @@ def learning_runs(folder):
 def draw_losses(axes, correct, severed):
     """Draw the loss of a run that learns and of one that does not, on data that can be learnt."""
     # The share of weights with a gradient is what tells both runs apart before they train.
-    summary, entropy = severed["summary"], correct["summary"]["entropy"]
+    summary = severed["summary"]
     share = percent(summary["parameters_with_gradient"] / summary["parameters"])
-    labels = (
-        f"kernels outside autograd, as published:\n{share} of the weights learn",
-        "the same kernels, with their gradients",
-    )
-    for run, look, color, label in zip((severed, correct), ("--", "-"), (RED, BLUE), labels, strict=True):
+    severed_label = f"kernels outside autograd, as published:\n{share} of the weights learn"
+    looks = {
+        severed_label: (severed, RED, "--"),
+        "the same kernels, with their gradients": (correct, BLUE, "-"),
+    }
+    for label, (run, color, look) in looks.items():
         losses = [step["loss"] for step in run["steps"]]
         axes.plot(range(1, len(losses) + 1), losses, look, color=color, label=label)
+    entropy = correct["summary"]["entropy"]
     axes.axhline(entropy, color=MUTED, linestyle=":", label=f"entropy of the data, {entropy:.2f}")
     axes.legend(loc="center right")
-    axes.set(xlim=0, ylim=(0, 8), xlabel="step", ylabel="loss, nats a token", title="Does it learn?")
+    axes.set(
+        xlim=0,
+        ylim=(0, 8),
+        xlabel="step",
+        ylabel="loss, nats a token",
+        title="Does it learn?",
+    )
 
 
 def draw_steps(axes, sizes):
     """Draw the time of a step relative to ours, three bars for each of {size: rows}."""
-    # {size: the times of three rows}, and relative to ours, as sizes differ by a factor of a hundred.
-    ms = {}
+    # Relative to ours, as sizes differ by a factor of a hundred.
+    ms = pd.DataFrame()
     for size, rows in sizes.items():
         (peer,), config = strongest_peer(rows), rows["config"].iloc[0]
-        times = rows.set_index("row")["ms median"][[PLAIN, peer, OURS]]
+        times = rows.set_index("row")["ms median"]
         label = f"{size}\n{config['batch_size']} x {config['seq_len']} tokens"
-        ms[label] = times.set_axis(["plain PyTorch", "strongest peer", "ours"])
-    ms = pd.DataFrame(ms).T
-    ratios = ms.div(ms["ours"], axis="index")
+        ms[label] = times[[PLAIN, peer, OURS]].set_axis(["plain PyTorch", "strongest peer", "ours"])
+    ratios = (ms / ms.loc["ours"]).T
     ratios.plot.barh(ax=axes, color=[LINE, MUTED, BLUE], width=0.8)
-    for bars, name in zip(axes.containers, ms, strict=True):
-        texts = [f"{number(time)} ms, {ratio:.1f} x" for time, ratio in zip(ms[name], ratios[name], strict=True)]
+    for bars, (_, times) in zip(axes.containers, ms.iterrows(), strict=True):
+        texts = [f"{number(time)} ms, {bar.get_width():.1f} x" for bar, time in zip(bars, times, strict=True)]
         axes.bar_label(bars, texts, padding=8)
     axes.invert_yaxis()
     axes.margins(x=0.2)
     where = f"{rows['precision'].iloc[0]}, {rows['device'].iloc[0]}"
-    axes.set(xlabel=f"time of a training step, ours = 1 ({where})", title="How long does a step take?")
+    axes.set(
+        xlabel=f"time of a training step, ours = 1 ({where})",
+        title="How long does a step take?",
+    )
 
 
 def draw_front_page(folder, path):
@@ -98,27 +108,7 @@ def draw_learning(folder, path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Measured and FP8
-
-
-def draw_sweeps(folder, path):
-    """Draw how many times as long as ours the steps of the other rows take, over what grows."""
-    sweeps = dict(newest_sweeps(first_device(long_table(folder, *STEPS))))
-    if not sweeps:
-        return
-    with picture(path, 3.8, 1, len(sweeps), sharey=True) as (panels,):
-        for axes, (sweep, rows) in zip(panels, sweeps.items(), strict=True):
-            ms = rows.pivot_table("ms median", "grows", "row", sort=False)
-            ratios = ms.div(ms[OURS], axis="index")
-            looks = ["o-", "s-", "D-", "^-", "v-", "P-"][: len(ms.columns)]
-            title = f"{sweep} grows"
-            ratios.plot(ax=axes, color=COLORS, style=looks, loglog=True, title=title, xlabel=GROWS[sweep], legend=False)
-            axes.set_xticks(ms.index, [f"{value:,}" for value in ms.index])
-            axes.minorticks_off()
-        ticks = 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 10
-        axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
-        panels[0].set_ylabel("time of a step, ours = 1")
-        legend_below(axes)
+# FP8
 
 
 def draw_fp8_layer(folder, path):
@@ -149,14 +139,24 @@ def draw_fp8_learning(folder, path):
         return
     with picture(path, 4.2, 1, sizes.ngroups) as (panels,):
         for axes, (size, runs) in zip(panels, sizes, strict=True):
+            axes.set(
+                xlabel="minutes of training",
+                title=size,
+                ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)",
+            )
             for run in runs.to_dict("records"):
-                # Smoothed losses begin at the step that has enough of them.
-                means = pd.Series(smoothed(run["losses"]))
-                steps = means.index + len(run["losses"]) - len(means) + 1
-                color, look = (BLUE, "-") if run["precision"] == "bf16" else (RED, "--")
-                # One entry of the legend for all seeds.
-                label = run["precision"] if run["seed"] == runs["seed"].iloc[0] else None
-                axes.plot(steps * run["ms median"] / 6e4, means, look, color=color, label=label)
-            axes.set(xlabel="minutes of training", title=size, ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)")
-            axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall
-            axes.legend()
+                draw_smoothed(axes, run)
+            # One entry of the legend for all seeds.
+            handles, labels = axes.get_legend_handles_labels()
+            entries = dict(zip(labels, handles, strict=True))
+            axes.legend(entries.values(), entries)
+
+
+def draw_smoothed(axes, run):
+    """Draw the smoothed losses of a run over its minutes."""
+    # Smoothed losses begin at the step that has enough of them.
+    means = pd.Series(smoothed(run["losses"]))
+    steps = means.index + len(run["losses"]) - len(means) + 1
+    color, look = (BLUE, "-") if run["precision"] == "bf16" else (RED, "--")
+    axes.plot(steps * run["ms median"] / 6e4, means, look, color=color, label=run["precision"])
+    axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall

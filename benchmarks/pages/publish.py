@@ -10,7 +10,6 @@ of sequence. A result of the stages is the summary.json of run_all_stages.sh, ke
 Exit codes: 0 done, 1 a page is out of date, 2 the request cannot be met.
 """
 
-import contextlib
 import difflib
 import functools
 import os
@@ -27,7 +26,6 @@ from benchmarks.pages import (
     kernel_tables,
     learning_tables,
     pictures,
-    published,
     replays,
     scaling_tables,
     traces,
@@ -52,14 +50,13 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "fp8-learning": learning_tables.learning_section,
     "overhead": kernel_tables.overhead_section,
     "front": training_steps.front_section,
-    "published": published.published_section,
-    "claims": published.claims_section,
+    "published": replays.published_section,
+    "claims": replays.claims_section,
 }
 # The pages that have markers; a test compares them with the results.
 PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/fp8.md")]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,
-    "sweeps": pictures.draw_sweeps,
     "learning": pictures.draw_learning,
     "fp8_layer": pictures.draw_fp8_layer,
     "fp8_learning": pictures.draw_fp8_learning,
@@ -90,14 +87,6 @@ def rewrite(page, text, folder):
     return SECTION.sub(replaced, text)
 
 
-def write_all(texts):
-    """Write {path: text}, either all files or none."""
-    # replacing() renames when its context ends, so nothing is replaced before all is written.
-    with contextlib.ExitStack() as stack:
-        for path, text in texts.items():
-            stack.enter_context(replacing(path, follow=True)).write_text(text, encoding="utf-8")
-
-
 @program("publish.py")
 def main(argv):
     parser = Parser("publish.py", __doc__)
@@ -115,7 +104,9 @@ def main(argv):
             texts = old[page].splitlines(True), text.splitlines(True)
             sys.stdout.writelines(difflib.unified_diff(*texts, str(page), "what the results say"))
         return int(bool(changed))
-    write_all(changed)
+    for path, text in changed.items():
+        with replacing(path, follow=True) as page:
+            page.write_text(text, encoding="utf-8")
     if not options.pages:
         for name, draw in PICTURES.items():
             with damage_reported(options.results, name):

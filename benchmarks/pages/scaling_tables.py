@@ -1,6 +1,5 @@
 """Write the tables of several GPUs: one process alone beside a process on each GPU of a host."""
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -27,21 +26,8 @@ def newest_scaling(rows):
     return newest(rows[times > 0], "processes", "size", "mode")
 
 
-def comparison_of(size, weak):
-    """Return a text that compares ours with the fastest peer of a size, by windows in turns; empty without peers."""
-    rows = weak.set_index("row")
-    peers = rows[rows["ratio"].notna() & ~rows.index.str.startswith("triton")]
-    if peers.empty:
-        return ""
-    fastest = peers.sort_values("ms exchanging").iloc[0]
-    # Ours without a captured graph, whose host time one sees with small models.
-    eager = rows["tokens_per_second"].get("triton", np.nan) / fastest["tokens_per_second"]
-    without = f" ({eager:.2f} without)" if eager > 0 else ""
-    return f"{size} {1 / fastest['ratio']:.2f} times{without} those of {fastest.name}"
-
-
 def scaling_text(gpus, rows):
-    """Return the table and the sentences of a number of processes; "strong" divides the batch of "weak"."""
+    """Return the table of a number of processes; "strong" divides the batch of "weak"."""
     names = ["size", "row"]
     weak = rows[rows["mode"] == "weak"]
     # In the order of the rows of "weak"; cells of what was not measured stay empty.
@@ -57,13 +43,7 @@ def scaling_text(gpus, rows):
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one": strong["efficiency"].map(tenths),
     })  # fmt: skip
-    compared = [comparison_of(*size) for size in weak.groupby("size", sort=False)]
-    compared = "; ".join(filter(None, compared))
-    return paragraphs(
-        markdown(table),
-        compared and f"Tokens a second of our step on {gpus} GPUs with a captured graph: {compared}.",
-        provenance(pd.concat([weak, rows])),
-    )
+    return paragraphs(markdown(table), provenance(pd.concat([weak, rows])))
 
 
 @of_each_device(*SCALING)

@@ -1,4 +1,4 @@
-"""Keep one step of a profiled run, and draw the kept steps with arrows to their signs.
+"""Keep one step of a profiled run, and draw the kept steps.
 
     python -m benchmarks.pages.traces          record a step of each of RECORDED on this GPU
 
@@ -27,10 +27,9 @@ from measure.command_line import Parser, program
 from measure.drawing import MUTED, RED, save_png, style
 from measure.results import RESULTS, ROOT, ResultFile, header
 from measure.tables import number, percent
-from profilers.kernel_names import short_name
 from profilers.plot import draw_bars, draw_operations, draw_ranges
 from profilers.readers import read_dispatches, read_ranges, torch_trace
-from profilers.timeline import LAUNCH, typical_step
+from profilers.timeline import LAUNCH, step_figures, typical_step
 
 SIZES = ["--batch-size", "8", "--seq-len", "128", "--num-steps", "10"]
 RECORDED = {  # {name of a result: flags of its run}
@@ -71,110 +70,49 @@ def record(name, flags, device, folder):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pictures: three rows (phases and launch calls of the host, kernels of the device), and arrows to the signs
+# Pictures: three rows (phases and launch calls of the host, kernels of the device), of all and of twelve kernels
 
 KERNELS, LAUNCHES, PHASES = range(3)  # the rows, from below
-
-
-def read_step(path):
-    """Return the kernels, the launch calls and the phases of a kept step: Name, Start, End in ns; begin, end in ms."""
-    ranges, calls = read_ranges(path), read_ranges(path, "calls")
-    launches = calls[calls["Name"].str.match(LAUNCH)]
-    phases = ranges[ranges["Name"].isin(("forward", "backward", "optimizer"))]
-    tables = read_dispatches(path), launches, phases
-    return [table.assign(begin=table["Start"] / 1e6, end=table["End"] / 1e6) for table in tables]
-
-
-def point(axes, text, x_ms, row, text_x, text_y):
-    """Draw an arrow from a text, at text_x (0 to 1 of the width) and text_y (rows), to a time in a row."""
-    axes.annotate(
-        text,
-        (x_ms, row + 0.4),
-        (text_x, text_y),
-        textcoords=axes.get_yaxis_transform(),
-        color=RED,
-        ha="center",
-        va="center",
-        arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1.5},
-    )
-
-
-def mark_stage4(kernels, launches, whole, part):
-    """Mark that the host is ahead of the device, which is busy with one kernel."""
-    issued, lasts = launches["end"].max(), kernels["end"] - kernels["begin"]
-    longest = kernels.loc[lasts.idxmax()]
-    same = kernels["Name"] == longest["Name"]
-    share = percent(lasts[same].sum() / lasts.sum())
-    name, at = short_name(longest["Name"]), longest[["begin", "end"]].mean()
-    point(whole, "the host has issued everything:\nits clock stops here", issued, LAUNCHES, 0.5, 1.6)
-    point(whole, "the device is done", kernels["end"].max(), KERNELS, 0.9, 1.6)
-    point(whole, f"one kernel: {name}, {share} of all kernels' time", at, KERNELS, 0.35, -0.6)
-    part.set_xlim(0, 1.1 * issued)
-    # At which of the long kernels the device is when the host's clock stops.
-    reached = (kernels["begin"][same] < issued).sum()
-    part.set_title(f"The beginning: when all is launched, the device is at long kernel {reached} of {same.sum()}")
-
-
-def median_gap(kernels):
-    """Return the median time between two kernels, in us."""
-    return (kernels["begin"] - kernels["end"].shift()).median() * 1e3
-
-
-def mark_stage5(kernels, launches, whole, part):
-    """Mark that the device waits for the host."""
-    lasts = kernels["end"] - kernels["begin"]
-    busy = percent(lasts.sum() / kernels["end"].max())
-    # A quarter of all kernels is in the middle of the forward pass.
-    shown = kernels[len(kernels) // 4 :].head(6)
-    begin, end = shown["begin"].min(), shown["end"].max()
-    between = (shown["end"].iloc[2] + shown["begin"].iloc[3]) / 2
-    point(whole, f"a kernel runs for {busy} of the step", begin, KERNELS, 0.3, -0.6)
-    gap, kernel = (number(us, 2) for us in (median_gap(kernels), lasts.median() * 1e3))
-    point(part, f"a gap: {gap} us in the median, beside {kernel} us of a kernel", between, KERNELS, 0.5, -0.6)
-    launch = launches[launches["begin"] < shown["begin"].iloc[3]].iloc[-1]
-    point(part, "until the host gets to the next launch", launch["end"], LAUNCHES, 0.45, PHASES + 0.4)
-    part.set_xlim(begin - 0.05, end + 0.05)
-    part.set_title("Six kernels of the forward pass")
-
-
-def mark_stage8(kernels, launches, whole, part):
-    """Mark that neither waits: the kernels run back to back."""
-    count = f"{len(launches)} launches for {len(kernels)} kernels"
-    point(whole, count, launches["end"].max(), LAUNCHES, 0.6, LAUNCHES + 0.6)
-    first = kernels["begin"].min()
-    text = f"gaps of {number(median_gap(kernels), 2)} us in the median"
-    point(part, text, kernels["end"][kernels["end"] > first + 0.05].min(), KERNELS, 0.5, -0.6)
-    part.set_xlim(first, first + 0.1)
-    part.set_title("A tenth of a millisecond: the kernels follow each other without the host")
-
-
-PICTURES = {  # {result: (title, function that marks the sign)}
-    "trace_stage4": ("Stage 4, fp32: the host runs ahead", mark_stage4),
-    "trace_stage5": ("Stage 5, bf16: the device waits for the host", mark_stage5),
-    "trace_stage8": ("Stage 8, bf16: one launch a phase", mark_stage8),
+PICTURES = {
+    "trace_stage4": "Stage 4, fp32: the host runs ahead",
+    "trace_stage5": "Stage 5, bf16: the device waits for the host",
+    "trace_stage8": "Stage 8, bf16: one launch a phase",
 }
 
 
 def draw(folder, path, name):
-    """Draw a kept step: all of it, and a part."""
+    """Draw a kept step: all of it, and twelve kernels."""
     results = long_table(folder, name)
     if results.empty:
         raise llama.UsageError(f"{folder} lacks {name}_*.json: python -m benchmarks.pages.traces records it on a GPU")
-    kernels, launches, phases = read_step(folder / results["file"].iloc[0])
-    title, mark = PICTURES[name]
+    file = folder / results["file"].iloc[0]
+    kernels, ranges, calls = read_dispatches(file), read_ranges(file), read_ranges(file, "calls")
+    phases = ranges[ranges["Name"].isin(("forward", "backward", "optimizer"))]
+    launches = calls[calls["Name"].str.match(LAUNCH)]
+    end, issued = kernels["End"].max(), launches["End"].max()
+    # A quarter of all kernels ends in the middle of the forward pass.
+    first = kernels["Start"].iloc[len(kernels) // 4]
+    last = kernels["End"].iloc[len(kernels) // 4 : len(kernels) // 4 + 12].max()
+    figures = step_figures(file)
+    sentence = (
+        f"{figures['launches']:.0f} launches until {number(issued / 1e6)} ms (the red line), {figures['kernels']:.0f} "
+        f"kernels until {number(end / 1e6)} ms, which run for {percent(figures['kernel_us'] * 1e3 / end)} of this time"
+    )
     with style():
-        figure, panels = plt.subplots(2, 1, figsize=(12, 6.4), layout="constrained")
+        figure, panels = plt.subplots(2, 1, figsize=(12, 6), layout="constrained")
         for axes in panels:
-            draw_ranges(axes, 0, kernels["End"].max(), phases)
-            for name in axes.texts:
-                name.set_clip_on(True)  # where a part does not show its phase
+            draw_ranges(axes, 0, end, phases)
+            for text in axes.texts:
+                text.set_clip_on(True)  # where a part does not show its phase
             draw_bars(axes, 0, launches, LAUNCHES, color=MUTED)
             draw_operations(axes, 0, kernels, lambda operation: KERNELS)
+            axes.axvline(issued / 1e6, color=RED)
             axes.set_yticks([0.4, 1.4, 2.4], ["device: kernels", "host: launch calls", "host: phases"])
-            axes.set(xlabel="ms since the step began", ylim=(-0.9, 3))
-        panels[0].set_xlim(0, 1.02 * kernels["end"].max())
-        panels[0].set_title(f"{title} ({results['device'].iloc[0]}, recorded by torch.profiler)")
-        mark(kernels, launches, *panels)
+            axes.set(xlabel="ms since the step began", ylim=(-0.2, 3))
+        panels[0].set_xlim(0, 1.02 * end / 1e6)
+        panels[1].set_xlim(first / 1e6, last / 1e6)
+        panels[0].set_title(f"{PICTURES[name]} ({results['device'].iloc[0]}, recorded by torch.profiler)\n{sentence}")
+        panels[1].set_title("Twelve kernels that follow each other")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, ncols=6, fontsize=9, loc="outside lower center")
         save_png(figure, path, dpi=100)

@@ -234,4 +234,4 @@ def front_section(folder):
     if not sizes:
         return NOT_MEASURED
     table = pd.DataFrame([front_row(*item) for item in sizes.items()])
-    return paragraphs(markdown(table, right=[False, *[True] * 5, False]), sources(pd.concat(sizes.values())))
+    return paragraphs(markdown(table), sources(pd.concat(sizes.values())))

@@ -2,8 +2,7 @@
 
     ./run_all_stages.sh                            stages 1 to 5 at 8 x 128 tokens, 20 steps each
     ./run_all_stages.sh --beyond                   stages 6 to 8 too
-    ./run_all_stages.sh --isolate                  each mistake alone too, beside stage 5
-    ./run_all_stages.sh --laptop                   no GPU: measured, counted, recorded; minutes
+    ./run_all_stages.sh --laptop                   no GPU: measured and recorded; minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
     ./run_all_stages.sh --dry-run                  print the commands only
     ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
@@ -11,20 +10,15 @@
 Each stage runs in a process of its own and is profiled afterwards; plain PyTorch (--impl torch)
 runs first, as the baseline. The profiler is rocprofv3 if it is on the PATH and there is an AMD GPU,
 otherwise the script's --profile. Its table has the kernels of the steps, without the warm-up.
---laptop runs on the CPU what a CPU can show: the loss, the weights that receive a gradient, and the
-memory accesses of kernels, with a tiny model in Triton's interpreter. For the rest it shows replays
-that were recorded on a GPU, and marks them. The output folder then contains
+--laptop runs on the CPU what a CPU can show: the loss, and the weights that receive a gradient, with
+a tiny model in Triton's interpreter. For the rest it shows replays that were recorded on a GPU, and
+marks them. The output folder then contains
 
-    report.html, summary.md, stages.png    the comparison, to read
+    report.html, summary.md                the comparison, to read
     summary.json                           the comparison, to compute with
     stageN.json, baseline.json             the result of tiny_llama_v3.py
     stageN_profile.csv                     the kernels, with rocprofv3's columns
-    stageN_output.log                      the output of the runs
-    stageN_alone*                          the same of stage N's own mistake alone
-    ceilings.json                          the bandwidth and the arithmetic that this device reaches
-    kernel_timeline.json                   when each kernel of one step of stages 5 and 8 ran
-    attention_layouts.json                 the attention kernel over the sequence, in both layouts
-    counted.json                           the memory accesses of kernels
+    stageN_output.log                      the commands and their output
     previous_DATE/                         the results of an earlier replay
 
 Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request cannot be met, 130
@@ -50,19 +44,19 @@ if not __package__:
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks.pages.replays import OPTIMIZED, newest_replays, observations, own_mistake, short_title
+from benchmarks.pages.replays import newest_replays
 from exercises.performance_debugging import report
-from exercises.performance_debugging.results import summarize
+from exercises.performance_debugging.evidence import observations
+from exercises.performance_debugging.results import short_title, summarize
 from measure.command_line import Parser, program, replacing
-from measure.results import RESULTS
+from measure.results import RESULTS, ROOT
 from profilers.readers import Unreadable, read_step_stats
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = [1, 2, 3, 4, 5]
-SIZES = {"batch_size": 8, "seq_len": 128, "num_steps": 20}
+SIZES = {"--batch-size": 8, "--seq-len": 128, "--num-steps": 20}
 # On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
@@ -70,17 +64,11 @@ LAPTOP_TINY = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
-COUNTED_STAGES = {2, 4}  # each with the next stage
-MEASUREMENTS = {  # of measured.py: (title, the stages whose pictures need it, whether it needs a GPU)
-    "ceilings": ("what the device can do", set(llama.STAGES), False),
-    "attention_layouts": ("the attention kernel over the sequence", {2}, True),
-    "kernel_timeline": ("when the kernels of a step run", {8}, True),
-}
 # rocprofv3 slows the steps down, so they are recorded in a run of their own: as many as the script's --profile records.
 ROCPROFV3 = "rocprofv3 --kernel-trace --marker-trace --output-format csv -o profile -d"
 PROFILED_STEPS = "--num-steps 3 --warmup-steps 1"
 LOG_TAIL = 8  # lines of a failed run's log that are shown
-WRITTEN = ("stage*", "baseline*", *(f"{name}*" for name in MEASUREMENTS), "counted*", "summary.*", "report.html")
+WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,20 +80,19 @@ PROFILE = f"{FOLDER}/profile"
 
 @dataclass
 class Run:
-    """The baseline, a measurement, a stage, a mistake alone or the counts: its commands and its outcome."""
+    """The baseline or a stage: its commands and its outcome."""
 
     name: str  # the prefix of its files
     title: str
     commands: list = field(default_factory=list)  # the first writes the result into FOLDER, the last may profile
     stage: int | None = None
-    mistake: str | None = None  # of BUGS, the only one
     obstacle: str | None = None  # why it cannot run here
     error: str | None = None
 
 
-def flags_of(settings):
-    """Return the command line of {name: value}."""
-    return [text for name, value in settings.items() for text in (llama.flag_of(name), str(value))]
+def flags_of(values):
+    """Return the command line of {flag: value}, without those whose value is None."""
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
 def on_gpu(config):
@@ -147,54 +134,26 @@ def stage_run(stage, arguments, profiler=None, variables=()):
     return run
 
 
-def isolated_run(stage, arguments, profiler):
-    """Return the Run of a stage's own mistake by itself, without commands if the stage has no other."""
-    mistake = own_mistake(stage)
-    run = Run(f"stage{stage}", f"{llama.flag_of(mistake)} alone", stage=stage, mistake=mistake)
-    if set(llama.stage_flags(stage)) != {mistake}:
-        run.name += "_alone"
-        run.commands = training_commands(SCRIPT, [llama.flag_of(mistake), *arguments], profiler)
-    return run
-
-
-def module_run(name, title, module, *arguments):
-    """Return the Run of a module of this folder."""
-    command = [sys.executable, "-m", f"exercises.performance_debugging.{module}", *arguments, "--output-dir", FOLDER]
-    return Run(name, title, [command])
-
-
 def plan(options):
-    """Return the profiler and the Runs of a replay: what the device can do, the baseline, stages, mistakes alone."""
-    arguments = [*flags_of(SIZES | options.sizes), *options.script_options]
-    config = llama.parse_config(arguments, SCRIPT.name)
-    profiler = None if options.no_profile else profiler_of(config)
-    runs = [
-        module_run(name, title, "measured", name, *arguments)
-        for name, (title, stages, needs_gpu) in MEASUREMENTS.items()
-        if profiler and stages & set(options.stages) and (on_gpu(config) or not needs_gpu)
-    ]
-    runs += [Run("baseline", "baseline, plain PyTorch", training_commands(SCRIPT, ["--impl", "torch", *arguments]))]
-    runs += [stage_run(stage, arguments, profiler) for stage in options.stages]
-    if options.isolate:
-        runs += [isolated_run(stage, arguments, profiler) for stage in options.stages if own_mistake(stage)]
-    return profiler, runs
+    """Return the profiler and the Runs of a replay: the baseline and the stages."""
+    arguments = [*flags_of(SIZES), *options.sizes, *options.script_options]
+    profiler = None if options.no_profile else profiler_of(llama.parse_config(arguments, SCRIPT.name))
+    baseline = Run("baseline", "baseline, plain PyTorch", training_commands(SCRIPT, ["--impl", "torch", *arguments]))
+    return profiler, [baseline, *(stage_run(stage, arguments, profiler) for stage in options.stages)]
 
 
 def plan_laptop(options):
-    """Return no profiler, and the Runs of --laptop: some stages on the CPU, the others empty, and counts of kernels."""
+    """Return no profiler, and the Runs of --laptop: some stages on the CPU."""
     runs = []
     for stage in options.stages:
-        run = Run(f"stage{stage}", "", stage=stage)
-        if stage in LAPTOP_RUNS:
-            arguments = [*LAPTOP_RUNS[stage].split(), *flags_of(options.sizes), *options.script_options]
-            run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
-            if run.obstacle:
-                raise llama.UsageError(run.obstacle)
+        flags = LAPTOP_RUNS.get(stage, LAPTOP_TINY)
+        arguments = [*flags.split(), *options.sizes, *options.script_options]
+        run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
+        if stage not in LAPTOP_RUNS:
+            run.obstacle = "its sign needs a GPU"
+        elif run.obstacle:
+            raise llama.UsageError(run.obstacle)
         runs.append(run)
-    if COUNTED_STAGES & set(options.stages):
-        stages = ",".join(map(str, options.stages))
-        runs.append(module_run("counted", "what kernels ask memory for", "memory_counts", "--stages", stages))
-        runs[-1].obstacle = None if llama.triton else "Triton is not installed"
     return None, runs
 
 
@@ -233,12 +192,16 @@ def execute(run, output):
                 write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
+def left_out(run):
+    return f"{run.title}: left out, {run.obstacle}"
+
+
 def execute_all(runs, output):
     """Execute all runs, the others too if one fails. Return False if it was interrupted."""
     for run in runs:
         if run.obstacle:
-            print(report.wrapped(f"{run.title}: left out, {run.obstacle}"))
-    able = [run for run in runs if run.commands and not run.obstacle]
+            print(report.wrapped(left_out(run)))
+    able = [run for run in runs if not run.obstacle]
     for number, run in enumerate(able, 1):
         print(f"[{number}/{len(able)}] {run.title}", flush=True)
         try:
@@ -253,11 +216,10 @@ def execute_all(runs, output):
 
 
 def put_aside(output):
-    """Move the results of an earlier replay into previous_<its date>/."""
+    """Move the results of an earlier replay into previous_<date>/."""
     old = [path for pattern in WRITTEN for path in output.glob(pattern)]
     if old:
-        date = datetime.fromtimestamp(max(path.stat().st_mtime for path in old))
-        folder = output / f"previous_{date:%Y%m%d_%H%M%S_%f}"
+        folder = output / f"previous_{datetime.now():%Y%m%d_%H%M%S_%f}"
         folder.mkdir()
         for path in old:
             os.replace(path, folder / path.name)
@@ -267,14 +229,13 @@ def put_aside(output):
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
-RESERVED = ("--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h")
+RESERVED = {"--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h"}
 
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
     stages = {int(number) if number.isdecimal() else number for number in text.split(",")}
-    unknown = stages - llama.STAGES.keys()
-    if unknown:
+    if unknown := stages - llama.STAGES.keys():
         raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
     return sorted(stages)
 
@@ -284,43 +245,24 @@ def parse(argv):
     # Everything after -- belongs to the script, whose parser checks it when the runs are planned.
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
-    which, how = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
-    how.add_argument("--isolate", action="store_true", help="each mistake alone as well, beside stage 5")
-    how.add_argument("--laptop", action="store_true", help="no GPU: measure and count on the CPU, show a recording")
-    for name, default in SIZES.items():
-        parser.add_argument(llama.flag_of(name), type=int, help=f"as of tiny_llama_v3.py (default: {default})")
+    parser.add_argument("--laptop", action="store_true", help="no GPU: measure on the CPU, show a recording")
+    for flag, default in SIZES.items():
+        parser.add_argument(flag, type=int, dest=flag, help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(argv[:end])
     options.script_options = argv[end + 1 :]
-    options.sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    options.sizes = flags_of({flag: getattr(options, flag) for flag in SIZES})
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
-    if options.isolate:
-        options.stages = sorted({*options.stages, OPTIMIZED})
-    reserved = RESERVED + ("--device", "--use-amp") * options.laptop
+    reserved = RESERVED | ({"--device", "--use-amp"} if options.laptop else set())
     for option in options.script_options:
         if option.split("=")[0] in reserved:
             raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
     return options
-
-
-def print_commands(runs):
-    for run in runs:
-        if run.commands:
-            print(f"# {run.title}" + (f": left out, {run.obstacle}" if run.obstacle else ""))
-        for command in run.commands if not run.obstacle else []:
-            print(shlex.join(command))
-
-
-def single_command(run):
-    """Return the command that measures a run, as it is typed in this folder."""
-    command = run.commands[0][: run.commands[0].index("--output-dir")]
-    # A shell sets variables without env, and has no use for a cache in a temporary folder.
-    words = [word for word in command if word != "env" and FOLDER not in word]
-    return shlex.join(words).replace(sys.executable, "python").replace(f"{HERE}/", "").replace(f"{ROOT}/", "../../")
 
 
 @program(PROGRAM)
@@ -330,21 +272,24 @@ def main(argv):
     options = parse(argv)
     profiler, runs = plan_laptop(options) if options.laptop else plan(options)
     if options.dry_run:
-        print_commands(runs)
+        for run in runs:
+            commands = [] if run.obstacle else map(shlex.join, run.commands)
+            print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}", *commands, sep="\n")
         return 0
     output = llama.writable_folder("--output", options.output)
     output.mkdir(parents=True, exist_ok=True)
     put_aside(output)
-    recorded = newest_replays(RESULTS) if options.laptop else []
     header = {
         "benchmark": "stages",
         "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
         "date": datetime.now().isoformat(timespec="seconds"),
-        "commands": [single_command(run) for run in runs if run.commands and (run.stage or run.name == "baseline")],
         "profiler": profiler,
         "laptop": options.laptop,
-        "recorded": [{"file": str((RESULTS / name).relative_to(ROOT)), **summary} for name, summary in recorded],
+        "recorded": [],
     }
+    if options.laptop:
+        folder = RESULTS.relative_to(ROOT)
+        header["recorded"] = [{"file": f"{folder}/{name}"} | replay for name, replay in newest_replays(RESULTS).items()]
     completed = execute_all(runs, output)
     summary = header | {"interrupted": not completed} | summarize(output, runs)
     summary["observations"] = observations(summary) if summary["environment"] else []

@@ -1,35 +1,29 @@
-"""Write the results of a replay: summary.json, summary.md, stages.png and report.html."""
+"""Write the results of a replay: summary.json, summary.md and report.html."""
 
-import math
 import textwrap
 from pathlib import Path
 
 import jinja2
-import pandas
 
-from benchmarks.pages import replays
-from exercises.performance_debugging import cards, pictures
+from benchmarks.pages.replays import NOTES, sizes, table_of
+from exercises.performance_debugging.cards import MARKS, card
 from measure import drawing
 from measure.command_line import replacing
 from measure.results import write_json
 
 WIDTH = 100  # of a terminal
-ALONE = "Each mistake by itself beside stage 5, which has none: what it costs where the others do not hide it."
-COUNTED = (
-    "What two kernels ask memory for, counted in Triton's interpreter, with the mistake and without. A load is of 64 "
-    "neighbours, as many as a wave of AMD's; a line has 128 bytes. None of it is a time, or depends on this machine."
+LAPTOP = (
+    "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
+    "Triton's interpreter where there is Triton, whose times are not the kernels'."
 )
-LAPTOP = "Measured on this CPU, whatever GPU there is: stage 1 in plain PyTorch at the model's full width, the others "
-SHORT = {  # {name of a figure: in a terminal, where only these stand}
+SHORT = {  # {figure: its name in a terminal, which has room for those that tell the stages apart}
     "first loss": "first loss",
     "speed, samples/s": "samples/s",
     "speed / previous": "x previous",
     "speed / baseline": "x baseline",
     "step, median, ms": "step, ms",
-    "added by the mistake, ms": "added, ms",
-    "speed / stage 5": "x stage 5",
-    "phases / step, %": "phases, %",
-    "weights with a gradient, %": "gradient, %",
+    "phases / step": "phases",
+    "weights with a gradient": "gradient",
 }
 
 
@@ -37,94 +31,61 @@ def wrapped(text, indent=""):
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def tables(summary):
-    """Yield (heading, text, DataFrame with a row for each run) of all figures, those of recordings last."""
-
-    text = ""
-    if summary["laptop"]:
-        text = (
-            "in Triton's interpreter, whose times are not the kernels'"
-            if replays.is_interpreted(summary)
-            else "as well"
-        )
-        text = f"{LAPTOP}with a tiny model {text}."
-    yield "This replay", text, cards.frame_of(replays.comparison_table(summary))
-    if summary["isolated"]:
-        yield "Each mistake alone", ALONE, cards.frame_of(replays.isolated_table(summary))
-    if summary["counted"]:
-        header, rows = replays.counted_table(summary)
-        yield "Counted", COUNTED, pandas.DataFrame.from_dict(dict(rows), orient="index", columns=header)
-    for replay in summary["recorded"]:
-        text = f"Recorded on {replays.source_of(replay)}, in {replay['file']}: not measured here."
-        yield f"Recorded: {replays.sizes(replay)}", text, cards.frame_of(replays.comparison_table(replay))
-
-
-def page(summary, shown):
-    """Return the text of report.html, which needs no other file, no network and no script. shown: the cards."""
-    # What this machine could not measure is drawn from the first recording that has it.
-    whole = {}
-    for name, function in pictures.WHOLE.items():
-        whole[name] = cards.first_of(cards.picture_of, cards.sources(summary), function, name)
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html.jinja").render(
-        summary=summary,
-        setting=replays.setting(summary),
-        cards=shown,
-        whole=[each for each in whole.values() if each[0]],
-        colors=drawing.css(),
-        tables=list(tables(summary)),
-        notes=replays.notes(summary),
+def setting(summary):
+    """Return a line with the device, the versions, the date and the sizes."""
+    environment, config = summary["environment"], summary["config"]
+    triton = f", Triton {environment['triton']}" if environment["triton"] else ""
+    return (
+        f"{environment['device']}, PyTorch {environment['torch']}{triton}, {summary['date'][:10]}; batch "
+        f"{sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; {config['num_steps']} steps"
     )
 
 
-def markdown(summary):
-    """Return the text of summary.md."""
-    parts = ["# The stages, replayed", replays.setting(summary)]
-    for heading, text, frame in tables(summary):
-        parts += [f"## {heading}", text, frame.T.to_markdown(disable_numparse=True)]
-    parts += ["\n".join(f"- {note}" for note in replays.notes(summary)), "## Key observations"]
-    parts += ["\n".join(f"- **{title}** ({mark}): {text}" for title, mark, text in replays.observation_lines(summary))]
-    parts += [f"Again: `{summary['command']}`"]
-    return "\n\n".join(filter(None, parts)) + "\n"
+def tables(summary):
+    """Return [(heading, text, DataFrame with a column for each run)] of all figures, those of recordings last."""
+    found = [("This replay", LAPTOP if summary["laptop"] else "", table_of(summary))]
+    for replay in summary["recorded"]:
+        text = f"Recorded in {replay['file']}, and not measured here: {setting(replay)}."
+        found.append((f"Recorded: {sizes(replay)}", text, table_of(replay)))
+    return found
+
+
+def texts(summary):
+    """Return {file name: text} of the report and its short form, from the templates beside this file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    context = {
+        "summary": summary,
+        "setting": setting(summary),
+        "cards": [card(summary, stage["stage"]) for stage in summary["stages"]],
+        "marks": MARKS,
+        "colors": drawing.css(),
+        "tables": tables(summary),
+        "notes": NOTES,
+    }
+    names = "summary.md", "report.html"
+    return {name: environment.get_template(f"{name}.jinja").render(context) for name in names}
 
 
 def console(summary):
     """Return the main figures and the observations for a terminal."""
-    lines = [wrapped(replays.setting(summary))]
-    for heading, text, frame in tables(summary):
-        # The report has every figure; a terminal has room for those that tell the stages apart.
-        shown = frame if heading == "Counted" else frame.filter(SHORT).rename(columns=SHORT)
-        lines += ["", wrapped(f"{heading}. {text}"), "", shown.to_string()]
-    lines.append("")
-    for title, mark, text in replays.observation_lines(summary):
-        lines += [f"{title} ({mark})", wrapped(text, "    ")]
+    lines = [wrapped(setting(summary))]
+    for heading, text, table in tables(summary):
+        lines += ["", wrapped(f"{heading}. {text}"), "", table.T.filter(SHORT).rename(columns=SHORT).to_string()]
+    for seen in summary["observations"]:
+        source = "" if seen["source"] == "measured" else f", {seen['source']}"
+        lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]
     return "\n".join(lines)
 
 
-def draw_overview(shown, title, path, columns=4):
-    """Draw pictures of the page side by side in one PNG file."""
-    rows = math.ceil(len(shown) / columns)
-    with drawing.style():
-        height = max(picture["height"] for picture in shown) + 34
-        figure = drawing.new_figure(rows * height + 30, columns * (drawing.WIDTH + 20))
-        figure.suptitle(title)
-        for part, picture in zip(figure.subfigures(rows, columns, squeeze=False).flat, shown, strict=False):
-            part.suptitle(picture["title"], x=0.02, ha="left", fontsize=drawing.TEXT, wrap=True)
-            picture["draw"](part)
-        drawing.save_png(figure, path)
-
-
 def write(summary, folder):
-    """Write the four files into folder. Without any measured run there is only summary.json."""
+    """Write the three files into folder. Without any measured run there is only summary.json."""
     write_json(folder / "summary.json", summary)
-    if summary["environment"] is None:
-        return
-    # Cards are made once, with their pictures; the page prints them, and the overview draws them again.
-    shown = cards.cards(summary)
-    drawn = [picture for card in shown for picture, _ in card["pictures"]]
-    if drawn:
-        draw_overview(drawn, replays.setting(summary), folder / "stages.png")
-    for name, text in {"summary.md": markdown(summary), "report.html": page(summary, shown)}.items():
-        with replacing(folder / name) as scratch:
-            scratch.write_text(text)
+    if summary["environment"]:
+        for name, text in texts(summary).items():
+            with replacing(folder / name) as scratch:
+                scratch.write_text(text)

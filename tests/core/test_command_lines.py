@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FLAGS = {"profilers/host_profile.py", "examples/tritonbench_rows.py"}  # what they are given is another's
 NEEDED = {  # beside the flag
     "benchmarks/diff.py": ["before", "after"], "examples/hf_weights.py": ["folder"],
-    "exercises/check.py": ["exercise1"], "exercises/performance_debugging/memory_counts.py": ["--output-dir", "."],
-    "exercises/scoreboard.py": ["class"], "profilers/compare.py": ["before", "after"],
-    "profilers/counters.py": ["profile"], "profilers/hotspots.py": ["profile"], "profilers/plot.py": ["profile"],
+    "exercises/check.py": ["exercise1"], "exercises/scoreboard.py": ["class"],
+    "profilers/compare.py": ["before", "after"], "profilers/counters.py": ["profile"],
+    "profilers/hotspots.py": ["profile"], "profilers/plot.py": ["profile"],
     "profilers/summary.py": ["session", "--tool", "ncu"], "profilers/rocprof_compute_kernels.py": ["workload"],
 }  # fmt: skip
 BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "tiny_llama_v3.py")  # others: python -m

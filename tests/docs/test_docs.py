@@ -96,7 +96,6 @@ if [ "$program" = exercises.performance_debugging.replay ]; then
     (($#)) && shift && theirs=("$@")
     # Its profiles are read afterwards.
     if [[ " ${{own[*]}} " == *" --stages 4,5 "* ]] || ((${{#own[@]}} == 2)); then profile=; fi
-    [[ " ${{own[*]}} " != *" --isolate "* ]] || own+=(--stages 2)
     [[ " ${{own[*]}} " != *" --laptop "* ]] || exec {real} "${{own[@]}}" --stages 1,5,6 -- "${{theirs[@]}}" {model}
     exec {real} "${{own[@]}}" --batch-size 1 --seq-len 8 --num-steps 1 $profile -- "${{theirs[@]}}" {model}
 fi

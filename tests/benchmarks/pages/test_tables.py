@@ -18,7 +18,8 @@ def test_the_tables_are_those_computed_by_hand(capsys):
 
     Ours takes 0.63 of the time of `hf compile graph`, as the windows in turns say (0.634), and not 10 / 16; the newest
     result is not complete, and another one is of another batch. In FP8, large reaches 1.0 and 1.5, the final losses of
-    bf16, 4 and 2 steps of 8 ms before its last, the 60th: after 0.448 and 0.464 s, where bf16 takes 0.6 s.
+    bf16, 4 and 2 steps of 8 ms before its last, the 60th: after 0.448 and 0.464 s, where bf16 takes 0.6 s. With
+    seed 1 of medium the worse of both is FP8's, which it reaches with its last step.
     """
     assert publish.main(["--check", "--pages", str(PAGE), "--results", str(RESULTS)]) == 0, capsys.readouterr().out
 
@@ -92,16 +93,9 @@ def test_where_all_rows_failed_tables_say_why_and_no_picture_is_drawn(ours_and_b
     assert {name for name, text in texts.items() if "no room" in text} == {
         "kernels", "layer_norm", "gpt", "fp8-layer", "fp8-learning",
     }  # fmt: skip
-    for name in ("front_page", "sweeps", "fp8_layer", "fp8_learning"):
+    for name in ("front_page", "fp8_layer", "fp8_learning"):
         publish.PICTURES[name](folder, folder / "picture.png")
     assert not (folder / "picture.png").exists()
-
-
-@pytest.mark.parametrize("missing", ["stages_*_20300102*", "stages_*_20300103*", "steps_*"])
-def test_claims_need_all_of_their_measurements(ours_and_both, missing):
-    for path in ours_and_both[0].glob(missing):
-        path.unlink()
-    assert publish.SECTIONS["claims"](ours_and_both[0]) == NOT_MEASURED
 
 
 @pytest.mark.parametrize("name", publish.SECTIONS)
