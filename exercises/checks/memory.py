@@ -2,14 +2,13 @@
 
 import math
 import sys
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from exercises.checks import ON_GPU
-from exercises.checks.common import GUARD, Wrong, expect_untouched, is_unwritten, unchanged
+from exercises.checks.common import GUARD, Wrong, expect, unchanged
 from exercises.probe import Observer, Strict, observed_by, strict_truth
 
 
@@ -54,7 +53,6 @@ class Watch(Observer):
         self.known, first = np.unique(np.concatenate(elements), return_index=True)
         self.whose = np.repeat(np.arange(len(elements)), [len(own) for own in elements])[first]  # an index of names
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
-        self.single, self.stores = Counter(), {}  # {(line, program): loads of one element}, {tensor: lines that store}
         self.accesses = []
         if self.kept is not None:
             self.kept.append(self)
@@ -112,18 +110,9 @@ class Watch(Observer):
                 f"loads from {name} before anything is stored there",
                 "it is a result, and its memory holds anything. Load an input, and store the result once",
             )
-        if access.addresses.size == 1:
-            self.single[self.line(), program] += 1
-            if self.single[self.line(), program] > 2:
-                self.tell(
-                    "loads one element at a time, in a loop",
-                    "one tl.load takes a whole block of addresses, a pointer + tl.arange(...)",
-                )
 
     def store(self, access):
         indices, name, program = self.inside("writes", access)
-        if name:
-            self.stores.setdefault(name, set()).add(self.line())
         if name and name not in self.outputs:
             self.tell(f"stores into {name}, which is an input", f"the result is {' and '.join(sorted(self.outputs))}")
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
@@ -145,16 +134,17 @@ class Watch(Observer):
         """Raise Wrong if the kernel, which is through, touched what it should not or left out what it should."""
         if self.fault:
             raise self.fault
-        stored = np.unique(self.owner[self.owner >= 0])
+        owners = {name: self.owners(name) for name in self.outputs}
+        stored = np.unique(np.concatenate([own.ravel() for own in owners.values()]))
+        stored = stored[stored >= 0]
         if not len(stored):  # perhaps nothing is written yet: the result tells
             return
-        for empty in sorted(self.outputs - self.stores.keys()):
-            twice = ((name, sorted(lines)) for name, lines in self.stores.items() if len(lines) > 1)
-            told = "".join(f", and lines {' and '.join(map(str, own))} both store into {name}" for name, own in twice)
-            raise Wrong(f"nothing is stored in {empty}{told}", "each result needs a tl.store of its own")
+        for name, own in sorted(owners.items()):
+            if (own < 0).all():
+                raise Wrong(f"nothing is stored in {name}", "each result needs a tl.store of its own")
         idle = np.setdiff1d(np.arange(math.prod(self.grid)), stored)
         if len(idle):
-            left = any((self.owners(name) < 0).any() for name in self.outputs)
+            left = any((own < 0).any() for own in owners.values())
             what = "and elements are left out: is its mask right?" if left else "and others do its work:"
             raise Wrong(f"program {self.shown(idle[0])} stores nothing, {what}", self.share)
 
@@ -176,24 +166,27 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
     result, which nobody has set; and if a program did not store its share, as share puts it. A GPU does not tell.
     """
     names = [name.removesuffix("_ptr") for name in kernel.arg_names]
-    tensors = {name: arg for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)}
-    results = {name: tensor for name, tensor in tensors.items() if is_unwritten(tensor).all()}
+    args = dict(zip(names, args, strict=False))
+    tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
+    results = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "behind")}
     inputs = {name: tensor for name, tensor in tensors.items() if name not in results}
     if ON_GPU:
         with unchanged(**inputs):
-            kernel[grid](*args, **constants)
+            kernel[grid](*args.values(), **constants)
         for name, result in results.items():
-            expect_untouched(name, result)
+            expect(result.behind.isnan().all(), f"something was stored beyond the end of {name}", "is there a mask?")
+            result.stored = ~result.isnan().cpu()
     else:
         tensors |= {name: apart(tensor) for name, tensor in inputs.items()}
-        args = [tensors.get(name, arg) for name, arg in zip(names, args, strict=False)]
         watch, strict = Watch(kernel, tensors, results.keys(), share, grid), Strict()
         with observed_by(watch, strict), strict_truth():
-            kernel[grid](*args, **constants)
+            kernel[grid](*(args | tensors).values(), **constants)
         watch.finish()
-        for result in results.values():
+        for name, result in results.items():
+            result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
+            result.stored = result.owner >= 0
             result.undefined, result.rounded = watch.undefined, strict.rounded
-    numbers = {name: arg for name, arg in zip(names, args, strict=False) if name not in tensors} | constants
+    numbers = {name: arg for name, arg in args.items() if name not in tensors} | constants
     sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
     for name, result in results.items():
         kind = "" if result.dtype == torch.float32 else f" in {str(result.dtype).removeprefix('torch.')}"
