@@ -9,7 +9,6 @@ counts what kernels load, store and multiply; of PyTorch's operators, the tensor
 
 import contextlib
 import statistics
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 import tiny_llama_v3 as llama
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-from exercises.checks.common import Task
 from exercises.performance_debugging import measured
 from exercises.probe import observed_by
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
@@ -37,7 +35,6 @@ TURNS = 3
 class Case(NamedTuple):
     """A kernel at one size: large on a GPU, small in the interpreter."""
 
-    task: Task
     sizes: list  # for each tile, what the check is given after the module
     eager: Callable  # of the inputs: computes the same in PyTorch's operators
     flop: Callable = lambda *inputs: 0  # of products; other kernels are limited by memory
@@ -73,45 +70,37 @@ def attention_others(q, k, v):
 
 CASES = {
     "grid_copy_kernel": Case(
-        puzzles.grid_copy_kernel,
         [(on_gpu(2**26, 1000), block) for block in BLOCKS],
         torch.clone,
     ),
     "transpose_kernel": Case(
-        puzzles.transpose_kernel,
         [(*(on_gpu(8192, 100),) * 3, 1, side, side) for side in on_gpu((64, 16, 32, 128), (16, 8, 32))],
         lambda x: x.T.contiguous(),
     ),
     "multiply_tile": Case(
-        puzzles.multiply_tile,
         [(SIDE, SIDE, SIDE, side) for side in TILES],
         torch.matmul,
         matmul_flop,
     ),
     "grouped_matmul_kernel": Case(
-        puzzles.grouped_matmul_kernel,
         [(SIDE // side, SIDE // side, 8, side, SIDE) for side in TILES],
         torch.matmul,
         matmul_flop,
     ),
     "rmsnorm_kernel": Case(
-        exercise1.rmsnorm_kernel,
         [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
         others=rmsnorm_others,
     ),
     "silu_mul_kernel": Case(
-        exercise2.silu_mul_kernel,
         [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
         lambda gate, up: F.silu(gate) * up,
     ),
     "silu_mul_backward_kernel": Case(
-        exercise2.silu_mul_backward_kernel,
         [((ROWS, COLUMNS), block, DTYPE) for block in BLOCKS],
         lambda grad, gate, up: (torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)),
     ),
     "attention_kernel": Case(
-        exercise3.attention_kernel,
         [(*HEADS, side, side, 1, 1, "", DTYPE) for side in TILES],
         exercise3.attention,
         # Two products of half of the pairs of a query and a key.
@@ -133,11 +122,11 @@ class Launch:
     """The call of a module's kernel as its check makes it, its inputs and its results."""
 
     def __init__(self, task, module, size):
-        checks = sys.modules[task.check.__module__]
+        checks = next(checks for checks in (puzzles, exercise1, exercise2, exercise3) if task in checks.TASKS)
         stop = mock.patch.object(checks, "launch", side_effect=Launched)
         torch.manual_seed(0)  # so that all tiles have the same inputs
         with stop as launch, contextlib.suppress(Launched):
-            task.check(module, *size)
+            checks.TASKS[task].check(module, *size)
         (kernel, grid, *args), constants = launch.call_args
         constants = {name: value for name, value in constants.items() if name != "share"}
         self.call = partial(kernel[grid], *args, **constants)
@@ -213,9 +202,9 @@ def report(task, module, solution):
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", "TensorFloat32")  # products in fp32 are compared with those in fp32
     case = CASES[task]
-    launches = [Launch(case.task, module, size) for size in case.sizes]
+    launches = [Launch(task, module, size) for size in case.sizes]
     launches = {f"yours, {launch.tile}": launch for launch in launches}
-    reference = Launch(case.task, solution, case.sizes[0])
+    reference = Launch(task, solution, case.sizes[0])
     inputs = reference.inputs
     calls = {name: launch.call for name, launch in launches.items()}
     calls["PyTorch eager"] = partial(case.eager, *inputs)

@@ -1,11 +1,11 @@
 """What a participant has done, as a file: which tasks of the exercises pass, and after how many attempts.
 
     {"participant": name, "date": of the last check,
-     "exercises": {exercise: {task: {"passed", "attempts", "passed_at", "message", "us", "device"}}}}
+     "exercises": {exercise: {task: {"passed", "attempts", "message", "us", "device"}}}}
 
 An attempt is a check of something that was written, up to the first that passes. message is why the task failed when it
-was last checked, passed_at when it passed first, since it last failed. us is the time that was measured last, on the
-device; without one, neither is there. Dates are ISO's, in local time.
+was last checked. us is the time that was measured last, on the device; without one, neither is there. The date is
+ISO's, in local time.
 """
 
 import argparse
@@ -19,11 +19,10 @@ from measure.results import write_json
 LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
-BLANK = {"passed": False, "attempts": 0, "passed_at": None, "message": None}
+BLANK = {"passed": False, "attempts": 0, "message": None}
 KINDS = {  # of the values of a state
     "passed": bool,
     "attempts": int,
-    "passed_at": str | None,
     "message": str | None,
     "us": int | float | None,
     "device": str | None,
@@ -90,7 +89,7 @@ class Progress:
 
     def record(self, exercise, task, passed, message, begun=True, **time):
         """Write the file with what a check has found. begun: whether there was anything to check."""
-        before, date = self.state(exercise, task), now()
+        before = self.state(exercise, task)
         # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
             return
@@ -98,8 +97,7 @@ class Progress:
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),
-            "passed_at": (before.get("passed_at") or date) if passed else None,
             "message": None if passed else message,
         } | time
-        self.content["date"] = date
+        self.content["date"] = now()
         write_json(self.path, self.content, follow=True)

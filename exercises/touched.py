@@ -1,17 +1,15 @@
-"""Tell and draw which elements of its tensors each program of a kernel touches, and by which lanes."""
+"""Draw which elements of its tensors each program of a kernel touches, and by which lanes."""
 
 from contextlib import suppress
 from unittest import mock
 
 import numpy as np
 
-from exercises.checks.common import ranges
 from exercises.checks.memory import Watch, addresses
 from measure.drawing import INK, MUTED, SHEET_WIDTH, TINTS, Sheet
 
 LARGEST, SMALLEST, READABLE = 44, 3, 34  # widths of a cell; from READABLE on it has numbers in it
 COLUMNS, MOST_ROWS = 12, 24  # of a tensor of one dimension; of any
-MOST_PROGRAMS = 4  # whose elements are listed
 
 
 def watched(check, exercise):
@@ -32,24 +30,6 @@ def panels(watch):
     for access in watch.accesses:
         found.setdefault((access.line, access.verb, access.tensor), []).append(access)
     return dict(sorted(found.items()))
-
-
-def described(watch):
-    """Yield the lines for a terminal."""
-    for (line, verb, name), accesses in panels(watch).items():
-        tensor = watch.tensors[name]
-        yield f"line {line} {verb} {name}, {' x '.join(map(str, tensor.shape))}:"
-        programs = sorted({access.program for access in accesses})
-        for program in programs[:MOST_PROGRAMS]:
-            mine = [access[4:] for access in accesses if access.program == program]
-            offsets, lanes, masked = map(np.concatenate, zip(*mine, strict=True))
-            outside = np.isin(offsets, offsets_of(tensor), invert=True).sum()
-            words = f"offsets {ranges(offsets)} by lanes {ranges(lanes)}"
-            words += f"; {len(masked)} masked" * bool(len(masked))
-            words += f"; {outside} OUTSIDE of {name}" * bool(outside)
-            yield f"  program {watch.shown(program)}: {words}"
-        if len(programs) > MOST_PROGRAMS:
-            yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
 
 
 def element(sheet, x, y, size, offset, owners, exists):

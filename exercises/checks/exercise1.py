@@ -6,9 +6,8 @@ import torch
 
 import tiny_llama_v3 as llama
 from exercises.checks.common import (
+    counting,
     expect_close,
-    expect_number,
-    expect_several,
     randn,
     task,
     tasks_of,
@@ -56,26 +55,22 @@ def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps, dtype, tolera
     expect_close(y, wanted, tolerance, hint)
 
 
-@task(  # block_size, itemsize, stride, line
-    *[(32, 4, 1, 128), (5, 4, 1, 128), (90, 4, 1, 128), (64, 4, 32, 128), (64, 4, 1000, 128)],
+memory_lines = counting(
+    "memory_lines",
+    solution,
+    "write down where each element begins, in bytes, and in which line that is",
+    # block_size, itemsize, stride, and the length of a line, which is 128 by default
+    *[(32, 4, 1), (5, 4, 1), (90, 4, 1), (64, 4, 32), (64, 4, 1000)],
     *itertools.product((3, 1, 2, 7, 50), (4, 2, 8), (25, 1, 3, 7, 16, 33, 90), (128, 64)),
 )
-def memory_lines(exercise, block_size, itemsize, stride, line):
-    sizes = block_size, itemsize, stride
-    named = {} if line == 128 else {"line": line}  # else the default
-    got, wanted = exercise.memory_lines(*sizes, **named), solution.memory_lines(*sizes, line)
-    hint = "write down where each element begins, in bytes, and in which line that is"
-    expect_number(f"memory_lines{(*sizes, line)}", got, wanted, hint)
 
 
-@task((61, 97, 4), (31, 257, 2))
-def bytes_moved(exercise, n_rows, n_cols, itemsize):
-    got, wanted = exercise.bytes_moved(n_rows, n_cols, itemsize), solution.bytes_moved(n_rows, n_cols, itemsize)
-    expect_several(got, "fused", "separate")
-    case = f"for {n_rows} rows of {n_cols} elements of {itemsize} bytes"
-    expect_number(f"fused {case}", got[0], wanted[0], "x comes in once, y goes out once, single rows are left out")
-    hint = "each of the four kernels reads its inputs and writes its result; the mean writes a single column"
-    expect_number(f"separate {case}", got[1], wanted[1], hint)
+bytes_moved = counting(
+    "bytes_moved",
+    solution,
+    "x comes in once and y goes out once; separate kernels each read their inputs and write their result",
+    *[(61, 97, 4), (31, 257, 2)],  # n_rows, n_cols, itemsize
+)
 
 
 TASKS = tasks_of(rmsnorm_kernel, memory_lines, bytes_moved)

@@ -178,14 +178,14 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
             result.stored = ~result.isnan().cpu()
     else:
         tensors |= {name: apart(tensor) for name, tensor in inputs.items()}
-        watch, strict = Watch(kernel, tensors, results.keys(), share, grid), Strict()
-        with observed_by(watch, strict), strict_truth():
+        watch = Watch(kernel, tensors, results.keys(), share, grid)
+        with observed_by(watch, Strict()), strict_truth():
             kernel[grid](*(args | tensors).values(), **constants)
         watch.finish()
         for name, result in results.items():
             result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
             result.stored = result.owner >= 0
-            result.undefined, result.rounded = watch.undefined, strict.rounded
+            result.undefined = watch.undefined
     numbers = {name: arg for name, arg in args.items() if name not in tensors} | constants
     sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
     for name, result in results.items():

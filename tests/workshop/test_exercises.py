@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def solution_of(name):
-    return (FOLDER / check.EXERCISES[name].solution).read_text()
+    return (check.SOLUTIONS / check.EXERCISES[name].file).read_text()
 
 
 def said(capsys):
@@ -226,7 +225,7 @@ def test_an_endless_loop_ends_its_task_alone(mine, monkeypatch, capsys):
     assert lines[0].startswith("FAIL  rmsnorm_kernel: there is no rmsnorm_kernel in exercise1_triton_basics.py")
     reason = "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"
     assert lines[1] == f"FAIL  memory_lines: {reason}"
-    assert "FAIL  bytes_moved: fused for" in lines[2]
+    assert "FAIL  bytes_moved: bytes_moved(61" in lines[2]
 
 
 @pytest.mark.skipif(ON_GPU, reason="a kernel on a GPU crashes, the compiler's error is another one")
@@ -345,23 +344,22 @@ def test_a_request_that_cannot_be_met_ends_in_one_line(arguments, told, monkeypa
 
 def test_progress_is_remembered(mine, tmp_path, capsys):
     wrong = numbers("return 7")
-    right = numbers("return len({i * args[2] * args[1] // (line or 128) for i in range(args[0])})")
+    right = numbers("return len({i * args[2] * args[1] // [*args, 128][3] for i in range(args[0])})")
 
     def state(code, *options):
         mine("exercise1", code, "--task", "mem", *options)
         return json.loads((tmp_path / "progress.json").read_text())["exercises"]["exercise1"]["memory_lines"]
 
     blank = numbers("raise NotImplementedError('FILL ME IN')")
-    begun = {"passed": False, "attempts": 0, "passed_at": None, "message": "not written yet, FILL ME IN"}
+    begun = {"passed": False, "attempts": 0, "message": "not written yet, FILL ME IN"}
     assert state(blank, "--name", "Ada") == begun
     assert state(wrong)["attempts"] == 1 and "is 7, expected 1" in state(wrong)["message"]
     capsys.readouterr()
     passed = state(right)
     assert said(capsys).splitlines() == ["PASS  memory_lines", f"1 of {TOTAL} done; next: rmsnorm_kernel (exercise1)"]
-    assert passed == {"passed": True, "attempts": 3, "passed_at": passed["passed_at"], "message": None}
-    assert abs(datetime.now() - datetime.fromisoformat(passed["passed_at"])) < timedelta(minutes=2)
+    assert passed == {"passed": True, "attempts": 3, "message": None}
     assert state(right) == state(blank) == passed
-    assert state(wrong)["attempts"] == 3 and state(wrong)["passed_at"] is None
+    assert state(wrong)["attempts"] == 3 and not state(wrong)["passed"]
     mine("exercise2", solution_of("exercise2"), "--task", "silu_mul_kernel")  # with which another begins
     capsys.readouterr()
     assert check.main([]) == 0
