@@ -1,6 +1,5 @@
 """What a kernel touches: in Triton's interpreter every load and store is compared with the tensors it was given."""
 
-import math
 import sys
 from typing import NamedTuple
 
@@ -84,11 +83,13 @@ class Watch(Observer):
         if not wanted.any():
             return np.zeros(0, dtype=np.int64), None, program
         indices = np.minimum(np.searchsorted(self.known, touched), len(self.known) - 1)
+        # What is not known stays untouched: it may be another tensor's, or nobody's.
         access.mask = wanted & (self.known[indices] == touched)
         indices, outside = indices[access.mask], wanted & ~access.mask
         name = self.meant(verb, indices, touched[outside])
         tensor = self.tensors[name]
         offsets = (touched - tensor.data_ptr()) // tensor.element_size()
+        # The programs of a picture are few, those of a check are many.
         if self.kept is not None:
             lanes = np.flatnonzero(wanted)
             self.accesses.append(Touched(self.line(), verb, name, program, offsets[wanted], lanes, offsets[~wanted]))
@@ -130,24 +131,6 @@ class Watch(Observer):
         tensor = self.tensors[name]
         return self.owner[np.searchsorted(self.known, addresses(tensor))].reshape(tensor.shape)
 
-    def finish(self):
-        """Raise Wrong if the kernel, which is through, touched what it should not or left out what it should."""
-        if self.fault:
-            raise self.fault
-        owners = {name: self.owners(name) for name in self.outputs}
-        stored = np.unique(np.concatenate([own.ravel() for own in owners.values()]))
-        stored = stored[stored >= 0]
-        if not len(stored):  # perhaps nothing is written yet: the result tells
-            return
-        for name, own in sorted(owners.items()):
-            if (own < 0).all():
-                raise Wrong(f"nothing is stored in {name}", "each result needs a tl.store of its own")
-        idle = np.setdiff1d(np.arange(math.prod(self.grid)), stored)
-        if len(idle):
-            left = any((own < 0).any() for own in owners.values())
-            what = "and elements are left out: is its mask right?" if left else "and others do its work:"
-            raise Wrong(f"program {self.shown(idle[0])} stores nothing, {what}", self.share)
-
 
 def apart(tensor):
     """Return a copy of a tensor with GUARD elements behind it: what lies there belongs to no other tensor."""
@@ -163,7 +146,8 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
     """Run kernel[grid](*args, **constants), and return its results: the arguments in which nothing is stored yet.
 
     Wrong if an input has changed. In the interpreter also if the kernel touched what no tensor holds; if it read a
-    result, which nobody has set; and if a program did not store its share, as share puts it. A GPU does not tell.
+    result, which nobody has set; and if two programs stored the same element, which share tells apart. A GPU does not
+    tell.
     """
     names = [name.removesuffix("_ptr") for name in kernel.arg_names]
     args = dict(zip(names, args, strict=False))
@@ -181,11 +165,16 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
         watch = Watch(kernel, tensors, results.keys(), share, grid)
         with observed_by(watch, Strict()), strict_truth():
             kernel[grid](*(args | tensors).values(), **constants)
-        watch.finish()
+        if watch.fault:
+            raise watch.fault
         for name, result in results.items():
             result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
             result.stored = result.owner >= 0
             result.undefined = watch.undefined
+    empty = [name for name, result in results.items() if not result.stored.any()]
+    # If all are, perhaps nothing is written yet: the result tells.
+    if 0 < len(empty) < len(results):
+        raise Wrong(f"nothing is stored in {empty[0]}", "each result needs a tl.store of its own")
     numbers = {name: arg for name, arg in args.items() if name not in tensors} | constants
     sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
     for name, result in results.items():
