@@ -154,8 +154,8 @@ BLOCK = 16
 
 
 @task((5, 3, 2), (4, 4, 4), (3, 5, 8), (5, 3, 3), needs=(multiply_tile,))  # tiles down, tiles across, GROUP
-def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=BLOCK, n_inner=BLOCK):
-    x, y = randn(tile_rows * block - 3, n_inner), randn(n_inner, tile_cols * block - 5)
+def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group):
+    x, y = randn(tile_rows * BLOCK - 3, BLOCK), randn(BLOCK, tile_cols * BLOCK - 5)
     z = unwritten(len(x), y.shape[1])
     z = launch(
         puzzles.grouped_matmul_kernel,
@@ -164,15 +164,15 @@ def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group, block=BLOCK, n_i
         y,
         z,
         *z.shape,
-        n_inner,
-        **square(block),
+        BLOCK,
+        **square(BLOCK),
         GROUP=group,
         share=GROUPS,
     )
     expect_close(z, x.double() @ y.double(), 1e-4, GROUPS)
     if not ON_GPU:  # where nobody sees which program stores what
         wanted = order_of_programs(tile_rows, tile_cols, group)
-        expect_close(z.owner[::block, ::block], wanted, 0, GROUPS, f"the program of each tile of {z.label}")
+        expect_close(z.owner[::BLOCK, ::BLOCK], wanted, 0, GROUPS, f"the program of each tile of {z.label}")
 
 
 @task((), needs=(grouped_matmul_kernel,))
