@@ -244,6 +244,7 @@ def judge_apart(context, path, exercise, task, limit, extra=None):
         args = theirs, path, exercise, task, limit, trace, extra
         process = context.Process(target=judge_and_send, args=args, daemon=True)
         process.start()
+        # So that recv() ends when the process does.
         theirs.close()
         try:
             return Verdict(*ours.recv())
@@ -418,6 +419,7 @@ def main(argv):
             us = verdict.report[2]
             time = {"us": us, "device": llama.select_device("auto").name} if us else {}
             progress.record(options.exercise, task, *verdict[:3], **time)
+    # Of a single task, the line above says it all.
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
     if progress:

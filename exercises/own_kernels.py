@@ -204,6 +204,7 @@ def report(task, module, solution):
     calls |= case.others(*inputs) | {"solution": reference.call}
     moved, flop = sum(t.nbytes for t in (*inputs, *reference.results)), case.flop(*inputs)
     size = f"{' x '.join(map(str, inputs[0].shape))} elements"
+    # A bound counts each input and result once.
     if ON_GPU:
         times = timed(case, launches, calls)
         limit, bound = bound_us(moved, flop, inputs[0].dtype)

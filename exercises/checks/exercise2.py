@@ -58,6 +58,7 @@ def silu_mul_kernel(exercise, n_elements, block_size, dtype, tolerance):
 @task(((5, 60), 128), ((3, 500), 2048))  # shape, BLOCK_SIZE
 def silu_mul_backward_kernel(exercise, shape, block_size, dtype=torch.float32):
     out_grad, gate, up = (randn(*shape, dtype=dtype) * 3 for _ in range(3))
+    # Autograd derives what the kernel has to compute.
     leaves = [t.double().requires_grad_() for t in (gate, up)]
     wanted = torch.autograd.grad((F.silu(leaves[0]) * leaves[1] * out_grad).sum(), leaves)
     n_elements = gate.numel()
@@ -79,6 +80,7 @@ def silu_mul_backward_kernel(exercise, shape, block_size, dtype=torch.float32):
 @task(((2, 3, 32), 48), ((5, 24), 40), needs=(silu_mul_kernel, silu_mul_backward_kernel))  # shape of x, inner
 def hybrid_swiglu(exercise, shape, inner):
     hidden = shape[-1]
+    # The same leaves in fp64, for PyTorch's own operators and autograd.
     names = "x", "gate_weight", "up_weight", "down_weight"
     leaves = [randn(*sizes).requires_grad_() for sizes in (shape, (inner, hidden), (inner, hidden), (hidden, inner))]
     exact = x, gate, up, down = [t.detach().double().requires_grad_() for t in leaves]
@@ -90,6 +92,7 @@ def hybrid_swiglu(exercise, shape, inner):
     expect(used.called, "the output is right, but SiluMul.apply was not called", "it launches your kernels")
     cut = "SiluMul.apply is called, so the way is cut by .detach(), .data, torch.tensor() or torch.no_grad()"
     expect(out.requires_grad, "x receives no gradient", cut)
+    # A sum alone would give every element the same gradient.
     out_grad = randn(*out.shape)
     (out * out_grad).sum().backward()
     (wanted * out_grad).sum().backward()

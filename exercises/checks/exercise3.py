@@ -29,6 +29,7 @@ def fold(exercise):
         with unchanged(**tile):
             got = exercise.fold(**tile)
         expect_several(got, "m", "l", "acc")
+        # Computed anew from all scores so far, where fold only knows the last tile.
         largest = scores[:, :end].max(dim=1).values
         p = torch.exp(scores[:, :end] - largest[:, None])
         hint = "what was summed under the old maximum must be rescaled to the new one"
@@ -63,6 +64,7 @@ HEAD_DIM, SCALE = 64, 0.3  # which is not HEAD_DIM**-0.5
 
 def attention(q, k, v):
     """Return the output for q (seq, heads, d), k and v (seq, kv_heads, d), by PyTorch's operators."""
+    # Heads of a group see the same k and v.
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
     p = torch.softmax(causal_scores(q.transpose(0, 1), k, SCALE), dim=-1)
@@ -132,6 +134,7 @@ def attention_gradients(exercise, seq_len, d, scale):
 def key_value_gradient_kernel(exercise, seq_len, d, scale, block_m, block_n):
     given, (_, k_grad, v_grad) = forward_and_gradients(seq_len, d, scale)
     delta = (given["o"] * given["o_grad"]).sum(dim=1)
+    # The kernel's own rounding is all that is left between it and fp64.
     inputs = [t.float() for t in (given["q"], given["k"], given["v"], given["o_grad"], given["lse"], delta)]
     got = launch(
         exercise.key_value_gradient_kernel,

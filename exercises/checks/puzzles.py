@@ -15,6 +15,7 @@ cdiv = llama.cdiv
 def padded(x, stride_row, stride_col=1):
     """Return x with rows and columns so many elements apart, and NaN between them."""
     n_rows, n_cols = x.shape
+    # Whoever ignores the strides loads NaN, and sees it in the result.
     n_elements = (n_rows - 1) * stride_row + (n_cols - 1) * stride_col + 1
     memory = torch.full((n_elements,), math.nan, dtype=x.dtype, device=x.device)
     return memory.as_strided(x.shape, (stride_row, stride_col)).copy_(x)
@@ -83,6 +84,7 @@ ROW = "program p works on row p: y_ptr + row"
 
 @task((3, 10, 12, 4), (2, 3000, 3000, 1024), (2, 5, 9, 16))  # n_rows, n_cols, stride_row, BLOCK_SIZE
 def row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
+    # Of 3000 numbers near 1 a sum in fp16 would stop at 2048.
     x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
     args = x, unwritten(n_rows), n_cols, stride_row
     y = launch(puzzles.row_sum_kernel, (n_rows,), *args, BLOCK_SIZE=block_size, share=ROW)
@@ -146,6 +148,7 @@ GROUPS = (
 
 def order_of_programs(tile_rows, tile_cols, group):
     """Return the number of the program that computes each tile, in groups of so many rows of tiles."""
+    # In a band of rows, the programs go down one column after the other.
     bands = torch.arange(tile_rows * tile_cols).view(tile_rows, tile_cols).split(group)
     return torch.cat([band.flatten().view(-1, len(band)).T for band in bands])
 
@@ -195,6 +198,7 @@ def tuned_matmul_kernel(puzzles):
 def quantised(x):
     """Return bytes of e4m3, bytes of the scales of 32 each, and the numbers that they stand for in fp64."""
     blocks = x.unflatten(1, (-1, 32))
+    # The smallest power of two under which no number exceeds 448, the largest of e4m3.
     exponents = torch.ceil(torch.log2(blocks.abs().amax(2) / 448))
     numbers = (blocks * 2.0 ** -exponents[:, :, None]).to(torch.float8_e4m3fn)
     exact = numbers.double() * 2.0 ** exponents[:, :, None].double()

@@ -116,10 +116,6 @@ def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
     judge = jupyter.start("puzzles")
     judge("copy_kernel")
     assert capsys.readouterr().out == "FAIL  copy_kernel: run the cell that defines it first\n"
-    shell.user_ns["In"].append("def copy_kernel(): pass")
-    monkeypatch.setattr(jupyter, "execute", lambda command: map("{}\n".format, range(20_000)))
-    judge("copy_kernel")
-    assert capsys.readouterr().out.split() == list(map(str, range(10_000, 20_000)))  # the last lines, if it is endless
 
 
 def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks(monkeypatch, capsys):
@@ -128,7 +124,6 @@ def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks
     where, python, mode, error = capsys.readouterr().out.splitlines()
     assert where == str(ROOT) and Path(python).parent == Path(sys.executable).parent and mode == "compiled"
     assert "not found" in error
-    assert next(jupyter.execute(["sh", "-c", "yes | tr -d '\\n'"])) == "y" * 10_000  # of an endless line
     monkeypatch.setattr(jupyter.torch.cuda, "is_available", lambda: False)
     jupyter.terminal("", "# needs a GPU: for this reason\necho run")
     assert capsys.readouterr().out == "not run without a GPU: for this reason\n"
