@@ -15,7 +15,6 @@ tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 
 import bdb
 import faulthandler
-import importlib
 import inspect
 import multiprocessing
 import multiprocessing.forkserver
@@ -25,7 +24,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -36,13 +34,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 try:
-    importlib.import_module("exercises")  # before torch: refuses a current folder that was deleted
     import torch
 
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-    from exercises.checks.common import NotYet, Wrong, judges_kept, load
+    from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import explain
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
@@ -52,7 +49,7 @@ except ImportError as error:
     sys.exit(2)
 
 WIDTH = 100  # of a line on the terminal
-LIMIT, MOST = 60, 86400  # seconds for a task
+LIMIT = 60  # seconds for a task
 LONGEST = 1000  # characters of a message
 INTERPRETER_FAILS = "Triton's interpreter cannot run this kernel here: install numpy<2.4, or a newer Triton"
 
@@ -81,6 +78,8 @@ SOLUTIONS = HERE / "solutions"
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
 ADDRESSES = "a pointer is one address, pointer + offsets a block of them: tl.load(x_ptr + offsets, mask=mask)"
 ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usual cause}
+    # Triton before 3.9; and before 3.7, NumPy from 2.4 on
+    r"create_dot_scaled|only 0-dimensional arrays": INTERPRETER_FAILS,
     r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
     r"illegal memory access|misaligned address": OUTSIDE,
     r"incompatible dimensions|Inner dimensions|for dot|inner shape": "rows[:, None] is a column, keys[None, :] a row, "
@@ -119,36 +118,19 @@ def line_of(error, path):
     return next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
 
 
-def chain_of(error):
-    """Return an exception and its causes: the cause of an InterpreterError is the original error."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return chain
-
-
 def describe(error, path):
     """Describe an exception of the participant's code: its type, line, message and usual cause."""
-    chain = chain_of(error)
+    chain = [error]
+    while chain[-1].__cause__ is not None:  # of an InterpreterError it is the original error
+        chain.append(chain[-1].__cause__)
     error, line = chain[-1], next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
-    shown = traceback.TracebackException(type(error), error, None)  # str() of the participant's may raise
-    said = (getattr(error, "error_message", None) or str(shown)).strip()
+    said = str(getattr(error, "error_message", None) or error).strip()
     place, found = "", said
     if line:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         place, found = f" in line {line} of {path.name}", "\n".join([*lines[line - 1 : line], said])
     hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, found)), "")
     return f"{type(error).__name__}{place}: {''.join(said.splitlines()[:1])}{hint}"
-
-
-def interpreter_failed(error, task, solution):
-    """Tell whether the interpreter raises an error with the solution as well: Triton 3.6 with numpy 2.4 does, say."""
-    if any(type(link).__name__ == "InterpreterError" for link in chain_of(error)):
-        try:
-            task(load(solution))
-        except Exception:
-            return True
-    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,7 +141,7 @@ class Verdict(NamedTuple):
     passed: bool
     message: str | None = None  # the reason why it fails
     begun: bool = True  # False if the function is not filled in
-    obstacle: str | None = None  # "file" or "interpreter", if the task could not be judged
+    imported: bool = True  # False if the file cannot be
     report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
 
 
@@ -181,33 +163,22 @@ def judge_wrong(wrong, blanks, task, solution):
 
 def judge(path, exercise, name):
     """Return the Verdict on a task of the file at path."""
-    task = exercise.checks.TASKS.get(name)
-    # The code under test may raise anything; but in this process, with --debug, KeyboardInterrupt is Ctrl-C.
-    anything = BaseException if multiprocessing.parent_process() else (Exception, SystemExit)
+    task, solution = exercise.checks.TASKS[name], SOLUTIONS / exercise.file
     try:
-        with judges_kept():
-            module = load(path)
-    except Wrong as wrong:
-        return Verdict(False, f"{path.name}: {wrong}", obstacle="file")
-    except anything as error:
-        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", obstacle="file")
+        module = load(path)
+    except (Exception, SystemExit) as error:
+        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
     if not hasattr(module, name):
         return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
-    if task is None:  # this interpreter lacks an operation of it
-        return Verdict(False, obstacle="interpreter")
-    solution = SOLUTIONS / exercise.file
     try:
-        with judges_kept():
-            task(module)
+        task(module)
     except Wrong as wrong:
         return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
     except bdb.BdbQuit:
         return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
-    except anything as error:
-        if interpreter_failed(error, task, solution):
-            return Verdict(False, obstacle="interpreter")
+    except (Exception, SystemExit) as error:
         if isinstance(error, NotYet):
             return Verdict(False, str(error), begun=False)
         return Verdict(False, describe(error, path))
@@ -221,13 +192,14 @@ def report(path, exercise, task, extra):
     if extra == "time":
         try:
             reference = load(SOLUTIONS / exercise.file)  # before the participant's
-            return own_kernels.report(task, load(path), reference)
+            lines, us = own_kernels.report(task, load(path), reference)
+            return lines, None, us
         except Exception as error:
             return [f"no time: {describe(error, path)}"], None, None
     watch = touched.watched(exercise.checks.TASKS[task], load(path))
     if not watch:
         return ["it loads and stores nothing"], None, None
-    return list(touched.described(watch)), touched.picture(watch, task), None
+    return [], touched.picture(watch, task), None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,79 +217,68 @@ def interpreting():
     return multiprocessing.get_context("forkserver")
 
 
-def end_with_parent():
-    """Ends this process when its parent ends, also if that is killed. It waits in a thread of its own."""
-    multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGKILL)
+def judge_and_send(connection, path, exercise, task, limit, trace, extra):
+    """Runs in the process and sends the Verdict.
 
-
-def judge_and_send(connection, path, exercise, task, trace, extra):
-    """Runs in the process and sends the Verdict. trace: a file for the stack if a signal kills the process.
-
-    extra: "show", "time" or None. What fails is not timed.
+    trace: a file for the stack if a signal or the limit ends the process. extra: "show", "time" or None. What fails is
+    not timed.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     if sys.stdout:  # None if it is closed
         sys.stdout.reconfigure(line_buffering=True)  # so that output before a crash is not lost
     torch.set_num_threads(1)
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
+        faulthandler.dump_traceback_later(limit, exit=True, file=file)
         verdict = judge(path, EXERCISES[exercise], task)
-        if extra and not verdict.obstacle and (verdict.passed or extra == "show"):
+        if extra and verdict.imported and (verdict.passed or extra == "show"):
             verdict = verdict._replace(report=report(path, EXERCISES[exercise], task, extra))
         connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
 
 
-def place_in(trace, path):
-    frames = re.findall(r'File "(.*)", line (\d+) in', trace.read_text() if trace.exists() else "")  # innermost first
-    line = next((line for file, line in frames if file == str(path)), None)
-    return f" in line {line} of {path.name}" if line else ""
-
-
 def judge_apart(context, path, exercise, task, limit, extra=None):
-    """Return the Verdict of a process of the context; after limit seconds SIGABRT makes it write its stack."""
+    """Return the Verdict of a process of the context, which ends itself after limit seconds."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=judge_and_send, args=(theirs, path, exercise, task, trace, extra), daemon=True)
+        args = theirs, path, exercise, task, limit, trace, extra
+        process = context.Process(target=judge_and_send, args=args, daemon=True)
         process.start()
+        # So that recv() ends when the process does.
         theirs.close()
         try:
-            if ours.poll(limit):
-                return Verdict(*ours.recv())
-            os.kill(process.pid, signal.SIGABRT)
-            process.join(5)
-            reason = f"did not end within {limit:g} s{place_in(trace, path)}: is there an endless loop?"
-            return Verdict(False, f"{reason} (--limit gives it more)")
+            return Verdict(*ours.recv())
         except EOFError:
             process.join()
-            place = place_in(trace, path)
+            stack = trace.read_text() if trace.exists() else ""
         finally:
             process.kill()
             process.join()
+    # The innermost call comes first.
+    frames = re.findall(r'File "(.*)", line (\d+) in', stack)
+    place = next((f" in line {line} of {path.name}" for file, line in frames if file == str(path)), "")
+    if stack.startswith("Timeout"):
+        return Verdict(False, f"did not end within {limit:g} s{place}: is there an endless loop?")
     if process.exitcode >= 0:
         return Verdict(False, f"ended with exit code {process.exitcode} before it was judged: what ends the process?")
     name = signal.Signals(-process.exitcode).name
-    hints = {"SIGSEGV": OUTSIDE, "SIGBUS": OUTSIDE, "SIGABRT": OUTSIDE, "SIGKILL": "was there too little memory?"}
-    return Verdict(False, f"killed by {name}{place}: {hints.get(name, 'what raised it?')}")
+    hint = "was there too little memory?" if name == "SIGKILL" else OUTSIDE
+    return Verdict(False, f"killed by {name}{place}: {hint}")
 
 
-def judge_everywhere(path, exercise, task, limit, extra=None):
+def judge_everywhere(path, exercise, task, extra=None):
     """Judge a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
     checks = EXERCISES[exercise].checks
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
     to_time = to_compile and extra == "time"
-    verdict = judge_apart(interpreting(), path, exercise, task, limit, None if to_time else extra)
-    if not (to_compile and (verdict.passed or verdict.obstacle == "interpreter")):
+    verdict = judge_apart(interpreting(), path, exercise, task, LIMIT, None if to_time else extra)
+    if not (to_compile and (verdict.passed or verdict.message.endswith(INTERPRETER_FAILS))):
         return verdict
     # Compilers take their time, and each of the tiles that are timed is another kernel.
-    context, limit = multiprocessing.get_context("spawn"), limit * (5 if to_time else 1)
+    context, limit = multiprocessing.get_context("spawn"), LIMIT * (5 if to_time else 1)
     compiled = judge_apart(context, path, exercise, task, limit, "time" if to_time else None)
     if verdict.passed and not compiled.passed:
         compiled = compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
-    if extra == "show" and verdict.obstacle:
-        return compiled._replace(report=([f"nothing is drawn: {INTERPRETER_FAILS}"], None, None))
     return compiled if to_time else compiled._replace(report=verdict.report)
 
 
@@ -371,45 +332,34 @@ def parse(argv):
     add = parser.add_argument
     add("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
     add("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
+    extra = parser.add_mutually_exclusive_group()
     count = "time your kernels that pass beside others; without a GPU, count"
-    add("--time", dest="extra", action="store_const", const="time", help=count)
+    extra.add_argument("--time", dest="extra", action="store_const", const="time", help=count)
     draw = "draw which elements each program of a kernel touches"
-    add("--show", dest="extra", action="store_const", const="show", help=draw)
-    folder = "for the pictures of --time and --show (default: the current folder)"
+    extra.add_argument("--show", dest="extra", action="store_const", const="show", help=draw)
+    stop = "run in this process without a limit, so that breakpoint() works"
+    extra.add_argument("--debug", dest="extra", action="store_const", const="debug", help=stop)
+    folder = "for the pictures of --show (default: the current folder)"
     add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
-    add("--solution", action="store_true", help="check the solution, without keeping the progress")
-    add("--file", help="check this file instead of the one in exercises/")
-    limit = f"the limit for a task (default: {LIMIT})"
-    add("--limit", type=float, metavar="SECONDS", default=LIMIT, help=limit)
-    add("--debug", action="store_true", help="run in this process without a limit, so that breakpoint() works")
-    add("--progress", metavar="FILE", help="its file (default: exercises/progress.json)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--solution", action="store_true", help="check the solution, without keeping the progress")
+    source.add_argument("--file", type=Path, help="check this file instead of the one in exercises/")
+    add("--progress", type=Path, metavar="FILE", help="its file (default: exercises/progress.json)")
     add("--name", type=participant_name, help="of the participant (default: the user's)")
     options = parser.parse_args(argv)
-    flags = [flag for flag in ("task", "solution", "file", "debug") if getattr(options, flag)]
-    flags += [options.extra] * bool(options.extra)
-    path = options.progress and Path(options.progress)
-    for wrong, told in (
-        (flags and not options.exercise, f"--{flags and flags[0]} needs an exercise: {', '.join(EXERCISES)}"),
-        (path and options.solution, "--progress is not for --solution, of which nothing is remembered"),
-        (options.file and options.solution, f"--file {options.file} and --solution exclude each other"),
-        (options.file is not None and not os.path.isfile(options.file), f"--file {options.file} is no file: name one"),
-        (
-            not 0 < options.limit <= MOST,
-            f"--limit {options.limit:g} is no time: give seconds, more than 0 and at most {MOST}",
-        ),
-        (options.extra and options.debug, f"--{options.extra} and --debug exclude each other"),
-        (options.debug and ON_GPU, "--debug needs the interpreter: put TRITON_INTERPRET=1 before the command"),
-        (path and os.path.isdir(path), f"--progress {path} is a folder: name a file"),
-    ):
-        if wrong:
-            raise llama.UsageError(told)
-    if options.extra:
+    if not options.exercise and (options.task or options.extra or options.solution or options.file):
+        raise llama.UsageError(f"name an exercise: {', '.join(EXERCISES)}")
+    if options.file and not options.file.is_file():
+        raise llama.UsageError(f"--file {options.file} is no file: name one")
+    if options.extra == "debug" and ON_GPU:
+        raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
+    if options.extra == "show":
         llama.writable_folder("--output-dir", options.output_dir)
     return options
 
 
 def open_progress(options):
-    path = HERE / "progress.json" if options.progress is None else Path(options.progress)
+    path = options.progress or HERE / "progress.json"
     llama.writable_folder("--progress", path.parent)
     return Progress(path, options.name)
 
@@ -451,18 +401,16 @@ def main(argv):
     exercise = EXERCISES[options.exercise]
     tasks = tasks_asked_for(options, exercise.checks.TASKS)
     progress = None if options.solution else open_progress(options)
-    path = Path(options.file).resolve() if options.file else HERE / exercise.file
+    path = options.file.resolve() if options.file else HERE / exercise.file
     if options.solution:
         path = SOLUTIONS / exercise.file
     passed = 0
     for task in tasks:
-        if options.debug:
+        if options.extra == "debug":
             verdict = judge(path, exercise, task)
         else:
-            verdict = judge_everywhere(path, options.exercise, task, options.limit, options.extra)
-        if verdict.obstacle == "interpreter":
-            raise llama.UsageError(INTERPRETER_FAILS)
-        if verdict.obstacle == "file":
+            verdict = judge_everywhere(path, options.exercise, task, options.extra)
+        if not verdict.imported:
             show(f"FAIL  {verdict.message}")
             return 1
         passed += verdict.passed
@@ -471,6 +419,7 @@ def main(argv):
             us = verdict.report[2]
             time = {"us": us, "device": llama.select_device("auto").name} if us else {}
             progress.record(options.exercise, task, *verdict[:3], **time)
+    # Of a single task, the line above says it all.
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
     if progress:

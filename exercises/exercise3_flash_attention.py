@@ -30,11 +30,21 @@ def key_blocks(block, block_m, block_n, seq_len):
 
 @triton.jit
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr,
-    stride_qs, stride_qh, stride_ks, stride_kh,
-    seq_len, scale,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    stride_qs,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    seq_len,
+    scale,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """o = softmax(q k^T * scale) v under the causal mask.  Grid: (heads, blocks of queries).
 
     q and o (seq, heads, HEAD_DIM) share their strides, k and v (seq, heads / GROUP_SIZE, HEAD_DIM) theirs; the last
@@ -70,9 +80,20 @@ def attention_gradients(q, k, v, o, lse, o_grad, scale):
 
 @triton.jit
 def key_value_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, seq_len, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    k_grad_ptr,
+    v_grad_ptr,
+    seq_len,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """k_grad and v_grad of one head under the causal mask. Grid: (blocks of BLOCK_N keys,).
 
     lse, delta (seq,), with delta = rowsum(o * o_grad). The others are (seq, HEAD_DIM), without gaps between rows.

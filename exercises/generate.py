@@ -1,12 +1,11 @@
-"""Write the pictures of the puzzles, and a notebook from each exercise's page and file.
+"""Write a picture of what each puzzle's solution touches, and a notebook from each exercise's page and file.
 
-    python -m exercises.generate            write exercises/pictures/ and exercises/notebooks/
-    python -m exercises.generate --check    name files that are out of date, and exit with 1 if there are any
+    python -m exercises.generate      exercises/pictures/puzzle*.svg and exercises/notebooks/; the other pictures stay
 
 A notebook has the text of the page, its `python` blocks as cells, and its `sh` blocks as cells of the magic %%terminal.
 After each paragraph that contains **Write** or **Mend** come the functions that it names, to be completed, and a check.
 
-Exit codes: 0 done, 1 something is out of date, 2 the request cannot be met.
+Exit codes: 0 done, 2 the request cannot be met.
 """
 
 import os
@@ -19,9 +18,14 @@ if not __package__:
     sys.exit(2)
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
+import jupytext  # `make test` and `make notebooks` install it
+import nbformat
+
 import tiny_llama_v3 as llama
-from exercises import check, drawings
+from exercises import check, touched
+from exercises.checks import puzzles
 from exercises.jupyter import definitions
+from exercises.solutions import puzzles as solutions
 from measure.command_line import Parser, program, replacing
 
 HERE = Path(__file__).resolve().parent
@@ -91,8 +95,6 @@ def command_cell(exercise, command, setup):
 
 def cells_of(exercise):
     """Yield (kind, source) of a notebook, where kind is "markdown", "code", or "blank" for code that may raise."""
-    import jupytext  # `make test` and `make notebooks` install it
-
     tasks = check.EXERCISES[exercise].checks.TASKS
     imports, left = parts_of(exercise)
     module, functions = Path(check.EXERCISES[exercise].file).stem, "|".join(left)
@@ -125,8 +127,6 @@ def cells_of(exercise):
 
 def notebook(exercise):
     """Return the notebook of an exercise, as JSON."""
-    import nbformat
-
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
     # Ids count up, so that a notebook is the same in every run.
@@ -134,34 +134,40 @@ def notebook(exercise):
         new = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
         metadata = {"tags": ["raises-exception"]} if kind == "blank" else {}  # as long as its functions are incomplete
         made.cells.append(new(source, id=f"{exercise}-{number}", metadata=metadata))
-    nbformat.validate(made)
     return nbformat.writes(made) + "\n"
 
 
+# The other pictures are drawn by hand.
+DRAWN = {
+    1: "copy_kernel",
+    2: "masked_copy_kernel",
+    3: "grid_copy_kernel",
+    4: "outer_sum_kernel",
+    5: "transpose_kernel",
+    6: "row_sum_kernel",
+    8: "row_max_kernel",
+}
+
+
 def published():
-    """{path: text} of all files to write."""
-    pictures = {HERE / "pictures" / f"{name}.svg": draw() for name, draw in drawings.DRAWINGS.items()}
-    names = {name: Path(exercise.file).with_suffix(".ipynb") for name, exercise in check.EXERCISES.items()}
-    return pictures | {HERE / "notebooks" / path: notebook(name) for name, path in names.items()}
+    """Return {path: text} of all files to write."""
+    texts = {}
+    for number, task in DRAWN.items():
+        watch = touched.watched(puzzles.TASKS[task], solutions)
+        texts[HERE / "pictures" / f"puzzle{number}.svg"] = touched.picture(watch, task, with_lines=False)
+    for name, exercise in check.EXERCISES.items():
+        path = HERE / "notebooks" / Path(exercise.file).with_suffix(".ipynb")
+        texts[path] = notebook(name)
+    return texts
 
 
 @program("generate.py")
 def main(argv):
-    parser = Parser("generate.py", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args(argv)
-    try:
-        texts = published()
-    except ModuleNotFoundError as error:
-        raise llama.UsageError(f"{error.name} is not installed: make notebooks, or pip install {error.name}") from error
-    # Files that have not changed keep their dates.
-    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    for path in changed:
-        print(f"{path.relative_to(HERE.parent)} {'is out of date' if options.check else 'written'}")
-        if not options.check:
-            with replacing(path) as file:
-                file.write_text(texts[path], encoding="utf-8")
-    return int(options.check and bool(changed))
+    Parser("generate.py", __doc__).parse_args(argv)
+    for path, text in published().items():
+        with replacing(path) as file:
+            file.write_text(text, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """What a participant's kernel costs, beside other implementations and a bound: times on a GPU, counts elsewhere.
 
 `exercises/check.py --time` calls report() for a kernel that has passed its check. It is launched as its check does it,
-but at the sizes of CASES. On a GPU, results are compared with
-higher precision at this size, and then timed in turns by the device's clock, with a flushed cache. The bound is the
-larger of the bytes that must move over what a copy reaches, and the operations over what the library's product reaches,
-both measured on this card. Without a GPU the interpreter counts what kernels load, store and multiply; of PyTorch's
-operators, the tensors that they read and write are counted.
+but at the sizes of CASES. On a GPU, results are compared with higher precision at this size, and then timed in turns by
+the device's clock, with a flushed cache. The bound is the larger of the bytes that must move over what a copy reaches,
+and the operations over what the library's product reaches, both measured on this card. Without a GPU the interpreter
+counts what kernels load, store and multiply; of PyTorch's operators, the tensors that they read and write are counted.
 """
 
 import contextlib
 import statistics
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,32 +17,28 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import tiny_llama_v3 as llama
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-from exercises.checks.common import CountBytes, Task, randn
 from exercises.performance_debugging import measured
 from exercises.probe import observed_by
-from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
-from measure.drawing import SHEET_WIDTH, TINTS, Sheet
 from measure.results import describe
 from measure.tables import number, text_table
 from measure.timing import Bench, in_turns
-from measure.work import Work
 
-UNIT, LINE = "us" if ON_GPU else "bytes", 128  # of a Row's value; bytes of a cache line
+LINE = 128  # bytes of a cache line
 TURNS = 3
 
 
 class Case(NamedTuple):
     """A kernel at one size: large on a GPU, small in the interpreter."""
 
-    task: Task
-    sizes: Callable  # of no argument: what the check is given for each tile, without its module
+    sizes: list  # for each tile, what the check is given after the module
     eager: Callable  # of the inputs: computes the same in PyTorch's operators
-    flop: Callable = lambda *inputs: 0
-    others: Callable = lambda *inputs: {}  # {name: function of no argument}; without "ours", the solution is ours
+    flop: Callable = lambda *inputs: 0  # of products; other kernels are limited by memory
+    others: Callable = lambda *inputs: {}  # {name: function of no argument}
 
 
 def on_gpu(large, small):
@@ -53,14 +47,9 @@ def on_gpu(large, small):
 
 BLOCKS = on_gpu((1024, 128, 256, 512, 2048, 4096), (64, 32, 128))
 ROWS, COLUMNS = on_gpu((8192, 4096), (8, 200))
-WHOLE = 1 << (COLUMNS - 1).bit_length()  # a block that holds a row
-SIDE, TILES = on_gpu((2048, (64, 32, 128)), (64, (16, 32)))
+SIDE, TILES = on_gpu((2048, (64, 32, 128)), (64, (16, 32)))  # of matrices
+HEADS = on_gpu((2048, 16, 8), (48, 2, 1))  # tokens, heads of q, heads of k and v
 DTYPE = on_gpu(torch.bfloat16, torch.float32)  # of the exercises; puzzles are in fp32
-
-
-def gate_up(gate, up):
-    """Return gate and up side by side in rows, as ours take them."""
-    return torch.cat([t.reshape(-1, COLUMNS) for t in (gate, up)], dim=1)
 
 
 def rmsnorm_others(x, weight):
@@ -77,73 +66,35 @@ def attention_others(q, k, v):
 
 CASES = {
     "grid_copy_kernel": Case(
-        puzzles.grid_copy_kernel,
-        lambda: [(on_gpu(2**26, 1000), block) for block in BLOCKS],
+        [(on_gpu(2**26, 1000), block) for block in BLOCKS],
         torch.clone,
     ),
     "transpose_kernel": Case(
-        puzzles.transpose_kernel,
-        lambda: [(*(on_gpu(8192, 100),) * 3, 1, side, side) for side in on_gpu((64, 16, 32, 128), (16, 8, 32))],
+        [(*(on_gpu(8192, 100),) * 3, 1, side, side) for side in on_gpu((64, 16, 32, 128), (16, 8, 32))],
         lambda x: x.T.contiguous(),
     ),
-    "row_sum_kernel": Case(
-        puzzles.row_sum_kernel,
-        lambda: [(ROWS, COLUMNS, COLUMNS, block) for block in BLOCKS],
-        lambda x: x.sum(1, dtype=torch.float32),
-        torch.numel,
-    ),
-    "softmax_kernel": Case(
-        puzzles.softmax_kernel,
-        lambda: [(randn(ROWS, COLUMNS), WHOLE)],
-        lambda x: F.softmax(x, dim=1),
-        lambda x: 4 * x.numel(),
-    ),
-    "row_max_kernel": Case(
-        puzzles.row_max_kernel,
-        lambda: [(rows, COLUMNS, COLUMNS, block) for rows in [randn(ROWS, COLUMNS)] for block in BLOCKS],
-        lambda x: x.amax(1),
-        torch.numel,
-    ),
     "multiply_tile": Case(
-        puzzles.multiply_tile,
-        lambda: [(SIDE, SIDE, SIDE, side) for side in TILES],
-        torch.matmul,
-        lambda x, y: 2 * x.numel() * y.shape[1],
-    ),
-    "grouped_matmul_kernel": Case(
-        puzzles.grouped_matmul_kernel,
-        lambda: [(SIDE // side, SIDE // side, 8, side, SIDE) for side in TILES],
+        [(SIDE, SIDE, SIDE, side) for side in TILES],
         torch.matmul,
         lambda x, y: 2 * x.numel() * y.shape[1],
     ),
     "rmsnorm_kernel": Case(
-        exercise1.rmsnorm_kernel,
-        lambda: [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
+        [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
-        lambda x, weight: work.rmsnorm(x, weight, x, None).flop,
-        rmsnorm_others,
+        others=rmsnorm_others,
     ),
     "silu_mul_kernel": Case(
-        exercise2.silu_mul_kernel,
-        lambda: [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
+        [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
         lambda gate, up: F.silu(gate) * up,
-        lambda gate, up: work.swiglu_activation(gate, up).flop,
-        lambda gate, up: {"ours": partial(llama.swiglu_activation, gate_up(gate, up))},
     ),
     "silu_mul_backward_kernel": Case(
-        exercise2.silu_mul_backward_kernel,
-        lambda: [((ROWS, COLUMNS), block, DTYPE) for block in BLOCKS],
+        [((ROWS, COLUMNS), block, DTYPE) for block in BLOCKS],
         lambda grad, gate, up: (torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)),
-        lambda grad, gate, up: work.swiglu_activation_backward(grad, gate).flop,
-        lambda grad, gate, up: {
-            "ours": partial(llama.swiglu_activation_backward_, grad, gate_up(gate, up))
-        },  # in place
     ),
     "attention_kernel": Case(
-        exercise3.attention_kernel,
-        lambda: [(*on_gpu((2048, 16, 8), (48, 2, 1)), side, side, 1, 1, "", DTYPE) for side in TILES],
+        [(*HEADS, side, side, 1, 1, "", DTYPE) for side in TILES],
         exercise3.attention,
-        # two products of half of the pairs of a query and a key
+        # Two products of half of the pairs of a query and a key.
         lambda q, k, v: 2 * q.numel() * len(q),
         attention_others,
     ),
@@ -151,7 +102,7 @@ CASES = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Measuring and counting
+# Launching, timing and counting
 
 
 class Launched(Exception):
@@ -162,119 +113,108 @@ class Launch:
     """The call of a module's kernel as its check makes it, its inputs and its results."""
 
     def __init__(self, task, module, size):
-        checks = sys.modules[task.check.__module__]
+        checks = next(checks for checks in (puzzles, exercise1, exercise2, exercise3) if task in checks.TASKS)
         stop = mock.patch.object(checks, "launch", side_effect=Launched)
         torch.manual_seed(0)  # so that all tiles have the same inputs
         with stop as launch, contextlib.suppress(Launched):
-            task.check(module, *size)
+            checks.TASKS[task].check(module, *size)
         (kernel, grid, *args), constants = launch.call_args
         constants = {name: value for name, value in constants.items() if name != "share"}
         self.call = partial(kernel[grid], *args, **constants)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         self.results = [tensor for tensor in tensors if hasattr(tensor, "behind")]
         self.inputs = [tensor for tensor in tensors if not hasattr(tensor, "behind")]
-        sides = [str(constants[name]) for name in ("BLOCK_SIZE", "BLOCK_M", "BLOCK_N") if name in constants]
-        self.tile = " x ".join(sides)
+        sides = [constants[name] for name in ("BLOCK_SIZE", "BLOCK_M", "BLOCK_N") if name in constants]
+        self.tile = " x ".join(map(str, sides))
 
 
-class Row(NamedTuple):
-    """A line of the table."""
-
-    name: str
-    value: float  # us, or bytes
-    others: tuple  # the other figures, as text
+def named(results):
+    return dict(enumerate(results if isinstance(results, tuple | list) else [results]))
 
 
-def timed(case, launches, calls, cost):
-    """Yield the Rows of a GPU, the bound last; ArithmeticError if a result of one of the launches is wrong."""
+def timed(case, launches, calls):
+    """Return {name: median time in us}; ArithmeticError if a result of one of the launches is wrong."""
     bench, inputs = Bench(llama.select_device("auto")), next(iter(launches.values())).inputs
-    dtype = inputs[0].dtype
-
-    def named(results):
-        return dict(enumerate(results if isinstance(results, tuple | list) else [results]))
-
     plain, exact = named(case.eager(*inputs)), named(case.eager(*promoted(inputs)))
-    for name, call in list(calls.items()):
+    able = {}
+    for name, call in calls.items():
         try:
             bench.flushed_ms(call)  # compiles
         except Exception as error:  # too little shared memory, no compiler
             print(f"      {name} is left out: {describe(error)}")
-            del calls[name]
             continue
+        able[name] = partial(bench.flushed_ms, call)
         if name in launches:
-            require(named(launches[name].results), plain, exact, KERNEL_TOLERANCE[dtype])
-    times = in_turns([partial(bench.flushed_ms, call) for call in calls.values()], TURNS)
-    reached = measured.ceilings(llama.Config(use_amp=dtype == torch.bfloat16), bench.device)
-    for name, own in zip(calls, times, strict=True):
-        us = statistics.median(own) * 1e3
-        yield Row(name, us, (number(cost.bytes / us / 1e3), number(cost.flop / us / 1e6)))
-    bounds = cost.bytes / reached["bytes_per_second"], cost.flop / reached["flop_per_second"]
-    yield Row("bound: memory" if bounds[0] > bounds[1] else "bound: arithmetic", max(bounds) * 1e6, ("", ""))
+            require(named(launches[name].results), plain, exact, KERNEL_TOLERANCE[inputs[0].dtype])
+    times = in_turns(list(able.values()), TURNS)
+    return {name: statistics.median(own) * 1e3 for name, own in zip(able, times, strict=True)}
 
 
-def counted(case, launches, calls, cost):
-    """Yield the Rows of the interpreter, the bound last."""
+def bound_us(moved, flop, dtype):
+    """Return the name of the bound on this card, and its time."""
+    reached = measured.ceilings(llama.Config(use_amp=dtype == torch.bfloat16), llama.select_device("auto"))
+    memory, arithmetic = moved / reached["bytes_per_second"], flop / reached["flop_per_second"]
+    return "memory" if memory > arithmetic else "arithmetic", max(memory, arithmetic) * 1e6
+
+
+class CountOperators(TorchFunctionMode):
+    """Count the bytes that PyTorch's operators read and write, and products of matrices; views cost nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.products = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
+        if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
+            self.bytes += sum(t.nbytes for t in (*operands, result))
+            if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+                self.products += result.numel() * operands[0].shape[-1]
+        return result
+
+
+def counted(call):
+    """Return what a call moves and multiplies in the interpreter: bytes, lines or None for operators, products."""
     from exercises.performance_debugging import memory_counts
 
-    for name, call in calls.items():
-        counts = memory_counts.Counts()
-        with observed_by(counts), CountBytes() as operators:
-            call()
-        kernels = counts.kernels.values()
-        seen = [memory_counts.figures(accesses) for kernel in kernels for accesses in (kernel.loads, kernel.stores)]
-        moved, lines, products = operators.bytes, "", operators.products
-        if seen:
-            moved, lines = sum(kind["bytes"] for kind in seen), f"{sum(kind['lines'][LINE] for kind in seen):,}"
-            products = sum(kernel.products for kernel in kernels)
-        yield Row(name, moved, (lines, f"{products:,}"))
-    yield Row("bound", cost.bytes, (f"{-(-cost.bytes // LINE):,}", f"{cost.flop // 2:,}"))
-
-
-def shown(value):
-    return number(value) if ON_GPU else f"{value:,}"
-
-
-def table(rows):
-    """Return lines of text."""
-    headings = ("us", "x bound", "GB/s", "TFLOP/s") if ON_GPU else ("bytes", "x bound", "lines", "products")
-    multiplies = any(row.others[1] not in ("", "0") for row in rows[:-1])
-    cells = [(row.name, shown(row.value), f"{row.value / rows[-1].value:.2f}", *row.others) for row in rows]
-    keep = 5 if multiplies or ON_GPU else 4
-    return text_table(("", *headings)[:keep], [line[:keep] for line in cells])
-
-
-def picture(title, rows):
-    """Return the SVG: a bar for each implementation, and the bound as a line."""
-    *bars, bound = rows
-    sheet, left, top, each = Sheet(title), 152, 56, 34
-    scale, bottom = (SHEET_WIDTH - 290) / max(row.value for row in rows), top + each * len(bars)
-    for y, row in zip(range(top, bottom, each), bars, strict=True):
-        sheet.text(left - 10, y + 19, row.name, "right")
-        sheet.box(left, y, scale * row.value, each - 8, TINTS[row.name.startswith("yours")])
-        sheet.text(SHEET_WIDTH - 12, y + 19, f"{shown(row.value)} {UNIT}", "right")
-    x = left + scale * bound.value
-    sheet.line((x, x), (top - 8, bottom + 2))
-    sheet.text(x, bottom + 20, f"{bound.name}: {shown(bound.value)}", "center")
-    return sheet.svg(bottom + 32)
+    with observed_by(counts := memory_counts.Counts()), CountOperators() as operators:
+        call()
+    kernels = counts.kernels.values()
+    if not kernels:
+        return operators.bytes, None, operators.products
+    seen = [memory_counts.figures(accesses) for kernel in kernels for accesses in (kernel.loads, kernel.stores)]
+    moved, lines = sum(kind["bytes"] for kind in seen), sum(kind["lines"][LINE] for kind in seen)
+    return moved, lines, sum(kernel.products for kernel in kernels)
 
 
 def report(task, module, solution):
-    """Return the lines of a table, the SVG of its picture, and the best time in us or None, of a task in CASES."""
+    """Return the lines of a table, and the best time in us or None, of a task in CASES."""
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", "TensorFloat32")  # products in fp32 are compared with those in fp32
     case = CASES[task]
-    sizes = case.sizes()
-    launches = [Launch(case.task, module, size) for size in sizes]
-    ours, inputs = Launch(case.task, solution, sizes[0]), launches[0].inputs
+    launches = [Launch(task, module, size) for size in case.sizes]
     launches = {f"yours, {launch.tile}": launch for launch in launches}
+    reference = Launch(task, solution, case.sizes[0])
+    inputs = reference.inputs
     calls = {name: launch.call for name, launch in launches.items()}
     calls["PyTorch eager"] = partial(case.eager, *inputs)
     if ON_GPU:
         calls["torch.compile"] = partial(torch.compile(case.eager), *inputs)
-    calls |= {"ours": ours.call} | case.others(*inputs)
-    cost = Work(sum(t.nbytes for t in (*inputs, *ours.results)), case.flop(*inputs))
-    rows = list((timed if ON_GPU else counted)(case, launches, calls, cost))
-    best = min((row.value for row in rows if row.name in launches), default=None) if ON_GPU else None
+    calls |= case.others(*inputs) | {"solution": reference.call}
+    moved, flop = sum(t.nbytes for t in (*inputs, *reference.results)), case.flop(*inputs)
     size = f"{' x '.join(map(str, inputs[0].shape))} elements"
-    how = "timed" if ON_GPU else "counted in Triton's interpreter, as there is no GPU"
-    return [f"{size}, {how}:", *table(rows)], picture(f"{task}: {size}", rows), best
+    # A bound counts each input and result once.
+    if ON_GPU:
+        times = timed(case, launches, calls)
+        limit, bound = bound_us(moved, flop, inputs[0].dtype)
+        rows = [(name, number(us), f"{us / bound:.2f}") for name, us in (times | {f"bound: {limit}": bound}).items()]
+        best = min((us for name, us in times.items() if name in launches), default=None)
+        return [f"{size}, timed:", *text_table(("", "us", "x bound"), rows)], best
+    counts = {name: counted(call) for name, call in calls.items()} | {"bound": (moved, -(-moved // LINE), flop // 2)}
+    rows = [
+        (name, f"{own:,}", f"{own / moved:.2f}", "" if lines is None else f"{lines:,}", f"{products:,}")
+        for name, (own, lines, products) in counts.items()
+    ]
+    header = "", "bytes", "x bound", "lines", "products"
+    return [f"{size}, counted in Triton's interpreter, as there is no GPU:", *text_table(header, rows)], None

@@ -105,7 +105,6 @@ class Strict(Observer):
         from triton.runtime import interpreter
 
         self.interpreter = interpreter
-        self.rounded = False  # whether a product was rounded to TF32
 
     def load(self, access):
         element = access.element_type
@@ -123,7 +122,6 @@ class Strict(Observer):
             convert = self.interpreter.interpreter_builder.cast_impl
             product.sides = [convert(side, tl.float32) for side in product.sides]
         elif kind.is_fp32() and product.precision == "TF32":
-            self.rounded = True
             bits = [(side.data.view(np.int32) + 0x1000) & ~0x1FFF for side in product.sides]
             product.sides = [self.interpreter.TensorHandle(b.view(np.float32), tl.float32) for b in bits]
 

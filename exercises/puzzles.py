@@ -97,9 +97,18 @@ def row_max_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def multiply_tile(
-    x_ptr, y_ptr, z_ptr, tile_row, tile_col, n_rows, n_cols, n_inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    tile_row,
+    tile_col,
+    n_rows,
+    n_cols,
+    n_inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Stores one tile of z = x @ y, the tile_row-th from the top and the tile_col-th from the left.
 
     x (n_rows, n_inner), y (n_inner, n_cols), z (n_rows, n_cols), fp32, each without gaps between rows.
@@ -122,9 +131,17 @@ def matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def grouped_matmul_kernel(
-    x_ptr, y_ptr, z_ptr, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """z = x @ y, with programs in an order in which neighbors share tiles of x and y. Grid: (tiles of z,).
 
     GROUP rows of tiles are a group; the last group may have fewer. The programs take one group after the other, and in
@@ -138,18 +155,34 @@ def grouped_matmul_kernel(
 @triton.autotune(configs=[], key=[])  # FILL ME IN (4 lines): at least two of triton.Config({...}), and the sizes
 @triton.jit
 def tuned_matmul_kernel(
-    x_ptr, y_ptr, z_ptr, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """As grouped_matmul_kernel, with the fastest of several tiles: Triton times them for each new size."""
     grouped_matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
 
 
 @triton.jit
 def scaled_matmul_kernel(
-    x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, z_ptr, n_cols, n_inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    y_ptr,
+    y_scale_ptr,
+    z_ptr,
+    n_cols,
+    n_inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """z = x @ y^T of numbers in 8 bits (e4m3), 32 of which share a scale. Grid: (blocks of rows, blocks of columns).
 
     x (n_rows, n_inner), y (n_cols, n_inner); x_scale (n_rows, n_inner / 32), y_scale (n_cols, n_inner / 32), each a

@@ -1,4 +1,4 @@
-"""Which elements of its tensors each program of a kernel touches, and by which lanes, as text and as a picture."""
+"""Draw which elements of its tensors each program of a kernel touches, and by which lanes."""
 
 from contextlib import suppress
 from unittest import mock
@@ -10,7 +10,6 @@ from measure.drawing import INK, MUTED, SHEET_WIDTH, TINTS, Sheet
 
 LARGEST, SMALLEST, READABLE = 44, 3, 34  # widths of a cell; from READABLE on it has numbers in it
 COLUMNS, MOST_ROWS = 12, 24  # of a tensor of one dimension; of any
-MOST_PROGRAMS = 4  # whose elements are listed
 
 
 def watched(check, exercise):
@@ -25,50 +24,16 @@ def offsets_of(tensor):
     return (addresses(tensor) - tensor.data_ptr()) // tensor.element_size()
 
 
-def ranges(numbers):
-    """Return numbers as text: 0-3, 8, 10-11."""
-    numbers = np.unique(numbers)
-    # A part ends where the next number is not the next one.
-    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    shown = [f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part)]
-    return ", ".join([*shown[:6], "..."] if len(shown) > 6 else shown)
-
-
 def panels(watch):
-    """Return {(line, verb, tensor): [Access]} in the order of the lines."""
+    """Return {(line, verb, tensor): its accesses} in the order of the lines."""
     found = {}
     for access in watch.accesses:
         found.setdefault((access.line, access.verb, access.tensor), []).append(access)
     return dict(sorted(found.items()))
 
 
-def described(watch):
-    """Yield the lines for a terminal."""
-    for (line, verb, name), accesses in panels(watch).items():
-        yield f"line {line} {verb} {name}, {' x '.join(map(str, watch.tensors[name].shape))}:"
-        own = offsets_of(watch.tensors[name])
-        programs = sorted({access.program for access in accesses})
-        for program in programs[:MOST_PROGRAMS]:
-            mine = [access[4:] for access in accesses if access.program == program]
-            offsets, lanes, masked = map(np.concatenate, zip(*mine, strict=True))
-            outside = np.isin(offsets, own, invert=True).sum()
-            notes = f"; {len(masked)} masked" * bool(len(masked)) + f"; {outside} OUTSIDE of {name}" * bool(outside)
-            yield f"  program {watch.shown(program)}: offsets {ranges(offsets)} by lanes {ranges(lanes)}{notes}"
-        if len(programs) > MOST_PROGRAMS:
-            yield f"  ... and {len(programs) - MOST_PROGRAMS} more programs"
-
-
-def owners_of(accesses):
-    """Return {offset: {program: lane}}."""
-    owners = {}
-    for access in accesses:
-        for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
-            owners.setdefault(offset, {})[access.program] = lane
-    return owners
-
-
 def element(sheet, x, y, size, offset, owners, exists):
-    """Draw an element of a tensor with the programs that touch it, {program: lane}. Dashed is what is not touched."""
+    """Draw an element with the programs that touch it, {program: lane}; dashed if there is none, or no element."""
     # An element that several programs touch has a strip of each.
     several = sorted(owners)[:4]
     for strip, program in enumerate(several):
@@ -83,16 +48,19 @@ def element(sheet, x, y, size, offset, owners, exists):
             sheet.text(middle, y + size - 7, *lanes, "center", MUTED, size=12)
 
 
-def panel(sheet, top, watch, name, words, accesses):
+def panel(sheet, top, tensor, words, accesses):
     """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
-    tensor, owners = watch.tensors[name], owners_of(accesses)
-    offsets = offsets_of(tensor)
-    own, last = {*offsets.tolist()}, int(offsets.max())
+    owners = {}  # {offset: {program: lane}}
+    for access in accesses:
+        for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
+            owners.setdefault(offset, {})[access.program] = lane
+    own = {*offsets_of(tensor).tolist()}
+    last, columns = max(own), max(tensor.stride())
     # What a mask leaves out lies behind the end, or in a matrix within the next row.
     if tensor.ndim == 1:
         masked = np.concatenate([access.masked for access in accesses])
         last = int(max(last, *masked[masked <= last + COLUMNS], 0))
-    columns = max(tensor.stride()) if tensor.ndim > 1 else min(last + 1, COLUMNS)
+        columns = min(last + 1, COLUMNS)
     rows = min(last // columns + 1, MOST_ROWS)
     size = min(LARGEST, max(SMALLEST, (SHEET_WIDTH - 24) // columns))
     if rows * columns <= last:
@@ -102,8 +70,8 @@ def panel(sheet, top, watch, name, words, accesses):
     sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
         row, column = divmod(offset, columns)
-        place = 12 + size * column, top + 26 + size * row
-        element(sheet, *place, size, offset, owners.get(offset, {}), offset in own)
+        x, y = 12 + size * column, top + 26 + size * row
+        element(sheet, x, y, size, offset, owners.get(offset, {}), offset in own)
     return top + 26 + size * rows + 18
 
 
@@ -112,5 +80,6 @@ def picture(watch, task, with_lines=True):
     sheet, top = Sheet(task), 62
     sheet.text(12, 48, "a program has a color; in a cell: offset, and small the lane", color=MUTED)
     for (line, verb, name), accesses in panels(watch).items():
-        top = panel(sheet, top, watch, name, f"line {line} " * with_lines + f"{verb} {name}", accesses)
+        words = f"line {line} " * with_lines + f"{verb} {name}"
+        top = panel(sheet, top, watch.tensors[name], words, accesses)
     return sheet.svg(top)

@@ -1,7 +1,7 @@
 """What judges the exercises: a module an exercise, whose TASKS are {name of the task: common.Task}.
 
 A check launches the participant's functions and compares what they give. It says what is wrong, not why: the mistakes
-of exercises/mistakes.py are edits of the solution, and the one that gives the same is told.
+of exercises/mistakes/ are edits of the solution, and the one that gives the same is told.
 """
 
 import os

@@ -6,10 +6,8 @@ import torch
 
 import tiny_llama_v3 as llama
 from exercises.checks.common import (
-    CountBytes,
+    counting,
     expect_close,
-    expect_number,
-    expect_several,
     randn,
     task,
     tasks_of,
@@ -57,28 +55,22 @@ def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps, dtype, tolera
     expect_close(y, wanted, tolerance, hint)
 
 
-@task(  # block_size, itemsize, stride, line
-    *[(32, 4, 1, 128), (5, 4, 1, 128), (90, 4, 1, 128), (64, 4, 32, 128), (64, 4, 1000, 128)],
+memory_lines = counting(
+    "memory_lines",
+    solution,
+    "write down where each element begins, in bytes, and in which line that is",
+    # block_size, itemsize, stride, and the length of a line, which is 128 by default
+    *[(32, 4, 1), (5, 4, 1), (90, 4, 1), (64, 4, 32), (64, 4, 1000)],
     *itertools.product((3, 1, 2, 7, 50), (4, 2, 8), (25, 1, 3, 7, 16, 33, 90), (128, 64)),
 )
-def memory_lines(exercise, block_size, itemsize, stride, line):
-    sizes = block_size, itemsize, stride
-    named = {} if line == 128 else {"line": line}  # else the default
-    got, wanted = exercise.memory_lines(*sizes, **named), solution.memory_lines(*sizes, line)
-    hint = "write down where each element begins, in bytes, and in which line that is"
-    expect_number(f"memory_lines{(*sizes, line)}", got, wanted, hint)
 
 
-@task((61, 97, FP32), (31, 257, HALF))  # n_rows, n_cols, dtype
-def bytes_moved(exercise, n_rows, n_cols, dtype):
-    x, weight = randn(n_rows, n_cols, dtype=dtype), randn(n_cols, dtype=dtype)
-    with CountBytes(smallest=n_rows * n_cols) as counted:
-        llama.torch_rmsnorm(x, None, weight, 1e-5)
-    got = exercise.bytes_moved(n_rows, n_cols, x.element_size())
-    expect_several(got, "fused", "separate")
-    case = f"for {n_rows} rows of {n_cols} elements of {x.element_size()} bytes"
-    expect_number(f"fused {case}", got[0], 2 * x.nbytes, "x comes in once, y goes out once, single rows are left out")
-    expect_number(f"separate {case}", got[1], counted.bytes, "this is what PyTorch's operators were seen to move")
+bytes_moved = counting(
+    "bytes_moved",
+    solution,
+    "x comes in once and y goes out once; separate kernels each read their inputs and write their result",
+    *[(61, 97, 4), (31, 257, 2)],  # n_rows, n_cols, itemsize
+)
 
 
 TASKS = tasks_of(rmsnorm_kernel, memory_lines, bytes_moved)

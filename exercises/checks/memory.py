@@ -1,15 +1,13 @@
 """What a kernel touches: in Triton's interpreter every load and store is compared with the tensors it was given."""
 
-import math
 import sys
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from exercises.checks import ON_GPU
-from exercises.checks.common import GUARD, Wrong, expect_untouched, is_unwritten, unchanged
+from exercises.checks.common import GUARD, Wrong, expect, unchanged
 from exercises.probe import Observer, Strict, observed_by, strict_truth
 
 
@@ -54,7 +52,6 @@ class Watch(Observer):
         self.known, first = np.unique(np.concatenate(elements), return_index=True)
         self.whose = np.repeat(np.arange(len(elements)), [len(own) for own in elements])[first]  # an index of names
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
-        self.single, self.stores = Counter(), {}  # {(line, program): loads of one element}, {tensor: lines that store}
         self.accesses = []
         if self.kept is not None:
             self.kept.append(self)
@@ -86,11 +83,13 @@ class Watch(Observer):
         if not wanted.any():
             return np.zeros(0, dtype=np.int64), None, program
         indices = np.minimum(np.searchsorted(self.known, touched), len(self.known) - 1)
+        # What is not known stays untouched: it may be another tensor's, or nobody's.
         access.mask = wanted & (self.known[indices] == touched)
         indices, outside = indices[access.mask], wanted & ~access.mask
         name = self.meant(verb, indices, touched[outside])
         tensor = self.tensors[name]
         offsets = (touched - tensor.data_ptr()) // tensor.element_size()
+        # The programs of a picture are few, those of a check are many.
         if self.kept is not None:
             lanes = np.flatnonzero(wanted)
             self.accesses.append(Touched(self.line(), verb, name, program, offsets[wanted], lanes, offsets[~wanted]))
@@ -112,18 +111,9 @@ class Watch(Observer):
                 f"loads from {name} before anything is stored there",
                 "it is a result, and its memory holds anything. Load an input, and store the result once",
             )
-        if access.addresses.size == 1:
-            self.single[self.line(), program] += 1
-            if self.single[self.line(), program] > 2:
-                self.tell(
-                    "loads one element at a time, in a loop",
-                    "one tl.load takes a whole block of addresses, a pointer + tl.arange(...)",
-                )
 
     def store(self, access):
         indices, name, program = self.inside("writes", access)
-        if name:
-            self.stores.setdefault(name, set()).add(self.line())
         if name and name not in self.outputs:
             self.tell(f"stores into {name}, which is an input", f"the result is {' and '.join(sorted(self.outputs))}")
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
@@ -141,23 +131,6 @@ class Watch(Observer):
         tensor = self.tensors[name]
         return self.owner[np.searchsorted(self.known, addresses(tensor))].reshape(tensor.shape)
 
-    def finish(self):
-        """Raise Wrong if the kernel, which is through, touched what it should not or left out what it should."""
-        if self.fault:
-            raise self.fault
-        stored = np.unique(self.owner[self.owner >= 0])
-        if not len(stored):  # perhaps nothing is written yet: the result tells
-            return
-        for empty in sorted(self.outputs - self.stores.keys()):
-            twice = ((name, sorted(lines)) for name, lines in self.stores.items() if len(lines) > 1)
-            told = "".join(f", and lines {' and '.join(map(str, own))} both store into {name}" for name, own in twice)
-            raise Wrong(f"nothing is stored in {empty}{told}", "each result needs a tl.store of its own")
-        idle = np.setdiff1d(np.arange(math.prod(self.grid)), stored)
-        if len(idle):
-            left = any((self.owners(name) < 0).any() for name in self.outputs)
-            what = "and elements are left out: is its mask right?" if left else "and others do its work:"
-            raise Wrong(f"program {self.shown(idle[0])} stores nothing, {what}", self.share)
-
 
 def apart(tensor):
     """Return a copy of a tensor with GUARD elements behind it: what lies there belongs to no other tensor."""
@@ -173,27 +146,36 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
     """Run kernel[grid](*args, **constants), and return its results: the arguments in which nothing is stored yet.
 
     Wrong if an input has changed. In the interpreter also if the kernel touched what no tensor holds; if it read a
-    result, which nobody has set; and if a program did not store its share, as share puts it. A GPU does not tell.
+    result, which nobody has set; and if two programs stored the same element, which share tells apart. A GPU does not
+    tell.
     """
     names = [name.removesuffix("_ptr") for name in kernel.arg_names]
-    tensors = {name: arg for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)}
-    results = {name: tensor for name, tensor in tensors.items() if is_unwritten(tensor).all()}
+    args = dict(zip(names, args, strict=False))
+    tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
+    results = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "behind")}
     inputs = {name: tensor for name, tensor in tensors.items() if name not in results}
     if ON_GPU:
         with unchanged(**inputs):
-            kernel[grid](*args, **constants)
+            kernel[grid](*args.values(), **constants)
         for name, result in results.items():
-            expect_untouched(name, result)
+            expect(result.behind.isnan().all(), f"something was stored beyond the end of {name}", "is there a mask?")
+            result.stored = ~result.isnan().cpu()
     else:
         tensors |= {name: apart(tensor) for name, tensor in inputs.items()}
-        args = [tensors.get(name, arg) for name, arg in zip(names, args, strict=False)]
-        watch, strict = Watch(kernel, tensors, results.keys(), share, grid), Strict()
-        with observed_by(watch, strict), strict_truth():
-            kernel[grid](*args, **constants)
-        watch.finish()
-        for result in results.values():
-            result.undefined, result.rounded = watch.undefined, strict.rounded
-    numbers = {name: arg for name, arg in zip(names, args, strict=False) if name not in tensors} | constants
+        watch = Watch(kernel, tensors, results.keys(), share, grid)
+        with observed_by(watch, Strict()), strict_truth():
+            kernel[grid](*(args | tensors).values(), **constants)
+        if watch.fault:
+            raise watch.fault
+        for name, result in results.items():
+            result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
+            result.stored = result.owner >= 0
+            result.undefined = watch.undefined
+    empty = [name for name, result in results.items() if not result.stored.any()]
+    # If all are, perhaps nothing is written yet: the result tells.
+    if 0 < len(empty) < len(results):
+        raise Wrong(f"nothing is stored in {empty[0]}", "each result needs a tl.store of its own")
+    numbers = {name: arg for name, arg in args.items() if name not in tensors} | constants
     sizes = ", ".join(f"{name}={number}" for name, number in numbers.items())
     for name, result in results.items():
         kind = "" if result.dtype == torch.float32 else f" in {str(result.dtype).removeprefix('torch.')}"

@@ -73,6 +73,7 @@ def explain(wrong, task, solution):
 
     solution: the path of its file.
     """
+    # The first case in which the mistake shows has to be the one in which the participant's code fails.
     for mistake in mistakes_of(solution)[task.check.__name__]:
         for case in task.cases[: task.cases.index(wrong.case) + 1]:
             if other := wrong_by(mistake, task, solution, case):

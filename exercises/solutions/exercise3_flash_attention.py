@@ -23,11 +23,21 @@ def key_blocks(block, block_m, block_n, seq_len):
 
 @triton.jit
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr,
-    stride_qs, stride_qh, stride_ks, stride_kh,
-    seq_len, scale,
-    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    stride_qs,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    seq_len,
+    scale,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     head = tl.program_id(0)
     block = tl.program_id(1)
     # GROUP_SIZE heads of q share one of k and v: nothing is copied.
@@ -71,9 +81,20 @@ def attention_gradients(q, k, v, o, lse, o_grad, scale):
 
 @triton.jit
 def key_value_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_grad_ptr, lse_ptr, delta_ptr, k_grad_ptr, v_grad_ptr, seq_len, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    k_grad_ptr,
+    v_grad_ptr,
+    seq_len,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     keys, dims = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
     k_offsets, k_mask = keys[:, None] * HEAD_DIM + dims[None, :], (keys < seq_len)[:, None]
     k = tl.load(k_ptr + k_offsets, mask=k_mask, other=0.0)

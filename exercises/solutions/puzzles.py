@@ -86,9 +86,18 @@ def row_max_kernel(x_ptr, y_ptr, n_cols, stride_row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def multiply_tile(
-    x_ptr, y_ptr, z_ptr, tile_row, tile_col, n_rows, n_cols, n_inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    tile_row,
+    tile_col,
+    n_rows,
+    n_cols,
+    n_inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     rows = tile_row * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_col * BLOCK_N + tl.arange(0, BLOCK_N)
     z_mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
@@ -111,9 +120,17 @@ def matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def grouped_matmul_kernel(
-    x_ptr, y_ptr, z_ptr, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     program, tiles_down, tiles_across = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     # A full group has GROUP * tiles_across programs.
     first_row = program // (GROUP * tiles_across) * GROUP
@@ -134,17 +151,33 @@ def grouped_matmul_kernel(
 )
 @triton.jit
 def tuned_matmul_kernel(
-    x_ptr, y_ptr, z_ptr, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     grouped_matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
 
 
 @triton.jit
 def scaled_matmul_kernel(
-    x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, z_ptr, n_cols, n_inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    y_ptr,
+    y_scale_ptr,
+    z_ptr,
+    n_cols,
+    n_inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
