@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import venv
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from benchmarks.pages import publish
 from exercises.check import EXERCISES
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKES = ROOT / "tests" / "fakes"
+HERE = Path(__file__).parent
 LEFT_OUT = {"tests", "results", "triton_profiles", "build"}
 FOUND = [*ROOT.glob("*.md"), *sorted(ROOT.glob("[!.]*/**/*.md"))]
 PAGES = {str(page.relative_to(ROOT)): page for page in FOUND if not LEFT_OUT & {*page.relative_to(ROOT).parts}}
@@ -69,15 +68,6 @@ def case(*values, long, id=None):
 
 # --- blocks
 
-NO_PYTHON = """#!/bin/sh
-echo "$0: there is no torch for this python: . .venv/bin/activate comes first" >&2
-exit 127
-"""
-# A profiler that is not this project's: runs the program behind its options.
-PROFILER = """#!/bin/sh
-while [ "$1" != python ]; do shift; done
-exec "$@"
-"""
 TIKTOKEN = """
 def get_encoding(name):
     return type(name, (), {"encode": staticmethod(lambda text, allowed_special: list(text.encode()))})
@@ -96,36 +86,29 @@ eval "$CODE"
 def run(tmp_path_factory, python):
     """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before."""
     folder = tmp_path_factory.mktemp("docs")
-    copy, commands = folder / "project", folder / "bin"
+    copy = folder / "project"
     ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     for exercise in EXERCISES.values():
         shutil.copy(copy / "exercises" / exercise.solution, copy / "exercises" / exercise.file)
     venv.create(copy / ".venv")
-    commands.mkdir()
-    programs = dict.fromkeys(("python", "python3", "torchrun"), NO_PYTHON)
-    programs |= dict.fromkeys(("rocprof", "rocprofv2", "nsys"), PROFILER)
-    programs["make"] = f'#!/bin/sh\nexec {shutil.which("make")} --dry-run "$@"\n'
-    programs["rocprofv3"] = f'#!/bin/sh\nexec {sys.executable} {FAKES / "rocprofv3.py"} "$@"\n'
-    for name, text in programs.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
     for name in ("python", "python3", "torchrun"):
         (copy / ".venv/bin" / name).unlink(missing_ok=True)
-        (copy / ".venv/bin" / name).symlink_to(FAKES / "small_python.sh")
+        (copy / ".venv/bin" / name).symlink_to(HERE / "small_python.sh")
     # What the trainer's commands would download.
     (folder / "tiktoken.py").write_text(TIKTOKEN)
     for name in ("input.txt", "train.bin", "val.bin"):
         for dataset in ("shakespeare", "openwebtext"):
             (copy / "nanogpt_triton" / "data" / dataset / name).write_text("to be or not to be " * 20)
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHON")}
-    environment |= dict(PATH=f"{commands}:{os.environ['PATH']}", PYTHONPATH=str(folder), REAL_PYTHON=python)
+    environment |= dict(PROJECT=str(copy), PATH=f"{HERE}/bin:{os.environ['PATH']}", PYTHONPATH=str(folder))
+    environment |= dict(REAL_PYTHON=python, FAKES=str(ROOT / "tests" / "fakes"))
 
     @functools.cache  # some pages begin with the same block
     def execute(language, code, before="", small=True):
         (copy / "block.py").write_text(code)
         code = code if language == "sh" else "python block.py"
-        shell = environment | dict(PROJECT=str(copy), BEFORE=before, CODE=code, SMALL="1" * small)
+        shell = environment | dict(BEFORE=before, CODE=code, SMALL="1" * small)
         command = ["bash", "-euo", "pipefail", "-c", SHELL]
         done = subprocess.run(command, env=shell, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -144,49 +127,13 @@ def test_a_block_runs(block, code, run):
     run(block.language, code, ACTIVATE if ACTIVATE in earlier else "", small=code.startswith(NEEDS))
 
 
-# What readers of the published workshop and trainer type, with our folders in the place of the author's. Left out are
-# commands without this project in them (pip, module, rocminfo, rocpd), and those of the workshop's other versions.
-TRAINING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps"
-TYPED = {  # {folder: command lines}
-    ".": [
-        *(f"{profiler}{TRAINING} {steps}" for profiler in ("", "rocprof --stats ") for steps in (10, 20)),
-        f"rocprofv2 --kernel-trace -o v3_trace.json {TRAINING} 5",
-        "python tiny_llama_v3.py --hidden-dim 512 --num-layers 8 --num-heads 8 --learning-rate 3e-4 --use-amp",
-        "python3 run_triton_profiling.py",
-        "python run_triton_profiling.py --only rmsnorm --hidden-dim 4096",
-        "chmod +x run_rocprof_triton.sh; ./run_rocprof_triton.sh; ls rocprof_results/; "
-        "cat rocprof_results/triton_analysis_summary.md",
-        *(f"./get_{name}.sh" for name in ("trace", "counters", "rocprof_compute", "rocprof_sys", "hotspots")),
-    ],
-    "exercises/performance_debugging": [
-        "cat README.md; ./run_all_stages.sh; sort -t',' -k4 -nr results/stage4_profile.csv | head -20; "
-        "diff results/stage2_profile.csv results/stage5_profile.csv || [ $? = 1 ]",
-    ],
-    "nanogpt_triton/data/shakespeare": ["python prepare.py"],
-    "nanogpt_triton": [
-        "python train.py --dataset=shakespeare --batch_size=12 --max_iters=100 --eval_interval=50 --compile=False",
-        "torchrun --standalone --nproc_per_node=4 train.py --dataset=shakespeare --batch_size=12 --max_iters=100",
-        "python train.py --compile=True --batch_size=12 --max_iters=100",
-        "python train.py --device=cpu --batch_size=4 --max_iters=10 --compile=False",
-        "nsys profile -o triton_profile python train.py --max_iters=10",
-        'python -c "import torch; print(torch.cuda.is_available())"',
-        """python -c "import triton; print(f'Triton {triton.__version__} installed successfully')" """,
-        """python -c "from kernels import TRITON_AVAILABLE; print(f'Triton available: {TRITON_AVAILABLE}')" """,
-        """python -c "
-import torch
-from kernels import triton_layer_norm, TRITON_AVAILABLE
-x, weight, bias = torch.randn(12, 8, 768), torch.randn(768), torch.randn(768)
-torch.testing.assert_close(triton_layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (768,), weight, bias))
-" """,
-    ],
-}
-LINES = [case(folder, code, long=LONG) for folder, codes in TYPED.items() for code in codes]
+PUBLISHED = (HERE / "published.sh").read_text().split("\n\n")[1:]
 
 
-@pytest.mark.parametrize("folder, code", LINES)
-def test_what_was_published_can_be_typed_as_it_stands(folder, code, run):
+@pytest.mark.parametrize("code", [case(code, long=LONG) for code in PUBLISHED])
+def test_what_was_published_can_be_typed_as_it_stands(code, run):
     small = "run_triton_profiling.py" not in code  # whose own sizes are small on a CPU
-    run("sh", f"(cd {folder}; {code})\n", ACTIVATE, small=small)
+    run("sh", f"({code}\n)\n", ACTIVATE, small=small)
 
 
 @pytest.mark.parametrize("name, exercise", EXERCISES.items(), ids=EXERCISES)

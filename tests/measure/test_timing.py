@@ -55,6 +55,8 @@ def test_units_of_the_host_s_clock(ticking):
     measured = [bench.microseconds(calls), bench.flushed_ms(calls[0]), timing.wall_seconds(calls, 5, CPU)]
     assert [*measured, timing.window_ms(calls[1], 7, CPU)] == pytest.approx([3000, 3, 0.003, 3])
     assert "".join(order) == "a" + "a" + "ababa" + "b" * 7
+    copies, n_bytes = timing.copy_calls(bench, 10)
+    assert n_bytes == sum(t.nbytes for t in (*copies[0].args, copies[0].keywords["out"])) == 80
 
 
 def test_functions_take_turns_in_alternating_order():
@@ -71,10 +73,10 @@ def test_percentiles():
 
 
 @pytest.mark.parametrize("count, ranks", [
-    (3, (1, 3)), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (11, (2, 10)), (17, (5, 13)), (20, (6, 15)),
+    (3, (1, 3)), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (11, (2, 10)), (14, (3, 12)), (17, (5, 13)), (20, (6, 15)),
 ])  # fmt: skip
 def test_the_interval_of_a_median_is_the_binomial_s(count, ranks):
-    """Ranks of Le Boudec's table for 95 %, of all fewer than 6; for 90 % those of 8 and 11 would be narrower."""
+    """Ranks of Le Boudec's table for 95 %, of all fewer than 6; for 90 % those of 8, 11 and 14 would be narrower."""
     assert timing.median_interval(range(count, 0, -1)) == ranks
 
 
@@ -91,15 +93,16 @@ def test_a_ratio_and_its_inverse(times, others, between):
 STEPS = [10.0, 10.1, 10.2, 10.3, 10.4, 10.5]
 
 
-@pytest.mark.parametrize("times, others, between, expected, differs", [
-    ([2 * ms for ms in STEPS], STEPS, 1, (2, 20 / 10.5, 21 / 10), True),
-    ([8.0, 9.0, 13.0, 14.0, 15.0, 16.0], STEPS, 1, (13.5 / 10.25, 8 / 10.5, 1.6), False),  # some steps are shorter
+@pytest.mark.parametrize("times, others, options, expected, differs", [
+    ([2 * ms for ms in STEPS], STEPS, {}, (2, 20 / 10.5, 21 / 10), True),
+    ([8.0, 9.0, 13.0, 14.0, 15.0, 16.0], STEPS, {}, (13.5 / 10.25, 8 / 10.5, 1.6), False),  # some steps are shorter
     # How much another process takes for the same work widens the bounds.
-    ([1.3] * 4, [1.0] * 4, 1.25, (1.3, 1.04, 1.625), True), ([1.3] * 4, [1.0] * 4, 1.4, (1.3, 1.3 / 1.4, 1.82), False),
-    ([50.0] * 3, [1.0] * 20, 1, (50, 0, math.inf), False),  # three are too few to tell
+    ([1.3] * 4, [1.0] * 4, dict(between=1.25), (1.3, 1.04, 1.625), True),
+    ([1.3] * 4, [1.0] * 4, dict(between=1.4), (1.3, 1.3 / 1.4, 1.82), False),
+    ([50.0] * 3, [1.0] * 20, {}, (50, 0, math.inf), False),  # three are too few to tell
 ])  # fmt: skip
-def test_times_differ_beyond_their_spread_only(times, others, between, expected, differs):
-    ratio = timing.ratio_of_medians(times, others, between)
+def test_times_differ_beyond_their_spread_only(times, others, options, expected, differs):
+    ratio = timing.ratio_of_medians(times, others, **options)
     assert tuple(ratio) == pytest.approx(expected) and ratio.differs == differs
 
 
