@@ -26,6 +26,7 @@ from nanogpt_triton.kernels import triton_layer_norm
 
 def swiglu(operator, x):
     mlp = operator.baseline_op
+    # Our kernel multiplies once with both weights, one below the other.
     gate_up_weight = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()
     return partial(llama.triton_swiglu, x, gate_up_weight, mlp.down_proj.weight)
 

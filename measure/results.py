@@ -48,7 +48,9 @@ def header(benchmark, device, argv):
     arguments = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
-        "command": re.sub(r" --output-dir[ =]('[^']*'|\S+)", "", arguments),  # a private path, without effect
+        "command": re.sub(
+            r" ('--output-dir=[^']*'|--output-dir[ =]('[^']*'|\S+))", "", arguments
+        ),  # a private path, without effect
         "date": datetime.now().isoformat(timespec="seconds"),
         "environment": hardware.environment(device),
     }

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-from unittest.mock import Mock
 
 import pytest
 
@@ -11,43 +9,29 @@ import tiny_llama_v3 as llama
 from measure import results
 
 
-@pytest.mark.parametrize("hard_links", [True, False])
-def test_results_are_whole_and_never_overwritten(tmp_path, monkeypatch, hard_links):
-    if not hard_links:
-        monkeypatch.setattr("os.link", Mock(side_effect=OSError))
+def test_results_are_whole_and_never_overwritten(tmp_path):
     result = {"benchmark": "steps", "environment": {"device": "Some GPU (80 GB)"}, "number": 1}
-    precious, stem = tmp_path.with_suffix(".precious"), "steps_some-gpu-80-gb_20260101_000000"
-    precious.write_text("mine")
-    (tmp_path / f".{stem}.{os.getpid()}.tmp").symlink_to(precious)
-    (tmp_path / f"{stem}.json").symlink_to("nowhere")
     files = [results.ResultFile(tmp_path, result) for _ in range(2)]
     for file in files:
-        file.stem = stem
+        file.stem = files[0].stem  # the clock may have gone on
         file.save(result)
     files[1].save(result | {"number": 2})
     with pytest.raises(TypeError):
         files[1].save({"number": object()})
     assert [json.loads(file.path.read_text())["number"] for file in files] == [1, 2]
-    written = sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink())
-    assert written == [f"{stem}_1.json", f"{stem}_2.json"] and precious.read_text() == "mine"
+    assert len(list(tmp_path.glob("steps_some-gpu-80-gb_2*.json"))) == len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_replaced_file_is_whole_or_as_before(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    results.write_json(path, {"loss": [1.0, math.nan, math.inf, -math.inf]})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
-    for broken, error in (({"number": object()}, TypeError), ({"number": 10**5000}, ValueError)):
-        with pytest.raises(error):
-            results.write_json(path, broken)
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"] and "Infinity" not in path.read_text()
-    results.write_json(path, {"number": 2})
-    assert json.loads(path.read_text()) == {"number": 2}
+def test_json_has_no_nan(tmp_path):
+    results.write_json(tmp_path / "new" / "result.json", {"loss": [1.0, math.nan, math.inf, -math.inf]})
+    text = (tmp_path / "new" / "result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
 
 
-def test_the_header_says_how_to_repeat_it_without_the_private_folder():
-    arguments = ["--rows", "triton graph", "--output-dir", "/home/me/x"]
-    header = results.header("steps", llama.get_device("cpu"), arguments)
-    assert header["command"] == "python -m benchmarks.steps --rows 'triton graph'"
+@pytest.mark.parametrize("private", [["--output-dir", "/home/me/x"], ["--output-dir=/home/my files/x"]])
+def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
+    header = results.header("steps", llama.get_device("cpu"), ["--rows", "triton graph", *private, "--tiny"])
+    assert header["command"] == "python -m benchmarks.steps --rows 'triton graph' --tiny"
     assert header["benchmark"] == "steps" and header["environment"]["torch"]
 
 
@@ -57,9 +41,8 @@ def test_the_header_says_how_to_repeat_it_without_the_private_folder():
 def test_a_damaged_result_is_named(tmp_path, text, reason):
     path = tmp_path / "steps.json"
     path.write_text(text)
-    with pytest.raises(llama.UsageError, match=reason) as error:
+    with pytest.raises(llama.UsageError, match=rf"^{path}.* ?{reason}.*$"):
         results.read_result(path)["a"]["speed"]
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("error, words", [
@@ -71,7 +54,9 @@ def test_what_a_damaged_result_raises_is_told_once(error, words):
         raise error
 
 
-def test_an_error_in_one_line():
-    assert results.describe(results.Unavailable("needs a GPU")) == "needs a GPU"
-    assert results.describe(RuntimeError("no room\nfor this")) == "RuntimeError: no room"
-    assert results.describe(KeyError()) == "KeyError"
+@pytest.mark.parametrize("error, line", [
+    (results.Unavailable("needs a GPU"), "needs a GPU"), (KeyError(), "KeyError"),
+    (RuntimeError("no room\nfor this"), "RuntimeError: no room"),
+])  # fmt: skip
+def test_an_error_in_one_line(error, line):
+    assert results.describe(error) == line

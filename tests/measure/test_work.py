@@ -1,106 +1,75 @@
-"""The counts of bytes and operations: by hand at sizes that are all different, and against PyTorch's counter."""
+"""The counts of bytes and operations, by hand at sizes that are all different."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
+from benchmarks import kernels
 from measure import work
 
-CONFIG = llama.Config(batch_size=2, seq_len=64, hidden_dim=128, num_layers=1, num_heads=4, vocab_size=96)
-KERNELS = work.kernel_work(CONFIG)
-TOKENS = 2 * 64
-
-
-def tensor(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-X, COLS, ROWS = tensor(3, 5), tensor(5, dtype=torch.float32), tensor(3, dtype=torch.float32)  # 30, 20 and 12 bytes
-PARTIAL = tensor(7, 5, dtype=torch.float32)  # 140 bytes
-Q, KV, LSE = tensor(2, 8, 6, 4), tensor(2, 8, 3, 4), tensor(2, 6, 8, dtype=torch.float32)  # 768, 384, 384 bytes
-TABLES = [tensor(8, 2, dtype=torch.float32)] * 2  # 64 bytes each
-PRODUCT = 2 * 6 * 8 * 8 * 4  # half of the pairs of queries and keys, two operations a dimension
-GATE_UP, HIDDEN = tensor(3, 10), tensor(3, 5)  # 60 and 30 bytes
-GRADIENT = [LSE, Q, KV, KV]
-
-
-@pytest.mark.parametrize("name, arguments, n_bytes, flop", [
-    ("rmsnorm", (X, COLS, X, ROWS), 2 * 30 + 20 + 12, 4 * 15),
-    ("rmsnorm", (X, COLS, X, ROWS, X, X), 4 * 30 + 20 + 12, 5 * 15),
-    ("rmsnorm_backward", (X, X, COLS, ROWS, X), 3 * 30 + 20 + 12, 9 * 15),
-    ("rmsnorm_backward", (X, X, COLS, ROWS, X, X, PARTIAL), 4 * 30 + 20 + 12 + 140, 10 * 15),
-    ("column_sum", (PARTIAL, COLS), 160, 35),
-    ("layer_norm", (X, COLS, X, ROWS, ROWS), 2 * 30 + 20 + 24, 6 * 15),
-    ("layer_norm", (X, COLS, X, ROWS, ROWS, COLS, X, X), 4 * 30 + 40 + 24, 8 * 15),
-    ("layer_norm_backward", (X, X, COLS, ROWS, ROWS, X), 3 * 30 + 20 + 24, 13 * 15),
-    ("layer_norm_backward", (X, X, COLS, ROWS, ROWS, X, X, X, PARTIAL, False, True), 5 * 30 + 184, 16 * 15),
-    ("attention", (Q, KV, KV, Q, LSE), 2 * 768 + 3 * 384, 2 * PRODUCT),
-    ("attention_backward", (Q, KV, KV, Q, Q, *GRADIENT), 4 * 768 + 5 * 384, 5 * PRODUCT),
-    ("attention_backward_dq", (Q, KV, KV, Q, Q, LSE, LSE, Q, *TABLES), 4 * 768 + 4 * 384 + 128, 3 * PRODUCT),
-    ("attention_backward_dkdv", (Q, KV, KV, Q, LSE, LSE, KV, KV), 2 * 768 + 6 * 384, 4 * PRODUCT),
-    ("attention_backward_fused", (Q, KV, KV, Q, Q, *GRADIENT, *TABLES), 4 * 768 + 5 * 384 + 128, 7 * PRODUCT),
-    ("rope", (10, 2, *TABLES), 40 + 128, 30),
-    ("swiglu_activation", (GATE_UP, HIDDEN), 90, 5 * 15),
-    ("swiglu_activation_backward", (HIDDEN, GATE_UP), 30 + 2 * 60, 10 * 15),
-    ("swiglu_matmul", (tensor(3, 7), tensor(10, 7), GATE_UP, HIDDEN), 42 + 140 + 90, (4 * 7 + 5) * 15),
-    ("cross_entropy", (X, ROWS, COLS), 2 * 30 + 12 + 20, 8 * 15),
-    ("cross_entropy", (tensor(1, 8192), ROWS, ROWS), 4 * 8192 + 24, 8 * 8192),
-    ("cross_entropy", (tensor(1, 8193), ROWS, ROWS), 4 * 8193 + 24, 11 * 8193),  # exponentiated twice
-    ("scale", (ROWS,), 12, 0),
-    ("embedding_backward", (ROWS, X, PARTIAL), 12 + 30 + 2 * 140, 15),
-    ("adamw", (X, X, HIDDEN, PARTIAL, PARTIAL), 2 * (60 + 280) + 30, 15 * 15),
-])  # fmt: skip
-def test_bytes_and_operations_by_hand(name, arguments, n_bytes, flop):
-    assert getattr(work, name)(*arguments) == (n_bytes, flop)
-
-
-def test_the_mean_of_several_calls():
-    assert work.mean(work.Work(2, 30), work.Work(4, 60), work.Work(12, 0)) == (6, 30)
-
-
-def test_a_kernel_of_the_script_each():
-    """Under the names that profilers show."""
-    parts = (SimpleNamespace(constants={"PART": part}) for part in ("fused", "dq", "dkdv"))
-    names = {name for name in vars(llama) if name.endswith("_kernel")} | set(map(llama.backward_kernel_name, parts))
-    assert set(KERNELS) <= names
-
-
-def test_bytes_of_a_step_by_hand():
-    parameters = sum(p.numel() for p in llama.TinyLlamaTriton(CONFIG).parameters())
-    assert KERNELS["adamw_kernel"].bytes == 28 * parameters  # weights and two moments in and out, a gradient in
-    split = work.kernel_work(llama.dataclasses.replace(CONFIG, use_amp=True))["adamw_kernel"]
-    assert split.bytes == 26 * parameters  # the gradient is in bf16
-    small = 4 * 128 + 4 * TOKENS  # weight and rstd
+# A step of 2 sequences of 48 tokens in fp32: a layer of 4 heads, 2 of them of keys and values, and a tied head.
+CONFIG = llama.Config(batch_size=2, seq_len=48, hidden_dim=64, num_layers=1, num_heads=4, ffn_dim=320, vocab_size=70)
+TOKENS = 96
+X, ROW = 4 * TOKENS * 64, 4 * TOKENS  # bytes of all vectors, and of a value for each token
+FFN, TABLES = TOKENS * 320, 2 * 4 * 48 * 8
+SCORES = 2 * 4 * 48 * 48 * 16  # half of the pairs of queries and keys, two operations a dimension
+PARAMETERS = 70 * 64 + 64 * (2 * 64 + 2 * 32 + 3 * 320) + 3 * 64
+STEP = {  # {kernel: (bytes, operations)} of a call
     # The first norm reads x and writes y; the other two read x and the branch, and write the sum and y.
-    assert KERNELS["rmsnorm_kernel"].bytes == pytest.approx(4 * TOKENS * 128 * (2 + 4 + 4) / 3 + small)
+    "rmsnorm_kernel": (X * (2 + 4 + 4) / 3 + 4 * 64 + ROW, TOKENS * 64 * (4 + 5 + 5) / 3),
     # Two norms have the gradient of their residual to add.
-    assert KERNELS["rmsnorm_backward_kernel"].bytes == pytest.approx(4 * TOKENS * 128 * (4 + 4 + 3) / 3 + small)
-    assert KERNELS["swiglu_activation_backward_kernel"].bytes == 5 * 4 * TOKENS * 512
-    assert KERNELS["cross_entropy_kernel"].bytes == 2 * 4 * TOKENS * 96 + 8 * TOKENS + 2 * 4 * TOKENS
+    "rmsnorm_backward_kernel": (X * (3 + 4 + 4) / 3 + 4 * 64 + ROW, TOKENS * 64 * (9 + 10 + 10) / 3),
+    "rope_kernel": (2 * 1.5 * X + TABLES, 3 * TOKENS * (64 + 32)),
+    "flash_attention_kernel": (3 * X + 4 * ROW, 2 * SCORES),
+    "flash_attention_backward_kernel": (6 * X + 4 * ROW + TABLES, 7 * SCORES),
+    "flash_attention_backward_dq_kernel": (5 * X + 8 * ROW + TABLES, 3 * SCORES),
+    "flash_attention_backward_dkdv_kernel": (4 * X + 8 * ROW + TABLES, 4 * SCORES),
+    "swiglu_activation_kernel": (4 * 3 * FFN, 5 * FFN),
+    "swiglu_activation_backward_kernel": (4 * 5 * FFN, 10 * FFN),
+    "swiglu_kernel": (X + 4 * 640 * 64 + 4 * 3 * FFN, (4 * 64 + 5) * FFN),
+    "cross_entropy_kernel": (2 * 70 * ROW + 4 * ROW, 8 * 70 * TOKENS),
+    "embedding_backward_kernel": (2 * ROW + X + 2 * 4 * 70 * 64, TOKENS * 64),
+    "adamw_kernel": (28 * PARAMETERS, 15 * PARAMETERS),  # weights and two moments in and out, a gradient in
+}
 
 
-def counted(call):
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
+@pytest.mark.parametrize("kernel", work.kernel_work(CONFIG))
+def test_a_call_of_a_step_by_hand(kernel):
+    assert work.kernel_work(CONFIG)[kernel] == pytest.approx(STEP[kernel])
 
 
-def test_products_are_those_that_pytorch_counts():
-    q, k, v = (torch.randn(2 * 4, 64, 32, requires_grad=True) for _ in range(3))
-    scores = q @ k.transpose(1, 2)
-    o = scores.softmax(-1) @ v
-    forward = counted(lambda: (q @ k.transpose(1, 2)).softmax(-1) @ v)
-    backward = counted(lambda: torch.autograd.grad(o, (q, k, v), torch.ones_like(o)))
-    again = counted(lambda: q @ k.transpose(1, 2))  # the kernels do not keep the scores
-    assert KERNELS["flash_attention_kernel"].flop == forward / 2  # half of it is masked
-    heads = tensor(2, 64, 4, 32)
-    assert work.attention_backward(*[heads] * 9).flop == (backward + again) / 2
-    # The two halves of the gradient make the scores and o_grad v^T each for themselves.
-    halves = [KERNELS[f"flash_attention_backward_{half}_kernel"].flop for half in ("dq", "dkdv")]
-    assert KERNELS["flash_attention_backward_kernel"].flop == sum(halves) == (backward + again + 2 * again) / 2
-    x, weight = torch.randn(TOKENS, 128), torch.randn(2 * 512, 128)
-    assert KERNELS["swiglu_kernel"].flop == counted(lambda: F.linear(x, weight)) + 5 * TOKENS * 512
+def test_the_kernels_have_the_names_that_profilers_show():
+    parts = (SimpleNamespace(constants={"PART": part}) for part in ("fused", "dq", "dkdv"))
+    assert STEP.keys() <= vars(llama).keys() | set(map(llama.backward_kernel_name, parts))
+
+
+V, W = torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5)  # 30 and 20 bytes
+R, PARTIAL = torch.empty(3), torch.empty(7, 5)  # 12 and 140 bytes
+Q, WIDE = torch.empty(2, 8, 6, 4), torch.empty(1, 8193, device="meta")  # 1,536 and 32,772 bytes
+
+
+@pytest.mark.parametrize("name, arguments, expected", [
+    ("rmsnorm_backward", (V, V, W, R, V, V, PARTIAL), (292, 10 * 15)),
+    ("column_sum", (PARTIAL, W), (160, 35)),
+    ("layer_norm", (V, W, V, R, R), (104, 6 * 15)),
+    ("layer_norm", (V, W, V, R, R, W, V, V), (184, 8 * 15)),
+    ("layer_norm_backward", (V, V, W, R, R, V), (134, 13 * 15)),
+    ("layer_norm_backward", (V, V, W, R, R, V, V, V, PARTIAL, False, True), (334, 16 * 15)),
+    ("attention_backward", (Q, R), (1548, 5 * 2 * 6 * 8 * 8 * 4)),
+    ("cross_entropy", (WIDE[:, 1:], R, W), (2 * 32768 + 32, 8 * 8192)),
+    ("cross_entropy", (WIDE, R, W), (2 * 32772 + 32, 11 * 8193)),  # exponentiated twice
+    ("scale", (R,), (12, 0)),
+    ("mean", (work.Work(2, 30), work.Work(4, 60), work.Work(12, 0)), (6, 30)),
+])  # fmt: skip
+def test_other_calls_by_hand(name, arguments, expected):
+    assert getattr(work, name)(*arguments) == expected
+
+
+def test_adamw_in_bf16_moves_less_than_pytorch_s():
+    """Two halves of a weight and a gradient are in 16 bits; an untied head has weights of its own."""
+    config = llama.dataclasses.replace(CONFIG, use_amp=True, untied_head=True)
+    assert work.kernel_work(config)["adamw_kernel"].bytes == 26 * (PARAMETERS + 70 * 64)
+    (timed,) = kernels.adamw_cases(SimpleNamespace(device=llama.get_device("cpu"), on_gpu=True), 32, 2)
+    assert (timed.work.bytes, timed.contenders["torch"]()[1]) == (26 * 2048, 28 * 2048)
