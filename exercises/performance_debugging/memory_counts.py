@@ -21,12 +21,12 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import tiny_llama_v3 as llama  # noqa: E402
-from emulated.memory_system import LANES  # noqa: E402
 from exercises.probe import Observer, observed_by  # noqa: E402
 from measure.command_line import Parser, program  # noqa: E402
 from measure.device import require_triton  # noqa: E402
 from measure.results import write_json  # noqa: E402
 
+LANES = 64  # of a wave of an AMD GPU
 LINE_BYTES = (64, 128)  # of the vector cache of MI200; of MI300 and NVIDIA
 NOTHING = -1  # the address of a masked lane, and the line that it lies in
 APART = 2**40  # bytes between tensors, more than the size of any
@@ -102,8 +102,7 @@ class Counts(Observer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cases. The attention kernel has the sizes of docs/emulated_counts.md: the stride of the bad layout is batch * kv_heads
-# elements, and these two are those of the workshop. The naive SwiGLU has an eighth of the programs of that page.
+# Cases. The stride of the bad layout is batch * kv_heads elements, and these two are those of the workshop.
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8, 64, 8, 4, 64
 ROWS, HIDDEN, FFN = 8, 512, 32

@@ -103,7 +103,7 @@ def test_the_list_names_results_on_pages_whose_code_has_changed(recording, capsy
     save(folder, a=result("python old.py", BEFORE))
     assert record.main(["--stale"]) == 0 and commands == ["python -m two"]
     assert "one of --all may replace it: python old.py" in capsys.readouterr().out
-    save(folder, a={"command": "python -m compiled.pages"}, b=result("python -m two"))
+    save(folder, a={"command": "python -m offline.pages"}, b=result("python -m two"))
     assert record.main([]) == 0 and "No result" in capsys.readouterr().out.splitlines()[-1]
 
 

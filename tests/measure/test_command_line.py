@@ -125,7 +125,7 @@ def test_an_old_python_can_import_what_reports_it(name):
 
 def test_programs_started_by_their_path_name_the_module(python):
     """Except for those that are meant to be."""
-    folders, by_path = ("benchmarks", "compiled", "emulated", "profilers"), {"host_profile.py", "__main__.py"}
+    folders, by_path = ("benchmarks", "offline", "profilers"), {"host_profile.py"}
     programs = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name not in by_path]
     programs = [path for path in programs if "\nif __name__" in path.read_text()]
     for path in programs:

@@ -439,20 +439,6 @@ def test_a_terminal_of_100_columns_shows_it_all(of):
     assert max(map(len, console(of()).splitlines())) <= 100
 
 
-@pytest.mark.skipif(ON_GPU or llama.triton is None, reason="the interpreter counts, and on a GPU it may fail")
-def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(python):
-    """With its tile docs/emulated_counts.md has the same bytes and lines, of compiled code and twice the heads."""
-    tile = "llama.ATTENTION_TILES['interpreter', 'any', 128] = ((64, 32, 4, 1),) * 4"
-    counted = run_counted(python, 2, patches=f"{tile}\nmemory_counts.HEADS = 4")
-    emulated = json.loads((ROOT / "benchmarks" / "results" / "emulated_counts.json").read_text())["counts"]
-    for case in counted:
-        for arch, line_bytes in (("gfx90a", "64"), ("gfx942", "128")):
-            there = emulated[arch][f"stage {case['stage']}"]["flash_attention_kernel"]
-            assert 2 * case["bytes"] == there["bytes"]["load"]
-            assert 2 * case["lines"][line_bytes] == there["lines"]["load"]
-    assert all(case["same_result"] for case in counted)
-
-
 def run_counted(python, stage, patches):
     """Return the cases of a stage, counted in a process of its own: the interpreter must be chosen before Triton."""
     script = (
