@@ -8,7 +8,6 @@ unexport PYTHON
 ARGS =
 PYTEST_ARGS =
 ARCH =
-COUNT =
 TINYGRAD =
 VENV_PYTHON := .venv/bin/python
 
@@ -37,11 +36,10 @@ test-slow: .venv/dev.stamp ## run the other tests
 test-all: test test-slow ## run all tests, and those of the kernels on one emulated GPU, which needs clang
 	$(MAKE) emulate ARCH=gfx942
 
-# TINYGRAD: a copy of the emulator's commit, for a machine without a network. COUNT=1 counts instead of testing.
-# ARGS: flags of the script; then the kernels of one step with them are counted.
-emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gfx942 on one, COUNT=1 counts
-	$(VENV_PYTHON) -m emulated $(if $(ARCH),--architectures $(ARCH)) $(if $(COUNT),--count) \
-		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(if $(COUNT),$(ARGS),$(PYTEST_ARGS))
+# TINYGRAD: a copy of the emulator's commit, for a machine without a network.
+emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gfx942 on one
+	$(VENV_PYTHON) -m offline.emulate $(if $(ARCH),--architectures $(ARCH)) \
+		$(if $(TINYGRAD),--tinygrad '$(TINYGRAD)') -- $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
@@ -55,7 +53,7 @@ notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from t
 	$(VENV_PYTHON) -m exercises.generate
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into a page of docs/
-	$(VENV_PYTHON) -m compiled.pages
+	$(VENV_PYTHON) -m offline.pages
 
 # Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).
 MARP := npx --yes @marp-team/marp-cli@4.5.1 --no-stdin --allow-local-files docs/slides.md

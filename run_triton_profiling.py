@@ -28,12 +28,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 import tiny_llama_v3 as llama  # noqa: E402
 from benchmarks import kernels  # noqa: E402
-from compiled.architectures import CHIPS, occupancy  # noqa: E402
 from measure.accuracy import compare  # noqa: E402
 from measure.command_line import Parser, program  # noqa: E402
 from measure.device import kernel_device  # noqa: E402
 from measure.results import header, write_json  # noqa: E402
 from measure.timing import Bench, copy_calls  # noqa: E402
+from offline.architectures import CHIPS, occupancy  # noqa: E402
 from tiny_llama import hardware  # noqa: E402
 
 SIZES = {  # model sizes for each type of device; each is an option

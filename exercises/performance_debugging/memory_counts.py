@@ -8,9 +8,9 @@ import collections
 
 import numpy as np
 
-from emulated.memory_system import LANES
 from exercises.probe import Observer
 
+LANES = 64  # of a wave of an AMD GPU
 LINE_BYTES = 64, 128  # of the vector cache of MI200; of MI300 and NVIDIA
 NOTHING = -1  # the address of a masked lane, and the line that it lies in
 APART = 2**40  # bytes between tensors, more than the size of any

@@ -21,7 +21,7 @@ BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "
 
 def scripts():
     """Our Python files that can be run; those of the exercises that are to be filled in have no command line."""
-    folders = ("benchmarks", "compiled", "emulated", "examples", "exercises", "nanogpt_triton", "profilers")
+    folders = ("benchmarks", "examples", "exercises", "nanogpt_triton", "offline", "profilers")
     files = [path for name in folders for path in (ROOT / name).rglob("*.py")] + list(ROOT.glob("*.py"))
     runnable = [path for path in files if not path.is_symlink() and 'if __name__ == "__main__":' in path.read_text()]
     names = {str(path.relative_to(ROOT)) for path in runnable}

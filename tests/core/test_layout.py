@@ -23,12 +23,11 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
     "measure": {SCRIPT, COMPANIONS},
     "nanogpt_triton": BELOW,
     "profilers": BELOW,
-    "compiled": BELOW | {"nanogpt_triton"},  # whose kernels are compiled as well
-    "emulated": BELOW | {"compiled"},
-    "benchmarks": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated"},
-    "run_triton_profiling": BELOW | {"benchmarks", "compiled"},
+    "offline": BELOW | {"nanogpt_triton"},  # whose kernels are compiled as well
+    "benchmarks": BELOW | {"nanogpt_triton", "profilers", "offline"},
+    "run_triton_profiling": BELOW | {"benchmarks", "offline"},
     "examples": BELOW | {"nanogpt_triton", "benchmarks"},
-    "exercises": BELOW | {"nanogpt_triton", "profilers", "compiled", "emulated", "benchmarks"},
+    "exercises": BELOW | {"nanogpt_triton", "profilers", "offline", "benchmarks"},
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
     "tiny_llama_v3.py", "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "nanogpt_triton/bench.py",

@@ -127,8 +127,8 @@ def test_an_old_python_can_import_what_reports_it(name):
     ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 7))
 
 
-BY_PATH = {"host_profile.py", "__main__.py"}  # and those of other folders
-FOLDERS = ("benchmarks", "compiled", "emulated", "examples", "profilers")
+BY_PATH = {"host_profile.py"}  # and those of other folders
+FOLDERS = ("benchmarks", "examples", "offline", "profilers")
 PROGRAMS = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.name not in BY_PATH]
 
 

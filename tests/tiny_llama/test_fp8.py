@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from tests.emulated.selection import EMULATED, needs_fp8
+from tests.offline.selection import EMULATED, needs_fp8
 from tests.tiny_llama.conftest import TINY
 from tiny_llama import fp8
 

@@ -1,1 +1,0 @@
-"""Compiles every kernel for GPUs that need not be in this machine, and checks and reports the result."""

@@ -1,0 +1,1 @@
+"""Compile every kernel for GPUs that need not be in this machine, checks it, and runs it in emulation."""

@@ -1,0 +1,283 @@
+"""Find the kernels, and record their launches in the configurations that are compiled.
+
+The training step runs on tensors without memory, once for each architecture, and its launchers are recorded.
+"""
+
+import collections
+import contextlib
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+import nanogpt_triton.kernels
+import tiny_llama_v3 as llama
+from measure.work import SIZES
+from offline.architectures import CHIPS, device_of, is_amd
+from tiny_llama import fp8
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels of the training script and its companions, and of nanogpt_triton/
+
+
+def kernel_modules():
+    return [*launcher_modules(), fp8]
+
+
+def launcher_modules():
+    """Those whose launchers depend on the device."""
+    names = (module.name for module in pkgutil.iter_modules(nanogpt_triton.kernels.__path__))
+    return [llama, *(importlib.import_module(f"nanogpt_triton.kernels.{name}") for name in names)]
+
+
+def find_kernels(modules):
+    """Return {name: kernel} of the functions that Triton compiles and that no other such function calls."""
+    functions = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value).__name__ in ("JITFunction", "InterpretedFunction") and value.fn.__module__ == module.__name__
+    }
+    sources = "".join(inspect.getsource(function.fn) for function in functions.values())
+    # One that another calls occurs twice: where it is defined, and where it is called.
+    return {name: function for name, function in functions.items() if len(re.findall(rf"\b{name}\(", sources)) == 1}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launches
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The properties of a kernel's argument that the compiler uses."""
+
+    dtype: torch.dtype
+    shape: tuple
+    address: int  # modulo 16
+    storage_bytes: int
+
+    def numel(self):
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.numel() * self.dtype.itemsize
+
+    def data_ptr(self):
+        return self.address
+
+    def ptr_range(self):
+        return self.storage_bytes
+
+    @property
+    def compiled_as(self):
+        return self.dtype, self.address, self.storage_bytes < 2**31
+
+
+def shown_name(kernel, constants):
+    """Return the name of a kernel in profiles, which may depend on its constants."""
+    name_of = getattr(kernel, "repr", None) or kernel.rewriter.kwargs.get("repr")  # with TRITON_INTERPRET=1
+    name = name_of(SimpleNamespace(constants=constants)) if name_of else kernel.fn.__name__
+    return name.rpartition(".")[2]  # Triton 3.6 puts the module before the name
+
+
+def seen_by_compiler(t):
+    """Return the Tensor of a launcher's tensor."""
+    storage = t.untyped_storage().size()
+    return Tensor(t.dtype, tuple(t.shape), t.storage_offset() * t.element_size() % 16, storage)
+
+
+def flat(values):
+    """Return the numbers in a tuple of numbers and tuples."""
+    return [n for value in values for n in flat(value)] if isinstance(values, tuple) else [values]
+
+
+@dataclass(frozen=True)
+class Launch:
+    function: str  # the name of the kernel's function
+    kernel: str  # the name that profilers show
+    grid: tuple
+    tensors: tuple
+    scalars: tuple
+    constants: tuple  # of (name, value)
+    options: tuple  # of (name, value)
+
+    @property
+    def warps(self):
+        return dict(self.options)["num_warps"]
+
+    @property
+    def numbers(self):
+        """Return the scalars, including those inside tuples."""
+        return flat(self.scalars)
+
+    @property
+    def named_constants(self):
+        """Return {name: value} of the constants; a named tuple of them has its fields among the others."""
+        items = (value._asdict() if isinstance(value, tuple) else {name: value} for name, value in self.constants)
+        return {name: value for fields in items for name, value in fields.items()}
+
+    @property
+    def compiled_as(self):
+        """What the compiled kernel depends on: launches with the same key share one."""
+        tensors = (t and t.compiled_as for t in self.tensors)
+        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.numbers)
+        return self.function, tuple(tensors), tuple(scalars), self.constants, self.options
+
+    def arguments(self, kernel):
+        """Return a namespace of the parameters, without _ptr in their names, and the constants."""
+        names = (name.removesuffix("_ptr") for name in kernel.arg_names)
+        values = [*self.tensors, *self.scalars]
+        return SimpleNamespace(**dict(zip(names, values, strict=False)), **self.named_constants, grid=self.grid)
+
+
+@contextlib.contextmanager
+def device_found(device, **replaced):
+    """Launchers find this Device and choose their tiles for it; replaced: other functions of their modules."""
+    modules = launcher_modules()
+    tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            there = {name: function for name, function in replaced.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, get_device=lambda type: device, **there))
+        for tile in tiles:
+            stack.callback(tile.cache_clear)
+            tile.cache_clear()
+        yield
+
+
+@contextlib.contextmanager
+def recording(arch):
+    """Yield a list to which launch() appends; the launchers find a device of arch."""
+    launches = []
+
+    def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
+        described = map(seen_by_compiler, tensors)
+        options = dict(num_warps=num_warps, num_stages=num_stages, **options)
+        items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
+        launches.append(Launch(kernel.fn.__name__, shown_name(kernel, constants), *items))
+
+    with device_found(device_of(arch), launch=record, launch_by_triton=record):
+        yield launches
+
+
+def record_step(config, arch):
+    """Return the launches of a forward and a backward pass and an optimizer step."""
+    precision = "tf32" if config.matmul_precision == "high" else "ieee"
+    # The case decides the precision, not the library of this machine.
+    with recording(arch) as launches, mock.patch.object(llama, "dot_precision", lambda device: precision):
+        _, operations = llama.select_operations(config, device_of(arch))
+        with torch.device("meta"):
+            model = llama.TinyLlamaTriton(config, operations)
+            tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+        optimizer = llama.FlatAdamW(model, config.learning_rate, config.use_amp)
+        model(tokens, tokens).backward()
+        optimizer.step()
+    return launches
+
+
+def record_fp8(config, arch):
+    """Record like record_step(); the library's products in FP8 cannot write to a tensor without memory."""
+
+    def product(a, a_scale, b, b_scale, dtype, **options):
+        return a.new_empty(len(a), len(b), dtype=dtype)
+
+    with mock.patch.object(fp8, "product", product):
+        return record_step(config, arch)
+
+
+def record_split_rows(config, arch):
+    """RMSNorm with blocks shorter than a row, which the exercises sweep."""
+    with recording(arch) as launches:
+        dtype = torch.bfloat16 if config.use_amp else torch.float32
+        x = torch.empty(config.tokens_per_step, config.hidden_dim, dtype=dtype, device="meta")
+        for block_size in (64, 256):
+            llama.rmsnorm_forward(x, x, x[0], 1e-5, block_size)
+    return launches
+
+
+def record_layer_norm(config, arch):
+    """Record the LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
+    dtype = torch.bfloat16 if config.use_amp else torch.float32
+    norm = nanogpt_triton.kernels.TritonLayerNorm.apply
+    with recording(arch) as launches, torch.device("meta"):
+        for width in (384, 768, 1600):
+            weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
+            x = torch.empty(config.tokens_per_step, width, requires_grad=True)
+            branch = torch.empty_like(x, dtype=dtype, requires_grad=True)
+            outputs = norm(x, weight, bias, 1e-5, dtype), *norm(x, weight, bias, 1e-5, dtype, branch)
+            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+    return launches
+
+
+PRECISIONS = {"bf16": dict(use_amp=True), "fp32": {}, "tf32": dict(matmul_precision="high")}
+
+
+class Case(NamedTuple):
+    sizes: dict  # of Config
+    record: Callable = record_step
+    reported: tuple = ()  # the precisions in the report; the check has all of them
+    wide_loads: bool = True
+    precisions: dict = dict.fromkeys(CHIPS, tuple(PRECISIONS))  # on each architecture
+
+
+SHORT, LONG = SIZES["small"] | dict(num_layers=1), SIZES["medium"] | dict(num_layers=1)
+# Tiles depend on the vendor, and on NVIDIA on the architecture. Without tensor cores ptxas takes up to half a minute.
+HEADS = {"gfx942": ("bf16", "fp32")}
+# Heads whose size is not a power of two are padded; their masks and offsets need scalar registers.
+PADDED_HEADS = {arch: ("bf16", "fp32") for arch in CHIPS if is_amd(arch)} | {"gfx942": tuple(PRECISIONS)}
+WIDE_HEADS = {"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)}
+BF16 = dict.fromkeys(CHIPS, ("bf16",))
+CASES = {
+    "small": Case(SIZES["small"], reported=("bf16",)),
+    "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS)),
+    "large": Case(SIZES["large"], reported=("bf16",)),
+    "heads-16": Case(LONG | dict(num_heads=64), precisions=HEADS),
+    "heads-32": Case(LONG | dict(num_heads=32), precisions=HEADS),
+    "heads-40": Case(LONG | dict(hidden_dim=1280, num_heads=32), precisions=PADDED_HEADS),
+    "heads-80": Case(LONG | dict(hidden_dim=1280), precisions=PADDED_HEADS),
+    "heads-128": Case(LONG | dict(num_heads=8), precisions=WIDE_HEADS),
+    "short-heads-32": Case(SHORT | dict(num_heads=16), precisions=HEADS),
+    "short-heads-40": Case(SHORT | dict(hidden_dim=640, num_heads=16), precisions=PADDED_HEADS),
+    "short-heads-80": Case(SHORT | dict(hidden_dim=640), precisions=PADDED_HEADS),
+    "odd-heads-40": Case(SHORT | dict(hidden_dim=320, seq_len=33), precisions=PADDED_HEADS),
+    "short-heads-128": Case(SHORT | dict(num_heads=4), precisions=WIDE_HEADS),
+    "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
+    "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
+    "fp8": Case(
+        LONG | dict(fp8=True), record=record_fp8, precisions=dict.fromkeys(("gfx942", "gfx950", "sm_90"), ("bf16",))
+    ),
+    # Configurations that are slow on purpose must still compile.
+    "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False, precisions=BF16),
+    "mistakes": Case(SHORT | dict(noncontiguous_kv=True, triton_matmul_swiglu=True), wide_loads=False, precisions=BF16),
+}
+
+
+class Job(NamedTuple):
+    arch: str
+    case: str
+    precision: str
+    launch: Launch
+    calls: int  # in a step
+
+
+def jobs_for(architectures, selection):
+    """Yield a Job for each distinct launch of selection, {case: precisions}, that an architecture supports."""
+    for arch in architectures:
+        for name, precisions in selection.items():
+            case = CASES[name]
+            for precision in precisions:
+                if precision == "tf32" and not llama.tf32_available(device_of(arch)):
+                    continue
+                if precision in case.precisions.get(arch, ()):
+                    config = llama.Config(**case.sizes, **PRECISIONS[precision])
+                    for launch, calls in collections.Counter(case.record(config, arch)).items():
+                        yield Job(arch, name, precision, launch, calls)

@@ -1,0 +1,52 @@
+/* Runs one wave. An instruction is a function that tinygrad compiled; it moves the program counter itself. */
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+
+/* As in machine.py. */
+enum { TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT };
+
+struct instruction {
+    void (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
+    uint8_t buffers[6]; /* which of the wave's buffers are its arguments; too many do no harm */
+    uint8_t is_barrier;
+};
+
+static sigjmp_buf before_fault;
+static volatile uint64_t fault_address;
+
+static void on_fault(int signal, siginfo_t *info, void *context) {
+    fault_address = (uint64_t)info->si_addr;
+    siglongjmp(before_fault, 1);
+}
+
+uint64_t last_fault(void) { return fault_address; }
+
+/* Runs at most `turn` instructions of a program of `size` bytes at `begin`; program has an entry for each 4 of them. */
+int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const uint64_t *buffers,
+             volatile uint64_t *program_counter, long turn) {
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, before[2];
+    volatile int outcome = TURN_IS_OVER;
+    sigaction(SIGSEGV, &action, &before[0]);
+    sigaction(SIGBUS, &action, &before[1]);
+    if (sigsetjmp(before_fault, 1)) {
+        outcome = FAULT;
+    } else {
+        while (outcome == TURN_IS_OVER && turn-- > 0) {
+            uint64_t offset = *program_counter - begin;
+            if (*program_counter == UINT64_MAX) {
+                outcome = ENDED;
+            } else if (offset >= size || !program[offset / 4].function) {
+                outcome = NOT_COMPILED;
+            } else {
+                struct instruction *next = &program[offset / 4];
+                const uint8_t *b = next->buffers;
+                next->function(buffers[b[0]], buffers[b[1]], buffers[b[2]], buffers[b[3]], buffers[b[4]], buffers[b[5]]);
+                if (next->is_barrier) outcome = AT_BARRIER;
+            }
+        }
+    }
+    sigaction(SIGSEGV, &before[0], 0);
+    sigaction(SIGBUS, &before[1], 0);
+    return outcome;
+}

@@ -1,0 +1,116 @@
+"""Instructions that machine.py executes in Python, beside their definition."""
+
+import math
+
+import pytest
+import torch
+
+from tests.offline.selection import EMULATED, needs_fp8, only_emulated
+from tiny_llama import fp8
+
+if EMULATED:
+    from tinygrad.renderer.amd import decode_inst
+    from tinygrad.renderer.amd.dsl import s, v
+    from tinygrad.runtime.autogen.amd.cdna import ins as cdna
+
+    from offline.machine import EXEC, FP16_OVFL, IN_PYTHON, ISA, LANES, Wave
+
+pytestmark = [only_emulated, needs_fp8]
+FORMATS = fp8.FNUZ if EMULATED == "gfx942" else fp8.OCP
+CONVERSIONS = {  # {name of the instruction: what it rounds to}
+    "v_cvt_pk_fp8_f32": FORMATS.forward, "v_cvt_pk_bf8_f32": FORMATS.gradient,
+    "v_cvt_scalef32_pk_fp8_f32": FORMATS.forward, "v_cvt_scalef32_pk_bf8_f32": FORMATS.gradient,
+}  # fmt: skip
+
+
+@pytest.fixture
+def wave():
+    wave = Wave(EMULATED)
+    wave.start(0, 0, [], 0)
+    return wave
+
+
+def execute(wave, name, *operands, **fields):
+    """Executes an instruction, from its machine code."""
+    inst = decode_inst(getattr(cdna, name)(*operands, **fields).to_bytes().ljust(16, b"\0"), ISA)
+    IN_PYTHON[inst.op.name](inst)(wave, None)
+
+
+def saturate(wave, on):
+    execute(wave, "s_setreg_imm32_b32", s[0], FP16_OVFL, int(on))
+
+
+def convert(wave, name, first, second, **fields):
+    """Rounds first and second (LANES,) into v2, whose bytes (LANES, 4) it returns."""
+    wave.vector[0], wave.vector[1] = (numbers.view(torch.int32).numpy() for numbers in (first, second))
+    execute(wave, name, v[2], v[0], v[1], *[1.0] * ("scalef32" in name), **fields)
+    return torch.from_numpy(wave.vector[2].view("uint8").reshape(LANES, 4).copy())
+
+
+def values_of(dtype):
+    """The values from 0 on, each at the index that is its code, and what would follow the largest."""
+    values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    values = values[values.isfinite()].tolist()
+    return [*values, 2 * values[-1] - values[-2]]
+
+
+def rounded(number, dtype, saturates):
+    """The nearest value or, of two that are as near, the one with the even code."""
+    values = values_of(dtype)
+    magnitude = min(abs(number), values[-1])
+    code = min(range(len(values)), key=lambda code: (abs(magnitude - values[code]), code % 2))
+    if code == len(values) - 1:
+        values[code] = values[-2] if saturates else math.inf if dtype == torch.float8_e5m2 else math.nan
+    return math.copysign(math.nan if math.isnan(number) else values[code], number)
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_rounds_to_the_nearest_even(name, saturates, wave):
+    dtype = CONVERSIONS[name]
+    values = torch.tensor(values_of(dtype))
+    middles = (values[1:] + values[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(to)) for to in (0.0, math.inf)]
+    others = torch.tensor([2.0**-149, 2.0**-126, 1e-9, 7e4, 3e38, math.inf, math.nan])
+    numbers = torch.cat((values, middles, *beside, others))
+    numbers = torch.cat((numbers, -numbers, torch.zeros(-2 * len(numbers) % LANES)))
+    saturate(wave, saturates)
+    results = [convert(wave, name, chunk, chunk.flip(0)) for chunk in numbers.split(LANES)]
+    assert all(torch.equal(bytes_[:, 0], bytes_[:, 1].flip(0)) for bytes_ in results)
+    ours = torch.cat([bytes_[:, 0] for bytes_ in results]).view(dtype).double()
+    expected = torch.tensor([rounded(number, dtype, saturates) for number in numbers.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    if dtype in fp8.OCP:  # the others have neither -0 nor a sign of NaN
+        assert torch.equal(ours.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_writes_one_half_of_the_active_lanes(name, half, wave):
+    wave.vector[2] = 0x0D0C0B0A
+    wave.scalar[EXEC : EXEC + 2] = 0x0000FFFF, 0xFF000000
+    one = torch.ones(LANES)
+    result = convert(wave, name, one, -one, opsel=8 * half)
+    expected = torch.tensor([10, 11, 12, 13], dtype=torch.uint8).repeat(LANES, 1)
+    active = [*range(16), *range(56, 64)]
+    expected[active, 2 * half : 2 * half + 2] = torch.tensor([1.0, -1.0]).to(CONVERSIONS[name]).view(torch.uint8)
+    assert torch.equal(result, expected)
+
+
+def test_a_wave_begins_without_saturation(wave):
+    saturate(wave, True)
+    wave.start(0, 0, [], 0)
+    result = convert(wave, "v_cvt_pk_fp8_f32", *torch.full((2, LANES), 1e6))
+    assert result[:, :2].contiguous().view(FORMATS.forward).float().isnan().all()
+
+
+@pytest.mark.parametrize("name, operands", [
+    ("s_setreg_imm32_b32", lambda: (s[0], FP16_OVFL | 1 << 11, 1)),
+    ("v_cvt_pk_fp8_f32", lambda: (v[2], s[0], v[1])),
+    ("v_cvt_pk_bf8_f32", lambda: (v[2], v[0], -v[1])),
+    ("v_cvt_scalef32_pk_fp8_f32", lambda: (v[2], v[0], v[1], 2.0)),
+    ("v_cvt_scalef32_pk_bf8_f32", lambda: (v[2], v[0], v[1], v[3])),
+])  # fmt: skip
+def test_what_is_not_emulated_is_refused(name, operands, wave):
+    with pytest.raises(NotImplementedError, match=f"{name}.* is not emulated"):
+        execute(wave, name, *operands())

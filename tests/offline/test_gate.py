@@ -1,0 +1,207 @@
+"""Every kernel compiled for GPUs that are not here: the check passes, and it sees what is bad."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny_llama_v3 as llama
+from offline import compiler, gate, recorded
+from offline.architectures import CHIPS, occupancy
+from tiny_llama import fp8
+
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD_TRITON = "3.3.1"
+
+
+def run_report(*arguments, before="", path="", **variables):
+    """Runs offline.pages after some statements, in a process of its own."""
+    program = f"import sys\nimport tiny_llama_v3 as llama\nfrom offline import pages\n{before}\n"
+    program += "if __name__ == '__main__':\n    sys.exit(pages.main())"
+    env = os.environ | variables | {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    command = [sys.executable, "-c", program, *arguments, "--processes", "2"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+
+
+# --- the gate
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The rows of a check of everything. A cache in the user's home keeps what is compiled."""
+    file = tmp_path_factory.mktemp("compile") / "kernels.json"
+    done = run_report("--check", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.slow
+def test_every_kernel_passes_on_every_architecture(checked):
+    functions = recorded.find_kernels(recorded.kernel_modules())
+    assert set(gate.WORK) > set(functions)  # one has a name for each of its parts
+    for arch in CHIPS:
+        missing = set() if fp8.formats_of(arch) else {"fp8_quantize_kernel"}
+        assert {row["kernel"] for row in checked if row["arch"] == arch} == set(gate.WORK) - missing
+        assert {row["precision"] for row in checked if row["arch"] == arch} >= {"bf16", "fp32"}
+
+
+@pytest.mark.slow
+def test_products_use_the_matrix_instructions_of_their_type(checked):
+    named = {"bf16": r"mfma.*bf16|mma.*bf16", "tf32": r"mfma.*xf32|mma.*tf32", "fp32": r"mfma.*x\d+_?f32"}
+    products = [row for row in checked if row["has_dot"]]
+    assert {row["kernel"] for row in products} >= {
+        "flash_attention_kernel", "flash_attention_backward_kernel",
+        "flash_attention_backward_dq_kernel", "flash_attention_backward_dkdv_kernel",
+    }  # fmt: skip
+    for row in products:
+        if row["arch"].startswith("gfx") or row["precision"] != "fp32":
+            matrix = [name for name in row["instructions"] if "mma" in name or "mfma" in name]
+            assert matrix and all(re.search(named[row["precision"]], name) for name in matrix), (row["arch"], matrix)
+
+
+@pytest.mark.slow
+def test_arguments_are_those_of_a_launch(checked):
+    """Without the alignment of its pointers and strides a kernel loads element by element."""
+    attention = [row for row in checked if row["kernel"] == "flash_attention_kernel" and row["case"] == "medium"]
+    assert len(attention) >= 2 * len(CHIPS) and all(row["wide_share"] > 0.9 for row in attention)
+    strided = [row for row in checked if row["kernel"] == "flash_attention_kernel" and row["case"] == "mistakes"]
+    assert all(row["wide_share"] < 0.9 for row in strided if row["arch"].startswith("gfx"))
+
+
+@pytest.mark.slow
+def test_occupancy_is_the_compilers(checked):
+    """LLVM says how many waves the registers allow; a program without shared memory has no other limit."""
+    compared = 0
+    for row in checked:
+        if row["compiler_occupancy"]:
+            waves = occupancy(row["arch"], row["registers"], 0, 1, row["scalar_registers"])["warps"] // 4
+            assert waves == row["compiler_occupancy"], (row["kernel"], row["arch"], row["registers"])
+            compared += 1
+    assert compared > 100
+
+
+SPOILED = {
+    "too-large-a-tile": (
+        "tile = llama.attention_tile\nllama.attention_tile = lambda kernel, *a: "
+        "llama.AttentionTile(256, 128, 4, 1) if kernel == 'forward' else tile(kernel, *a)",
+        r"flash_attention_kernel for gfx942 .*: \d+ vector registers spilled, limit 0",
+    ),
+    "too-many-warps": (
+        "llama.norm_tile = lambda rows, *a: llama.NormTile(4, 1024, 32, rows // 4)",
+        r"rmsnorm_kernel for gfx942 .*: 32 warps are 2048 threads, limit 1024",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, message", SPOILED.values(), ids=SPOILED.keys())
+def test_spoiled_configuration_is_named(before, message):
+    options = ["--architectures", "gfx942", "--cases", "heads-128", "--precisions", "bf16"]
+    done = run_report("--check", *options, before=before)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(message, done.stdout), done.stdout
+
+
+@pytest.fixture(scope="session")
+def old_triton():
+    """A folder with the oldest Triton that is supported: what ROCm 6.4's PyTorch brings."""
+    if not os.environ.get("TEST_OLD_TRITON"):
+        pytest.skip(f"TEST_OLD_TRITON=1 downloads Triton {OLD_TRITON} (150 MB)")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiny_llama"
+    folder = cache / f"triton-{OLD_TRITON}-py{sys.version_info.major}{sys.version_info.minor}"
+    if not folder.exists():
+        partial = folder.with_suffix(f".{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(partial)]
+        command += [f"triton=={OLD_TRITON}"]
+        environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}  # .venv's holds triton to its own version
+        try:
+            subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"Triton {OLD_TRITON} cannot be installed: {(error.stderr or str(error)).strip()[-200:]}")
+        partial.rename(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_oldest_triton_compiles_too(old_triton, tmp_path):
+    # Its wheel has no linker. What is checked is the assembly, so the object file may stay as it is.
+    linker = tmp_path / "ld.lld"
+    linker.write_text('#!/bin/sh\n[ "$1" = --version ] || cp "$4" "$6"\n')
+    linker.chmod(0o755)
+    file = tmp_path / "kernels.json"
+    options = ["--architectures", "gfx90a", "gfx942", "--cases", "small", "medium", "--precisions", "bf16"]
+    options += ["--json", str(file)]
+    done = run_report("--check", *options, path=old_triton, TRITON_HIP_LLD_PATH=str(linker))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(file.read_text())
+    assert result["triton"] == OLD_TRITON and len(result["rows"]) > 40
+
+
+# --- the check's rules, one by one
+
+
+GOOD = {
+    "kernel": "a_kernel", "arch": "gfx942", "case": "small", "precision": "bf16", "tile": "64 m", "warps": 4,
+    "shared_bytes": 65536, "vector_spills": 0, "scalar_spills": 0, "scratch_bytes": 0, "registers": 256,
+    "has_dot": True, "matrix_instructions": 1, "wide_loads_expected": True, "wide_share": 1.0,
+}  # fmt: skip
+BAD = {
+    "shared memory": (dict(shared_bytes=65537), "65537 bytes of shared memory, limit 65536"),
+    "threads": (dict(warps=32), "32 warps are 2048 threads, limit 1024"),
+    "spills": (dict(vector_spills=1), "1 vector registers spilled, limit 0"),
+    "scalar spills": (dict(scalar_spills=2), "2 scalar registers spilled, limit 1"),
+    "scratch": (dict(scratch_bytes=4), "4 bytes of scratch a thread, limit 0"),
+    "accumulation registers": (dict(has_dot=False, registers=257), "257 registers, limit 256"),
+    "no matrix instruction": (dict(matrix_instructions=0), "no matrix instruction"),
+    "narrow loads": (dict(wide_share=0.25), "25% of its bytes in loads of 8 bytes or more, at least 50% needed"),
+    "no code": (dict(error="OutOfMemory: x"), "does not compile: OutOfMemory: x"),
+}
+
+
+def test_good_row_passes():
+    assert gate.violations(GOOD) == []
+    assert gate.violations(GOOD | dict(arch="gfx950", shared_bytes=163840)) == []
+    assert gate.violations(GOOD | dict(arch="sm_90", warps=32, precision="fp32", matrix_instructions=0)) == []
+
+
+@pytest.mark.parametrize("change, message", BAD.values(), ids=BAD.keys())
+def test_bad_row_names_kernel_architecture_figure_and_limit(change, message):
+    (line,) = gate.violations(GOOD | change)
+    assert line.startswith("a_kernel for gfx942 (small, bf16, 64 m): ") and message in line
+
+
+def test_new_kernel_without_an_entry_is_named():
+    class Kernel:
+        pass
+
+    lines = list(gate.missing_kernels({"new_kernel": Kernel}, []))
+    assert len(lines) == 2 and all(line.startswith("new_kernel: ") for line in lines)
+    assert "CASES" in lines[0] and "WORK" in lines[1]
+
+
+def test_wide_share_counts_bytes():
+    assert compiler.wide_share({16: 3, 2: 8}) == 48 / 64
+    assert compiler.wide_share({}) is None
+
+
+def test_work_is_that_of_the_formulas():
+    kernels = recorded.find_kernels(recorded.kernel_modules())
+    config = llama.Config(**recorded.CASES["medium"].sizes, use_amp=True)
+    work = {}
+    for launch in recorded.record_step(config, "sm_90"):
+        work[launch.kernel] = gate.WORK[launch.kernel](launch.arguments(kernels[launch.function]))
+    tokens, hidden, layers = config.tokens_per_step, config.hidden_dim, config.num_layers
+    product = config.seq_len * tokens * hidden  # of (seq, seq, head_dim), half of it masked, over all heads
+    assert work["flash_attention_kernel"][1] == 2 * product
+    assert work["flash_attention_backward_dq_kernel"][1] == 3 * product
+    # The last norm launched in a forward pass adds: it reads two tensors and writes two.
+    assert work["rmsnorm_kernel"][0] == 4 * tokens * hidden * 2 + hidden * 2 + tokens * 4
+    assert work["swiglu_activation_kernel"][0] == 3 * tokens * config.ffn_dim * 2
+    weights = layers * (hidden * (3 * hidden + 3 * config.ffn_dim) + 2 * hidden) + hidden * (config.vocab_size + 1)
+    assert work["adamw_kernel"][0] == pytest.approx(26 * weights, rel=1e-3)

@@ -1,0 +1,41 @@
+"""The page of the compiled kernels shows its result, and the result is of today's launches."""
+
+import json
+from collections import Counter
+
+import pytest
+
+import tiny_llama_v3 as llama
+from offline import gate, pages, recorded
+from offline.architectures import CHIPS
+
+pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
+
+
+def committed():
+    return json.loads(pages.RESULT.read_text())
+
+
+def test_page_shows_the_result():
+    assert pages.PAGE.read_text() == pages.page(committed()), "run `make kernel-report`"
+
+
+def test_result_has_the_launches_of_today():
+    """The tiles that the dispatch chooses now, not those of some time ago."""
+    selection = {name: case.reported for name, case in recorded.CASES.items() if case.reported}
+    now = Counter(
+        (job.arch, job.case, job.precision, job.launch.kernel, gate.tile_of(job.launch), job.calls)
+        for job in recorded.jobs_for(CHIPS, selection)
+    )
+    keys = ("arch", "case", "precision", "kernel", "tile", "calls")
+    then = Counter(tuple(row[key] for key in keys) for row in committed()["rows"])
+    assert now == then, "run `make kernel-report`"
+
+
+def test_result_passes_the_check():
+    assert not [line for row in committed()["rows"] for line in gate.violations(row)]
+
+
+@pytest.mark.parametrize("arguments", [["--architectures", "gfx1"], ["--processes", "0"], ["--no-such-flag"]])
+def test_bad_usage_is_one_line(arguments, capsys):
+    assert pages.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1
