@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -163,9 +162,8 @@ def script(folder, *arguments):
 
 def script_of_another_mind(folder, *arguments):
     """Run the script, with flags of its own on rank 1."""
-    if os.environ["RANK"] == "1":
-        arguments += ("--seq-len", "9", "--seed", "1")
-    sys.exit(run_script(arguments))
+    own = ("--seq-len", "9", "--seed", "1") if os.environ["RANK"] == "1" else ()
+    sys.exit(run_script(arguments + own))
 
 
 def script_out_of_memory(folder, *arguments):
@@ -175,7 +173,6 @@ def script_out_of_memory(folder, *arguments):
     def too_large(step):
         calls.append(step)
         if os.environ["RANK"] == "1" and len(calls) == 4:
-            time.sleep(0.5)  # what the others do meanwhile
             raise torch.OutOfMemoryError
         forward(step)
 

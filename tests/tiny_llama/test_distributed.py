@@ -272,16 +272,6 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
 # --- the parts, without processes
 
 
-@pytest.mark.parametrize("data", ["random", "markov"])
-def test_batches_of_several_processes_are_one_batch(data):
-    config = dataclasses.replace(CONFIG, data=data)
-    alone = llama.batches(dataclasses.replace(config, batch_size=6))
-    ranks = [distributed.own_rows(config, World(rank, 3)) for rank in range(3)]
-    for _ in range(2):
-        for whole, parts in zip(next(alone), zip(*map(next, ranks), strict=True), strict=True):
-            assert torch.equal(whole, torch.cat(parts))
-
-
 def make_optimizers(size, num_layers=2, low_precision=False):
     torch.manual_seed(0)
     config = dataclasses.replace(TINY, num_layers=num_layers)
@@ -301,8 +291,7 @@ def test_slices_of_all_processes_are_the_buckets(size, low_precision):
             assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
             assert bucket.own_weights.data_ptr() == bucket.all_weights[rank * length :].data_ptr()
             assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
-            low, high = bucket.all_grads.data_ptr(), bucket.all_grads.data_ptr() + bucket.all_grads.nbytes
-            assert all(low <= p.main_grad.data_ptr() < high for p in bucket.parameters)
+            assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
         if low_precision:
             optimizer.remainder.fill_(1)
             optimizer.parameters[5].detach().fill_(1.0)
@@ -364,13 +353,6 @@ def test_the_slowest_process_is_told_from_the_fastest(monkeypatch):
     assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
 
 
-def test_only_rank_0_prints_on_the_nodes_of_a_job(monkeypatch):
-    for name, value in zip(distributed.TORCHRUN, ("1", "0", "2", "localhost", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    assert (distributed.launched().rank, sys.stdout.name) == (1, os.devnull)
-
-
 @pytest.mark.parametrize("error, exit_code, told", [
     (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""),
     (llama.UsageError("the disk is full"), 2, "program: error: rank 1: the disk is full\n"),
@@ -394,10 +376,8 @@ def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, caps
     dict(impl="triton", shard="full"), dict(impl="sdpa", shard="optimizer"), dict(impl="sdpa", graph=True),
 ])  # fmt: skip
 def test_what_several_processes_cannot_do(monkeypatch, flags):
-    world, gpu = World(0, 2), llama.Device("cuda", "a GPU", "sm_90", 132, 32)
-    for name, answer in dict(select_device=gpu, join=None, require_same=None).items():
-        monkeypatch.setattr(world, name, lambda *args, answer=answer: answer)
-    monkeypatch.setattr(Step, "world", world)
+    gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
+    monkeypatch.setattr(Step, "world", Mock(select_device=lambda requested: gpu))
     monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
     monkeypatch.setattr(llama, "INTERPRETED", False)
     with pytest.raises(llama.UsageError, match="--shard|--graph"):

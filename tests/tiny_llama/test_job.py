@@ -89,7 +89,8 @@ def with_program(job, code):
 
 def test_two_agents_train_as_one_process_does_with_the_batch_of_all(tmp_path, python, run):
     cluster = Cluster(tmp_path, python)
-    assert cluster.sbatch(*RUN, "--batch-size", "2").returncode == 0
+    done = cluster.sbatch(*RUN, "--batch-size", "2")
+    assert done.returncode == 0 and done.stdout.count("Final loss: ") == 1  # rank 0 alone prints
     (result,) = cluster.results()
     assert result["summary"]["world"]["size"] == 4
     losses, expected = [step["loss"] for step in result["steps"]], run(*RUN, "--batch-size", "8").losses
