@@ -68,20 +68,14 @@ def test_a_device_has_the_peak_of_its_datasheet_and_a_look_alike_has_none(line):
         assert fp8 == pytest.approx(2 * expected[0], rel=0.015) if has_fp8 else fp8 is None, name
 
 
-@pytest.fixture
-def library(monkeypatch):
-    """A function that sets what the library does in its own matmuls, whatever it was told."""
-    return lambda in_force: monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: in_force)
-
-
 @pytest.mark.parametrize("arch, in_force, expected", [
     ("gfx942", True, "tf32"), ("gfx942", False, "fp32"), ("sm_80", True, "tf32"), ("sm_80", False, "fp32"),
     ("sm_75", True, "fp32"), ("gfx90a", True, "fp32"), ("cpu", True, "fp32"),
 ])  # fmt: skip
-def test_the_precision_is_the_one_in_force(library, arch, in_force, expected):
+def test_the_precision_is_the_one_in_force(monkeypatch, arch, in_force, expected):
     """Whatever the library was told: on ROCm it needs a variable of the environment, which the note names."""
     torch.set_float32_matmul_precision("high")
-    library(in_force)
+    monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: in_force)
     config, some = llama.Config(matmul_precision="high"), device("AMD Instinct MI300X", 304, arch)
     assert llama.precision_name(config, some) == expected
     assert llama.dot_precision(some) == {"tf32": "tf32", "fp32": "ieee"}[expected]
@@ -211,10 +205,9 @@ def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
 def test_a_cache_that_cannot_be_written_to_is_named(monkeypatch, tmp_path, name):
-    folder = str(tmp_path / "a file" / "cache")
-    (tmp_path / "a file").touch()
-    monkeypatch.setenv(name, folder)
-    with pytest.raises(llama.UsageError, match=rf"{name}=.*a file/cache"):
-        hardware.remedied(llama.Config(), lambda config: os.makedirs(folder))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(name, str(tmp_path / "file" / "cache"))
+    with pytest.raises(llama.UsageError, match=rf"{name}=.*/file/cache"):
+        hardware.remedied(llama.Config(), lambda config: os.makedirs(os.environ[name]))
     with pytest.raises(FileExistsError):
         hardware.remedied(llama.Config(), lambda config: os.mkdir(tmp_path))
