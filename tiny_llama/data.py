@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tiny_llama_v3 import UsageError
+from tiny_llama_v3 import UsageError, cdiv
 
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
 HELD_OUT_BATCHES = 20  # at most; they take as long as seven training steps
@@ -28,21 +28,28 @@ def validate(config):
 
 
 def batches(config):
-    """As llama.random_tokens(), of the Markov chain or of the file. UsageError as of validate()."""
+    """Return the batches of the Markov chain or of the file, as llama.random_tokens() does."""
     validate(config)
     return markov_tokens(config) if config.data == "markov" else file_tokens(config)
 
 
 def entropy(config):
-    """See llama.entropy()."""
+    """Return the entropy per token in nats, the floor of the loss; None for files, where it is unknown."""
     return -sum(p * math.log(p) for p in MARKOV_PROBABILITIES) if config.data == "markov" else None
 
 
+def as_batch(sequences):
+    """Return (tokens, targets: one position on), both (batch, seq), of an array (batch, seq + 1) of integers."""
+    tokens = torch.from_numpy(np.ascontiguousarray(sequences, dtype=np.int64))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def markov_tokens(config):
-    """As llama.random_tokens(), of a Markov chain: each token has four successors, of MARKOV_PROBABILITIES."""
+    """Yield batches of a Markov chain: each token has four successors, drawn with MARKOV_PROBABILITIES."""
     rng, successors = np.random.default_rng(config.seed), len(MARKOV_PROBABILITIES)
     order = rng.permutation(config.vocab_size)
-    shifts = rng.choice(config.vocab_size, successors, replace=False)  # so that the successors of a token are distinct
+    # Distinct shifts, so that the successors of a token are distinct.
+    shifts = rng.choice(config.vocab_size, successors, replace=False)
     table = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
     while True:
         choices = rng.choice(successors, p=MARKOV_PROBABILITIES, size=(config.seq_len + 1, config.batch_size))
@@ -50,68 +57,75 @@ def markov_tokens(config):
         sequence[0] = rng.integers(config.vocab_size, size=config.batch_size)
         for position in range(1, len(sequence)):
             sequence[position] = table[sequence[position - 1], choices[position]]
-        tokens = torch.from_numpy(sequence.T.copy())
-        yield tokens[:, :-1], tokens[:, 1:]
+        yield as_batch(sequence.T)
 
 
 def read(config):
-    """The bytes of the file, as two arrays: the first nine tenths, and the last tenth. UsageError as of validate()."""
+    """Return the bytes of the file as two arrays: the first nine tenths, and the last tenth."""
     path, seq_len, given = Path(config.data), config.seq_len, f"--data {config.data!r}"
     if config.vocab_size != 256:
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
     try:
         if path.exists() and not path.is_file():
             raise OSError(0, "it is no regular file")
-        text = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)  # not copied
+        # Mapped, not copied; an empty file cannot be.
+        text = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
         raise UsageError(f"{given} cannot be read ({error.strerror}): give random, markov or a text file") from error
     training, held_out = np.split(text, [len(text) * 9 // 10])
-    if len(held_out) <= seq_len:  # then training, which is longer from a seq_len of 1 on, is long enough as well
-        problem = f"has {len(text)} bytes, with {len(held_out)} held out, and --seq-len {seq_len} needs {seq_len + 1}"
-        remedy = f"lower --seq-len to {len(held_out) - 1}, or give" if len(held_out) > 1 else "give"
+    # If the last tenth is long enough, then so are the other nine.
+    n_bytes = len(held_out)
+    if n_bytes <= seq_len:
+        problem = f"has {len(text)} bytes, with {n_bytes} held out, and --seq-len {seq_len} needs {seq_len + 1}"
+        remedy = f"lower --seq-len to {n_bytes - 1}, or give" if n_bytes > 1 else "give"
         raise UsageError(f"{given} {problem}: {remedy} a file of {10 * seq_len + 1} bytes or more")
     return training, held_out
 
 
-def windows(text, starts, seq_len):
-    """(tokens, targets: one byte on), both (windows, seq_len), of the windows of a text that begin at starts."""
-    tokens = torch.from_numpy(text[np.add.outer(starts, np.arange(seq_len + 1))].astype(np.int64))
-    return tokens[:, :-1], tokens[:, 1:]
+def windows_of(text, config):
+    """View all sequences of seq_len + 1 bytes, (windows, seq_len + 1), each one byte on."""
+    return np.lib.stride_tricks.sliding_window_view(text, config.seq_len + 1)
 
 
 def file_tokens(config):
-    """As llama.random_tokens(), of windows at random places of the first nine tenths of the file."""
-    generator, (text, _) = torch.Generator().manual_seed(config.seed), read(config)
+    """Yield batches of windows at random places of the first nine tenths of the file."""
+    training, _ = read(config)
+    windows, generator = windows_of(training, config), torch.Generator().manual_seed(config.seed)
     while True:
-        starts = torch.randint(len(text) - config.seq_len, (config.batch_size,), generator=generator)
-        yield windows(text, starts.numpy(), config.seq_len)
+        starts = torch.randint(len(windows), (config.batch_size,), generator=generator)
+        yield as_batch(windows[starts.numpy()])
 
 
 def held_out_batches(config):
-    """[(tokens, targets)] of evenly spaced windows of the last tenth, which overlap only if it is short for a batch."""
-    _, text = read(config)
-    last = len(text) - config.seq_len - 1
-    count = min(max(1, (last // config.seq_len + 1) // config.batch_size), HELD_OUT_BATCHES)
-    starts = np.linspace(0, last, count * config.batch_size).astype(np.int64)
-    return [windows(text, own, config.seq_len) for own in np.split(starts, count)]
+    """Return [(tokens, targets)] of evenly spaced windows of the last tenth, which overlap only if it is short."""
+    _, held_out = read(config)
+    windows = windows_of(held_out, config)
+    # As many batches as fit side by side, but at least one.
+    count = min(max(1, cdiv(len(windows), config.seq_len) // config.batch_size), HELD_OUT_BATCHES)
+    starts = np.linspace(0, len(windows) - 1, count * config.batch_size).astype(np.int64)
+    return [as_batch(windows[own]) for own in np.split(starts, count)]
 
 
 @torch.no_grad()
 def held_out_loss(step):
-    """The mean loss, in nats a byte, of a TrainStep's model on held_out_batches(); all processes must call it."""
+    """Return the mean loss, in nats per byte, on held_out_batches(); all processes must call it."""
     batches = ((t.contiguous().to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
     return statistics.fmean(step.call_model(*batch).item() for batch in batches)
 
 
 @torch.no_grad()
 def sample(step):
-    """The text, drawn by config.seed, with which a TrainStep's model continues the beginning of the last tenth."""
-    config, text = step.config, read(step.config)[1][:PROMPT_BYTES].tolist()
+    """Return the text, drawn by config.seed, with which the model continues the beginning of the last tenth."""
+    config, seq_len = step.config, step.config.seq_len
+    _, held_out = read(config)
+    text = held_out[:PROMPT_BYTES].tolist()
     generator = torch.Generator().manual_seed(config.seed)
-    rows = 16 // math.gcd(16, config.seq_len) if config.fp8 else 1  # FP8 multiplies multiples of 16 tokens
+    # FP8 multiplies multiples of 16 tokens, so the window is repeated.
+    rows = 16 // math.gcd(16, seq_len) if config.fp8 else 1
     for _ in range(SAMPLE_BYTES):
-        window = text[-config.seq_len :]
-        tokens = torch.tensor([window + [0] * (config.seq_len - len(window))] * rows)  # one shape, compiled once
+        window = text[-seq_len:]
+        # One shape, compiled once: what follows the window has no influence on it.
+        tokens = torch.tensor([window + [0] * (seq_len - len(window))] * rows)
         logits = step.call_model(tokens.to(step.tokens.device))[0, len(window) - 1]
         text.append(torch.multinomial(logits.float().softmax(0).cpu(), 1, generator=generator).item())
     return bytes(text[-SAMPLE_BYTES:]).decode(errors="replace")
@@ -122,6 +136,7 @@ def evaluate(step):
     loss, count = held_out_loss(step), sum(len(tokens) for tokens, _ in held_out_batches(step.config))
     place = f"{count} windows of the last tenth of {step.config.data}"
     print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
+    # A model without a finite loss has no probabilities to draw from.
     text = sample(step) if math.isfinite(loss) else ""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")

@@ -36,7 +36,7 @@ REMEDY = "start the processes with torchrun, or unset it for a single one"
 STOP_SECONDS = 5  # how long a process that shall stop waits for the others to do the same
 VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
-LOST_PEER = "Connection (closed|reset|refused)|Timed out waiting|Broken pipe|NCCL"  # in errors of gloo and NCCL
+LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
 # Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
 reduce_scatter = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -57,23 +57,25 @@ class World:
         self.timeout = 0  # seconds
         self.stop_requested = None  # when, by Ctrl-C or SIGTERM
         self.votes = collections.deque()
-        self.waited_ms = 0.0  # of the host, for weights and gradients on a CPU
 
     def select_device(self, requested):
         """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
         if requested != "cpu" and torch.cuda.is_available():
-            if self.local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            if self.local_rank >= count:
                 raise UsageError(
-                    f"there are {torch.cuda.device_count()} GPUs here, and this is process {self.local_rank + 1} of "
-                    "this node: lower --nproc_per_node of torchrun, or give --device cpu"
+                    f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node: "
+                    "lower --nproc_per_node of torchrun, or give --device cpu"
                 )
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
 
     def find_store(self, timeout):
         """Connect to the store within a number of seconds, which its owner needs for the other processes to come."""
-        place, end = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), time.monotonic() + timeout
-        while self.rank:  # PyTorch's own attempts log stack traces, and no signal handler runs meanwhile
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        end = time.monotonic() + timeout
+        # PyTorch's own attempts log stack traces, and no signal handler runs meanwhile.
+        while self.rank:
             try:
                 socket.create_connection(place, timeout).close()
                 break
@@ -90,22 +92,22 @@ class World:
         if self.size == 1:
             return
         self.backend, self.timeout = backend or ("nccl" if device.type == "cuda" else "gloo"), timeout
-        seconds, options = timeout, {}
+        options = dict(timeout=timedelta(seconds=timeout))
         if self.backend == "nccl":
-            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
-            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options["device_id"] = torch.device("cuda", self.local_rank)
-            seconds += 10  # its watchdog, whose message says less, comes after wait_for()
+            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free. Its
+            # watchdog, whose message says less, comes after wait_for().
+            options = dict(
+                timeout=timedelta(seconds=timeout + 10),
+                pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
+                device_id=torch.device("cuda", self.local_rank),
+            )
         try:
             self.find_store(timeout)
-            dist.init_process_group(
-                self.backend, store=self.store, rank=self.rank, world_size=self.size,
-                timeout=timedelta(seconds=seconds), **options,
-            )  # fmt: skip
+            dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size, **options)
             self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             place = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format_map(os.environ)
-            reason = f"rank {self.rank} at {place}, over {self.backend}: {str(error).splitlines()[0]}"
+            reason = f"rank {self.rank} at {place}, over {self.backend}: {first_line(error)}"
             raise UsageError(f"the {self.size} processes do not find each other ({reason}): {REMEDY}") from error
 
     def require_same(self, config, flag_of=llama.flag_of):
@@ -125,21 +127,15 @@ class World:
             dist.destroy_process_group()
 
     def gather(self, value):
-        """[the value of each process], on all of them."""
+        """Return [the value of each process], on all of them."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
     def mean(self, values):
-        """The mean over the processes of a list of numbers, added in the order of their ranks."""
+        """Average a list of numbers over the processes, added in the order of their ranks."""
         return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
-
-    def wait(self, work):
-        """Wait for a collective: on a GPU the stream waits, on a CPU the host."""
-        start = time.perf_counter()
-        work.wait()
-        self.waited_ms += (time.perf_counter() - start) * 1e3
 
     def wait_for(self, event):
         """Wait for an event of the GPU; UsageError if it does not come. NCCL does not time out what is captured."""
@@ -156,17 +152,18 @@ class World:
             signal.signal(number, self.request_stop)
 
     def request_stop(self, number, frame):
-        """The signal handler. A second signal ends the process, unless torchrun has repeated the first one."""
+        """Handle a signal. A second one ends the process, unless torchrun has repeated the first one."""
         if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
             exit_now(130)
         self.stop_requested = self.stop_requested or time.monotonic()
 
     def any(self, flag, under_way=0):
-        """Whether the flag of any process is set. All call it as often; the answer is that of so many calls before."""
+        """Return whether a process has set its flag, as of so many calls before. All must call this as often."""
         if self.size == 1:
             return flag
         vote = torch.tensor(float(flag))
         self.votes.append((vote, dist.all_reduce(vote, group=self.control, async_op=True)))
+        # The votes of the latest calls travel while the caller goes on.
         if len(self.votes) <= under_way:
             return False
         vote, work = self.votes.popleft()
@@ -174,15 +171,20 @@ class World:
         return vote.item() > 0
 
 
+def first_line(error):
+    """Return the first line of an error's text; those of PyTorch go on with a stack trace."""
+    return str(error).split("\n")[0]
+
+
 def launched():
     """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
-    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    numbers = {name: os.environ.get(name, default) for name, default in numbers.items()}
-    for name, text in numbers.items():
+    numbers = []
+    for name, default in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1").items():
+        text = os.environ.get(name, default)
         if not re.fullmatch(r"\d{1,9}", text):  # PyTorch's have 32 bits
-            problem = "too large" if text.isdecimal() else "no number"
-            raise UsageError(f"{name}={text:.20} in the environment is {problem}: {REMEDY}")
-    rank, local_rank, size = map(int, numbers.values())
+            raise UsageError(f"{name}={text:.20} in the environment is no number of a process: {REMEDY}")
+        numbers.append(int(text))
+    rank, local_rank, size = numbers
     if rank >= size:
         raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {REMEDY}")
     if size == 1:
@@ -190,7 +192,7 @@ def launched():
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
         raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {REMEDY}")
-    if rank:
+    if rank:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
     return World(rank, size, local_rank)
 
@@ -203,7 +205,7 @@ def exit_now(exit_code):
 
 
 def run_together(job, program):
-    """job(World of torchrun's processes), which returns an exit code.
+    """Call job(World of torchrun's processes), and return its exit code.
 
     In one of several processes an error ends the process at once: with one line if it has an exit_code, as UsageError
     has. The first process to fail prints it, and not those that fail as a consequence.
@@ -220,22 +222,19 @@ def run_together(job, program):
     except BrokenPipeError:
         exit_now(141)
     except Exception as error:
-        lost = isinstance(error, getattr(dist, "DistError", ())) or re.search(LOST_PEER, str(error))
-        if isinstance(error, OSError):
-            error = UsageError(str(error))
-        elif lost and not hasattr(error, "exit_code"):
-            reason = str(error).splitlines()[0]
-            error = UsageError(f"another process has ended, or does not answer ({reason})")
         if not hasattr(error, "exit_code"):
-            traceback.print_exc()
-            exit_now(1)
-        try:
+            is_lost = re.search(LOST_PEER, str(error))
+            if not is_lost and not isinstance(error, OSError):
+                traceback.print_exc()
+                exit_now(1)
+            reason = f"another process has ended, or does not answer ({first_line(error)})"
+            error = UsageError(reason if is_lost else str(error))
+        is_first = True  # also where there is no store, or it has ended or does not answer
+        with contextlib.suppress(Exception):
             world.find_store(1 if world.timeout else STOP_SECONDS)
             is_first = world.store.add("complaints", 1) == 1
-        except Exception:  # there is no store, or it has ended or does not answer
-            is_first = True
         if world.store is None:
-            raise error
+            raise error from None
         if is_first:
             print(f"{program}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
         exit_now(error.exit_code)
@@ -253,27 +252,30 @@ class Bucket:
     """
 
     def __init__(self, parameters, layers):
-        self.parameters = parameters
-        self.layers = layers
+        self.parameters, self.layers = parameters, layers
+        self.gathering = None  # of the weights, while it is under way
+        self.reduction = None  # of the gradients, while it is under way
         self.is_reduced = False  # or being reduced: since zero_grad()
-        self.reduction = self.gathering = None  # under way
 
 
 def make_buckets(model):
-    """[Bucket] of all parameters in their order. The embedding goes with the first layer, an untied head with the last.
+    """Return [Bucket] of all parameters, in their order. The embedding is in the first, an untied head in the last.
 
     No computation is left to hide the first layer's messages behind, so they are short. Each further bucket may be as
     large as all before it together, up to BUCKET_ELEMENTS; a larger layer has one of its own.
     """
     first, *layers = model.layers
-    buckets, limit = [Bucket([*model.embed_tokens.parameters(), *first.parameters()], [first])], 0
+    buckets = [Bucket([*model.embed_tokens.parameters(), *first.parameters()], [first])]
+    limit = 0
     for layer in layers:
         parameters = list(layer.parameters())
-        if not limit or llama.count_weights(buckets[-1].parameters + parameters) > min(limit, BUCKET_ELEMENTS):
-            limit += llama.count_weights(buckets[-1].parameters)
-            buckets.append(Bucket([], []))
-        buckets[-1].parameters += parameters
-        buckets[-1].layers.append(layer)
+        last = buckets[-1]
+        if not limit or llama.count_weights(last.parameters + parameters) > min(limit, BUCKET_ELEMENTS):
+            limit += llama.count_weights(last.parameters)
+            last = Bucket([], [])
+            buckets.append(last)
+        last.parameters += parameters
+        last.layers.append(layer)
     buckets[-1].parameters += [*model.norm.parameters(), *(model.lm_head.parameters() if model.lm_head else ())]
     return buckets
 
@@ -282,39 +284,38 @@ class ShardedAdamW(llama.FlatAdamW):
     """FlatAdamW of several processes. Each has the moments of its own slices of the buckets, and updates their weights.
 
     Gradients are added up and scattered while the backward pass runs, weights gathered while the next forward pass
-    does, both in the model's precision.
+    does, both in the model's precision. finish_reduction() comes before step().
     """
 
     def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
         self.world, self.buckets = world, make_buckets(model)
         self.ahead = None  # the number of buckets that begin_forward() gathers; None: all
-        buckets, share = [bucket.parameters for bucket in self.buckets], (world.rank, world.size)
-        super().__init__(model, lr, low_precision, buckets=buckets, share=share, **hyperparameters)
+        parameters = [bucket.parameters for bucket in self.buckets]
+        share = world.rank, world.size
+        super().__init__(model, lr, low_precision, buckets=parameters, share=share, **hyperparameters)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
-            own_start, length = span.start // world.size, (span.stop - span.start) // world.size
             bucket.all_weights, bucket.all_grads = self.param[span], self.grad[span]
-            bucket.own_weights = bucket.all_weights[world.rank * length :][:length]
-            bucket.own_grads = bucket.all_grads[world.rank * length :][:length]
-            bucket.remainder = self.remainder[own_start:][:length] if low_precision else None
-
-    def __getstate__(self):
-        raise TypeError("the optimizer of one of several processes cannot be copied: copy weights(), on all of them")
+            both = bucket.all_weights, bucket.all_grads
+            bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
+            if low_precision:  # of the own slices of all buckets, one after the other
+                bucket.remainder = self.remainder[span.start // world.size : span.stop // world.size]
 
     def weights(self):
-        """As FlatAdamW.weights; all processes must call it."""
+        """Return the weights as FlatAdamW.weights; all processes must call it."""
         self.follow_model()
         self.gather_weights(self.buckets)
         for bucket in self.buckets:
             self.wait_for_weights(bucket)
         if self.remainder is None:
             return list(self.views(self.param))
-        remainder = torch.empty_like(self.param)  # int16, called bf16 because messages have no int16
+        # int16, called bf16 because messages have no int16.
+        remainder = torch.empty_like(self.param)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
             all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
         return list(self.views(llama.join_fp32(self.param, remainder.view(torch.int16))))
 
     def zero_grad(self):
-        """As FlatAdamW.zero_grad."""
+        """Let the next backward pass overwrite the gradients, and reduce them."""
         super().zero_grad()
         for bucket in self.buckets:
             bucket.is_reduced = False
@@ -327,7 +328,7 @@ class ShardedAdamW(llama.FlatAdamW):
     def wait_for_weights(self, bucket):
         """Wait until those of a bucket are there."""
         if bucket.gathering:
-            self.world.wait(bucket.gathering)
+            bucket.gathering.wait()
             bucket.gathering = None
 
     def reduce_gradients(self, bucket):
@@ -346,12 +347,12 @@ class ShardedAdamW(llama.FlatAdamW):
                 self.reduce_gradients(bucket)
         for bucket in reversed(self.buckets):
             if bucket.reduction:
-                self.world.wait(bucket.reduction)
+                bucket.reduction.wait()
                 bucket.reduction = None
 
     @torch.no_grad()
     def gather_gradients(self):
-        """After step(): the mean gradients of all processes into .grad, to look at."""
+        """After step(): fill .grad with the mean gradients of all processes, to look at."""
         for bucket in self.buckets:
             bucket.own_grads.div_(self.world.size)
             all_gather(bucket.all_grads, bucket.own_grads)
@@ -381,11 +382,6 @@ class ShardedAdamW(llama.FlatAdamW):
         if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
-    def step(self):
-        """As FlatAdamW.step, of this process's slices."""
-        self.finish_reduction()
-        super().step()
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The training step
@@ -404,11 +400,13 @@ def parallelize(model, config, device, world):
     It is DistributedDataParallel or, with --shard full, the model itself after FSDP2's fully_shard.
     """
     if config.shard != "full":
-        # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
         return nn.parallel.DistributedDataParallel(
-            model, device_ids=[world.local_rank] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True, static_graph=not config.compile,
-        )  # fmt: skip
+            model,
+            device_ids=[world.local_rank] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
+            static_graph=not config.compile,
+        )
     from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -468,18 +466,17 @@ class Step(llama.TrainStep):
     def make_optimizer(self):
         """As TrainStep.make_optimizer. A LayerGroup has layers of one bucket only."""
         config, world = self.config, self.world
-        self.is_sharded, world.waited_ms = self.implementation == "triton", 0.0
+        self.is_sharded = self.implementation == "triton"
         if not self.is_sharded:
             self.run_model = parallelize(self.model, config, self.device, world)
             return llama.TorchAdamW(self.model, config.learning_rate)
         optimizer = ShardedAdamW(self.model, config.learning_rate, config.use_amp, world=world)
-        modules = [bucket.layers[0] for bucket in optimizer.buckets]
         self.model.groups = self.group_layers([bucket.layers for bucket in optimizer.buckets])
-        if self.model.groups:
-            groups = {group.layers()[0]: group for group in self.model.groups}
-            modules = [groups[layer] for layer in modules]
         if not config.compile:  # the compiler does not call hooks: no message is hidden then
-            optimizer.overlap(modules)
+            # A group is called in place of its layers.
+            callers = {group.layers()[0]: group for group in self.model.groups or ()}
+            first_layers = [bucket.layers[0] for bucket in optimizer.buckets]
+            optimizer.overlap([callers.get(layer, layer) for layer in first_layers])
         return optimizer
 
     def batches(self, seed):
@@ -500,37 +497,21 @@ class Step(llama.TrainStep):
 
     def restart(self):
         """As TrainStep.restart."""
-        self.world.waited_ms = 0.0
         if self.config.shard != "full":
-            super().restart()
-            return
+            return super().restart()
         from torch.distributed.tensor import distribute_tensor  # as in parallelize()
 
         pairs = zip(self.initial_weights, self.model.parameters(), strict=True)
-        weights = [distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs]
-        self.optimizer.reset(weights)
-
-    def capture(self, one_graph=False):
-        """As TrainStep.capture, where messages can be captured; else the step stays eager, and a note says so."""
-        sent, received, obstacle = torch.zeros(1, device="cuda"), torch.zeros(self.processes, device="cuda"), None
-        try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=self.capture_mode):
-                all_gather(received, sent, async_op=True).wait()
-        except RuntimeError as error:
-            obstacle = str(error).splitlines()[0]
-        obstacle = next(filter(None, self.world.gather(obstacle)), None)
-        if obstacle is None:
-            super().capture(one_graph)
-            return
-        print(f"Note: --graph is left out: messages cannot be captured here ({obstacle})")
-        self.config = dataclasses.replace(self.config, graph=False)
+        self.optimizer.reset([distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs])
 
     def synchronize(self, marks=()):
         """As TrainStep.synchronize; UsageError if another process does not answer."""
         if self.device.type == "cuda":
             end = torch.cuda.Event()
             end.record()
-            for event in (*marks, end) if marks and isinstance(marks[0], torch.cuda.Event) else (end,):
+            # Marks of the host's clock are numbers.
+            events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
+            for event in (*events, end):
                 self.world.wait_for(event)
 
     def collect_gradients(self):
@@ -556,42 +537,49 @@ class Step(llama.TrainStep):
         print(f"Throughput of all: {world['tokens_per_second']:,.0f} tokens/sec, {each:,.0f} a process")
         if world["slowest"]:
             print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
-            print(
-                "Slowest process: rank {rank}, {behind_ms:.3f} ms a step behind the fastest".format(**world["slowest"])
-            )
+            behind = "rank {rank}, {behind_ms:.3f} ms a step behind the fastest".format(**world["slowest"])
+            print(f"Slowest process: {behind}")
         else:
             print("Communication that was not hidden: not measured")
         print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
         return world
 
     def summarize_processes(self, summary):
-        """What the processes did together, a dict for the JSON file, from the summary of each."""
-        exposed_ms, world, batch_ms = None, self.world, summary["batch_ms"]
-        if isinstance(summary["kernels"], dict):
-            exposed_ms = summary["kernels"].pop("exposed_communication_ms")
-        elif self.is_sharded and world.backend == "gloo":
-            exposed_ms = world.waited_ms / summary["steps"]
-        processes = world.gather(
-            dict(
-                rank=world.rank, host=platform.node(), batch_ms=batch_ms, exposed_communication_ms=exposed_ms,
-                own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
-                tokens_per_second=summary["tokens_per_second"], peak_memory_mib=summary["peak_memory_mib"],
-            )
-        )  # fmt: skip
+        """Return what the processes did together, a dict for the JSON file, from the summary of each."""
+        world, batch_ms, kernels = self.world, summary["batch_ms"], summary["kernels"]
+        # Not known on a CPU, where no kernels are counted.
+        exposed_ms = kernels.pop("exposed_communication_ms") if isinstance(kernels, dict) else None
+        own = dict(
+            rank=world.rank,
+            host=platform.node(),
+            batch_ms=batch_ms,
+            exposed_communication_ms=exposed_ms,
+            own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
+            tokens_per_second=summary["tokens_per_second"],
+            peak_memory_mib=summary["peak_memory_mib"],
+        )
+        processes = world.gather(own)
+        columns = {name: [process[name] for process in processes] for name in own}
         slowest = exposed_ms = None
-        if None not in (process["own_ms"] for process in processes):
-            slowest, fastest = (choose(processes, key=lambda process: process["own_ms"]) for choose in (max, min))
-            slowest = {"rank": slowest["rank"], "behind_ms": slowest["own_ms"] - fastest["own_ms"]}
-            exposed_ms = max(process["exposed_communication_ms"] for process in processes)
+        own_ms = columns["own_ms"]
+        # A step takes as long on all processes: the slowest one is that which waits least for the others.
+        if None not in own_ms:
+            rank = columns["rank"][own_ms.index(max(own_ms))]
+            slowest = {"rank": rank, "behind_ms": max(own_ms) - min(own_ms)}
+            exposed_ms = max(columns["exposed_communication_ms"])
         return dict(
-            size=world.size, backend=world.backend, exposed_communication_ms=exposed_ms, slowest=slowest,
-            tokens_per_second=world.size * min(process["tokens_per_second"] for process in processes),
-            peak_memory_mib=max(process["peak_memory_mib"] or 0 for process in processes), processes=processes,
-        )  # fmt: skip
+            size=world.size,
+            backend=world.backend,
+            exposed_communication_ms=exposed_ms,
+            slowest=slowest,
+            tokens_per_second=world.size * min(columns["tokens_per_second"]),
+            peak_memory_mib=max(memory or 0 for memory in columns["peak_memory_mib"]),
+            processes=processes,
+        )
 
 
 def main(argv, program):
-    """The script's main() in one of several processes."""
+    """Run a command line of the script in one of several processes, and return the exit code."""
 
     def job(world):
         Step.world = world

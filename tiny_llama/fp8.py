@@ -6,6 +6,7 @@ matrix to FP8, writes it and its transpose, and finds the scale; the products ar
 """
 
 import dataclasses
+import functools
 import re
 from typing import NamedTuple
 
@@ -33,10 +34,15 @@ DIVISOR = 16  # of the rows and columns of every matrix that torch._scaled_mm mu
 
 
 def formats_of(arch):
-    """The Formats that the products of an architecture take, or None. A CPU emulates those of most."""
+    """Return the Formats that the products of an architecture take, or None. A CPU emulates those of most."""
     if arch.startswith("sm_"):
         return OCP if int(arch[3:]) >= 89 else None
     return {"cpu": OCP, "gfx942": FNUZ, "gfx950": OCP}.get(arch, OCP if arch.startswith("gfx12") else None)
+
+
+def formats_for(x):
+    """Return the Formats of the device of a tensor."""
+    return formats_of(llama.get_device(x.device.type).arch)
 
 
 def validate(config, device, implementation):
@@ -47,8 +53,12 @@ def validate(config, device, implementation):
         raise UsageError("--triton-matmul-swiglu multiplies without FP8: drop it or --fp8")
     if implementation == "triton" and formats_of(device.arch) is None:
         raise UsageError(f"--fp8 needs products in FP8, which {device.arch} has not: drop it, or give --impl torch")
-    widths = dict(hidden_dim=config.hidden_dim, ffn_dim=config.ffn_dim)
-    widths |= {"seq_len": config.tokens_per_step, "num_kv_heads": 2 * config.num_kv_heads * config.head_dim}
+    widths = {  # of what follows from a flag
+        "hidden_dim": config.hidden_dim,
+        "ffn_dim": config.ffn_dim,
+        "seq_len": config.tokens_per_step,
+        "num_kv_heads": 2 * config.num_kv_heads * config.head_dim,
+    }
     for name, width in widths.items():
         if width % DIVISOR:
             given = f"{llama.flag_of(name)} {getattr(config, name)}"
@@ -64,7 +74,7 @@ class Scaled(NamedTuple):
 
 
 def bits_of(number):
-    """The bits of an fp32 number as an integer."""
+    """Return the bits of an fp32 number as an integer."""
     return int(np.float32(number).view(np.int32))
 
 
@@ -72,9 +82,11 @@ COARSER = 32  # e5m2 has 2 bits of mantissa, and bf16 has 7
 
 
 def scale_of(maximum, largest):
-    """The one rule: the least power of two by which maximum, () in fp32 and >= 0, can be divided to be <= largest.
+    """Return the least power of two by which maximum, () in fp32 and >= 0, can be divided to be <= largest.
+
     A power of two loses no digits. NaN if the maximum is not finite, so that the whole product is NaN and shows it.
     """
+    # Exponents in units of the last bit of the mantissa: 0x7FFFFF rounds their difference up.
     exponents = maximum.view(torch.int32) - bits_of(largest) + 0x7FFFFF >> 23
     scale = (exponents.clamp(min=-126) + 127 << 23).view(torch.float32)
     return torch.where(maximum.isfinite(), scale, torch.nan)
@@ -91,10 +103,20 @@ TILES = {MATRIX.value: (64, 128, 4, 32), SWIGLU.value: (64, 64, 2, 8), SWIGLU_GR
 
 
 @jit
-def load_values(x_ptr, hidden_grad_ptr, stride_x, rows, cols, n_cols, mask, SOURCE: tl.constexpr):
-    """Two tiles (rows, cols) in fp32, of which only SWIGLU_GRADIENT uses the second.
-    MATRIX: x (rows, n_cols). SWIGLU: silu(gate) * up of x (rows, 2 n_cols) = [gate | up]. SWIGLU_GRADIENT: the
-    gradients of gate and of up, given hidden_grad (rows, n_cols); see llama.swiglu_activation_backward_kernel.
+def load_values(
+    x_ptr,  # (rows, n_cols) or, but for MATRIX, (rows, 2 n_cols) = [gate | up]
+    hidden_grad_ptr,  # (rows, n_cols)
+    stride_x,
+    rows,
+    cols,
+    n_cols,
+    mask,
+    SOURCE: tl.constexpr,
+):
+    """Return two tiles (rows, cols) in fp32, of which only SWIGLU_GRADIENT uses the second.
+
+    MATRIX: x itself. SWIGLU: silu(gate) * up. SWIGLU_GRADIENT: the gradients of gate and of up, given hidden_grad; see
+    llama.swiglu_activation_backward_kernel.
     """
     rows = rows.to(tl.int64)
     ptrs = tile_ptrs(x_ptr, rows, stride_x, cols)
@@ -116,17 +138,33 @@ def load_values(x_ptr, hidden_grad_ptr, stride_x, rows, cols, n_cols, mask, SOUR
 
 @jit
 def magnitude(x):
-    """The bits of |x|, whose order as integers is that of the numbers, with NaN as the largest."""
+    """Return the bits of |x|, whose order as integers is that of the numbers, with NaN as the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def round_and_store(
-    a, b, c, d, inverse, maximum, data_ptr, transposed_ptr, tile_row, cols, end, n_rows, width, one,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Store a, b, c, d (BLOCK_ROWS / 4, BLOCK_COLS), the rows 4i, 4i + 1, 4i + 2 and 4i + 3 of a tile, divided by the
-    scale, where cols < end. Returns the larger of maximum, of the same shape, and of their magnitudes.
+    a,
+    b,
+    c,
+    d,
+    inverse,
+    maximum,
+    data_ptr,
+    transposed_ptr,
+    tile_row,
+    cols,
+    end,
+    n_rows,
+    width,
+    one,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Store a, b, c, d, each (BLOCK_ROWS / 4, BLOCK_COLS), divided by the scale, in the columns below end.
+
+    They are the rows 4i, 4i + 1, 4i + 2 and 4i + 3 of a tile. Return the larger of maximum, of the same shape, and of
+    their magnitudes.
     """
     maximum = tl.maximum(maximum, tl.maximum(magnitude(a), magnitude(b)))
     maximum = tl.maximum(maximum, tl.maximum(magnitude(c), magnitude(d)))
@@ -152,27 +190,43 @@ def round_and_store(
 
 @jit
 def fp8_quantize_kernel(
-    x_ptr, hidden_grad_ptr, data_ptr, transposed_ptr, scale_ptr, guess_ptr, found_ptr,
-    stride_x, n_rows, n_cols, n_found, one,
-    SOURCE: tl.constexpr, REPEAT: tl.constexpr, LARGEST_BITS: tl.constexpr, FOUND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """data (n_rows, width) = values / scale in FP8, and transposed (width, n_rows); width is n_cols or, if SOURCE is
-    SWIGLU_GRADIENT, 2 n_cols. x, hidden_grad: see load_values(). scale, guess () in fp32.  Grid: (programs,).
+    x_ptr,  # see load_values()
+    hidden_grad_ptr,  # see load_values()
+    data_ptr,  # out: (n_rows, width) in FP8
+    transposed_ptr,  # out: (width, n_rows) in FP8
+    scale_ptr,  # out, with REPEAT: () in fp32
+    guess_ptr,  # in; out, with REPEAT: () in fp32
+    found_ptr,  # out; in, with REPEAT: (2, FOUND) in int32
+    stride_x,
+    n_rows,
+    n_cols,
+    n_found,
+    one,  # 1.0, see round_and_store()
+    SOURCE: tl.constexpr,
+    REPEAT: tl.constexpr,
+    LARGEST_BITS: tl.constexpr,
+    FOUND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """data = values / scale in FP8, and its transpose; width is n_cols or, if SOURCE is SWIGLU_GRADIENT, 2 n_cols.
+
     The scale depends on the largest value, which is known too late. So the first launch rounds with guess, the scale of
     the last call, and finds the largest value. The second, with REPEAT, computes the scale from it; only if that is not
-    what all programs of the first have used, it rounds again. found (2, FOUND) in int32: the bits of the largest value
-    that each of the n_found programs of the first launch met, and of the guess that it used.
+    what all programs of the first have used, it rounds again. found has the bits of the largest value that each of the
+    n_found programs of the first launch met, and of the guess that it used.  Grid: (programs,).
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     col_blocks = tl.cdiv(n_cols, BLOCK_COLS)
     tiles = tl.cdiv(n_rows, BLOCK_ROWS) * col_blocks
     width = n_cols * (2 if SOURCE == SWIGLU_GRADIENT else 1)
     if REPEAT:
+        # The largest value of all programs, and the scale that follows from it.
         index = tl.arange(0, FOUND)
         largest = tl.max(tl.load(found_ptr + index, mask=index < n_found, other=0), axis=0)
         exponent = tl.maximum((largest - LARGEST_BITS + 0x7FFFFF) >> 23, -126)  # see scale_of()
         bits = tl.where(largest < 0x7F800000, (exponent + 127) << 23, 0x7FC00000)
+        # How many programs have rounded with another scale.
         used = tl.load(found_ptr + FOUND + index, mask=index < n_found, other=0)
         others = tl.sum(tl.where((index < n_found) & (used != bits), 1, 0), axis=0)
         tiles = tl.where(others == 0, 0, tiles)
@@ -182,6 +236,7 @@ def fp8_quantize_kernel(
         bits = tl.load(guess_ptr).to(tl.int32, bitcast=True)
     inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)  # 1 / scale: its exponent is the negative
     maximum = tl.zeros([BLOCK_ROWS // 4, BLOCK_COLS], tl.int32)
+    # A program takes every so-many-th tile, four rows for each thread: see round_and_store().
     for tile in range(program, tiles, programs):
         tile_row = tile // col_blocks
         rows = tile_row * BLOCK_ROWS + 4 * tl.arange(0, BLOCK_ROWS // 4)  # n_rows is a multiple of 4
@@ -192,24 +247,55 @@ def fp8_quantize_kernel(
         c, c2 = load_values(x_ptr, hidden_grad_ptr, stride_x, rows + 2, cols, n_cols, mask, SOURCE)
         d, d2 = load_values(x_ptr, hidden_grad_ptr, stride_x, rows + 3, cols, n_cols, mask, SOURCE)
         maximum = round_and_store(
-            a, b, c, d, inverse, maximum, data_ptr, transposed_ptr, tile_row, cols, n_cols, n_rows, width, one,
-            BLOCK_ROWS, BLOCK_COLS,
-        )  # fmt: skip
+            a,
+            b,
+            c,
+            d,
+            inverse,
+            maximum,
+            data_ptr,
+            transposed_ptr,
+            tile_row,
+            cols,
+            n_cols,
+            n_rows,
+            width,
+            one,
+            BLOCK_ROWS,
+            BLOCK_COLS,
+        )
         if SOURCE == SWIGLU_GRADIENT:
+            # The gradient of up is the right half of the columns.
             maximum = round_and_store(
-                a2, b2, c2, d2, inverse, maximum, data_ptr, transposed_ptr, tile_row, n_cols + cols, width, n_rows,
-                width, one, BLOCK_ROWS, BLOCK_COLS,
-            )  # fmt: skip
+                a2,
+                b2,
+                c2,
+                d2,
+                inverse,
+                maximum,
+                data_ptr,
+                transposed_ptr,
+                tile_row,
+                n_cols + cols,
+                width,
+                n_rows,
+                width,
+                one,
+                BLOCK_ROWS,
+                BLOCK_COLS,
+            )
     if not REPEAT:
         tl.store(found_ptr + program, tl.max(tl.max(maximum, axis=1), axis=0))
         tl.store(found_ptr + FOUND + program, bits)
 
 
 def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
-    """The Scaled of what source makes of x (rows, n), contiguous rows, and of hidden_grad: see load_values().
+    """Return the Scaled of what source makes of x (rows, n), contiguous rows, and of hidden_grad: see load_values().
+
     guess is the scale of the last call, () in fp32, to be kept for the next; it costs time if wrong, and nothing else.
     """
     (n_rows, n_cols), (rows, cols, warps, programs_per_sm) = x.shape, TILES[source.value]
+    # SwiGLU halves the columns, and its gradient doubles them again.
     n_cols, width = n_cols if source == MATRIX else n_cols // 2, n_cols // 2 if source == SWIGLU else n_cols
     if n_rows % DIVISOR or width % DIVISOR:
         raise ValueError(f"a matrix of shape ({n_rows}, {width}) has no products in FP8: give multiples of {DIVISOR}")
@@ -220,10 +306,17 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
     scale, found = x.new_empty((), dtype=torch.float32), x.new_empty(2, n_found, dtype=torch.int32)
     tensors = x, x if hidden_grad is None else hidden_grad, data, transposed, scale, guess, found
     scalars = x.stride(0), n_rows, n_cols, programs, 1.0
-    for repeat, grid in ((False, programs), (True, min(programs, num_sms))):
-        constants = dict(SOURCE=source.value, REPEAT=repeat, LARGEST_BITS=bits_of(torch.finfo(dtype).max))
-        constants |= dict(FOUND=n_found, BLOCK_ROWS=rows, BLOCK_COLS=cols)
-        llama.launch(fp8_quantize_kernel, (grid,), tensors, scalars, constants, num_warps=warps)
+    constants = dict(
+        SOURCE=source.value,
+        REPEAT=False,
+        LARGEST_BITS=bits_of(torch.finfo(dtype).max),
+        FOUND=n_found,
+        BLOCK_ROWS=rows,
+        BLOCK_COLS=cols,
+    )
+    launch = functools.partial(llama.launch, fp8_quantize_kernel, num_warps=warps)
+    launch((programs,), tensors, scalars, constants)
+    launch((min(programs, num_sms),), tensors, scalars, constants | dict(REPEAT=True))
     return Scaled(data, transposed, scale)
 
 
@@ -245,88 +338,55 @@ def write_product(place, accumulate, y_grad, x_transposed, x_scale):
         product(*operands, place.dtype, out=place)
 
 
-class Projection(NamedTuple):
-    """What the gradients of y = x @ weight^T are computed from."""
-
-    guesses: torch.Tensor  # (3, 4): the first column has the last scales of x, weight and the gradient of y
-    x_transposed: torch.Tensor  # (K, rows)
-    x_scale: torch.Tensor
-    weight_transposed: torch.Tensor  # (K, N)
-    weight_scale: torch.Tensor
-
-    def gradient(self, y_grad, **source):
-        """Return y_grad (rows, N), or what source makes of it, as a Scaled."""
-        dtype = formats_of(llama.get_device(y_grad.device.type).arch).gradient
-        return quantize(y_grad, self.guesses[2, 0], dtype, **source)
-
-    def x_gradient(self, y_grad, dtype):
-        """Return y_grad, Scaled, @ weight, the gradient of x (rows, K)."""
-        return product(y_grad.data, y_grad.scale, self.weight_transposed, self.weight_scale, dtype)
-
-    def weight_gradient(self, ctx, index, weight, y_grad):
-        """Return what backward() returns for the weight, number index of forward()'s arguments; y_grad is Scaled."""
-        return llama.give_gradient(ctx, index, weight, write_product, y_grad, self.x_transposed, self.x_scale)
-
-
 def project(x, weight, source=MATRIX):
-    """Return y (rows, N) = x (rows, K), or what source makes of it, @ weight (N, K)^T, and its Projection."""
+    """Return y (rows, N) = x (rows, K), or what source makes of it, @ weight (N, K)^T, and what backward needs.
+
+    That is guesses (3, 4), whose first column has the last scales of x, weight and the gradient of y; then x (K, rows)
+    and weight (K, N), both transposed in FP8, each with its scale after it.
+    """
     if not hasattr(weight, "fp8_guesses"):
         weight.fp8_guesses = torch.zeros(3, 4, device=weight.device)  # four columns, so that addresses are aligned
-    guesses, dtype = weight.fp8_guesses, formats_of(llama.get_device(x.device.type).arch).forward
+    guesses, dtype = weight.fp8_guesses, formats_for(x).forward
     x8 = quantize(x, guesses[0, 0], dtype, source)
     weight8 = quantize(weight, guesses[1, 0], dtype)
     # Sums of lower precision are faster, and good enough forward.
     y = product(x8.data, x8.scale, weight8.data, weight8.scale, x.dtype, use_fast_accum=x.is_cuda)
-    return y, Projection(guesses, x8.transposed, x8.scale, weight8.transposed, weight8.scale)
+    return y, (guesses, x8.transposed, x8.scale, weight8.transposed, weight8.scale)
 
 
-class LinearFunction(torch.autograd.Function):
-    """llama.LinearFunction in FP8."""
+class ProjectionFunction(torch.autograd.Function):
+    """x W^T or, of two weights, swiglu(x W1^T) W2^T. The activation and its gradient exist in FP8 only."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        y, projection = project(llama.as_rows(x), weight)
-        ctx.weight = weight
-        ctx.save_for_backward(*projection)
+    def forward(ctx, x, *weights):
+        outputs, projections = [llama.as_rows(x)], []
+        for weight, source in zip(weights, (MATRIX, SWIGLU), strict=False):
+            y, saved = project(outputs[-1], weight, source)
+            outputs.append(y)
+            projections += saved
+        ctx.weights = weights
+        # Of two weights also what the first has given: [gate | up].
+        ctx.save_for_backward(*projections, *outputs[1:-1])
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     @llama.first_derivative_only
     def backward(ctx, y_grad):
-        projection = Projection(*ctx.saved_tensors)
-        y_grad8 = projection.gradient(llama.as_rows(y_grad))
-        x_grad = projection.x_gradient(y_grad8, y_grad.dtype).view(*y_grad.shape[:-1], -1)
-        return x_grad, projection.weight_gradient(ctx, 1, ctx.weight, y_grad8)
+        tensors, dtype = ctx.saved_tensors, formats_for(y_grad).gradient
+        weight_grads = [None] * len(ctx.weights)
+        rounded_rows, source, x_grad = llama.as_rows(y_grad), MATRIX, None
+        for index in reversed(range(len(ctx.weights))):
+            guesses, *x8, weight_transposed, weight_scale = tensors[5 * index :][:5]
+            y_grad8 = quantize(rounded_rows, guesses[2, 0], dtype, source, x_grad)
+            x_grad = product(y_grad8.data, y_grad8.scale, weight_transposed, weight_scale, y_grad.dtype)
+            weight = ctx.weights[index]
+            weight_grads[index] = llama.give_gradient(ctx, 1 + index, weight, write_product, y_grad8, *x8)
+            # Before the second weight comes swiglu, whose gradient is computed while it is rounded.
+            rounded_rows, source = tensors[-1], SWIGLU_GRADIENT
+        return x_grad.view(*y_grad.shape[:-1], -1), *weight_grads
 
 
-class SwiGLUFunction(torch.autograd.Function):
-    """SwiGLU with its products in FP8. The activation and its gradient exist in FP8 only."""
-
-    @staticmethod
-    def forward(ctx, x, gate_up_weight, down_weight):
-        gate_up, gate_up_projection = project(llama.as_rows(x), gate_up_weight)
-        y, down_projection = project(gate_up, down_weight, SWIGLU)
-        ctx.weights = gate_up_weight, down_weight
-        ctx.save_for_backward(gate_up, *gate_up_projection, *down_projection)
-        return y.view_as(x)
-
-    @staticmethod
-    @llama.first_derivative_only
-    def backward(ctx, y_grad):
-        gate_up, *tensors = ctx.saved_tensors
-        gate_up_projection, down_projection = Projection(*tensors[:5]), Projection(*tensors[5:])
-        gate_up_weight, down_weight = ctx.weights
-        y_grad8 = down_projection.gradient(llama.as_rows(y_grad))
-        hidden_grad = down_projection.x_gradient(y_grad8, y_grad.dtype)
-        gate_up_grad8 = gate_up_projection.gradient(gate_up, source=SWIGLU_GRADIENT, hidden_grad=hidden_grad)
-        x_grad = gate_up_projection.x_gradient(gate_up_grad8, y_grad.dtype).view_as(y_grad)
-        gate_up_weight_grad = gate_up_projection.weight_gradient(ctx, 1, gate_up_weight, gate_up_grad8)
-        return x_grad, gate_up_weight_grad, down_projection.weight_gradient(ctx, 2, down_weight, y_grad8)
-
-
-def fp8_linear(x, weight):
-    """x (..., K) @ weight (N, K)^T -> (..., N), both rounded to FP8, and so is the gradient in backward."""
-    return LinearFunction.apply(x, weight)
+fp8_linear = ProjectionFunction.apply  # x (..., K), weight (N, K) -> (..., N)
 
 
 def fp8_attention(*inputs, bugs=()):
@@ -336,7 +396,7 @@ def fp8_attention(*inputs, bugs=()):
 
 def fp8_swiglu(x, gate_up_weight, down_weight, bugs=()):
     """Compute llama.triton_swiglu with its products in FP8; validate() refuses what bugs may name."""
-    return SwiGLUFunction.apply(x, gate_up_weight, down_weight)
+    return ProjectionFunction.apply(x, gate_up_weight, down_weight)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -350,29 +410,25 @@ def rounded(x, dtype):
     return (values / scale).to(dtype).float().mul(scale).to(x.dtype)
 
 
-class EmulatedLinearFunction(torch.autograd.Function):
-    """See emulated_linear."""
+class RoundingFunction(torch.autograd.Function):
+    """Round a tensor to one type forward, and its gradient to another backward. None: leave it as it is."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        formats, ctx.types = formats_of(llama.get_device(x.device.type).arch) or OCP, (x.dtype, weight.dtype)
-        low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        x, weight = (rounded(tensor.to(low), formats.forward) for tensor in (x, weight))
-        ctx.save_for_backward(x, weight)
-        ctx.gradient_format = formats.gradient
-        return F.linear(x, weight)
+    def forward(ctx, x, dtype, gradient_dtype):
+        ctx.gradient_dtype = gradient_dtype
+        return x if dtype is None else rounded(x, dtype)
 
     @staticmethod
-    def backward(ctx, y_grad):
-        x, weight = ctx.saved_tensors
-        y_grad = rounded(y_grad, ctx.gradient_format)
-        weight_grad = y_grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return (y_grad @ weight).to(ctx.types[0]), weight_grad.to(ctx.types[1])
+    def backward(ctx, grad):
+        return grad if ctx.gradient_dtype is None else rounded(grad, ctx.gradient_dtype), None, None
 
 
 def emulated_linear(x, weight):
     """x (..., K) @ weight (N, K)^T of both, and of the gradient in backward, rounded to FP8."""
-    return EmulatedLinearFunction.apply(x, weight)
+    formats, kind = formats_for(x) or OCP, x.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    x, weight = (RoundingFunction.apply(tensor.to(low), formats.forward, None) for tensor in (x, weight))
+    return RoundingFunction.apply(F.linear(x, weight), None, formats.gradient)
 
 
 def emulated_attention(*inputs):
@@ -387,9 +443,9 @@ def emulated_swiglu(*inputs):
 
 def with_fp8(operations, implementation):
     """Return the Operations with those replaced that multiply by the weights of a layer."""
-    if implementation == "triton":
-        return operations._replace(attention=fp8_attention, swiglu=fp8_swiglu)
-    return operations._replace(attention=emulated_attention, swiglu=emulated_swiglu)
+    ours, emulated = (fp8_attention, fp8_swiglu), (emulated_attention, emulated_swiglu)
+    attention, swiglu = ours if implementation == "triton" else emulated
+    return operations._replace(attention=attention, swiglu=swiglu)
 
 
 def compare_with_bf16(verdict, exact, config, device, batch):

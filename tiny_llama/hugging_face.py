@@ -30,11 +30,12 @@ class StackedRowsFunction(torch.autograd.Function):
 
 
 def stack_rows(module, *linears):
-    """One matrix of the weights of these layers, which become views of it. Copied only once, and after a move."""
+    """Return one matrix of these layers' weights, which become views of it. Copied only once, and after a move."""
     weights, stack = [linear.weight for linear in linears], vars(module).get("stack")
     rows = [len(weight) for weight in weights]
     if stack is None or [part.data_ptr() for part in stack.split(rows)] != [weight.data_ptr() for weight in weights]:
-        with torch.inference_mode(False):  # what it makes could not be trained
+        # What inference mode makes could not be trained.
+        with torch.inference_mode(False):
             stack = module.stack = torch.cat([weight.detach() for weight in weights])
             for weight, part in zip(weights, stack.split(rows), strict=True):
                 weight.data = part
@@ -42,7 +43,7 @@ def stack_rows(module, *linears):
 
 
 def outside_autocast(operation, *tensors, cast=True):
-    """operation(*tensors). Our kernels refuse torch.autocast: the tensors are cast here, as it would do."""
+    """Return operation(*tensors). Our kernels refuse torch.autocast: the tensors are cast here, as it would do."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or OPERATIONS is llama.OPERATIONS["torch"]:
         return operation(*tensors)
@@ -53,7 +54,7 @@ def outside_autocast(operation, *tensors, cast=True):
 
 
 class RMSNorm(LlamaRMSNorm):
-    """In the place of LlamaRMSNorm."""
+    """Take the place of LlamaRMSNorm."""
 
     def forward(self, x):
         """x (..., hidden) -> the same shape, in its type"""
@@ -62,18 +63,19 @@ class RMSNorm(LlamaRMSNorm):
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """In the place of LlamaRotaryEmbedding."""
+    """Take the place of LlamaRotaryEmbedding."""
 
     def forward(self, x, position_ids):
-        """cos and sin (seq, head_dim / 2) in fp32, as our kernel reads them."""
+        """Return cos and sin (seq, head_dim / 2) in fp32, as our kernel reads them."""
         if len(position_ids) > 1 and not (position_ids == position_ids[:1]).all():
             raise ValueError("our attention has the same positions in all rows: give no position_ids")
+        # transformers repeats the angles for both halves of a head, and in the type of x.
         tables = super().forward(x.new_empty(0, dtype=torch.float32), position_ids[:1])
         return tuple(table[0, :, : table.shape[-1] // 2].contiguous() for table in tables)
 
 
 class Attention(LlamaAttention):
-    """In the place of LlamaAttention."""
+    """Take the place of LlamaAttention."""
 
     def forward(self, hidden_states, position_embeddings, **others):
         """hidden_states (batch, seq, hidden) -> the same shape, and None"""
@@ -82,11 +84,12 @@ class Attention(LlamaAttention):
             raise ValueError("our attention has no padding, packing or cache: give no mask, and use_cache=False")
         shape = *position_embeddings, self.config.num_attention_heads, self.config.num_key_value_heads
         weights = stack_rows(self, self.q_proj, self.k_proj, self.v_proj), self.o_proj.weight
+        # The tables of cos and sin stay in fp32.
         return outside_autocast(lambda *tensors: OPERATIONS.attention(*tensors, *shape), hidden_states, *weights), None
 
 
 class SwiGLU(LlamaMLP):
-    """In the place of LlamaMLP."""
+    """Take the place of LlamaMLP."""
 
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
@@ -95,12 +98,12 @@ class SwiGLU(LlamaMLP):
 
 
 def cross_entropy(logits, targets, ignore_index=-100):
-    """The mean loss of logits (..., vocab) and targets (...). Our kernel overwrites the logits."""
+    """Return the mean loss of logits (..., vocab) and targets (...). Our kernel overwrites the logits."""
     return outside_autocast(lambda x: OPERATIONS.cross_entropy(x, targets, ignore_index), logits, cast=False)
 
 
 def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **_):
-    """In the place of ForCausalLMLoss: a label (batch, seq) is the token of its own position."""
+    """Take the place of ForCausalLMLoss: a label (batch, seq) is the token of its own position."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss = cross_entropy(logits, targets, ignore_index)
     return loss if num_items_in_batch is None else loss * (targets != ignore_index).sum() / num_items_in_batch

@@ -1,5 +1,6 @@
 """Profiles of a few training steps: traces, kernel tables, memory snapshots, ranges for profilers, kernels a step."""
 
+import collections
 import contextlib
 import csv
 import ctypes
@@ -25,16 +26,10 @@ SLOWED_DOWN = 1.25  # a profiled step that takes so many times as long is not th
 
 @contextlib.contextmanager
 def named_range(name):
-    """A range in the traces of torch.profiler and of an attached profiler (NVTX, or roctx on ROCm)."""
-    on_gpu = torch.cuda.is_initialized()
-    with torch.profiler.record_function(name):
-        if on_gpu:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            if on_gpu:
-                torch.cuda.nvtx.range_pop()
+    """Name a range in the traces of torch.profiler and of an attached profiler (NVTX, or roctx on ROCm)."""
+    for_attached = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), for_attached:
+        yield
 
 
 def show_ranges(step):
@@ -49,11 +44,12 @@ def show_ranges(step):
         ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
     named = {"graph" if name == "step" else name: phase for name, phase in step.phases.items()}  # captured as one
     step.phases = {name: named_range(name)(phase) for name, phase in named.items()}
-    if not step.config.compile:
-        for group in step.model.groups or ():
-            show_group(group)
-        if not step.model.groups:  # a hook in a layer would have its group call it by itself
-            show_layers(step.model)
+    if not step.config.compile and step.model.groups:
+        # Hooks would have a group call its layers one by one.
+        for group in step.model.groups:
+            group.named_range = named_range
+    elif not step.config.compile:
+        show_layers(step.model)
 
 
 def show_layers(model):
@@ -79,22 +75,8 @@ def show_layers(model):
         layer.register_forward_hook(functools.partial(after, index))
 
 
-def show_group(group):
-    """Name each layer of a LayerGroup where the group computes it: hooks would have it call the layers instead."""
-
-    def ranged(method, direction):
-        def call(layer, *arguments):
-            with named_range(f"layers.{list(group.model_layers[0]).index(layer)} {direction}"):
-                return method(layer, *arguments)
-
-        return call
-
-    group.forward_layer = ranged(group.forward_layer, "forward")
-    group.backward_layer = ranged(group.backward_layer, "backward")
-
-
 def attached_profiler():
-    """The environment variable by which another profiler has entered this process, or None."""
+    """Return the environment variable by which another profiler has entered this process, or None."""
     names = "ROCP_TOOL_LIBRARIES ROCPROFILER_REGISTER HSA_TOOLS_LIB NSYS_PROFILING_SESSION_ID CUDA_INJECTION64_PATH "
     names += "NVTX_INJECTION64_PATH NV_NSIGHT_INJECTION_PORT_BASE"  # the last is ncu's
     if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
@@ -103,7 +85,7 @@ def attached_profiler():
 
 
 def profiled(step, steps, apart=True):
-    """torch.profiler's events of so many more steps; apart: each waits for the one before."""
+    """Return torch.profiler after so many more steps; apart: each waits for the one before."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
@@ -115,7 +97,7 @@ def profiled(step, steps, apart=True):
 
 
 def count_kernels(step, batch_ms):
-    """{"kernels": ..., "launches": ...} of one more step, or the reason why they were not counted, as a text.
+    """Return {"kernels": ..., "launches": ...} of one more step, or the reason why they were not counted, as a text.
 
     With several processes also "exposed_communication_ms", during which the GPU ran nothing but messages; None if the
     profiled step took much longer than batch_ms, a step's time: then it mostly waited for the slowed-down hosts.
@@ -126,33 +108,36 @@ def count_kernels(step, batch_ms):
         return f"another profiler is attached ({attached_profiler()})"
     steps = 1 if step.processes == 1 else 2  # the first of two also waits for the other processes' profilers
     events = profiled(step, steps, apart=False).events()
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    kernels = [event for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
-    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
-    is_launch = re.compile(r"(cuda|cu|hip)\w*(Launch)\w*(Kernel|ExC|Graph)?")
-    launches = sum(bool(is_launch.match(name)) for name in calls)
-    counts = {"kernels": len(kernels) // steps, "launches": launches // steps}
+    kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
+    is_launch = re.compile(r"(cuda|cu|hip)\w*Launch")
+    calls = [event for event in events if event.device_type == DeviceType.CPU and is_launch.match(event.name)]
+    counts = {"kernels": len(kernels) // steps, "launches": len(calls) // steps}
     if steps > 1:
         spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
-        spans = spans[len(spans) // steps :]
-        work = [(start, end) for start, end, name in spans if not name.startswith("nccl")]  # RCCL's name as well
+        spans = spans[len(spans) // steps :]  # the second step
+        work = [span for span in spans if not span[2].startswith("nccl")]  # RCCL's name as well
         step_ms = (max(end for _, end, _ in spans) - spans[0][0]) / 1e3
-        exposed_ms = (covered(span[:2] for span in spans) - covered(work)) / 1e3
+        exposed_ms = (covered(spans) - covered(work)) / 1e3
         counts["exposed_communication_ms"] = exposed_ms if step_ms <= SLOWED_DOWN * batch_ms else None
     return counts
 
 
+def is_work(event):
+    """Return whether an event is a kernel or copy of the GPU, and no range."""
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+
+
 def covered(spans):
-    """How long something ran, of (start, end) in the order of their starts."""
+    """Return how long something ran, of (start, end, ...) in the order of their starts."""
     total, until = 0.0, -math.inf
-    for start, end in spans:
+    for start, end, *_ in spans:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
 
 
 def write_kernel_table(file, durations):
-    """{kernel: ns of each call} as CSV with the columns of rocprofv3's kernel_stats.csv."""
+    """Write {kernel: ns of each call} as CSV with the columns of rocprofv3's kernel_stats.csv."""
     total = sum(map(sum, durations.values()))
     writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
@@ -198,30 +183,28 @@ def write_profile(step, folder):
     """
     folder = folder / f"rank_{step.rank}" if step.processes > 1 else folder
     on_gpu, steps = step.device.type == "cuda", PROFILED_STEPS
+    trace, table, memory = (folder / name for name in ("trace.json", "kernel_stats.csv", "memory_snapshot.pickle"))
     show_ranges(step)
-    profiler, durations = profiled(step, steps), {}
+    profiler, durations = profiled(step, steps), collections.defaultdict(list)
     for event in profiler.events():
-        if on_gpu and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            durations.setdefault(event.name, []).append(event.device_time_total * 1e3)
-        elif not on_gpu and event.name.startswith("aten::") and event.self_cpu_time_total > 0:
-            durations.setdefault(event.name, []).append(event.self_cpu_time_total * 1e3)
+        us = event.device_time_total if on_gpu else event.self_cpu_time_total
+        # A CPU has no kernels, but PyTorch's operators.
+        if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
+            durations[event.name].append(us * 1e3)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as scratch:
-            names = "trace.json", "kernel_stats.csv", "memory_snapshot.pickle"
-            trace, table, memory = (Path(scratch, name) for name in names)
-            profiler.export_chrome_trace(str(trace))
-            separate_layers(trace)
-            with open(table, "w", newline="") as file:
+            profiler.export_chrome_trace(str(Path(scratch, trace.name)))
+            separate_layers(Path(scratch, trace.name))
+            with open(Path(scratch, table.name), "w", newline="") as file:
                 write_kernel_table(file, durations)
             if on_gpu:
-                record_memory(step, memory, steps)
+                record_memory(step, Path(scratch, memory.name), steps)
             for file in Path(scratch).iterdir():
                 os.replace(file, folder / file.name)
     except OSError as error:
         reason = f"({error.strerror}): free space or give another path"
-        raise llama.UsageError(f"{folder / 'trace.json'} cannot be written {reason}") from error
-    trace, table = folder / "trace.json", folder / "kernel_stats.csv"
+        raise llama.UsageError(f"{trace} cannot be written {reason}") from error
     print(f"Profile of {steps} more steps: {trace} (open in https://ui.perfetto.dev) and {table}")
     if on_gpu:
-        print(f"Memory of {steps} more: {folder / memory.name} (open in https://pytorch.org/memory_viz)")
+        print(f"Memory of {steps} more: {memory} (open in https://pytorch.org/memory_viz)")

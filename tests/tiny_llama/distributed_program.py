@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -19,22 +18,40 @@ from tests.core.tiny import run_of  # noqa: E402
 from tiny_llama import distributed  # noqa: E402
 
 CONFIG = llama.Config(
-    hidden_dim=16, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=11, batch_size=2, seq_len=8,
-    num_steps=20, warmup_steps=1, learning_rate=4e-3, data="markov", comm_timeout=60,
-)  # fmt: skip
+    hidden_dim=16,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_dim=24,
+    vocab_size=11,
+    batch_size=2,
+    seq_len=8,
+    num_steps=4,
+    warmup_steps=1,
+    learning_rate=1e-2,
+    data="markov",
+    comm_timeout=60,
+)
 RUNS = {  # of CONFIG
-    "sharded": {}, "one window": dict(timing="step"), "untied": dict(untied_head=True), "frozen": {},
-    "ddp": dict(impl="sdpa"), "full": dict(impl="sdpa", shard="full"),
+    "sharded": {},
+    "one window": dict(timing="step"),
+    "untied": dict(untied_head=True),
+    "frozen": {},
+    "ddp": dict(impl="sdpa"),
+    "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
-}  # fmt: skip
+}
 GPU_CONFIG = dataclasses.replace(
     CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
 )
 GPU_RUNS = {
-    "sharded": {}, "again": {}, "three graphs": dict(graph=True, warmup_steps=2),
-    "one graph": dict(graph=True, warmup_steps=2, timing="step"), "ddp": dict(impl="sdpa"),
+    "sharded": {},
+    "again": {},
+    "three graphs": dict(graph=True, warmup_steps=2),
+    "one graph": dict(graph=True, warmup_steps=2, timing="step"),
+    "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
-}  # fmt: skip
+}
 
 
 def partly_frozen(kind):
@@ -53,40 +70,47 @@ def partly_frozen(kind):
 
 
 def train(config, world=None, frozen=False):
-    """What is to be compared of a whole run."""
+    """Return what is to be compared of a whole run."""
     distributed.Step.world = world or distributed.Step.world
     device, kind = (world or llama).select_device(config.device), distributed.Step if world else llama.TrainStep
     step, records = run_of(config, device, partly_frozen(kind) if frozen else kind)
     weights = step.optimizer.weights() if step.implementation == "triton" else step.model.parameters()
     state = getattr(step.optimizer, "exp_avg", None)
     return {
-        "losses": [record.loss for record in records], "norms": [record.grad_norm for record in records],
+        "losses": [record.loss for record in records],
+        "norms": [record.grad_norm for record in records],
         "weights": [llama.whole(weight.detach()).cpu().clone() for weight in weights],
-        "state": None if state is None else state.numel(), "sizes": [p.numel() for p in step.model.parameters()],
-    }  # fmt: skip
+        "state": None if state is None else state.numel(),
+        "sizes": [p.numel() for p in step.model.parameters()],
+    }
 
 
 def join(config):
-    """The World of this process, connected to the others."""
-    world = distributed.launched()
+    """Return the World of this process, connected to the others."""
+    world = distributed.Step.world = distributed.launched()
     world.join(world.select_device(config.device), config.comm_timeout)
     return world
 
 
 def trainings(folder):
-    """Each of RUNS; all but the last multiply in PyTorch, so that Triton's interpreter has AdamW only."""
-    world = join(CONFIG)
-    kernels = llama.OPERATIONS["triton"]
+    """Train each of RUNS, and try checks and weights; one start of the processes for all.
+
+    All but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
+    """
+    world, kernels = join(CONFIG), llama.OPERATIONS["triton"]
     for name, changes in RUNS.items():
         llama.OPERATIONS["triton"] = kernels if name == "kernels" else llama.OPERATIONS["torch"]
         results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
         torch.save(results, Path(folder, f"{name} {world.rank}.pt"))
-    Path(folder, f"restored {world.rank}").write_text(str(restores_weights(world)))
+    llama.OPERATIONS["triton"] = llama.OPERATIONS["torch"]
+    with open(Path(folder, f"out {world.rank}"), "w") as file, contextlib.redirect_stdout(file):
+        outcomes = checks(world) | {"weights come back": restores_weights(world)}
+    Path(folder, f"outcomes {world.rank}.json").write_text(json.dumps(outcomes))
     world.leave()
 
 
 def restores_weights(world):
-    """Whether fp32 weights that the processes share in halves, each in bf16 and a remainder, come back as they were."""
+    """Return whether weights that the processes share in halves, in bf16 and remainders, come back as they were."""
     model = llama.TinyLlamaTriton(CONFIG, llama.OPERATIONS["torch"]).to(world.select_device(CONFIG.device).type)
     given = [torch.randn_like(p) for p in model.parameters()]
     optimizer = distributed.ShardedAdamW(model, 1e-3, low_precision=True, world=world)
@@ -95,6 +119,21 @@ def restores_weights(world):
     with torch.no_grad():  # what is written into a weight has no remainder
         next(model.parameters()).copy_(given[0])
     return all(map(torch.equal, optimizer.weights(), given))
+
+
+def checks(world):
+    """Return {what is wrong: the outcome of the check}."""
+    config = dataclasses.replace(CONFIG, num_layers=1, impl="sdpa")
+    sharded = dataclasses.replace(config, impl="triton")
+    correct, reduce = llama.OPERATIONS["sdpa"], distributed.reduce_scatter
+    wrong = correct._replace(linear=lambda x, weight: 1.001 * correct.linear(x, weight))
+    check = functools.partial(distributed.Step.check, device=world.select_device(config.device))
+    outcomes = {"nothing": check(config)}
+    llama.OPERATIONS["sdpa"] = wrong if world.rank == 1 else correct
+    outcomes["an operation on rank 1"] = check(config)
+    outcomes["nothing, sharded"] = check(sharded)
+    distributed.reduce_scatter = lambda own, all, async_op: reduce(own, 1.001 * all, async_op=async_op)
+    return outcomes | {"the reduction": check(sharded)}
 
 
 def gpu_trainings(folder):
@@ -107,28 +146,8 @@ def gpu_trainings(folder):
     world.leave()
 
 
-def checks(folder):
-    """{what is wrong: the outcome of the check}, on each process; what it prints goes to a file."""
-    config = dataclasses.replace(CONFIG, num_layers=1, impl="sdpa")
-    sharded = dataclasses.replace(config, impl="triton")
-    correct, reduce = llama.OPERATIONS["sdpa"], distributed.reduce_scatter
-    wrong = correct._replace(linear=lambda x, weight: 1.001 * correct.linear(x, weight))
-    llama.OPERATIONS["triton"] = llama.OPERATIONS["torch"]
-    world = distributed.Step.world = join(config)
-    check = functools.partial(distributed.Step.check, device=world.select_device(config.device))
-    with open(Path(folder, f"out {world.rank}"), "w") as file, contextlib.redirect_stdout(file):
-        outcomes = {"nothing": check(config)}
-        llama.OPERATIONS["sdpa"] = wrong if world.rank == 1 else correct
-        outcomes["an operation on rank 1"] = check(config)
-        outcomes["nothing, sharded"] = check(sharded)
-        distributed.reduce_scatter = lambda own, all, async_op: reduce(own, 1.001 * all, async_op=async_op)
-        outcomes["the reduction"] = check(sharded)
-    Path(folder, f"outcomes {world.rank}.json").write_text(json.dumps(outcomes))
-    world.leave()
-
-
 def script(folder, *arguments):
-    """The script itself. After three steps, a link called by the rank leads to this process's number."""
+    """Run the script. After three steps, a link called by the rank leads to this process's number."""
     calls, handle_signals = [], distributed.World.handle_signals
 
     def count(world):
@@ -142,20 +161,18 @@ def script(folder, *arguments):
 
 
 def script_of_another_mind(folder, *arguments):
-    """As script, but rank 1 has flags of its own."""
-    if os.environ["RANK"] == "1":
-        arguments += ("--seq-len", "9", "--seed", "1")
-    sys.exit(run_script(arguments))
+    """Run the script, with flags of its own on rank 1."""
+    own = ("--seq-len", "9", "--seed", "1") if os.environ["RANK"] == "1" else ()
+    sys.exit(run_script(arguments + own))
 
 
 def script_out_of_memory(folder, *arguments):
-    """As script, but the second step of rank 1 does not fit."""
+    """Run the script; the second step of rank 1 does not fit."""
     calls, forward = [], llama.TrainStep.forward
 
     def too_large(step):
         calls.append(step)
         if os.environ["RANK"] == "1" and len(calls) == 4:
-            time.sleep(0.5)  # what the others do meanwhile
             raise torch.OutOfMemoryError
         forward(step)
 
@@ -164,7 +181,7 @@ def script_out_of_memory(folder, *arguments):
 
 
 def run_script(arguments):
-    """As `python tiny_llama_v3.py` does."""
+    """Do as `python tiny_llama_v3.py` does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return llama.main(arguments, "tiny_llama_v3.py")
 

@@ -30,13 +30,15 @@ needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not in
 
 
 def begin(python, function, *arguments):
-    """A function of distributed_program.py in two processes of torchrun; the output of both ends in one pipe."""
+    """Start a function of distributed_program.py in two processes of torchrun, whose output ends in one pipe."""
     command = [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     return subprocess.Popen(
         [*command, str(PROGRAM), function, *map(str, arguments)],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +63,10 @@ def error_lines(out):
 
 
 @pytest.fixture(scope="module")
-def two_devices():
-    """Both processes on the CPU, or each on a GPU of its own."""
+def trainings(tmp_path_factory, start):
+    """The folder of what distributed_program.trainings() has written."""
     if torch.cuda.device_count() == 1:
         pytest.skip("there is one GPU")
-
-
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory, start, two_devices):
-    """The folder of what distributed_program.trainings() has written."""
     folder = tmp_path_factory.mktemp("trainings")
     exit_code, out = finish(start("trainings", folder))
     assert exit_code == 0, out
@@ -91,44 +88,41 @@ def train_alone(monkeypatch, name, runs=RUNS, config=CONFIG):
     return distributed_program.train(config, frozen=name == "frozen")
 
 
-def assert_same_training(both, alone, rel):
-    for results in both:
-        assert results["losses"] == pytest.approx(alone["losses"], rel=rel)
-        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=100 * rel)
-        for weight, expected in zip(results["weights"], alone["weights"], strict=True):
-            assert (weight - expected).norm() <= 10 * rel * expected.norm()
-    assert both[0]["losses"] == both[1]["losses"]
-    assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
-
-
 @needs_triton
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_one_does_on_the_batch_of_both(trained, monkeypatch, name):
+    """The norms of the gradients tell a sum from a mean, to which AdamW is blind."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    alone = train_alone(monkeypatch, name)
-    assert_same_training(trained[name], alone, 1e-5)
-    if name != "kernels":
-        assert alone["losses"][-1] < alone["losses"][0] - 0.1  # it learns
+    alone, both = train_alone(monkeypatch, name), trained[name]
+    for results in both:
+        assert results["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=1e-3)
+        for weight, expected in zip(results["weights"], alone["weights"], strict=True):
+            assert (weight - expected).norm() <= 1e-4 * expected.norm()
+    assert both[0]["losses"] == both[1]["losses"]
+    assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
+    assert name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
 
 
 @needs_triton
-def test_two_runs_give_the_same_bits(trained):
+def test_two_runs_give_the_same_bits_and_divide_the_state(trained):
     for first, second in zip(trained["sharded"], trained["one window"], strict=True):
         assert first["losses"] == second["losses"]
         assert all(map(torch.equal, first["weights"], second["weights"]))
+        weights = sum(first["sizes"])
+        padding = llama.ADAMW_BLOCK * (len(first["sizes"]) + 2 * CONFIG.num_layers)
+        assert weights / 2 <= first["state"] <= (weights + padding) / 2
 
 
 @needs_triton
-def test_shared_weights_of_two_parts_are_joined_exactly(trainings):
-    assert [(trainings / f"restored {rank}").read_text() for rank in range(2)] == ["True", "True"]
-
-
-@needs_triton
-def test_each_process_has_its_share_of_the_optimizer_s_state(trained):
-    for results in trained["sharded"]:
-        weights = sum(results["sizes"])
-        padding = llama.ADAMW_BLOCK * (len(results["sizes"]) + 2 * CONFIG.num_layers)
-        assert weights / 2 <= results["state"] <= (weights + padding) / 2
+def test_check_names_the_ranks_that_fail(trainings):
+    first, second = (json.loads((trainings / f"outcomes {rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    passed = {"nothing", "nothing, sharded", "weights come back"}
+    assert first == dict.fromkeys(passed, True) | {"an operation on rank 1": False, "the reduction": False}
+    lines = [line for line in (trainings / "out 0").read_text().splitlines() if line.startswith("Check")]
+    failed = [line for line in lines if "FAILED" in line]
+    assert len(lines) == 7 and ["rank 1:" in line for line in failed] == [True, False]
 
 
 @pytest.mark.gpu
@@ -162,24 +156,6 @@ def distance(results, reference):
     return max(float((x - y).norm() / y.norm()) for x, y in flat)
 
 
-# --- the check
-
-
-def test_check_names_the_ranks_that_fail(start, tmp_path, two_devices):
-    exit_code, out = finish(start("checks", tmp_path))
-    assert exit_code == 0, out
-    outcomes = [json.loads((tmp_path / f"outcomes {rank}.json").read_text()) for rank in range(2)]
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0] == {
-        "nothing": True, "an operation on rank 1": False, "nothing, sharded": True, "the reduction": False,
-    }  # fmt: skip
-    lines = [line for line in (tmp_path / "out 0").read_text().splitlines() if line.startswith("Check")]
-    assert [line.removeprefix("Check against PyTorch in fp64, ").split(" (")[0] for line in lines] == [
-        "rank 0: passed", "the mean of 2 processes: passed", "rank 1: FAILED in 9 of 9", "rank 0: passed",
-        "the mean of 2 processes: passed", "rank 0: passed", "the mean of 2 processes: FAILED in 8 of 9",
-    ]  # fmt: skip
-
-
 # --- a whole run
 
 
@@ -190,27 +166,23 @@ def test_a_run_of_two_processes(start, tmp_path):
     exit_code, out = finish(start("script", tmp_path, *arguments))
     assert exit_code == 0, out
     assert out.count("Final loss:") == out.count("step    3/3") == 1
-    assert "\nProcesses: 2 over gloo" in out and "\nThroughput of all: " in out and "\nPeak memory of the f" in out
-    assert "\nTraining: batch 8 x 8 tokens on each of 2 processes, 3 steps" in out
-    assert "Mistakes brought back: --no-warmup" in out
+    for label in ("Processes: 2 over gloo", "Throughput of all: ", "Peak memory of the f", "Slowest process: "):
+        assert (f"\n{label}" in out) == (label != "Slowest process: ")  # no communication is measured on a CPU
+    assert "on each of 2 processes, 3 steps" in out and "Mistakes brought back: --no-warmup" in out
     for rank in range(2):
         names = [path.name for path in (tmp_path / "profile" / f"rank_{rank}").iterdir()]
         assert sorted(names) == ["kernel_stats.csv", "trace.json"]
-
     (path,) = (tmp_path / "results").iterdir()
     result = json.loads(path.read_text())
     world = result["summary"]["world"]
-    assert (world["size"], world["backend"]) == (2, "gloo")
+    assert (world["size"], world["backend"], len(result["steps"])) == (2, "gloo", 3)
     assert [process["rank"] for process in world["processes"]] == [0, 1]
-    assert world["tokens_per_second"] == 2 * min(process["tokens_per_second"] for process in world["processes"])
-    assert world["peak_memory_mib"] == max(process["peak_memory_mib"] for process in world["processes"]) > 0
-    assert len(result["steps"]) == 3
 
 
 def test_a_process_alone_has_no_world(run):
     done = run("--shard", "full")
-    assert "Note: --shard full has no effect on one process: start several with torchrun" in done.out
-    assert "Processes:" not in done.out and done.result["summary"]["world"] is None
+    assert "--shard full has no effect on one process" in done.out and "Processes:" not in done.out
+    assert done.result["summary"]["world"] is None
 
 
 # --- faults
@@ -256,24 +228,16 @@ def ended(pid):
     return wait_until(gone)
 
 
-def test_a_process_that_is_killed_ends_all(endless):
-    program, pids, results = endless()
-    os.kill(pids[1], signal.SIGKILL)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_ends_or_stops_ends_all(endless, number):
+    program, pids, results = endless("--comm-timeout", "5")
+    os.kill(pids[1], number)
+    lines = [next(line for line in program.stdout if "error:" in line)]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)  # torchrun would wait for a stopped one, half a minute
     exit_code, out = finish(program)
-    assert exit_code != 0
-    (line,) = error_lines(out)
-    assert "rank 0: another process has ended, or does not answer" in line
-    assert all(map(ended, pids)) and not results.exists()
-
-
-def test_a_process_that_is_stopped_ends_all_in_comm_timeout(endless):
-    program, pids, results = endless("--comm-timeout", "10")
-    os.kill(pids[1], signal.SIGSTOP)
-    line = next(line for line in program.stdout if "error:" in line)
-    assert "rank 0: another process has ended, or does not answer (" in line and "10000ms" in line
-    os.kill(pids[1], signal.SIGKILL)  # torchrun would wait for it, half a minute
-    exit_code, out = finish(program)
-    assert exit_code != 0 and error_lines(out) == []
+    (line,) = lines + error_lines(out)
+    assert exit_code != 0 and "rank 0: another process has ended, or does not answer" in line
     assert all(map(ended, pids)) and not results.exists()
 
 
@@ -286,10 +250,10 @@ def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless
     program, pids, results = endless("--timing", timing, *(["--num-steps", "20000"] * (timing == "step")), **options)
     os.kill(program.pid if on_torchrun else pids[1], signal.SIGINT)
     _, out = finish(program)
-    assert "\nInterrupted after " in out and "Final loss: " in out and error_lines(out) == [], out
+    assert "Final loss: " in out and error_lines(out) == [], out
     (path,) = results.iterdir()
     steps = json.loads(path.read_text())["steps"]
-    assert f"Interrupted after {len(steps)} of " in out and steps
+    assert f"\nInterrupted after {len(steps)} of " in out and steps
     assert all(map(ended, pids))
 
 
@@ -308,156 +272,115 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
 # --- the parts, without processes
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("data", ["random", "markov"])
-def test_batches_of_several_processes_are_one_batch(data, size):
-    config = dataclasses.replace(CONFIG, batch_size=2, data=data)
-    alone = llama.batches(dataclasses.replace(config, batch_size=2 * size))
-    ranks = [distributed.own_rows(config, World(rank, size)) for rank in range(size)]
-    for _ in range(3):
-        for whole, parts in zip(next(alone), zip(*map(next, ranks), strict=True), strict=True):
-            assert torch.equal(whole, torch.cat(parts))
-
-
-def make_optimizers(size, config=TINY, low_precision=False):
+def make_optimizers(size, num_layers=2, low_precision=False):
     torch.manual_seed(0)
+    config = dataclasses.replace(TINY, num_layers=num_layers)
     models = [llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]) for _ in range(size)]
     return [ShardedAdamW(m, 1e-3, low_precision, world=World(r, size)) for r, m in enumerate(models)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize("size, low_precision", [(2, False), (3, True), (8, True)])
 def test_slices_of_all_processes_are_the_buckets(size, low_precision):
-    optimizers = make_optimizers(size, dataclasses.replace(TINY, num_layers=5), low_precision)
+    optimizers = make_optimizers(size, 5, low_precision)
     blocks = torch.cat([optimizer.own_blocks for optimizer in optimizers])
     assert sorted(blocks.tolist()) == list(range(len(optimizers[0].param) // llama.ADAMW_BLOCK))
     for rank, optimizer in enumerate(optimizers):
-        optimizer.param.copy_(torch.arange(len(optimizer.param)))  # numbers that tell one place from another
-        own = optimizer.param.view(-1, llama.ADAMW_BLOCK)[optimizer.own_blocks].flatten()
-        assert torch.equal(torch.cat([bucket.own_weights for bucket in optimizer.buckets]), own)
+        assert len(optimizer.exp_avg) * size == len(optimizer.param)
         for bucket in optimizer.buckets:
             length = len(bucket.own_weights)
             assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
             assert bucket.own_weights.data_ptr() == bucket.all_weights[rank * length :].data_ptr()
             assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
-            low, high = bucket.all_grads.data_ptr(), bucket.all_grads.data_ptr() + bucket.all_grads.nbytes
-            assert all(low <= p.main_grad.data_ptr() < high for p in bucket.parameters)
+            assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
         if low_precision:
             optimizer.remainder.fill_(1)
             optimizer.parameters[5].detach().fill_(1.0)
             optimizer.follow_model()  # the lower halves of a weight that others write, and of no other, become 0
-            kept = optimizer.remainder.view(-1, llama.ADAMW_BLOCK)[:, 0]
+            kept = torch.cat([bucket.remainder for bucket in optimizer.buckets])[:: llama.ADAMW_BLOCK]
             assert kept.tolist() == [optimizer.owners[block] != 5 for block in optimizer.own_blocks]
-            remainders = torch.cat([bucket.remainder for bucket in optimizer.buckets])
-            assert torch.equal(remainders, optimizer.remainder)
-        for state in (optimizer.exp_avg, optimizer.exp_avg_sq, *[optimizer.remainder] * low_precision):
-            assert len(state) * size == len(optimizer.param)
 
 
-def test_buckets_double_until_they_are_large(monkeypatch):
-    def layers_of_buckets(num_layers):
-        model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
-        buckets = distributed.make_buckets(model)
-        order = [p for bucket in buckets for p in bucket.parameters]
-        assert all(p is q for p, q in zip(order, model.parameters(), strict=True))
-        assert [layer for bucket in buckets for layer in bucket.layers] == list(model.layers)
-        for bucket in buckets:
-            assert {p for layer in bucket.layers for p in layer.parameters()} <= set(bucket.parameters)
-        return [sum(p.dim() == 2 for p in bucket.parameters) // 4 for bucket in buckets]
-
-    assert layers_of_buckets(1) == [1]
-    assert layers_of_buckets(8) == [1, 1, 2, 4]
-    one_layer = sum(p.numel() for p in llama.TransformerBlock(TINY).parameters())
-    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", 2 * one_layer)
-    assert layers_of_buckets(8) == [1, 1, 2, 2, 2]
-    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", one_layer // 2)
-    assert layers_of_buckets(4) == [1, 1, 1, 1]
+ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
 
 
-def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch):
+@pytest.mark.parametrize("num_layers, most, layers", [
+    (1, None, [1]), (8, None, [1, 1, 2, 4]), (8, 2 * ONE_LAYER, [1, 1, 2, 2, 2]), (4, ONE_LAYER // 2, [1, 1, 1, 1]),
+])  # fmt: skip
+def test_buckets_double_until_they_are_large(monkeypatch, num_layers, most, layers):
+    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", most or distributed.BUCKET_ELEMENTS)
+    config = dataclasses.replace(TINY, num_layers=num_layers)
+    model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+    buckets = distributed.make_buckets(model)
+    assert [len(bucket.layers) for bucket in buckets] == layers
+    order = [p for bucket in buckets for p in bucket.parameters]
+    assert all(p is q for p, q in zip(order, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("overlaps, under_way", [(False, []), (True, [1])])
+def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch, overlaps, under_way):
     """As with --compile."""
     monkeypatch.setattr(distributed, "all_gather", lambda *args, **kwargs: Mock())
-    for overlaps, under_way in ((False, []), (True, [1])):
-        optimizer = make_optimizers(2, dataclasses.replace(TINY, num_layers=8))[0]
-        if overlaps:
-            optimizer.overlap([bucket.layers[0] for bucket in optimizer.buckets])
-        optimizer.begin_forward()
-        assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
-        optimizer.weights()
-        assert not any(bucket.gathering for bucket in optimizer.buckets)
+    optimizer, *_ = make_optimizers(2, 8)
+    if overlaps:
+        optimizer.overlap([bucket.layers[0] for bucket in optimizer.buckets])
+    optimizer.begin_forward()
+    assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
+    optimizer.weights()
+    assert not any(bucket.gathering for bucket in optimizer.buckets)
 
 
-def test_waiting_counts_from_the_first_measured_step(monkeypatch):
-    step = Step.__new__(Step)
-    monkeypatch.setattr(step, "world", World(), raising=False)
-    step.world.waited_ms, step.config, step.initial_weights, step.optimizer = 5.0, CONFIG, [], Mock()
-    step.restart()
-    assert step.world.waited_ms == 0
+def test_a_second_backward_pass_is_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
+    optimizer, *_ = make_optimizers(2)
+    bucket, *_ = optimizer.buckets
+    optimizer.reduce_gradients(bucket)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+        optimizer.reduce_gradients(bucket)
+    optimizer.zero_grad()
+    optimizer.reduce_gradients(bucket)
 
 
 def test_the_slowest_process_is_told_from_the_fastest(monkeypatch):
-    """By its own time, without what it waited for messages."""
-    step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0, steps=2)
+    """By its own time, without what it waited for messages: 5, 9 - 2 and 4 ms."""
+    step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
     world = World(1, 3)
-    others = [dict(rank=r, own_ms=ms, exposed_communication_ms=9 - ms) for r, ms in ((0, 5.0), (2, 4.0))]
-    world.gather = lambda own: [others[0] | dict(tokens_per_second=2.0, peak_memory_mib=7.0), own,
-                                others[1] | dict(tokens_per_second=4.0, peak_memory_mib=None)]  # fmt: skip
+    names = "rank", "own_ms", "exposed_communication_ms", "tokens_per_second", "peak_memory_mib"
+    first, last = (dict(zip(names, row, strict=True)) for row in ((0, 5.0, 4.0, 2.0, 7.0), (2, 4.0, 5.0, 4.0, None)))
+    world.gather = lambda own: [own | first, own, own | last]
     monkeypatch.setattr(step, "world", world, raising=False)
     told = step.summarize_processes(summary | {"kernels": {"exposed_communication_ms": 2.0}})
     assert told["slowest"] == {"rank": 1, "behind_ms": 3.0} and told["exposed_communication_ms"] == 5.0
     assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
 
 
-def test_only_rank_0_prints_on_the_nodes_of_a_job(monkeypatch):
-    node = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
-    for name, value in node.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    assert (distributed.launched().rank, sys.stdout.name) == (1, os.devnull)
-
-
-@pytest.mark.parametrize("error, exit_code", [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
-def test_an_interruption_and_a_closed_pipe_have_exit_codes(monkeypatch, capsys, error, exit_code):
-    monkeypatch.setattr(distributed, "launched", lambda: World(1, 2))
-    monkeypatch.setattr(distributed, "exit_now", sys.exit)
-    with pytest.raises(SystemExit) as end:
-        distributed.run_together(Mock(side_effect=error), "program")
-    assert end.value.code == exit_code and capsys.readouterr() == ("", "")
-
-
-def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, capsys):
-    world, job = World(1, 2), Mock(side_effect=llama.UsageError("the disk is full"))
+@pytest.mark.parametrize("error, exit_code, told", [
+    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""),
+    (llama.UsageError("the disk is full"), 2, "program: error: rank 1: the disk is full\n"),
+    (OSError("the disk is full"), 2, "program: error: rank 1: the disk is full\n"),
+    (RuntimeError("Connection closed by peer\nmore"), 2,
+     "program: error: rank 1: another process has ended, or does not answer (Connection closed by peer)\n"),
+    (ValueError("a fault"), 1, "Traceback"),
+])  # fmt: skip
+def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, capsys, error, exit_code, told):
+    world = World(1, 2)
     world.store, world.find_store = Mock(add=Mock(side_effect=RuntimeError)), Mock()
     monkeypatch.setattr(distributed, "launched", lambda: world)
     monkeypatch.setattr(distributed, "exit_now", sys.exit)
-    with pytest.raises(SystemExit, match="2"):
-        distributed.run_together(job, "program")
-    assert capsys.readouterr().err == "program: error: rank 1: the disk is full\n"
+    with pytest.raises(SystemExit) as end:
+        distributed.run_together(Mock(side_effect=error), "program")
+    printed = capsys.readouterr().err
+    assert end.value.code == exit_code and (printed.startswith(told) if exit_code == 1 else printed == told)
 
 
-def test_a_second_backward_pass_is_refused(monkeypatch):
-    monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
-    optimizer = make_optimizers(2)[0]
-    optimizer.reduce_gradients(optimizer.buckets[0])
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before"):
-        optimizer.reduce_gradients(optimizer.buckets[0])
-    optimizer.zero_grad()
-    optimizer.reduce_gradients(optimizer.buckets[0])
-
-
-@pytest.mark.parametrize("flags, words", [
-    (dict(impl="triton", shard="full"), "--shard full is for --impl torch and sdpa"),
-    (dict(impl="sdpa", shard="optimizer"), "--shard optimizer is for --impl triton"),
-    (dict(impl="sdpa", graph=True), "--graph with several processes is for --impl triton"),
+@pytest.mark.parametrize("flags", [
+    dict(impl="triton", shard="full"), dict(impl="sdpa", shard="optimizer"), dict(impl="sdpa", graph=True),
 ])  # fmt: skip
-def test_what_several_processes_cannot_do(monkeypatch, flags, words):
-    world, gpu = World(0, 2), llama.Device("cuda", "a GPU", "sm_90", 132, 32)
-    for name, answer in dict(select_device=gpu, join=None, require_same=None).items():
-        monkeypatch.setattr(world, name, lambda *args, answer=answer: answer)
-    monkeypatch.setattr(Step, "world", world)
+def test_what_several_processes_cannot_do(monkeypatch, flags):
+    gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
+    monkeypatch.setattr(Step, "world", Mock(select_device=lambda requested: gpu))
     monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
     monkeypatch.setattr(llama, "INTERPRETED", False)
-    with pytest.raises(llama.UsageError, match=words):
+    with pytest.raises(llama.UsageError, match="--shard|--graph"):
         Step.select_device(dataclasses.replace(TINY, warmup_steps=1, **flags))
 
 
@@ -468,59 +391,32 @@ def test_more_processes_than_gpus(monkeypatch):
         World(2, 3, local_rank=2).select_device("auto")
 
 
-@pytest.mark.parametrize("environment, words", [
-    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: "),
-    (dict(WORLD_SIZE="x", RANK="0"), "WORLD_SIZE=x in the environment is no number: "),
-    (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= in the environment is no number: "),
-    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is no number: "),
-    (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 in the environment is not below WORLD_SIZE=2: "),
-    (dict(WORLD_SIZE="0"), "RANK=0 in the environment is not below WORLD_SIZE=0: "),
-    (dict(WORLD_SIZE="10000000000"), "WORLD_SIZE=10000000000 in the environment is too large: "),
-    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "do not find each"),
+@pytest.mark.parametrize("environment, named", [
+    (dict(WORLD_SIZE="2"), "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    (dict(WORLD_SIZE="x", RANK="0"), "WORLD_SIZE=x "), (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= "),
+    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 "), (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 "),
+    (dict(WORLD_SIZE="0"), "WORLD_SIZE=0"), (dict(WORLD_SIZE="10000000000"), "WORLD_SIZE=10000000000 "),
+    (dict(zip(distributed.TORCHRUN, ("0", "0", "2", "localhost", "x"), strict=True)), "MASTER_PORT=x"),
 ])  # fmt: skip
-def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, words):
+def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, named):
     for name in distributed.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert llama.main([]) == 2
     error = capsys.readouterr().err
-    assert words in error and "start the processes with torchrun, or unset it" in error and error.count("\n") == 1
+    assert named in error and "torchrun" in error and error.count("\n") == 1
 
 
-def test_a_gpu_that_waits_for_a_lost_process(monkeypatch):
-    now = [0.0]
+@pytest.mark.parametrize("stops, seconds", [(False, 20), (True, distributed.STOP_SECONDS)])
+def test_a_gpu_that_waits_for_a_lost_process(monkeypatch, stops, seconds):
+    now = [1.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
     monkeypatch.setattr(distributed, "time", clock)
     world = World(0, 2)
-    world.timeout = 20
-    world.wait_for(SimpleNamespace(query=lambda: now[0] > 15))  # late, but it comes
-    with pytest.raises(llama.UsageError, match="waited 20 s for another process"):
+    world.timeout, world.stop_requested = 20, now[0] if stops else None
+    world.wait_for(SimpleNamespace(query=lambda: now[0] >= seconds))  # late, but it comes
+    start = now[0]
+    with pytest.raises(llama.UsageError, match=f"waited {seconds} s for another process"):
         world.wait_for(SimpleNamespace(query=lambda: False))
-    start = world.stop_requested = now[0]
-    with pytest.raises(llama.UsageError):
-        world.wait_for(SimpleNamespace(query=lambda: False))
-    assert now[0] - start <= distributed.STOP_SECONDS + 2
-
-
-@pytest.mark.parametrize("obstacle", [None, "operation not permitted when stream is capturing"])
-def test_what_is_not_captured_is_not_called_so(monkeypatch, capsys, obstacle):
-    """One process that cannot capture messages keeps all eager; the JSON file has what ran."""
-
-    def capture(*args, **kwargs):
-        if obstacle:
-            raise RuntimeError(f"{obstacle}\nmore")
-        return contextlib.nullcontext()
-
-    captured, step = [], object.__new__(Step)
-    step.config, step.world = dataclasses.replace(TINY, warmup_steps=1, graph=True), World(0, 2)
-    monkeypatch.setattr(step.world, "gather", lambda value: [None, value])
-    monkeypatch.setattr(distributed, "all_gather", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(llama.TrainStep, "capture", lambda step, one_graph: captured.append(one_graph))
-    step.capture(True)
-    note = f"Note: --graph is left out: messages cannot be captured here ({obstacle})\n"
-    assert capsys.readouterr().out == (note if obstacle else "")
-    assert step.config.graph is (not obstacle) and captured == ([] if obstacle else [True])
+    assert now[0] - start == seconds + 1

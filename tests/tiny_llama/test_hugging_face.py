@@ -51,25 +51,26 @@ def test_loss_and_gradients_are_those_of_transformers(models, tokens, keywords):
 
 def test_weights_are_stacked_once_and_stay_those_of_transformers(models, tokens, tmp_path):
     theirs, ours = models
-    mlp, names = ours.model.layers[0].mlp, [name for name, _ in theirs.named_parameters()]
+    mlp, tokens = ours.model.layers[0].mlp, tokens[:, :4]
+
+    def same(other):
+        torch.testing.assert_close(ours(tokens).logits, other(tokens).logits, rtol=1e-4, atol=1e-5)
+
     with torch.inference_mode():
         ours(tokens)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in range(2):
-            loss_and_gradients(model, tokens)
-            optimizer.step()
     stack = mlp.stack
+    for model in models:
+        loss_and_gradients(model, tokens)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        same(theirs)
         assert mlp.stack is stack and stack.data_ptr() == mlp.gate_proj.weight.data_ptr()
-        assert [name for name, _ in ours.named_parameters()] == names == list(theirs.state_dict())
+        assert [name for name, _ in ours.named_parameters()] == list(theirs.state_dict())
         ours.save_pretrained(tmp_path)
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(tokens.device)
-        torch.testing.assert_close(ours(tokens).logits, again(tokens).logits, rtol=1e-4, atol=1e-5)
         mlp.up_proj.weight = torch.nn.Parameter(2 * mlp.up_proj.weight)  # replaced: what was stacked is old
         again.model.layers[0].mlp.up_proj.weight *= 2
-        torch.testing.assert_close(ours(tokens).logits, again(tokens).logits, rtol=1e-4, atol=1e-5)
+        same(again)
 
 
 @pytest.mark.parametrize("operations", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -102,14 +103,17 @@ def test_what_our_attention_lacks_is_refused(models, tokens, monkeypatch):
     masks = transformers.masking_utils.create_causal_mask  # which benchmarks.steps replaces
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", masks)
     _, ours = models
-    padded = (torch.arange(17, device=tokens.device) > 2).long().repeat(2, 1)
-    shifted = torch.arange(17, device=tokens.device) + torch.tensor([[0], [1]], device=tokens.device)
+    positions = torch.arange(17, device=tokens.device)
+    padded, shifted = (positions > 2).long().repeat(2, 1), positions + positions[:2, None]
     for keywords in (dict(attention_mask=padded), dict(use_cache=True), dict(position_ids=shifted)):
         with pytest.raises(ValueError, match="no padding, packing or cache|same positions in all rows"):
             ours(input_ids=tokens, **keywords)
     for name in ("past_key_values", "cache", "cu_seq_lens_q"):  # whichever this release has
         with pytest.raises(ValueError, match="no padding, packing or cache"):
             ours.model.layers[0].self_attn(None, None, **{name: 0})
-    prompt = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
-    first = tokens[:1, :9]  # without a padding token
-    torch.testing.assert_close(ours.generate(first, **prompt), models[0].generate(first, **prompt))
+
+
+def test_a_model_continues_a_text(models, tokens):
+    prompt, settings = tokens[:1, :9], dict(max_new_tokens=2, do_sample=False, pad_token_id=0)  # without padding
+    ours, theirs = (model.generate(prompt, **settings) for model in models)
+    torch.testing.assert_close(ours, theirs)

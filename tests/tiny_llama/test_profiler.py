@@ -1,6 +1,7 @@
 """Profiles: the ranges that name the step, its phases and its layers, the kernels of a step, and the GPU's memory."""
 
 import functools
+import itertools
 import json
 import pickle
 import re
@@ -37,49 +38,39 @@ def markers(monkeypatch):
     return lambda: " ".join(calls).replace(" )", ")")
 
 
+ROUNDING = Decimal("0.001")  # us: a trace is written in ns
+
+
 def nested(events):
-    """Ranges of a Chrome trace in the notation of ONE_STEP; fails if two overlap without one holding the other."""
+    """Slices of a row in the notation of ONE_STEP; fails if two overlap without one holding the other."""
     text, ends = "", []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        while ends and ends[-1] <= event["ts"]:
+        while ends and ends[-1] <= event["ts"] + ROUNDING:
             ends.pop()
             text += ")"
-        end = event["ts"] + event["dur"]
-        assert not ends or end <= ends[-1], f"{event['name']} leaves the range around it"
+        ends.append(event["ts"] + event["dur"])
+        assert ends[-1] <= min(ends) + ROUNDING, f"{event['name']} leaves the slice around it"
         text += f" ({event['name']}"
-        ends.append(end)
     return (text + ")" * len(ends)).strip()
 
 
 def read_trace(folder):
-    text = (folder / "trace.json").read_text()
-    return json.loads(text, parse_float=Decimal)["traceEvents"]  # of a float's 53 bits a time of weeks, in ns, takes 52
+    """The events of a trace, whose rows must nest: viewers drop slices that do not."""
+    # Of a float's 53 bits a time of weeks, in ns, takes 52.
+    trace = json.loads((folder / "trace.json").read_text(), parse_float=Decimal)["traceEvents"]
+    slices = sorted((e for e in trace if e.get("ph") == "X"), key=lambda e: (str(e["pid"]), str(e["tid"])))
+    for _, row in itertools.groupby(slices, lambda e: (e["pid"], e["tid"])):
+        nested(row)
+    return trace
 
 
-ROUNDING = Decimal("0.001")  # us: a trace is written in ns
+def test_slices_that_overlap_are_found():
+    def row(*spans):
+        return [dict(name="a", ts=ts, dur=end - ts) for ts, end in spans]
 
-
-def overlapping(events):
-    """Pairs of complete slices of one thread that overlap although neither holds the other: viewers drop them."""
-    pairs, around = [], {}
-    for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda event: (event["ts"], -event["dur"])):
-        end, ends = event["ts"] + event["dur"], around.setdefault((event["pid"], event["tid"]), [])
-        while ends and ends[-1][0] <= event["ts"] + ROUNDING:
-            ends.pop()
-        if ends and end > ends[-1][0] + ROUNDING:
-            pairs.append((ends[-1][1], event["name"]))
-        ends.append((end, event["name"]))
-    return pairs
-
-
-def test_overlapping_slices_are_found():
-    def slices(*rows):
-        return [dict(ph="X", pid=1, tid=tid, name=name, ts=ts, dur=end - ts) for name, tid, ts, end in rows]
-
-    nested = slices(("a", 1, 0, 10), ("b", 1, 0, 4), ("c", 1, 4, 10 + ROUNDING), ("d", 2, 5, 15), ("e", 1, 10, 11))
-    assert overlapping(nested) == []
-    assert overlapping([*nested, *slices(("f", 2, 14, 15 + 2 * ROUNDING))]) == [("d", "f")]
-    assert overlapping(slices(("a", 1, 0, 9), ("b", 1, 1, 2), ("c", 1, 3, 10))) == [("a", "c")]
+    assert nested(row((0, 10), (0, 4), (4, 10 + ROUNDING), (10, 11))) == "(a (a) (a)) (a)"
+    with pytest.raises(AssertionError):
+        nested(row((0, 9), (1, 2), (3, 9 + 2 * ROUNDING)))
 
 
 @pytest.mark.parametrize("impl", ["torch", "sdpa"])
@@ -89,7 +80,6 @@ def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
     wanted = ("step", "forward", "backward", "optimizer", "layers.")
     ranges = [e for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith(wanted)]
     assert nested(ranges) == " ".join([ONE_STEP] * 3)
-    assert overlapping(trace) == []
     # The layers of the backward pass have a row of their own: each begins in one of autograd's nodes and ends in
     # another, which no slice of that thread may do.
     ((pid, tid),) = {(e["pid"], e["tid"]) for e in trace if re.fullmatch(r"layers\.\d+ backward", e["name"])}
@@ -105,15 +95,19 @@ def test_slices_of_the_gpu_nest_too(run, tmp_path, flags):
     run("--impl", "triton", "--device", "cuda", *flags, "--profile", "profile")
     trace = read_trace(tmp_path / "profile")
     assert {"kernel", "gpu_user_annotation"} <= {event.get("cat") for event in trace}
-    assert overlapping(trace) == []
 
 
-@pytest.mark.parametrize("variable", ["ROCP_TOOL_LIBRARIES", "NV_NSIGHT_INJECTION_PORT_BASE", "LD_PRELOAD"])
-@pytest.mark.parametrize("timing, expected", [("phases", TWO_STEPS), ("step", f"(steps {TWO_STEPS})")])
-def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, timing, expected):
+TOOL = "/opt/rocm/lib/librocprofiler-sdk-tool.so"
+
+
+@pytest.mark.parametrize("variable, value, timing, expected", [
+    ("ROCP_TOOL_LIBRARIES", TOOL, "phases", TWO_STEPS), ("NV_NSIGHT_INJECTION_PORT_BASE", "1", "phases", TWO_STEPS),
+    ("LD_PRELOAD", TOOL, "step", f"(steps {TWO_STEPS})"), ("LD_PRELOAD", "/usr/lib/libjemalloc.so", "phases", ""),
+])  # fmt: skip
+def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch, variable, value, timing, expected):
     quiet = run("--timing", timing).losses
     assert markers() == ""
-    monkeypatch.setenv(variable, "/opt/rocm/lib/librocprofiler-sdk-tool.so")
+    monkeypatch.setenv(variable, value)
     assert run("--timing", timing).losses == quiet
     assert markers() == expected
 
@@ -136,29 +130,15 @@ def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers,
     assert window == f"(steps {OUTERMOST} {OUTERMOST} synchronize)"
 
 
-def test_another_preloaded_library_is_no_profiler(run, markers, monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so")
-    run()
-    assert markers() == ""
-
-
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize("flags, groups", [([], 1), ([], 2), (["--severed-autograd"], None)])
 def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, groups):
     """Of the layers of a group, and of the layers by themselves. Without autograd's history, none has a backward."""
     flags = ["--impl", "triton", "--device", "auto", "--num-steps", "1", "--warmup-steps", "0", *flags]
     monkeypatch.setattr(layer_groups, "GROUP_BYTES", 0 if groups == 2 else layer_groups.GROUP_BYTES)
-    quiet = run(*flags).losses
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
-    assert run(*flags).losses == quiet
+    run(*flags)
     assert markers() == (ONE_STEP if groups else ONE_STEP.replace(" (layers.1 backward) (layers.0 backward)", ""))
-
-
-def test_ranges_are_put_on_once(run, markers, monkeypatch, tmp_path):
-    """A profile after a run under another profiler finds them there already."""
-    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
-    run("--num-steps", "1", "--profile", "profile")
-    assert markers() == " ".join([ONE_STEP] * (1 + profiler.PROFILED_STEPS))
 
 
 @pytest.mark.gpu
@@ -176,47 +156,34 @@ def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timin
 
 def test_exposed_communication_is_what_no_work_covers():
     assert profiler.covered([]) == 0
-    assert profiler.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
-    assert profiler.covered([(0, 4), (1, 2), (3, 5)]) == 5  # one within another
+    assert profiler.covered([(0, 2), (1, 3), (5, 9), (6, 7), (8, 10)]) == 8  # overlapping, and within another
 
 
 @pytest.mark.parametrize("processes, batch_ms, exposed_ms", [(1, 9, "no such key"), (2, 9, 0.5), (2, 3, None)])
 def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, exposed_ms):
     """Messages that no work hides are told only if the profiled step, of 4 ms, was not slowed down."""
 
-    def event(name, start=0, end=0, type=DeviceType.CUDA, is_user_annotation=False):
+    def event(type, name, start=0, end=0, is_range=False):
         times = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(name=name, device_type=type, is_user_annotation=is_user_annotation, time_range=times)
+        return SimpleNamespace(name=name, device_type=type, is_user_annotation=is_range, time_range=times)
 
-    def step(at):
-        for name in ("cudaLaunchKernel", "cuLaunchKernelEx", "hipModuleLaunchKernel", "cudaMemcpyAsync", "aten::mm"):
-            yield event(name, type=DeviceType.CPU)
-        yield from (event("step", at, at + 4000, is_user_annotation=True), event("Memset (Device)", at, at + 4000))
-        for name, start, end in (("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, 4000)):
-            yield event(name, at + start, at + end)
+    def profiled(step, steps, apart):
+        assert (steps, apart) == (processes, False)
+        calls = "cudaLaunchKernel", "cuLaunchKernelEx", "hipModuleLaunchKernel", "cudaMemcpyAsync", "aten::mm"
+        events = [event(DeviceType.CPU, name) for name in calls] * steps
+        for at in range(0, 10_000 * steps, 10_000):
+            received = 4000 if at else 6000  # the first step waits for the other process's profiler
+            spans = ("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, received), ("Memset", 0, 4000)
+            events += [event(DeviceType.CUDA, name, at + start, at + end) for name, start, end in spans]
+            events.append(event(DeviceType.CUDA, "step", at, at + 4000, is_range=True))
+        return SimpleNamespace(events=lambda: events)
 
-    asked = []
     monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
-
-    def profiled(step_, steps, apart):
-        asked.append((steps, apart))
-        return SimpleNamespace(events=lambda: [e for number in range(steps) for e in step(10_000 * number)])
-
     monkeypatch.setattr(profiler, "profiled", profiled)
     gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
     counts = profiler.count_kernels(SimpleNamespace(device=gpu, processes=processes), batch_ms)
     assert counts.pop("exposed_communication_ms", "no such key") == exposed_ms
-    assert counts == {"kernels": 3, "launches": 3} and asked == [(processes, False)]
-
-
-def test_memory_is_recorded_in_steps_of_its_own(monkeypatch, tmp_path):
-    calls = []
-    step = SimpleNamespace(run=lambda: calls.append("step"))
-    memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **kwargs: calls.append(enabled))
-    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
-    profiler.record_memory(step, tmp_path / "memory_snapshot.pickle", 2)
-    assert calls == ["all", "step", "step", str(tmp_path / "memory_snapshot.pickle"), None]
+    assert counts == {"kernels": 3, "launches": 3}
 
 
 @pytest.mark.gpu
