@@ -32,7 +32,7 @@ from measure.accuracy import compare  # noqa: E402
 from measure.command_line import Parser, program  # noqa: E402
 from measure.device import kernel_device  # noqa: E402
 from measure.results import header, write_json  # noqa: E402
-from measure.timing import Bench, copy_calls  # noqa: E402
+from measure.timing import Bench, measure_ceilings  # noqa: E402
 from offline.architectures import CHIPS, occupancy  # noqa: E402
 from tiny_llama import hardware  # noqa: E402
 
@@ -46,18 +46,6 @@ CASES = {  # {of --only: title, cases of benchmarks.kernels, their arguments}
     "attention": ("Attention", kernels.attention_cases, "batch_size seq_len num_heads num_kv_heads head_dim"),
     "cross-entropy": ("Cross-Entropy", kernels.cross_entropy_cases, "tokens_per_step vocab_size"),
 }
-
-
-def measure_ceilings(bench):
-    """Return {"GB/s", "TFLOP/s"}, the ceilings of this device: the best of three measurements."""
-    copies, moved = copy_calls(bench, 2**28 if bench.on_gpu else 2**23)  # more than any cache holds
-    size = 8192 if bench.on_gpu else 1024
-    product = functools.partial(torch.mm, bench.randn(size, size), bench.randn(size, size))
-    copy_us, product_us = (min(bench.microseconds(calls) for _ in range(3)) for calls in (copies, [product]))
-    return {
-        "GB/s": moved / copy_us / 1e3,
-        "TFLOP/s": 2 * size**3 / product_us / 1e6,
-    }
 
 
 def figures(bench, call):

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import tiny_llama_v3 as llama
+from exercises import memory_counts
 from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
-from exercises.performance_debugging import measured
 from exercises.probe import observed_by
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.results import describe
 from measure.tables import number, text_table
-from measure.timing import Bench, in_turns
+from measure.timing import Bench, in_turns, measure_ceilings
 
 LINE = 128  # bytes of a cache line
 TURNS = 3
@@ -152,9 +152,9 @@ def timed(case, launches, calls):
 
 def bound_us(moved, flop, dtype):
     """Return the name of the bound on this card, and its time."""
-    reached = measured.ceilings(llama.Config(use_amp=dtype == torch.bfloat16), llama.select_device("auto"))
-    memory, arithmetic = moved / reached["bytes_per_second"], flop / reached["flop_per_second"]
-    return "memory" if memory > arithmetic else "arithmetic", max(memory, arithmetic) * 1e6
+    reached = measure_ceilings(Bench(llama.select_device("auto")), dtype)
+    memory, arithmetic = moved / reached["GB/s"] / 1e3, flop / reached["TFLOP/s"] / 1e6
+    return "memory" if memory > arithmetic else "arithmetic", max(memory, arithmetic)
 
 
 class CountOperators(TorchFunctionMode):
@@ -176,8 +176,6 @@ class CountOperators(TorchFunctionMode):
 
 def counted(call):
     """Return what a call moves and multiplies in the interpreter: bytes, lines or None for operators, products."""
-    from exercises.performance_debugging import memory_counts
-
     with observed_by(counts := memory_counts.Counts()), CountOperators() as operators:
         call()
     kernels = counts.kernels.values()

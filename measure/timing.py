@@ -115,6 +115,18 @@ def copy_calls(bench, elements):
     return [functools.partial(torch.neg, x, out=y) for x, y in sets], 2 * sets[0][0].nbytes
 
 
+def measure_ceilings(bench, dtype=None):
+    """Return {"GB/s", "TFLOP/s"} of a copy and of a large product in a dtype: the best of three measurements."""
+    copies, moved = copy_calls(bench, 2**28 if bench.on_gpu else 2**23)  # more than any cache holds
+    size = 8192 if bench.on_gpu else 1024
+    product = functools.partial(torch.mm, *(bench.randn(size, size, dtype=dtype) for _ in range(2)))
+    copy_us, product_us = (min(bench.microseconds(calls) for _ in range(3)) for calls in (copies, [product]))
+    return {
+        "GB/s": moved / copy_us / 1e3,
+        "TFLOP/s": 2 * size**3 / product_us / 1e6,
+    }
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Many calls, on the host's clock
 

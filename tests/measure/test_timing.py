@@ -123,3 +123,11 @@ def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(
     assert all(compiled()(x).equal(2 * x) for x in xs)
     with pytest.raises(FailOnRecompileLimitHit):
         list(map(compiled(), xs))
+
+
+def test_ceilings_by_hand(monkeypatch):
+    times = iter([2000.0, 1000.0, 3000.0, 600.0, 500.0, 800.0])  # us; the best of three counts
+    monkeypatch.setattr(timing.Bench, "microseconds", lambda bench, calls: next(times))
+    ceilings = timing.measure_ceilings(timing.Bench(llama.get_device("cpu")))
+    assert ceilings["GB/s"] == pytest.approx(2 * 4 * 2**23 / 1e-3 / 1e9)
+    assert ceilings["TFLOP/s"] == pytest.approx(2 * 1024**3 / 500e-6 / 1e12)

@@ -69,14 +69,6 @@ def test_a_rate_is_the_work_over_the_time_and_its_share_that_of_the_ceiling(monk
         assert line in out and "  Speedup: 1.50x\n" in out
 
 
-def test_ceilings_by_hand(monkeypatch):
-    times = iter([2000.0, 1000.0, 3000.0, 600.0, 500.0, 800.0])  # us; the best of three counts
-    monkeypatch.setattr(program.Bench, "microseconds", lambda bench, calls: next(times))
-    ceilings = program.measure_ceilings(program.Bench(llama.get_device("cpu")))
-    assert ceilings["GB/s"] == pytest.approx(2 * 4 * 2**23 / 1e-3 / 1e9)
-    assert ceilings["TFLOP/s"] == pytest.approx(2 * 1024**3 / 500e-6 / 1e12)
-
-
 def test_a_wrong_kernel_is_found(run, monkeypatch):
     forward = llama.rmsnorm_forward
 

@@ -43,11 +43,11 @@ class FakeBench:
 @pytest.fixture
 def timing(monkeypatch):
     """A GPU without a clock, and what it reaches."""
-    reached = {"bytes_per_second": 1e9, "flop_per_second": 1e15}
+    reached = {"GB/s": 1.0, "TFLOP/s": 1000.0}
     monkeypatch.setattr(own_kernels, "ON_GPU", True)
     monkeypatch.setattr(own_kernels, "Bench", FakeBench)
     monkeypatch.setattr(own_kernels, "TURNS", 1)
-    monkeypatch.setattr(own_kernels.measured, "ceilings", lambda config, device: reached)
+    monkeypatch.setattr(own_kernels, "measure_ceilings", lambda bench, dtype: reached)
     monkeypatch.setattr(torch, "compile", lambda function: function)
     return reached
 
@@ -89,7 +89,7 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, mo
     assert "torch.compile is left out: no compiler" in capsys.readouterr().out and "torch.compile" not in found
     # 8 rows of 200 elements in and out, and the weight: 13,600 bytes at 1 GB/s
     assert found["bound: memory"] == ["13.6", "1.00"] and found["yours, 64"] == ["500", "36.76"]
-    timing["bytes_per_second"], timing["flop_per_second"] = 1e15, 1e6
+    timing["GB/s"], timing["TFLOP/s"] = 1e6, 1e-6
     assert own_kernels.bound_us(13_600, 3, torch.float32) == ("arithmetic", 3.0)
     monkeypatch.setattr(llama, "torch_rmsnorm", lambda x, *rest: (x, None))
     with pytest.raises(ArithmeticError, match="wrong"):

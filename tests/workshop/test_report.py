@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 import tiny_llama_v3 as llama
-from exercises.performance_debugging import cards, measured, pictures, report
+from exercises.performance_debugging import cards, pictures, report
 from exercises.performance_debugging.evidence import NotMeasured, Replay
 from measure import drawing
 from tests.workshop.summaries import SIGNS, cpu_summary, gpu_summary, laptop_summary, taking
@@ -151,14 +150,6 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where():
     assert places == ["measured", there, there, there, there.replace("fp32", "bf16"), "measured", there, there]
     page = html.unescape(report.texts(summary)["report.html"])
     assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
-
-
-def test_ceilings_by_hand(monkeypatch):
-    monkeypatch.setattr(measured, "Timer", lambda *statement, **options: SimpleNamespace(
-        blocked_autorange=lambda min_run_time: SimpleNamespace(median=0.5)))  # fmt: skip
-    reached = measured.ceilings(llama.Config(), llama.get_device("cpu"))
-    assert reached["bytes_per_second"] == 2 * 4 * 2**24 / 0.5  # read and written
-    assert reached["flop_per_second"] == 2 * 1024**3 / 0.5
 
 
 # --- the page

@@ -14,10 +14,9 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import table_of
-from exercises.performance_debugging import memory_counts, replay
+from exercises.performance_debugging import replay
 from exercises.performance_debugging.report import console
 from exercises.performance_debugging.results import kernel_figures, run_figures
-from exercises.probe import observed_by
 from profilers.readers import read_kernel_stats
 from tests.fakes import records
 from tests.workshop.summaries import RECORDED, SIGNS, WIDE, cpu_summary, gpu_summary, laptop_summary, taking
@@ -343,20 +342,3 @@ def test_a_laptop_says_of_each_observation_where_it_comes_from():
     shown = console(summary)
     assert "results/some.json" in shown and "1 broken loss, hidden 512" in shown
     assert max(map(len, shown.splitlines())) <= 100
-
-
-@pytest.mark.skipif(ON_GPU or llama.triton is None, reason="the interpreter counts, and on a GPU it may fail")
-def test_the_interpreter_counts_the_lines_that_an_emulated_gpu_does(monkeypatch):
-    """With its tile docs/emulated_counts.md has the same bytes and lines, of compiled code and twice the heads."""
-    monkeypatch.setitem(llama.ATTENTION_TILES, ("interpreter", "any", 128), ((64, 32, 4, 1),) * 4)
-    emulated = json.loads((ROOT / "benchmarks" / "results" / "emulated_counts.json").read_text())["counts"]
-    q, k, v = llama.split_heads(torch.randn(8, 64, 12 * 64), 4, 4)
-    for stage, layout in ((2, llama.badly_strided), (3, lambda x: x)):
-        counts = memory_counts.Counts()
-        with observed_by(counts):
-            llama.flash_attention_forward(q, layout(k), layout(v))
-        counted = memory_counts.figures(counts.kernels["flash_attention_kernel"].loads)
-        for arch, line_bytes in (("gfx90a", 64), ("gfx942", 128)):
-            there = emulated[arch][f"stage {stage}"]["flash_attention_kernel"]
-            assert 2 * counted["bytes"] == there["bytes"]["load"]
-            assert 2 * counted["lines"][line_bytes] == there["lines"]["load"]
