@@ -359,7 +359,7 @@ def test_every_flag_that_a_page_names_exists():
             known |= set(re.findall(FLAG, path.read_text()))
             traces = re.findall(r'"([a-z-]+-trace|[a-z]+(?:-[a-z]+)+|stats)"', path.read_text())
             known |= {f"--{name}" for name in traces} if "fakes" in path.parts else set()
-            settings = re.findall(r"^ *(\w+): \w+ = setting\(", path.read_text(), flags=re.M)
+            settings = re.findall(r"^ *(\w+): \w.* = ", path.read_text(), flags=re.M)
             known |= {f"--{name}" for name in settings} if "nanogpt_triton" in path.parts else set()
     named = {page_name(page): set(re.findall(FLAG, without_generated(page.read_text()))) for page in PAGES}
     assert not {name: flags - known for name, flags in named.items() if flags - known}
