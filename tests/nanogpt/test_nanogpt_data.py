@@ -141,16 +141,13 @@ def test_help_lists_every_key(capsys):
 def test_characters(folder):
     meta = dataset.read_meta(folder)
     tokenizer = dataset.make_tokenizer(meta)
-    tokens = {split: tokens_in(folder, split) for split in dataset.SPLITS}
-    assert tokenizer.decode(np.concatenate([tokens["train"], tokens["val"]])) == SHAKESPEARE
-    assert len(tokens["train"]) == len(SHAKESPEARE) * 9 // 10
-    assert {split: len(numbers) for split, numbers in tokens.items()} == meta["tokens"]
-    assert tokenizer.decode(tokenizer.encode("winter")) == "winter"
+    train, val = (tokens_in(folder, split) for split in dataset.SPLITS)
+    assert tokenizer.decode([*train, *val]) == SHAKESPEARE and len(train) == len(SHAKESPEARE) * 9 // 10
+    assert meta["tokens"] == {"train": len(train), "val": len(val)}
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", "meta.json", "meta.pkl"}
-    # nanoGPT reads the pickle.
-    theirs = pickle.loads((folder / "meta.pkl").read_bytes())
+    theirs = pickle.loads((folder / "meta.pkl").read_bytes())  # as nanoGPT reads it
     assert theirs["vocab_size"] == meta["vocab_size"] == len(meta["characters"])
-    assert [theirs["itos"][theirs["stoi"][character]] for character in "Now"] == list("Now")
+    assert [theirs["stoi"][character] for character in "Now"] == tokenizer.encode("Now") == train[:3].tolist()
 
 
 def test_pysource(tmp_path, monkeypatch):
@@ -196,38 +193,33 @@ def test_shakespeare_as_byte_pairs(tmp_path, text_file, tiktoken):
     assert dataset.make_tokenizer(dataset.read_meta(tmp_path)).decode([97, 50256, 50303]) == "a" + 2 * "<|endoftext|>"
 
 
-def test_documents_end_where_the_next_begins(tmp_path, tiktoken):
-    files = [tmp_path / f"{number}.txt" for number in range(5)]
-    for file in files:
-        file.write_text(f"text {file.stem}")
-    assert run_prepare("openwebtext", "--input", *files, "--output", tmp_path / "out") == 0
-    assert tokens_in(tmp_path / "out", "val").tolist() == [*b"text 4", 50256]
-    expected = sum(([*f"text {n}".encode(), 50256] for n in range(4)), [])
-    assert tokens_in(tmp_path / "out", "train").tolist() == expected
-
-
-def test_openwebtext(tmp_path, tiktoken, monkeypatch, capsys):
-    """By the library datasets; what keeps it from loading is said in a line."""
-    load = Mock(return_value=[{"text": f"text {number}"} for number in range(5)])
+@pytest.mark.parametrize("downloaded", [False, True])
+def test_documents_end_where_the_next_begins(tmp_path, tiktoken, monkeypatch, capsys, downloaded):
+    """Files of one's own, or what the library datasets has."""
+    texts = [f"text {number}" for number in range(5)]
+    load = Mock(return_value=[{"text": text} for text in texts])
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
-    assert run_prepare("openwebtext", "--output", tmp_path) == 0
-    assert dataset.read_meta(tmp_path)["tokens"] == {"train": 28, "val": 7}
-    load.side_effect = RuntimeError("Dataset scripts are no longer supported,\nbut found x.py")
-    for words in ("(RuntimeError: Dataset scripts are no longer supported", "pip install datasets"):
-        assert run_prepare("openwebtext", "--output", tmp_path) == 2
-        assert words in error_line(capsys)
-        monkeypatch.setitem(sys.modules, "datasets", None)
+    files = [tmp_path / f"{number}.txt" for number in range(5)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    flags = [] if downloaded else ["--input", *files]
+    assert run_prepare("openwebtext", *flags, "--output", tmp_path / "out") == 0
+    assert tokens_in(tmp_path / "out", "val").tolist() == [*b"text 4", 50256]
+    assert tokens_in(tmp_path / "out", "train").tolist() == sum(([*text.encode(), 50256] for text in texts[:4]), [])
 
 
-def test_without_tiktoken_or_network(tmp_path, text_file, monkeypatch, capsys):
-    no_network = types.SimpleNamespace(get_encoding=Mock(side_effect=ConnectionError("no route")))
-    for library, words in ((None, "pip install tiktoken"), (no_network, "TIKTOKEN_CACHE_DIR")):
-        monkeypatch.setitem(sys.modules, "tiktoken", library)
-        assert run_prepare("shakespeare", "--input", text_file, "--output", tmp_path) == 2
-        assert words in error_line(capsys)
+@pytest.mark.parametrize("name, library, failing, words", [
+    ("openwebtext", "datasets", Mock(load_dataset=Mock(side_effect=RuntimeError("No\nmore"))), "(RuntimeError: No):"),
+    ("openwebtext", "datasets", None, "pip install datasets"),
+    ("shakespeare", "tiktoken", None, "pip install tiktoken"),
+    ("shakespeare", "tiktoken", Mock(get_encoding=Mock(side_effect=ConnectionError("no"))), "TIKTOKEN_CACHE_DIR"),
+    ("shakespeare_char", "tiktoken", None, "--input FILE"),
+])  # fmt: skip
+def test_without_library_or_network(tmp_path, tiktoken, monkeypatch, capsys, name, library, failing, words):
     monkeypatch.setattr(preparing, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
-    assert run_prepare("shakespeare_char", "--output", tmp_path / "out") == 2
-    assert "--input FILE" in error_line(capsys) and not list((tmp_path / "out").iterdir())
+    monkeypatch.setitem(sys.modules, library, failing)
+    assert run_prepare(name, "--output", tmp_path / "out") == 2 and words in error_line(capsys)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\xff", b"x"])
@@ -269,27 +261,31 @@ def batches(folder, split="train", block_size=16, seed=1):
 
 
 def test_batches_are_windows_of_the_data(folder):
-    first, again = batches(folder), batches(folder)
+    first = batches(folder)
     inputs, targets = first[3]
     assert inputs.shape == targets.shape == (4, 16) and inputs.dtype == np.int64
     assert (inputs[:, 1:] == targets[:, :-1]).all()
     whole = tokens_in(folder, "train").tobytes()
     assert all(row.astype(dataset.TOKEN).tobytes() in whole for row in inputs)
-    assert (again[3][0] == inputs).all()
-    assert not (first[4][0] == inputs).all() and not (batches(folder, seed=2)[3][0] == inputs).all()
-    # Every window can be drawn, and the splits draw apart.
-    last = batches(folder, "val", block_size=len(tokens_in(folder, "val")) - 1)[0]
-    assert (last[1][0] == tokens_in(folder, "val")[1:]).all()
-    (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
-    assert not (batches(folder, "val")[3][0] == inputs).all()
+    # The last token can be drawn; a batch follows from number, seed and split.
+    _, last = batches(folder, "val", block_size=len(tokens_in(folder, "val")) - 1)[0]
+    assert (last[0] == tokens_in(folder, "val")[1:]).all()
+    (folder / "val.bin").write_bytes(whole)
+    others = first[4], batches(folder, seed=2)[3], batches(folder, "val")[3]
+    assert (batches(folder)[3][0] == inputs).all() and not any((other == inputs).all() for other, _ in others)
 
 
-@pytest.mark.parametrize("content", [None, b"odd", b"", b"\0" * 32])
-def test_data_that_is_missing_damaged_or_too_short(tmp_path, content):
+@pytest.mark.parametrize("name, content", [
+    ("train.bin", None), ("train.bin", b"odd"), ("train.bin", b""), ("train.bin", b"\0" * 32), ("meta.json", b"{"),
+    ("meta.pkl", b""), ("meta.pkl", b"\x80"), ("meta.pkl", pickle.dumps(3)), ("meta.pkl", pickle.dumps({"itos": {}})),
+])  # fmt: skip
+def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
+    """Or too short for a batch."""
     if content is not None:
-        (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(UsageError, match="train.bin cannot be used .*: run python .*prepare.py"):
-        batches(tmp_path)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name} cannot be used .*: run python .*prepare.py") as error:
+        batches(tmp_path) if name == "train.bin" else dataset.read_meta(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 NANOGPT = dict(vocab_size=3, itos={0: "\n", 1: "a", 2: "b"}, stoi={"\n": 0, "a": 1, "b": 2})
@@ -323,17 +319,6 @@ def test_a_pickle_runs_no_code(tmp_path, monkeypatch, payload, protocol):
     with pytest.raises(UsageError, match=r"meta.pkl cannot be used \(UnpicklingError: it names "):
         dataset.read_meta(tmp_path)
     assert not Path("touched").exists()
-
-
-@pytest.mark.parametrize("name, content", [
-    ("meta.json", b"{"), ("meta.pkl", b""), ("meta.pkl", pickle.dumps(NANOGPT)[:-5]), ("meta.pkl", pickle.dumps(3)),
-    ("meta.pkl", pickle.dumps({"vocab_size": 3})),
-])  # fmt: skip
-def test_a_damaged_meta_is_refused(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=f"{name} cannot be used") as error:
-        dataset.read_meta(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_unknown_dataset_lists_ours():

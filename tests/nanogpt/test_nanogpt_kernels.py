@@ -119,28 +119,24 @@ def test_mixed_types_under_autocast(randn, device, compiled):
     assert [t.dtype for t in outputs] == [torch.float32, torch.bfloat16]
 
 
-def test_one_of_both_gradients(randn):
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_both_gradients(randn, used):
     """What comes after the norm may be unused, and so may the sum."""
-    x, branch, weight = randn(3, 48).requires_grad_(), randn(3, 48).requires_grad_(), randn(48)
-    upstream = randn(3, 48)
-    residual, _ = triton_add_layer_norm(x, branch, weight)
-    residual.backward(upstream)
-    torch.testing.assert_close(x.grad, upstream)
-    torch.testing.assert_close(branch.grad, upstream)
-    x.grad = None
-    triton_add_layer_norm(x, branch, weight)[1].backward(upstream)
-    exact = test_kernels.run(normalized(reference), [x, branch, weight, None], [upstream], torch.float64)
-    torch.testing.assert_close(x.grad.double(), exact[1], rtol=1e-5, atol=1e-5)
+    inputs, upstream = [randn(3, 48), randn(3, 48), randn(48), randn(48)], [randn(3, 48)]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    triton_add_layer_norm(*leaves)[used].backward(*upstream)
+    exact = [t.double().requires_grad_() for t in inputs]
+    reference(*exact)[used].backward(upstream[0].double())
+    for actual, expected in zip(leaves, exact, strict=True):
+        grad = torch.zeros_like(expected) if expected.grad is None else expected.grad
+        torch.testing.assert_close(actual.grad.double(), grad, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_are_the_same_bits_every_time(randn):
-    rows = 301 if ON_GPU else 37
-    x, weight, bias, y_grad = randn(rows, 200), randn(200), randn(200), randn(rows, 200)
-    results = []
-    for _ in range(3):
-        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        results.append(torch.autograd.grad(triton_layer_norm(*inputs), inputs, y_grad))
-    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+    x, y_grad = (randn(301 if ON_GPU else 37, 200) for _ in range(2))
+    inputs = [t.requires_grad_() for t in (x, randn(200), randn(200))]
+    first, *others = (torch.autograd.grad(triton_layer_norm(*inputs), inputs, y_grad) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("dynamic, with_branch", [
@@ -179,12 +175,11 @@ def test_no_second_derivative(randn):
         grad.sum().backward()
 
 
-def test_function_takes_the_arguments_of_layer_norm(randn):
+@pytest.mark.parametrize("function", [triton_layer_norm, TritonLayerNorm.apply])
+def test_a_function_takes_the_arguments_of_layer_norm(randn, function):
     x, weight, bias = randn(3, 32), randn(32), randn(32)
-    expected = F.layer_norm(x, (32,), weight, bias)
-    torch.testing.assert_close(TritonLayerNorm.apply(x, weight, bias), expected)
-    torch.testing.assert_close(TritonLayerNorm.apply(x, weight), F.layer_norm(x, (32,), weight))
-    torch.testing.assert_close(triton_layer_norm(x, weight, bias, eps=0.5), F.layer_norm(x, (32,), weight, bias, 0.5))
+    for given in ([weight, bias], [weight], [weight, bias, 0.5]):
+        torch.testing.assert_close(function(x, *given), F.layer_norm(x, (32,), *given))
 
 
 def test_falls_back_and_says_so_once(monkeypatch, randn):

@@ -11,7 +11,8 @@ from nanogpt_triton.dataset import BytePairs  # noqa: E402
 
 
 def prepare(options):
-    write_texts(options.output, shakespeare(options), BytePairs())
+    tokenizer = BytePairs()  # before the download, which is of no use without it
+    write_texts(options.output, shakespeare(options), tokenizer)
 
 
 if __name__ == "__main__":
