@@ -98,15 +98,15 @@ class PlainUnpickler(pickle.Unpickler):
 def read_meta(folder):
     """Return what the .bin files of a folder hold: {tokenizer, vocab_size} and, of characters, which they are."""
     ours, theirs = folder / "meta.json", folder / "meta.pkl"
-    if ours.exists():
-        with reading(ours, remedy(folder)):
+    with reading(folder, remedy(folder)):
+        if ours.exists():
             return json.loads(ours.read_text(encoding="utf-8"))
-    # nanoGPT describes characters by a pickle, and GPT-2's tokens not at all.
-    if not theirs.exists():
-        return BytePairs.meta
-    with reading(theirs, remedy(folder)), open(theirs, "rb") as file:
-        content = PlainUnpickler(file).load()
-        return Characters("".join(content["itos"][number] for number in range(content["vocab_size"]))).meta
+        # nanoGPT describes characters by a pickle, and GPT-2's tokens not at all.
+        if theirs.exists():
+            with open(theirs, "rb") as file:
+                content = PlainUnpickler(file).load()
+            return Characters("".join(content["itos"][number] for number in range(content["vocab_size"]))).meta
+    return BytePairs.meta
 
 
 def make_tokenizer(meta):

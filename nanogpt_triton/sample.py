@@ -5,6 +5,8 @@
     python sample.py --out_dir=out --start=FILE:prompt.txt
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --max_new_tokens=100
 
+It takes the keys of train.py as well, of which device, dtype, layer_norm, seed, out_dir and data_dir count here.
+
 Exit codes: 0 done, 2 the request cannot be met (one line says why), 130 interrupted, 141 the pipe of the output was
 closed.
 """
@@ -20,7 +22,7 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
-from nanogpt_triton import checkpoint  # noqa: E402
+from nanogpt_triton import checkpoint, train  # noqa: E402
 from nanogpt_triton.configurator import Count, configure  # noqa: E402
 from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_meta, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES  # noqa: E402
@@ -28,19 +30,13 @@ from nanogpt_triton.train import DTYPES, preferred_attention, select_device, sel
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(train.Settings):
     init_from: Literal[("resume", *GPT2_SIZES)] = "resume"  # a checkpoint in out_dir, or OpenAI's weights
-    out_dir: str = "out"  # folder of the checkpoint
-    data_dir: str = ""  # where the folder of its dataset lies, if the checkpoint does not hold its characters
     start: str = "\n"  # the text to go on from, or FILE:name for that of a file
     num_samples: Count = 10  # texts
     max_new_tokens: Count = 500  # of each
     temperature: float = 0.8  # below 1 more predictable, above 1 more random
     top_k: int = 200  # draw from the most likely tokens only; 0: from all
-    seed: int = 1337  # of the draws
-    layer_norm: Literal["auto", "triton", "torch"] = "auto"  # whose code; auto: Triton's if it runs
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu
-    dtype: Literal[("auto", *DTYPES)] = "auto"  # of autocast; auto: bfloat16 or float16 on a GPU
     compile: bool = False  # torch.compile the model
 
 

@@ -356,7 +356,7 @@ def train(argv, world):
         trainer.settle()
         if trainer.iteration > start:
             trainer.save(checkpoint.NAME if settings.always_save_checkpoint else checkpoint.INTERRUPTED)
-        print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here", flush=True)
+            print(f"interrupted after iteration {trainer.iteration - 1}; --init_from=resume goes on from here")
         return 130
 
 

@@ -1,6 +1,7 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -21,10 +22,11 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from measure.command_line import Failure
 from nanogpt_triton import bench, checkpoint, sample, train
 from nanogpt_triton import model as gpt
 from nanogpt_triton.configurator import configure
-from nanogpt_triton.dataset import Batches, Characters, write_dataset
+from nanogpt_triton.dataset import Batches, BytePairs, Characters, write_dataset
 from nanogpt_triton.model import GPT, GPTConfig
 from tiny_llama.distributed import World
 from tiny_llama_v3 import UsageError
@@ -84,35 +86,29 @@ def draw(out_dir, *flags):
 
 
 @pytest.fixture(scope="module")
-def long_run(data_dir, tmp_path_factory):
+def whole(data_dir, tmp_path_factory):
+    """whole(**settings): the folder and the output of a run that was not interrupted."""
+
+    @functools.cache
+    def run_whole(**settings):
+        folder, out = tmp_path_factory.mktemp("whole"), io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert run(data_dir, folder, **settings) == 0
+        return folder, out.getvalue()
+
+    return run_whole
+
+
+@pytest.fixture
+def long_run(whole):
     """The folder and the output of a run that has learned the alphabet."""
-    folder, out = tmp_path_factory.mktemp("long"), io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert run(data_dir, folder, max_iters=60, lr_decay_iters=60, eval_interval=20, dropout=0.0) == 0
-    return folder, out.getvalue()
+    return whole(max_iters=60, lr_decay_iters=60, eval_interval=20, dropout=0.0)
 
 
 @pytest.fixture
 def trained(long_run, tmp_path):
     """A copy of the long run's folder."""
     return shutil.copytree(long_run[0], tmp_path / "trained")
-
-
-@pytest.fixture(scope="module")
-def whole(data_dir, tmp_path_factory):
-    """whole(dtype, ...): the folder and the output of a run that was not interrupted."""
-    runs = {}
-
-    def of(**settings):
-        key = str(settings)
-        if key not in runs:
-            folder, out = tmp_path_factory.mktemp("whole"), io.StringIO()
-            with contextlib.redirect_stdout(out):
-                assert run(data_dir, folder, **settings) == 0
-            runs[key] = folder, out.getvalue()
-        return runs[key]
-
-    return of
 
 
 def saved(folder):
@@ -125,18 +121,14 @@ def change(folder, *without, **fields):
     torch.save({name: value for name, value in state.items() if name not in without}, folder / checkpoint.NAME)
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else a == b
-
-
 def assert_same_state(*folders):
-    """Two checkpoints have the same bits, but for the settings."""
-    one, two = ({**saved(folder), "config": None} for folder in folders)
-    assert one.keys() == two.keys() and [name for name in one if not same(one[name], two[name])] == []
+    """Weights, optimizer and the rest of two checkpoints have the same bits."""
+    one, two = map(saved, folders)
+    for state in (one, two):
+        state["optimizer"] = state["optimizer"]["state"]
+    numbers = "model", "optimizer", "scaler", "iter_num", "best_val_loss"
+    torch.testing.assert_close(*({name: state[name] for name in numbers} for state in (one, two)), rtol=0, atol=0)
+    assert one["meta"] == two["meta"] and one["model_args"] == two["model_args"]
 
 
 def evaluations(text):
@@ -392,7 +384,8 @@ def test_processes_share_the_batches_and_draw_their_own_dropout(data_dir, tmp_pa
     monkeypatch.setattr(train, "wrap_for_processes", lambda model, device: model)
     monkeypatch.setattr(World, "any", lambda self, flag: flag)
     seeds, trainers = set(), [make_trainer(data_dir, tmp_path, *place) for place in ((0, 1), (0, 2), (1, 2))]
-    assert same(*(trainer.raw_model.state_dict() for trainer in trainers[1:]))
+    weights = [trainer.raw_model.state_dict() for trainer in trainers]
+    torch.testing.assert_close(weights[1:], weights[:-1], rtol=0, atol=0)
     fetched = []
 
     def step(*given):
@@ -434,24 +427,14 @@ def test_a_run_learns_and_its_model_writes(long_run, capsys):
 def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(data_dir, tmp_path, capsys, monkeypatch, ticking):
     """Iteration n takes n + 1 seconds here, and an evaluation 100, which count in no line."""
     step, evaluate = train.Trainer.step, train.Trainer.evaluate
-
-    def slow_step(self):
-        ticking(self.iteration + 1)
-        return step(self)
-
-    def slow_evaluation(self):
-        ticking(100)
-        return evaluate(self)
-
-    monkeypatch.setattr(train.Trainer, "step", slow_step)
-    monkeypatch.setattr(train.Trainer, "evaluate", slow_evaluation)
+    monkeypatch.setattr(train.Trainer, "step", lambda self: ticking(self.iteration + 1) or step(self))
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: ticking(100) or evaluate(self))
     monkeypatch.setattr(GPT, "estimate_mfu", lambda self, sequences, seconds: 0.5 / seconds)
     assert run(data_dir, tmp_path, log_interval=3, eval_interval=5, max_iters=10) == 0
     lines = re.findall(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms, mfu ([\d.]+)%$", capsys.readouterr().out, re.M)
     # The means of 1; of 2, 3, 4; of 6, 7 after the evaluation before iteration 5; of 8, 9, 10.
-    seconds = {0: 1.0, 3: 3.0, 6: 6.5, 9: 9.0}
-    assert [(int(number), float(time)) for number, time, _ in lines] == [(n, 1e3 * s) for n, s in seconds.items()]
-    assert [float(mfu) for *_, mfu in lines] == pytest.approx([50 / s for s in seconds.values()], abs=0.01)
+    means = ("0", "1000.00", "50.00"), ("3", "3000.00", "16.67"), ("6", "6500.00", "7.69"), ("9", "9000.00", "5.56")
+    assert lines == list(means)
 
 
 def test_the_best_validation_loss_decides(data_dir, tmp_path, monkeypatch, capsys):
@@ -554,12 +537,10 @@ def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, capsys, monkey
 
 
 def test_reports_to_wandb(data_dir, tmp_path, monkeypatch):
-    wandb = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Mock())
     assert run(data_dir, tmp_path, wandb_log=True) == 0
     reported = [call.args[0] for call in wandb.log.call_args_list]
-    assert [values["iter"] for values in reported if values["mfu"] > 0] == [4, 8, 12]
-    assert all(values["val/loss"] > 0 and values["lr"] > 0 for values in reported)
+    assert [values["iter"] for values in reported if values["mfu"] > 0 and values["val/loss"] > 0] == [4, 8, 12]
 
 
 @pytest.mark.parametrize("flags, shown", [
@@ -578,22 +559,19 @@ def test_bench_times_or_records(data_dir, tmp_path, capsys, monkeypatch, flags, 
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path, calls = tmp_path / checkpoint.NAME, []
-    for name in ("fsync", "replace"):
-        call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: calls.append(name) or call(*given))
-    state = {"model": {}, "model_args": vars(CONFIG), "iter_num": 1}
-    checkpoint.save(path, state)
-    assert calls == ["fsync", "replace"]  # it is on disk before it gets its name
-
-    def full_disk(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(Exception, match="No space left on device") as error:
+    path, calls = tmp_path / checkpoint.NAME, Mock()
+    calls.fsync.side_effect, calls.replace.side_effect = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", calls.fsync)
+    monkeypatch.setattr(os, "replace", calls.replace)
+    checkpoint.save(path, {"model": {}, "model_args": vars(CONFIG), "iter_num": 1})
+    assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace"]  # it is on disk before it gets its name
+    monkeypatch.setattr(torch, "save", lambda state, file: file.write(b"half") and file.fileno() and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         checkpoint.save(path, {})
-    assert error.value.exit_code == 2
+    calls.fsync.side_effect = OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", lambda state, file: None)
+    with pytest.raises(Failure, match="No space left on device"):
+        checkpoint.save(path, {})
     assert checkpoint.load(path)["iter_num"] == 1 and list(tmp_path.iterdir()) == [path]
 
 
@@ -672,13 +650,11 @@ def test_a_checkpoint_of_nanogpt_names_its_characters_by_their_folder(tmp_path, 
     assert draw(trained, f"--data_dir={tmp_path}") == 2
 
 
-@pytest.mark.parametrize("vocab_size, code", [(50256, 2), (50257, 0), (50304, 0), (50321, 2)])
-def test_weights_for_gpt2_s_tokens(tmp_path, capsys, monkeypatch, vocab_size, code):
-    monkeypatch.setattr(sample, "make_tokenizer", lambda meta: Characters("".join(map(chr, range(meta["vocab_size"])))))
-    arguments = dict(vocab_size=vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=4, bias=False)
-    state = {"model": GPT(GPTConfig(**arguments), "torch").state_dict(), "model_args": arguments}
-    torch.save(state | {"iter_num": 1, "config": {"dataset": "web"}}, tmp_path / checkpoint.NAME)
-    assert draw(tmp_path) == code
+@pytest.mark.parametrize("vocab_size, fits", [(50256, False), (50257, True), (50304, True), (50321, False)])
+def test_weights_for_gpt2_s_tokens(vocab_size, fits):
+    """Their number may have been padded to a multiple of 64."""
+    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="made for other tokens"):
+        checkpoint.check_tokens({"model_args": GPTConfig(vocab_size=vocab_size)}, BytePairs.meta)
 
 
 # --- nanoGPT itself
@@ -825,13 +801,10 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, start):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_gpu_learns_with_our_layer_norm_compiled(data_dir, tmp_path, capsys, dtype):
-    settings = dict(device="cuda", compile=True, dtype=dtype, max_iters=60, lr_decay_iters=60, eval_interval=60)
-    assert run(data_dir, tmp_path, **settings, deterministic=True) == 0
+def test_a_gpu_learns_and_resumes_with_our_layer_norm_compiled(data_dir, tmp_path, capsys, dtype):
+    settings = dict(device="cuda", compile=True, dtype=dtype, lr_decay_iters=60, eval_interval=20, deterministic=True)
+    for name, changes in (("whole", {}), ("cut", dict(max_iters=20)), ("cut", dict(init_from="resume"))):
+        assert run(data_dir, tmp_path / name, **settings | dict(max_iters=60) | changes) == 0
     out = capsys.readouterr().out
-    assert "using Triton-accelerated LayerNorm" in out
-    assert list(evaluations(out).values())[-1][1] < 1.0
-    first = saved(tmp_path)
-    for changes in (dict(max_iters=20), dict(init_from="resume")):
-        assert run(data_dir, tmp_path, **settings | dict(deterministic=True) | changes) == 0
-    assert same(saved(tmp_path)["model"], first["model"])
+    assert "using Triton-accelerated LayerNorm" in out and evaluations(out)[60][1] < 1.0
+    assert_same_state(tmp_path / "whole", tmp_path / "cut")
