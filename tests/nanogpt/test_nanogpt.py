@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -186,17 +185,6 @@ def test_logits_and_loss_are_those_of_gpt2(monkeypatch):
     assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5) and ours.config.dropout == 0.3
 
 
-@pytest.mark.parametrize(
-    "failure, words", [(OSError("none\nCheck it"), r"OSError: none\): .* HF_HOME"), (None, "pip install")]
-)
-def test_pretrained_weights_that_cannot_be_had(monkeypatch, failure, words):
-    library = Mock()
-    library.GPT2LMHeadModel.from_pretrained.side_effect = failure
-    monkeypatch.setitem(sys.modules, "transformers", library if failure else None)
-    with pytest.raises(UsageError, match=words):
-        GPT.from_pretrained("gpt2")
-
-
 @pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_acts_in_training_only(place):
     model = make_model()
@@ -223,17 +211,15 @@ def test_layer_norm_changes_neither_loss_nor_gradients(capsys, bias):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_made_without_a_device_decides_by_its_tensors(monkeypatch):
+@pytest.mark.parametrize("device, on_gpu, used", [
+    (None, True, "triton"), (None, False, "torch"), ("cpu", True, "torch"),
+])  # fmt: skip
+def test_a_model_made_without_a_device_decides_by_its_tensors(monkeypatch, device, on_gpu, used):
     """Scripts of nanoGPT's make it first and move it then."""
-    monkeypatch.setattr(gpt, "triton_add_layer_norm", lambda *tensors: "triton")
+    monkeypatch.setattr(gpt, "triton_add_layer_norm", lambda *tensors: (None, "triton"))
     monkeypatch.setattr(gpt.F, "layer_norm", lambda *given: "torch")
     monkeypatch.setattr(gpt, "TRITON_AVAILABLE", True)
-    chosen = {}
-    for device in (None, "cpu"):
-        norm = GPT(CONFIG, device=device).transformer.ln_f
-        for on_gpu in (True, False):
-            chosen[device, on_gpu] = norm(Mock(is_cuda=on_gpu))[-6:]
-    assert [result == "triton" for result in chosen.values()] == [True, False, False, False]
+    assert GPT(CONFIG, device=device).transformer.ln_f(Mock(is_cuda=on_gpu))[1] == used
 
 
 def test_every_weight_gets_a_gradient_and_matrices_decay():
@@ -382,23 +368,14 @@ def test_evaluation_is_the_mean_over_its_batches(data_dir, tmp_path):
 
 def test_processes_share_the_batches_and_draw_their_own_dropout(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "wrap_for_processes", lambda model, device: model)
-    monkeypatch.setattr(World, "any", lambda self, flag: flag)
-    seeds, trainers = set(), [make_trainer(data_dir, tmp_path, *place) for place in ((0, 1), (0, 2), (1, 2))]
+    trainers = [make_trainer(data_dir, tmp_path, *place) for place in ((0, 1), (0, 2), (1, 2))]
     weights = [trainer.raw_model.state_dict() for trainer in trainers]
     torch.testing.assert_close(weights[1:], weights[:-1], rtol=0, atol=0)
-    fetched = []
-
-    def step(*given):
-        seeds.add(torch.initial_seed())
-        fetched.append([number for _, number in given[3]])
-
-    for trainer in trainers:
-        monkeypatch.setattr(trainer, "fetch", lambda batches, number: (batches, number))
-    monkeypatch.setattr(train, "optimizer_step", step)
-    for _, trainer in itertools.product(range(2), trainers):
-        trainer.step()
-    assert fetched == [[0, 1], [0], [1], [2, 3], [2], [3]]
-    assert len(seeds) == 4  # of two iterations and two ranks
+    monkeypatch.setattr(train.Trainer, "fetch", lambda self, batches, number: number)
+    monkeypatch.setattr(train, "optimizer_step", lambda *given: (list(given[3]), torch.initial_seed()))
+    steps = [trainer.step() for _ in range(2) for trainer in trainers]
+    assert [numbers for numbers, _ in steps] == [[0, 1], [0], [1], [2, 3], [2], [3]]
+    assert len({seed for _, seed in steps}) == 4  # of two iterations and two ranks
     with pytest.raises(UsageError, match="gradient_accumulation_steps=3 is not divisible by 2"):
         make_trainer(data_dir, tmp_path, 0, 2, gradient_accumulation_steps=3)
 
@@ -412,15 +389,17 @@ def test_a_run_learns_and_its_model_writes(long_run, capsys):
     assert len(val) == 4 and val[0] == pytest.approx(math.log(27), abs=0.1) and val[-1] < 1.0
     assert list(losses_of(out)) == list(range(61))  # as nanoGPT counts
     assert "using PyTorch's LayerNorm" in out and "tokens per iteration will be: 128" in out
-    capsys.readouterr()
     assert draw(folder, "--start=abc", "--num_samples=2", "--max_new_tokens=30") == 0
-    texts = capsys.readouterr().out.split("---------------\n")
-    assert texts[0].endswith("abcdefghijklmnopqrstuvwxyz abcdef\n") and len(texts) == 3
+    *texts, end = capsys.readouterr().out.split("---------------\n")
+    assert [text.split("\n")[-2] for text in texts] == 2 * ["abcdefghijklmnopqrstuvwxyz abcdef"] and end == ""
     assert draw(folder, "--start=A") == 2 and "no character 'A'" in error_line(capsys)
+
+
+def test_draws_follow_from_the_seed(long_run, capsys):
     texts = []
     for seed in (1, 1, 2):
-        assert draw(folder, "--max_new_tokens=20", "--top_k=0", "--temperature=9", f"--seed={seed}") == 0
-        texts.append(capsys.readouterr().out.partition("seed = ")[2][2:])
+        assert draw(long_run[0], "--max_new_tokens=20", "--top_k=0", "--temperature=9", f"--seed={seed}") == 0
+        texts.append(capsys.readouterr().out.splitlines()[-2])
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -595,13 +574,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
     with pytest.raises(UsageError, match=f"{path} cannot be used") as error:
         checkpoint.load(path)
     assert "\n" not in str(error.value) and not (tmp_path / "evil").exists()
-
-
-@pytest.mark.parametrize("fields", [dict(optimizer={"state": {}}), dict(model={"weight": torch.ones(3)})])
-def test_a_checkpoint_of_another_model_is_refused(data_dir, trained, capsys, fields):
-    change(trained, **fields)
-    assert run(data_dir, trained, init_from="resume", dtype="float16") == 2
-    assert "ckpt.pt cannot be used" in error_line(capsys)
 
 
 def test_checkpoints_of_nanogpt_and_for_it(data_dir, trained, capsys):

@@ -144,6 +144,7 @@ def test_gradients_are_the_same_bits_every_time(randn):
     pytest.param(False, False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_compiled_without_a_graph_break(randn, dynamic, with_branch):
+    """One compilation serves all numbers of rows where they are dynamic."""
     torch._dynamo.reset()
 
     def model(x, branch, weight, bias):
@@ -151,15 +152,14 @@ def test_compiled_without_a_graph_break(randn, dynamic, with_branch):
         return triton_add_layer_norm(residual, torch.cos(y), weight, None)
 
     backend = CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
-    compilations = []
-    for rows in (5, 8, 11)[: 3 if dynamic else 1]:
+    compiled, compilations = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic), set()
+    for rows in (5, 8, 11) if dynamic else (5,):
         inputs = [randn(rows, 2, 48), randn(rows, 2, 48) if with_branch else None, randn(48), randn(48)]
         upstream = [randn(rows, 2, 48), randn(rows, 2, 48)]
         eager, traced = (test_kernels.run(f, inputs, upstream, torch.float32) for f in (model, compiled))
         torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5)
-        compilations.append(backend.frame_count)
-    assert compilations[0] == compilations[-1] > 0
+        compilations.add(backend.frame_count)
+    assert len(compilations) == 1
 
 
 def test_operator_keeps_pytorch_s_rules(randn):
@@ -182,14 +182,13 @@ def test_a_function_takes_the_arguments_of_layer_norm(randn, function):
         torch.testing.assert_close(function(x, *given), F.layer_norm(x, (32,), *given))
 
 
-def test_falls_back_and_says_so_once(monkeypatch, randn):
+def test_falls_back_and_says_so_once(monkeypatch):
     monkeypatch.setattr(module, "INTERPRETED", False)
     module.say_once.cache_clear()
     x, weight = torch.randn(3, 32, dtype=torch.float64), torch.ones(32, dtype=torch.float64)
     with pytest.warns(UserWarning, match="PyTorch instead of Triton") as warnings:
-        results = [triton_layer_norm(x, weight) for _ in range(3)]
-    assert len(warnings) == 1
-    assert torch.equal(results[0], F.layer_norm(x, (32,), weight))
+        first, _ = triton_layer_norm(x, weight), triton_layer_norm(x, weight)
+    assert len(warnings) == 1 and torch.equal(first, F.layer_norm(x, (32,), weight))
     torch.compile(triton_layer_norm, fullgraph=True, backend="eager")(x, weight)
 
 
@@ -208,27 +207,6 @@ def test_empty_input(device, shape):
 def test_shapes_that_do_not_fit(shapes):
     with pytest.raises(ValueError):
         triton_add_layer_norm(*(None if shape is None else torch.zeros(shape) for shape in shapes))
-
-
-@pytest.mark.gpu
-def test_replayed_in_a_graph(randn):
-    inputs = [t.requires_grad_() for t in (randn(64, 768), randn(768), randn(768))]
-    y_grad = randn(64, 768)
-
-    def step():
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        return torch.autograd.grad(triton_layer_norm(*leaves), leaves, y_grad)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step()
-    with torch.no_grad():
-        inputs[0].copy_(randn(64, 768))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 @pytest.mark.gpu
