@@ -64,6 +64,7 @@ def main(argv):
                     run(trainer, 15, profiler.step)
                 print("the trace is in bench_log/: open it with TensorBoard or https://ui.perfetto.dev")
                 return 0
+            # The first iterations compile kernels, and fill the caches of memory and of tuning.
             run(trainer, 10)
             seconds = run(trainer, 20)
     mfu = trainer.raw_model.estimate_mfu(settings.batch_size * trainer.count, seconds)

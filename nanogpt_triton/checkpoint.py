@@ -18,6 +18,7 @@ def save(path, state):
     """Write a checkpoint. Whenever the process dies, there is a complete one under this name."""
     with replacing(path) as partial, open(partial, "wb") as file:
         torch.save(state, file)
+        # On disk before it gets its name: otherwise a power failure could leave an empty file under it.
         file.flush()
         os.fsync(file.fileno())
 

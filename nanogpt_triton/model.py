@@ -72,6 +72,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
+        # One product for queries, keys and values; heads are views of it, (B, n_head, T, C / n_head).
         q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -118,7 +119,7 @@ class GPT(nn.Module):
             raise UsageError(f"layer_norm=triton: Triton cannot run here (device={device}): use layer_norm=auto")
         if layer_norm == "auto" and not (TRITON_AVAILABLE and on_gpu):
             layer_norm = "torch"
-        self.config, self.layer_norm = config, layer_norm
+        self.config = config
         with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
                 dict(
@@ -130,6 +131,7 @@ class GPT(nn.Module):
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        # Token embedding and output layer are one matrix, as in GPT-2.
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()
         print("using PyTorch's LayerNorm" if layer_norm == "torch" else "using Triton-accelerated LayerNorm")
@@ -164,6 +166,7 @@ class GPT(nn.Module):
             x, branch = block(x, branch)
         # The last norm adds what the last block has left to add.
         _, normalized = parts.ln_f(x, branch)
+        # To generate, the last position is enough, and the logits are the largest tensor of all.
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
         logits = self.lm_head(normalized)
@@ -216,6 +219,7 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])
             logits = logits[:, -1].float() / max(temperature, 1e-3)
+            # What is less likely than the top_k-th token is not drawn at all.
             if top_k:
                 kept, _ = logits.topk(min(top_k, logits.shape[-1]))
                 logits[logits < kept[:, -1:]] = -math.inf

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -113,6 +112,7 @@ def select_device(requested, local_rank, world_size):
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     if requested.startswith("cuda") and world_size > 1:
         requested = f"cuda:{local_rank}"
+    # A tensor shows whether there is such a device, whatever its kind.
     try:
         device = torch.empty(1, device=requested).device
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA asserts that it has it
@@ -219,6 +219,7 @@ class Trainer:
             with reading(path, "give another out_dir"):
                 self.restore(state)
         self.model = wrap_for_processes(self.raw_model, device) if world.size > 1 else self.raw_model
+        # Last: the compiler splits what DistributedDataParallel wraps where messages are sent.
         if settings.compile:
             self.model = torch.compile(self.model)
 
@@ -285,10 +286,9 @@ class Trainer:
             group["lr"] = learning_rate(settings, self.iteration)
         # Batches and dropout follow from the number of the iteration, so that a resumed run has them again. Each
         # process takes its share of the batches: together they compute what one would.
-        seed = np.random.default_rng([settings.seed, self.iteration, world.rank]).integers(2**62)
-        torch.manual_seed(int(seed))
-        first = self.iteration * settings.gradient_accumulation_steps + world.rank
-        numbers = range(first, first + self.count * world.size, world.size)
+        torch.manual_seed(hash((settings.seed, self.iteration, world.rank)))  # numbers have the same hash everywhere
+        first = self.iteration * settings.gradient_accumulation_steps
+        numbers = range(first + world.rank, first + settings.gradient_accumulation_steps, world.size)
         batches = (self.fetch(self.train_batches, number) for number in numbers)
         trained = self.model, self.optimizer, self.scaler
         loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
@@ -372,6 +372,7 @@ def run(trainer, report):
             if report:
                 losses = {f"{split}/loss": loss for split, loss in means.items()}
                 report({"iter": number, "lr": learning_rate(settings, number), "mfu": 100 * mfu, **losses})
+            # The untrained model of iteration 0 is worth no checkpoint.
             is_best = means["val"] < trainer.best_val_loss
             trainer.best_val_loss = min(means["val"], trainer.best_val_loss)
             if (is_best or settings.always_save_checkpoint) and number and not settings.eval_only:

@@ -41,6 +41,7 @@ def shakespeare(options):
         with replacing(path) as partial, reading(SHAKESPEARE_URL, "fetch it elsewhere and give --input FILE"):
             with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
                 partial.write_bytes(response.read())  # an error if less arrives than was promised
+    # The first nine tenths for training, the rest for validation.
     text = "".join(map(read_text, options.input or [path]))
     cut = len(text) * 9 // 10
     return {"train": text[:cut], "val": text[cut:]}

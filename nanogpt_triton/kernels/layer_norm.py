@@ -54,9 +54,11 @@ def layer_norm_kernel(
         residual = (x + branch.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
         x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
+    # Two passes over registers. Columns beyond the row are zero, which a mean subtracted would undo: hence the mask.
     mean = tl.sum(x, axis=1) / N_COLS
     centered = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N_COLS + EPS)
+    # The backward pass computes n again from x, which takes two numbers a row instead of a tensor.
     tl.store(mean_ptr + rows, mean, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     y = centered * rstd[:, None] * tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -84,6 +86,7 @@ def layer_norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
     weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    # Sums over all rows of this program, in registers: one store at the end instead of atomics for each tile.
     weight_grad = tl.zeros([BLOCK_SIZE], tl.float32)
     bias_grad = tl.zeros([BLOCK_SIZE], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -100,6 +103,7 @@ def layer_norm_backward_kernel(
             weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
         normalized = (x - mean[:, None]) * rstd[:, None]
         scaled_grad = y_grad * weight[None, :]
+        # What mean and rstd pass on: each element of a row changes them, and they all others.
         mean_grad = tl.sum(scaled_grad, axis=1) / N_COLS
         mean_product = tl.sum(normalized * scaled_grad, axis=1) / N_COLS
         if READ_TWICE:  # another eviction policy, or the compiler would keep what it has read
@@ -114,6 +118,7 @@ def layer_norm_backward_kernel(
         if HAS_BIAS:
             bias_grad += tl.sum(y_grad, axis=0)
         x_grad = (scaled_grad - mean_grad[:, None] - normalized * mean_product[:, None]) * rstd[:, None]
+        # The stream also goes around the norm, and its gradient from there is added here.
         if HAS_RESIDUAL_GRAD:
             residual_grad_ptrs = residual_grad_ptr + rows[:, None] * stride_residual_grad_row + cols[None, :]
             x_grad += tl.load(residual_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -216,6 +221,7 @@ def layer_norm_backward(
         ),
         num_warps=tile.warps,
     )  # fmt: skip
+    # Rows of partial lie one after the other: weight and bias are added up as the columns of one matrix.
     n_sums = parameter_grads.numel()
     _, block_cols, num_warps = COLUMN_SUM_TILE
     run_column_sum(
