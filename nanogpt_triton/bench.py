@@ -24,29 +24,21 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
 
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import train  # noqa: E402
-from nanogpt_triton.configurator import configure, setting  # noqa: E402
+from nanogpt_triton.configurator import Count, configure  # noqa: E402
 from nanogpt_triton.dataset import GPT2_VOCAB, SPLITS, TOKEN  # noqa: E402
 from tiny_llama.distributed import World  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Settings(train.Settings):
-    real_data: bool = setting(True, "batches of the dataset; otherwise random tokens of GPT-2's vocabulary")
-    profile: bool = setting(False, "record 5 iterations into bench_log/ with PyTorch's profiler, instead of timing")
-    gradient_accumulation_steps: int = setting(1, "batches an iteration", at_least=1)
-    grad_clip: float = setting(0.0, "largest norm of the gradient; 0: any", at_least=0.0)
-
-
-def random_data(settings, folder):
-    """The settings for a dataset of random tokens, which is made in a folder."""
-    tokens = np.random.default_rng(settings.seed).integers(GPT2_VOCAB, size=8 * settings.block_size, dtype=TOKEN)
-    for split in SPLITS:
-        tokens.tofile(Path(folder, f"{split}.bin"))
-    return dataclasses.replace(settings, data_dir=str(Path(folder).parent), dataset=Path(folder).name)
+    real_data: bool = True  # batches of the dataset; otherwise random tokens of GPT-2's vocabulary
+    profile: bool = False  # record 5 iterations into bench_log/ with PyTorch's profiler, instead of timing
+    gradient_accumulation_steps: Count = 1  # batches an iteration
+    grad_clip: float = 0.0  # largest norm of the gradient; 0: any
 
 
 def run(trainer, count, after=lambda: None):
-    """Runs that many iterations and prints their losses. Returns the seconds of one."""
+    """Run so many iterations and print their losses. Return the seconds of one."""
     start = time.perf_counter()
     for number in range(count):
         print(f"{number}/{count} loss: {trainer.step().item():.4f}", flush=True)
@@ -56,10 +48,14 @@ def run(trainer, count, after=lambda: None):
 
 @program("bench.py")
 def main(argv):
-    settings, _ = configure(Settings, argv, __doc__)
+    settings = configure(Settings, argv, __doc__)
     torch.set_float32_matmul_precision("high")
-    with tempfile.TemporaryDirectory() as folder, train.remedies(settings):
-        settings = settings if settings.real_data else random_data(settings, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        if not settings.real_data:
+            settings = dataclasses.replace(settings, data_dir=folder, dataset="")
+            tokens = np.random.default_rng(settings.seed).integers(GPT2_VOCAB, size=8 * settings.block_size)
+            for split in SPLITS:
+                tokens.astype(TOKEN).tofile(f"{folder}/{split}.bin")
         trainer = train.Trainer(settings, World(), train.join(World(), settings))
         with train.preferred_attention(trainer.device, settings.deterministic):
             if settings.profile:
@@ -68,6 +64,7 @@ def main(argv):
                     run(trainer, 15, profiler.step)
                 print("the trace is in bench_log/: open it with TensorBoard or https://ui.perfetto.dev")
                 return 0
+            # The first iterations compile kernels, and fill the caches of memory and of tuning.
             run(trainer, 10)
             seconds = run(trainer, 20)
     mfu = trainer.raw_model.estimate_mfu(settings.batch_size * trainer.count, seconds)

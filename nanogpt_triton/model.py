@@ -5,8 +5,6 @@ Shapes: B sequences of T tokens, C = n_embd, V = vocab_size. Scripts in this fol
 
 import dataclasses
 import math
-import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 if __name__ == "model":  # imported by a script in this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nanogpt_triton.dataset import library, reading  # noqa: E402
 from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm  # noqa: E402
 from tiny_llama_v3 import INTERPRETED, UsageError  # noqa: E402
 
@@ -42,31 +41,24 @@ class GPTConfig:
     bias: bool = True  # in Linear and LayerNorm, as in GPT-2
 
 
-def torch_add_layer_norm(x, branch, weight, bias):
-    """(x + branch, LayerNorm of it); branch may be None."""
-    x = x if branch is None else x + branch
-    return x, F.layer_norm(x, weight.shape, weight, bias)
-
-
-def auto_add_layer_norm(x, branch, weight, bias):
-    """Triton's on a GPU, wherever the model was made."""
-    add_layer_norm = triton_add_layer_norm if TRITON_AVAILABLE and x.is_cuda else torch_add_layer_norm
-    return add_layer_norm(x, branch, weight, bias)
-
-
-ADD_LAYER_NORM = {"auto": auto_add_layer_norm, "triton": triton_add_layer_norm, "torch": torch_add_layer_norm}
-USING = {"auto": "on a GPU Triton-accelerated", "triton": "Triton-accelerated", "torch": "PyTorch's"}
-
-
 class LayerNorm(nn.Module):
-    def __init__(self, width, bias, add_layer_norm):
+    """LayerNorm after the addition to the residual stream. Without an addend, the stream is as it was."""
+
+    def __init__(self, width, bias, layer_norm):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.add_layer_norm = add_layer_norm
+        self.layer_norm = layer_norm
+
+    def add_layer_norm(self, x, branch, weight, bias):
+        # "auto": a model is often made first and moved to a GPU then.
+        if self.layer_norm == "triton" or self.layer_norm == "auto" and x.is_cuda:
+            return triton_add_layer_norm(x, branch, weight, bias)
+        x = x if branch is None else x + branch
+        return x, F.layer_norm(x, weight.shape, weight, bias)
 
     def forward(self, x, branch=None):
-        """(x + branch, normalised): the residual stream, and what the next layer reads."""
+        """Return (x + branch, normalized): the residual stream, and what the next layer reads."""
         return self.add_layer_norm(x, branch, self.weight, self.bias)
 
 
@@ -80,6 +72,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
+        # One product for queries, keys and values; heads are views of it, (B, n_head, T, C / n_head).
         q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -97,11 +90,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, add_layer_norm):
+    def __init__(self, config, layer_norm):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
+        self.ln_1 = LayerNorm(config.n_embd, config.bias, layer_norm)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias, layer_norm)
         self.mlp = MLP(config)
 
     def forward(self, x, branch):
@@ -121,25 +114,28 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head:
             raise UsageError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}: change one of them")
+        on_gpu = torch.device(device or "cuda").type == "cuda"
+        if layer_norm == "triton" and not (TRITON_AVAILABLE and (on_gpu or INTERPRETED)):
+            raise UsageError(f"layer_norm=triton: Triton cannot run here (device={device}): use layer_norm=auto")
+        if layer_norm == "auto" and not (TRITON_AVAILABLE and on_gpu):
+            layer_norm = "torch"
         self.config = config
-        self.layer_norm = choose_layer_norm(layer_norm, device)
-        add_layer_norm = ADD_LAYER_NORM[self.layer_norm]
         with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
                 dict(
                     wte=nn.Embedding(config.vocab_size, config.n_embd),
                     wpe=nn.Embedding(config.block_size, config.n_embd),
                     drop=nn.Dropout(config.dropout),
-                    h=nn.ModuleList(Block(config, add_layer_norm) for _ in range(config.n_layer)),
-                    ln_f=LayerNorm(config.n_embd, config.bias, add_layer_norm),
+                    h=nn.ModuleList(Block(config, layer_norm) for _ in range(config.n_layer)),
+                    ln_f=LayerNorm(config.n_embd, config.bias, layer_norm),
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        # Token embedding and output layer are one matrix, as in GPT-2.
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()
-        if os.environ.get("RANK", "0") == "0":
-            print(f"using {USING[self.layer_norm]} LayerNorm")
-            print(f"number of parameters: {self.get_num_params() / 1e6:.2f}M")
+        print("using PyTorch's LayerNorm" if layer_norm == "torch" else "using Triton-accelerated LayerNorm")
+        print(f"number of parameters: {self.get_num_params() / 1e6:.2f}M")
 
     @torch.no_grad()
     def init_weights(self):
@@ -163,56 +159,44 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None):
         """Tokens idx and targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
-        T = idx.shape[1]
-        if T > self.config.block_size:
-            raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe.weight[:T])
-        branch = None
-        for block in self.transformer.h:
+        parts, T = self.transformer, idx.shape[1]
+        assert T <= self.config.block_size, f"{T} tokens are more than block_size={self.config.block_size}"
+        x, branch = parts.drop(parts.wte(idx) + parts.wpe.weight[:T]), None
+        for block in parts.h:
             x, branch = block(x, branch)
-        _, normalized = self.transformer.ln_f(x, branch)
+        # The last norm adds what the last block has left to add.
+        _, normalized = parts.ln_f(x, branch)
+        # To generate, the last position is enough, and the logits are the largest tensor of all.
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
         logits = self.lm_head(normalized)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
     def crop_block_size(self, block_size):
-        """Forgets the positions beyond block_size. ValueError if there are not that many."""
-        if block_size > self.config.block_size:
-            raise ValueError(f"block_size={block_size} is more than the model's {self.config.block_size}")
+        """Forget the positions beyond block_size."""
+        assert block_size <= self.config.block_size
         self.config = dataclasses.replace(self.config, block_size=block_size)
-        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
+        positions = self.transformer.wpe
+        positions.weight = nn.Parameter(positions.weight[:block_size].detach().clone())
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None):
         """OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout, nothing else."""
         override_args = override_args or {}
-        if model_type not in GPT2_SIZES or override_args.keys() - {"dropout"}:
-            names = ", ".join(GPT2_SIZES)
-            raise UsageError(f"from_pretrained({model_type!r}, {override_args}): give one of {names}; or only dropout")
-        try:
-            from transformers import GPT2LMHeadModel
-        except ImportError:
-            raise UsageError(f"init_from={model_type} needs a library: pip install transformers") from None
-        try:
-            theirs = GPT2LMHeadModel.from_pretrained(model_type).state_dict()
-        except OSError as error:
-            remedy = "run this once with a network, or point HF_HOME to a cache that has them"
-            reason = f"the weights cannot be fetched ({str(error).splitlines()[0]})"
-            raise UsageError(f"init_from={model_type}: {reason}: {remedy}") from error
+        assert model_type in GPT2_SIZES and override_args.keys() <= {"dropout"}
+        transformers = library("transformers", f"init_from={model_type}")
+        with reading(f"init_from={model_type}", "run this once with a network, or set HF_HOME to a copy"):
+            theirs = transformers.GPT2LMHeadModel.from_pretrained(model_type).state_dict()
         config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **override_args)
         model = cls(config, layer_norm, device)
         model.load_state_dict(from_hugging_face(theirs))
         return model
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type=None):
-        """AdamW, fused on device_type "cuda" (default: the weights'), that decays neither biases nor norms."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        fused = (device_type or parameters[0].device.type) == "cuda"
+        """Return AdamW, fused on device_type "cuda" (default: the weights'), that decays neither biases nor norms."""
+        matrices, others = ([p for p in self.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+        groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+        fused = (device_type or self.lm_head.weight.device.type) == "cuda"
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
@@ -230,39 +214,24 @@ class GPT(nn.Module):
         return 6 * self.get_num_params() + 6 * config.n_layer * config.n_embd * config.block_size
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, forward=None):
-        """Tokens idx (B, T) -> (B, T + max_new_tokens), drawn from the model. forward: a compiled one, say."""
-        forward = forward or self
-        if idx.numel() and not 0 <= idx.min() <= idx.max() < self.config.vocab_size:
-            raise ValueError(f"a token is beyond the vocabulary of {self.config.vocab_size}")
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Return tokens (B, T + max_new_tokens): idx (B, T), and what is drawn from the model after it."""
         for _ in range(max_new_tokens):
-            logits, _ = forward(idx[:, -self.config.block_size :])
-            logits = logits[:, -1].float() / temperature
-            if not logits.isfinite().all():
-                raise UsageError("the model's logits are not finite: give another checkpoint, or --dtype=float32")
+            logits, _ = self(idx[:, -self.config.block_size :])
+            logits = logits[:, -1].float() / max(temperature, 1e-3)
+            # What is less likely than the top_k-th token is not drawn at all.
             if top_k:
                 kept, _ = logits.topk(min(top_k, logits.shape[-1]))
-                logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
+                logits[logits < kept[:, -1:]] = -math.inf
             idx = torch.cat([idx, torch.multinomial(logits.softmax(dim=-1), 1)], dim=1)
         return idx
 
 
-def choose_layer_norm(requested, device):
-    on_gpu = device is None or torch.device(device).type == "cuda"  # or may be later
-    possible = TRITON_AVAILABLE and (on_gpu or INTERPRETED)
-    if requested == "triton" and not possible:
-        why = "Triton is not available" if on_gpu else f"the device is {device}"
-        raise UsageError(f"layer_norm=triton: {why}: use layer_norm=auto")
-    if requested == "auto" and (device or not possible):
-        return "triton" if possible and on_gpu else "torch"
-    return requested
-
-
 def from_hugging_face(state):
-    """Weights under our names; transformers keeps those of its Conv1D transposed, and the mask as a buffer."""
-    transposed = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+    """Return the weights under our names; transformers transposes its Conv1D's, and has the mask as a buffer."""
+    transposed = "c_attn.weight", "c_proj.weight", "c_fc.weight"
     return {
-        name: weight.t().contiguous() if transposed.search(name) else weight
+        name: weight.t().contiguous() if name.endswith(transposed) else weight
         for name, weight in state.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias"))
     }

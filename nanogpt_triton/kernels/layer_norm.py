@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tiny_llama_v3 import (
@@ -53,9 +54,11 @@ def layer_norm_kernel(
         residual = (x + branch.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
         x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
+    # Two passes over registers. Columns beyond the row are zero, which a mean subtracted would undo: hence the mask.
     mean = tl.sum(x, axis=1) / N_COLS
     centered = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N_COLS + EPS)
+    # The backward pass computes n again from x, which takes two numbers a row instead of a tensor.
     tl.store(mean_ptr + rows, mean, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     y = centered * rstd[:, None] * tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -83,6 +86,7 @@ def layer_norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
     weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    # Sums over all rows of this program, in registers: one store at the end instead of atomics for each tile.
     weight_grad = tl.zeros([BLOCK_SIZE], tl.float32)
     bias_grad = tl.zeros([BLOCK_SIZE], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -99,6 +103,7 @@ def layer_norm_backward_kernel(
             weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
         normalized = (x - mean[:, None]) * rstd[:, None]
         scaled_grad = y_grad * weight[None, :]
+        # What mean and rstd pass on: each element of a row changes them, and they all others.
         mean_grad = tl.sum(scaled_grad, axis=1) / N_COLS
         mean_product = tl.sum(normalized * scaled_grad, axis=1) / N_COLS
         if READ_TWICE:  # another eviction policy, or the compiler would keep what it has read
@@ -113,6 +118,7 @@ def layer_norm_backward_kernel(
         if HAS_BIAS:
             bias_grad += tl.sum(y_grad, axis=0)
         x_grad = (scaled_grad - mean_grad[:, None] - normalized * mean_product[:, None]) * rstd[:, None]
+        # The stream also goes around the norm, and its gradient from there is added here.
         if HAS_RESIDUAL_GRAD:
             residual_grad_ptrs = residual_grad_ptr + rows[:, None] * stride_residual_grad_row + cols[None, :]
             x_grad += tl.load(residual_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -168,19 +174,15 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.is_contiguous():
-            strides = f"{name} of shape {tuple(tensor.shape)} has the strides {tensor.stride()}"
-            raise ValueError(f"{strides}, and the kernel reads it as contiguous: give {name}.contiguous()")
+    if not all(t is None or t.is_contiguous() for t in (weight, bias)):
+        raise ValueError("the kernel reads weight and bias as contiguous: give weight.contiguous(), bias.contiguous()")
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if branch is None:
-        residual = torch.empty(0, dtype=x.dtype, device=x.device)
-    else:
-        residual = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype), device=x.device)
-    mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
+    y, mean, rstd = empty(x.shape, dtype=dtype), empty(n_rows), empty(n_rows)
+    residual_dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    residual = empty(0 if branch is None else x.shape, dtype=residual_dtype)
     tile = norm_tile(known_size(n_rows), n_cols, False, x.device.type)
     run(
         (cdiv(n_rows, tile.rows),),
@@ -203,11 +205,12 @@ def layer_norm_backward(
     x_rows, y_grad_rows = as_rows(x), as_rows(y_grad)
     residual_grad_rows = y_grad_rows if residual_grad is None else as_rows(residual_grad)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
-    x_grad = torch.empty(x.shape, dtype=x_dtype, device=x.device)
-    branch_grad = torch.empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x_dtype, device=x.device)
-    parameter_grads = torch.empty(1 + has_bias, n_cols, dtype=weight.dtype, device=x.device)
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
+    x_grad = empty(x.shape, dtype=x_dtype)
+    branch_grad = empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x_dtype)
+    parameter_grads = empty(1 + has_bias, n_cols, dtype=weight.dtype)
     tile = backward_tile(known_size(n_rows), n_cols, x.element_size(), x.device.type)
-    partial = torch.empty(tile.programs, 1 + has_bias, n_cols, dtype=torch.float32, device=x.device)
+    partial = empty(tile.programs, 1 + has_bias, n_cols)
     run(
         (tile.programs,), (y_grad_rows, residual_grad_rows, x_rows, weight, mean, rstd, x_grad, branch_grad, partial),
         (y_grad_rows.stride(0), residual_grad_rows.stride(0), x_rows.stride(0), n_rows),
@@ -218,6 +221,7 @@ def layer_norm_backward(
         ),
         num_warps=tile.warps,
     )  # fmt: skip
+    # Rows of partial lie one after the other: weight and bias are added up as the columns of one matrix.
     n_sums = parameter_grads.numel()
     _, block_cols, num_warps = COLUMN_SUM_TILE
     run_column_sum(
@@ -232,51 +236,56 @@ def layer_norm_backward(
 # Autograd, twice: a Function with the cheaper launch, and operators that torch.compile traces without a graph break
 
 
-def keep(ctx, x, branch, bias, residual, weight, mean, rstd):
-    """In ctx, for the backward pass."""
+def setup_context(ctx, inputs, output):
+    """Keep in ctx what input_gradients() needs."""
+    x, branch, weight, bias, _, _ = inputs
+    residual, _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
     ctx.has_bias, ctx.x_dtype = bias is not None, x.dtype
     ctx.branch_dtype = None if branch is None else branch.dtype
     ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
 
 
+def input_gradients(backward, ctx, residual_grad, y_grad, *_):
+    """Return the gradients of x, branch, weight, bias and the two constants; None for what there is not."""
+    x, weight, mean, rstd = ctx.saved_tensors
+    if ctx.branch_dtype is None:
+        residual_grad = None
+    if y_grad is None:
+        if residual_grad is None:
+            return (None,) * 6
+        y_grad = torch.zeros_like(x)
+    # The gradient of the sum is that of both its terms. It is written twice only if they differ in type.
+    other_dtype = None if ctx.branch_dtype == ctx.x_dtype else ctx.branch_dtype
+    x_grad, branch_grad, parameter_grads = backward(
+        y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, ctx.x_dtype, other_dtype
+    )
+    if other_dtype is None:
+        branch_grad = None if ctx.branch_dtype is None else x_grad
+    return x_grad, branch_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, None, None
+
+
 class TritonLayerNorm(torch.autograd.Function):
-    """apply(x, weight, bias=None, eps=1e-5, dtype=None, branch=None) -> y, or (x + branch, y)."""
+    """LayerNorm with the addition before it, launched without Triton's inspection of every argument."""
+
+    @classmethod
+    def apply(cls, x, weight, bias=None, eps=1e-5, dtype=None, branch=None):
+        """Return y in dtype (default: that of x), or (x + branch, y)."""
+        residual, y, _, _ = super().apply(x, branch, weight, bias, eps, dtype or x.dtype)
+        return y if branch is None else (residual, y)
 
     @staticmethod
-    def forward(ctx, x, weight, bias=None, eps=1e-5, dtype=None, branch=None):
-        run = functools.partial(launch, layer_norm_kernel)
-        residual, y, mean, rstd = layer_norm_forward(run, x, branch, weight, bias, eps, dtype or x.dtype)
-        keep(ctx, x, branch, bias, residual, weight, mean, rstd)
-        return y if branch is None else (residual, y)
+    def forward(ctx, *inputs):
+        outputs = layer_norm_forward(functools.partial(launch, layer_norm_kernel), *inputs)
+        setup_context(ctx, inputs, outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         launches = functools.partial(launch, layer_norm_backward_kernel), functools.partial(launch, column_sum_kernel)
-        residual_grad, y_grad = grads if len(grads) == 2 else (None, *grads)
-        x_grad, weight_grad, bias_grad, branch_grad = input_gradients(
-            functools.partial(layer_norm_backward, *launches), ctx, residual_grad, y_grad
-        )
-        return x_grad, weight_grad, bias_grad, None, None, branch_grad
-
-
-def input_gradients(backward, ctx, residual_grad, y_grad):
-    """The gradients of x, weight, bias and branch, from what forward() left in ctx; None for what there is not."""
-    x, weight, mean, rstd = ctx.saved_tensors
-    if y_grad is None:
-        if residual_grad is None:
-            return None, None, None, None
-        y_grad = torch.zeros_like(x)
-    other_dtype = None if ctx.branch_dtype == ctx.x_dtype else ctx.branch_dtype
-    x_grad, branch_grad, parameter_grads = backward(
-        y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, ctx.x_dtype, other_dtype
-    )
-    if ctx.branch_dtype is None:
-        branch_grad = None
-    elif other_dtype is None:
-        branch_grad = x_grad
-    return x_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, branch_grad
+        return input_gradients(functools.partial(layer_norm_backward, *launches), ctx, *grads)
 
 
 if triton:
@@ -286,28 +295,28 @@ if triton:
 
     @make_operator("nanogpt_triton::layer_norm", mutates_args=())
     def layer_norm_operator(
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
         eps: float,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         run = functools.partial(plain_launch, wrap_triton(layer_norm_kernel))
         return layer_norm_forward(run, x, branch, weight, bias, eps, dtype)
 
     @make_operator("nanogpt_triton::layer_norm_backward", mutates_args=())
     def layer_norm_backward_operator(
-        y_grad: torch.Tensor,
-        residual_grad: torch.Tensor | None,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor,
-        rstd: torch.Tensor,
+        y_grad: Tensor,
+        residual_grad: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
         has_bias: bool,
         x_dtype: torch.dtype,
         branch_dtype: torch.dtype | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         run = functools.partial(plain_launch, wrap_triton(layer_norm_backward_kernel))
         run_column_sum = functools.partial(plain_launch, wrap_triton(column_sum_kernel))
         return layer_norm_backward(
@@ -321,19 +330,7 @@ if triton:
         layer_norm_operator.register_fake(functools.partial(layer_norm_forward, no_launch))
         layer_norm_backward_operator.register_fake(functools.partial(layer_norm_backward, no_launch, no_launch))
 
-    def setup_context(ctx, inputs, output):
-        x, branch, weight, bias, _, _ = inputs
-        residual, _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
-        keep(ctx, x, branch, bias, residual, weight, mean, rstd)
-
-    def operator_backward(ctx, residual_grad, y_grad, mean_grad, rstd_grad):
-        residual_grad = None if ctx.branch_dtype is None else residual_grad
-        x_grad, weight_grad, bias_grad, branch_grad = input_gradients(
-            layer_norm_backward_operator, ctx, residual_grad, y_grad
-        )
-        return x_grad, branch_grad, weight_grad, bias_grad, None, None
-
+    operator_backward = functools.partial(input_gradients, layer_norm_backward_operator)
     layer_norm_operator.register_autograd(operator_backward, setup_context=setup_context)
 
 
@@ -371,12 +368,10 @@ def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
 
 
 def check_shapes(x, branch, weight, bias):
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        weight = f"a weight of its last dimension, not {tuple(weight.shape)}"
-        raise ValueError(f"LayerNorm of {tuple(x.shape)} needs {weight}")
-    if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
-        weight, bias = (f"{tuple(t.shape)} in {t.dtype}" for t in (weight, bias))
-        raise ValueError(f"weight {weight} and bias {bias} must be alike")
+    """Raise ValueError for what would be read as if it had other shapes."""
+    parameters = [(t.shape, t.dtype) for t in (weight, bias) if t is not None]
+    if not x.dim() or any(parameter != (x.shape[-1:], weight.dtype) for parameter in parameters):
+        raise ValueError(f"LayerNorm of {tuple(x.shape)} needs weight and bias of its last dimension, not {parameters}")
     if branch is not None and branch.shape != x.shape:
         raise ValueError(f"x and branch must have one shape: {tuple(x.shape)}, {tuple(branch.shape)}")
 

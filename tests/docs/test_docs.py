@@ -207,8 +207,9 @@ SOURCES = ("*.py", "*.sh", "*.slurm", "Makefile")
 def known_flags():
     own = {llama.flag_of(name) for name in llama.Config.__dataclass_fields__}
     paths = [path for kind in SOURCES for place in (kind, f"[!.]*/**/{kind}") for path in ROOT.glob(place)]
-    texts = (path.read_text() for path in paths if path != Path(__file__))
-    return own.union(FOREIGN_FLAGS, *(re.findall(FLAG, text) for text in texts))
+    texts = [path.read_text() for path in paths if path != Path(__file__)]
+    settings = re.findall(r"^ *(\w+): \w.* = ", (ROOT / "nanogpt_triton/train.py").read_text(), flags=re.M)
+    return own.union(FOREIGN_FLAGS, (f"--{name}" for name in settings), *(re.findall(FLAG, text) for text in texts))
 
 
 @pytest.mark.parametrize("page", PAGES)

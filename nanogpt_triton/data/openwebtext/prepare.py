@@ -14,8 +14,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from nanogpt_triton.data.preparing import read_text, run  # noqa: E402
-from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402
-from tiny_llama_v3 import UsageError  # noqa: E402
+from nanogpt_triton.dataset import BytePairs, library, reading, write_dataset  # noqa: E402
 
 REPOSITORY = "Skylion007/openwebtext"  # Parquet files: datasets refuses scripts since its version 4
 SEED = 2357
@@ -23,32 +22,26 @@ DOCUMENTS_AT_ONCE = 1000
 
 
 def openwebtext():
-    try:
-        from datasets import load_dataset
-        from tqdm import tqdm  # which datasets needs as well
-    except ImportError:
-        raise UsageError("OpenWebText needs a library: pip install datasets, or give --input FILE ...") from None
-    try:
-        dataset = load_dataset(REPOSITORY, split="train")
-    except Exception as error:  # whatever its download raises
-        reason = " ".join(str(error).split())
-        raise UsageError(f"cannot download OpenWebText ({reason:.300}): give --input FILE ... instead") from error
-    return (document["text"] for document in tqdm(dataset, unit=" documents"))
+    """Yield the documents."""
+    datasets = library("datasets", "OpenWebText, without --input FILE ...,")
+    with reading(REPOSITORY, "give --input FILE ... instead"):
+        rows = datasets.load_dataset(REPOSITORY, split="train")
+    for row in rows:
+        yield row["text"]
 
 
 def prepare(options):
-    tokenizer = BytePairs()
-    documents = (read_text(path) for path in options.input) if options.input else openwebtext()
-    generator = np.random.default_rng(SEED)
-    held_back = None  # the last document, for validation
-    with Writer(options.output) as writer:
+    tokenizer, generator = BytePairs(), np.random.default_rng(SEED)
+    documents = map(read_text, options.input) if options.input else openwebtext()
+    held_back = []  # the last document, for validation
+    with write_dataset(options.output, tokenizer) as add:
         while texts := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
             for tokens in tokenizer.encode_documents(texts):
-                if held_back is not None:
-                    writer.add("val" if generator.random() < 1 / 2000 else "train", held_back)
+                # A document is drawn for validation once another one follows it.
+                if held_back:
+                    add("val" if generator.random() < 1 / 2000 else "train", held_back)
                 held_back = tokens
-        writer.add("val", held_back or [])
-        writer.finish(tokenizer)
+        add("val", held_back)
 
 
 if __name__ == "__main__":

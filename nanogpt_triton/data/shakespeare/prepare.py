@@ -6,16 +6,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from nanogpt_triton.data.preparing import run, shakespeare, split_text  # noqa: E402  (the repository is on the path)
-from nanogpt_triton.dataset import BytePairs, Writer  # noqa: E402
+from nanogpt_triton.data.preparing import run, shakespeare, write_texts  # noqa: E402  (the repository is on the path)
+from nanogpt_triton.dataset import BytePairs  # noqa: E402
 
 
 def prepare(options):
-    tokenizer = BytePairs()
-    with Writer(options.output) as writer:
-        for split, text in split_text(shakespeare(options)).items():
-            writer.add(split, tokenizer.encode(text))
-        writer.finish(tokenizer)
+    tokenizer = BytePairs()  # before the download, which is of no use without it
+    write_texts(options.output, shakespeare(options), tokenizer)
 
 
 if __name__ == "__main__":

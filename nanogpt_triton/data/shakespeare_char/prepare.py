@@ -6,11 +6,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from nanogpt_triton.data.preparing import run, shakespeare, split_text, write_characters  # noqa: E402
+from nanogpt_triton.data.preparing import run, shakespeare, write_texts  # noqa: E402
 
 
 def prepare(options):
-    write_characters(options.output, split_text(shakespeare(options)))
+    write_texts(options.output, shakespeare(options))
 
 
 if __name__ == "__main__":
