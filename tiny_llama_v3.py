@@ -96,6 +96,7 @@ class UsageError(Exception):
     exit_code = 2
 
 
+@functools.cache
 def companion(name, needed_for=None):
     """Import tiny_llama/<name>.py. If it is missing, return None or raise UsageError about what it is needed for."""
     # It imports this script by its name. A program is called __main__, and would be loaded a second time.
@@ -1802,11 +1803,15 @@ def flash_attention_forward(q, k, v, out=None):
     o is written to out if it is given.
     """
     batch, seq_len, num_heads, head_dim = q.shape
-    o = q.new_empty(batch, seq_len, num_heads, head_dim) if out is None else out
+    o = q.new_empty(q.shape) if out is None else out
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
-    # Scores are divided by sqrt(head_dim), whose inverse is folded with log2(e) into one factor.
-    scalars = num_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
-    launch_attention(flash_attention_kernel, "forward", (q, k, v, o, lse), scalars)
+    tensors = q, k, v, o, lse
+    # On a Hopper, for heads of 128: the same at 1.4 times the speed.
+    hopper = companion("attention_hopper")
+    if not (hopper and hopper.launch_forward(*tensors)):
+        # Scores are divided by sqrt(head_dim), whose inverse is folded with log2(e) into one factor.
+        scalars = num_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
+        launch_attention(flash_attention_kernel, "forward", tensors, scalars)
     return o, lse
 
 
