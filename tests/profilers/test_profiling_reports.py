@@ -170,11 +170,11 @@ def test_ncu(tmp_path):
         '"1","rmsnorm_kernel","(128, 1, 1)","2,000,000","500,000","2,000"',
     ]
     (tmp_path / "ncu_raw.csv").write_text("\n".join(lines) + "\n")
-    derived = counters.derive(readers.read_counters(tmp_path)).loc["rmsnorm_kernel"]
+    derived = counters.derive(readers.read_step_counters(tmp_path)[0]).loc["rmsnorm_kernel"]
     assert (derived["ns"], derived["bytes"]) == (1500, 2_000_000) and derived["GB/s"] == pytest.approx(2e6 / 1500)
     (tmp_path / "ncu_raw.csv").write_text("==ERROR== no kernels\n")
     with pytest.raises(Unreadable, match="ncu_raw.csv"):
-        readers.read_counters(tmp_path)
+        readers.read_step_counters(tmp_path)
 
 
 # --- the figures of a step
