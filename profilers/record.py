@@ -64,7 +64,7 @@ def compare_with(recording):
 def get_trace(recording):
     recording.start("traces/trace")
     recording.record_timeline("trace")
-    recording.report("the table of the kernels", "hotspots", recording.result)
+    recording.report_kernels()
     recording.finish(
         "Open the trace in https://ui.perfetto.dev (it stays on your machine): w and s zoom, a and d move.",
         'Search for "step" to find the measured steps, for "layers.0" to find a layer.',
@@ -77,11 +77,11 @@ def get_hotspots(recording):
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
         options = ["--kernel-trace", "--marker-trace", "--stats", "--output-format", "csv"]
-        recording.run_or_fail(recording.rocprofv3(recording.result / "hotspots", *options))
+        recording.run_or_fail(recording.rocprofv3("hotspots", *options))
         recording.require("*_kernel_stats.csv")
     else:
-        recording.profile_by_torch("kernel_stats.csv")
-    recording.report("the table of the kernels", "hotspots", recording.result)
+        recording.profile_by_torch()
+    recording.report_kernels()
     recording.finish(compare_with(recording), suggestion("Draw it", "plot", recording.result), *recording.together)
 
 
@@ -104,18 +104,18 @@ def count_by_rocprofv3(recording, passes):
     for number, names in enumerate(map(str.split, passes), 1):
         folder = recording.result / f"pass_{number}"
         options = ["--pmc", *names, "--kernel-trace", "--marker-trace", "--output-format", "csv"]
-        if status := recording.run(recording.rocprofv3(folder / "counters", *options)):
+        if status := recording.run(recording.rocprofv3(f"pass_{number}/counters", *options)):
             recording.miss(f"{' '.join(names)}: {recording.explain(status)}")
             if folder.is_dir():
                 folder.rename(f"{folder}.failed")
+        # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
         elif not recording.dry:
-            # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
             dropped = [name for name in names if f'"{name.partition(":")[0]}"' not in text]
             found = found or len(dropped) < len(names)
             if dropped:
-                known = "(rocprofv3 -L lists those that it does)"
-                recording.miss(f"{' '.join(dropped)}: this GPU, or this release, does not know them {known}")
+                known = "this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
+                recording.miss(f"{' '.join(dropped)}: {known}")
     return found
 
 
@@ -148,48 +148,46 @@ def count_by_ncu(recording, passes):
 
 def get_counters(recording):
     recording.start("counters/counter")
-    result, counts = recording.result, recording.options.pmc is not None
+    result, tool, counts = recording.result, recording.tool, recording.options.pmc is not None
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
     counted = False
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        renames = "--kernel-rename" in recording.tool_arguments
-        has_database = not renames and recording.rocm.has_option("rocpd", (7, 0), "--help")
+        has_database = "--kernel-rename" not in recording.tool_arguments and recording.has_database()
         options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
-        recording.run_or_fail(recording.rocprofv3(result / "kernels", *options))
+        recording.run_or_fail(recording.rocprofv3("kernels", *options))
         recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
         if has_database:
-            summarize_database(recording, result / "kernels_results.db")
+            summarize_database(recording)
         counted = counts and count_by_rocprofv3(recording, passes or default_passes())
     else:
-        recording.profile_by_torch("kernel_stats.csv")
-        if recording.tool == "ncu":
-            counted = count_by_ncu(recording, passes)
-        elif counts:
+        recording.profile_by_torch()
+        counted = tool == "ncu" and count_by_ncu(recording, passes)
+        if counts and tool == "torch":
             recording.note(NO_COUNTERS)
-    recording.report("the table of the kernels", "hotspots", result, "--csv", result)
+    recording.report_kernels("--csv", result)
     table = result / "kernels_of_the_steps.csv"
     if (result / "kernels.csv").exists():
         table = result / "kernels.csv"
-        recording.miss(
-            "the measured steps, which the recording does not name: kernels.csv is of the whole run, warm-up included"
-        )
+        whole = "kernels.csv is of the whole run, warm-up included"
+        recording.miss(f"the measured steps, which the recording does not name: {whole}")
     if counted:
         recording.report("the table of the counters", "counters", result)
     recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
 
 
-def summarize_database(recording, path):
+def summarize_database(recording):
     """Write statistics of a database by ROCm's rocpd, if it exists (since 7.1). Our reports do not need them."""
-    tool = recording.rocm
-    beside = recording.launch[0].startswith("/")
-    rocpd = f"{os.path.dirname(tool.path)}/rocpd" if beside else "rocpd"
-    command = [rocpd, "summary", "-i", str(path), "-f", "csv", "-d", str(path.parent), "-o", "rocpd"]
-    themselves = "the reports read the database themselves."
+    tool, result = recording.rocm, str(recording.result)
+    rocpd = "rocpd" if "/" not in recording.launch[0] else f"{os.path.dirname(tool.path)}/rocpd"
+    database = f"{result}/kernels_results.db"
+    reason = None
     if not shutil.which(rocpd) and not (recording.dry and tool.release >= (7, 1)):
-        recording.note(f"No rocpd command here: {themselves}")
-    elif recording.run(command):
-        recording.note(f"rocpd failed (another Python than it was made for, or no pandas): {themselves}")
+        reason = "No rocpd command here"
+    elif recording.run([rocpd, "summary", "-i", database, "-f", "csv", "-d", result, "-o", "rocpd"]):
+        reason = "rocpd failed (another Python than it was made for, or no pandas)"
+    if reason:
+        recording.note(f"{reason}: the reports read the database themselves.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,33 +195,37 @@ def summarize_database(recording, path):
 
 
 def get_rocprof_compute(recording):
-    if recording.options.operators and recording.tool != "rocprof-compute":
+    if recording.options.operators and not recording.rocm:
         raise Failure(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
     if recording.rocm:
         run_rocprof_compute(recording)
         return
     recording.start("rocprof_compute/profile")
-    if recording.tool == "ncu":
-        sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
-        status = run_ncu(recording, *sections, "--metrics", ",".join(NCU_METRICS))
-        if status:
-            reason = recording.explain(status)
-            if recording.options.tool != "auto":
-                recording.fail(status, reason)
-            recording.note(f"Tool: torch.profiler from here on ({reason})")
-            recording.tool = "torch"
-    if recording.tool == "ncu":
-        recording.report("the table of the counters", "counters", recording.result)
-        report = recording.result / "ncu.ncu-rep"
-        recording.finish(f"Open in Nsight Compute: ncu-ui {report}", f"As text: ncu --import {report} --page details")
+    if recording.tool == "ncu" and analyze_by_ncu(recording):
         return
-    recording.profile_by_torch("kernel_stats.csv")
-    recording.report("the table of the kernels", "hotspots", recording.result)
+    recording.profile_by_torch()
+    recording.report_kernels()
     alone = shlex.join([python(), str(ROOT / "run_triton_profiling.py")])
     recording.finish(
         "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU.",
         f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {alone}",
     )
+
+
+def analyze_by_ncu(recording):
+    """Return whether it could; if not, torch.profiler takes its place where no tool was asked for."""
+    sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
+    if status := run_ncu(recording, *sections, "--metrics", ",".join(NCU_METRICS)):
+        reason = recording.explain(status)
+        if recording.options.tool != "auto":
+            recording.fail(status, reason)
+        recording.note(f"Tool: torch.profiler from here on ({reason})")
+        recording.tool = "torch"
+        return False
+    recording.report("the table of the counters", "counters", recording.result)
+    report = recording.result / "ncu.ncu-rep"
+    recording.finish(f"Open in Nsight Compute: ncu-ui {report}", f"As text: ncu --import {report} --page details")
+    return True
 
 
 def run_rocprof_compute(recording):

@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measure.command_line import Failure, Parser, positive
+from measure.command_line import Failure, Parser
 from profilers import rocm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,9 +74,13 @@ def parser_of(script, tools, steps):
     parser = Parser(script, "\n".join(line[2:] for line in comment))
     parser.usage, parser.epilog = argparse.SUPPRESS, AFTER.format(steps=steps)
     parser.add_argument("--output", metavar="DIR", help="where the result goes; must be new or empty")
-    parser.add_argument("--stage", type=positive, metavar="N", help="of the workshop: tiny_llama_v3.py --list-stages")
-    names = "|".join([*tools, "auto"])
-    parser.add_argument("--tool", default="auto", metavar="NAME", help=f"{names}; auto takes the first that works here")
+    stages = (ROOT / "exercises" / "performance_debugging").glob("v3_stage[1-9]_*")
+    numbers = sorted({int(path.name[8]) for path in stages})
+    stage = "of the workshop: tiny_llama_v3.py --list-stages"
+    parser.add_argument("--stage", type=int, choices=numbers, metavar="N", help=stage)
+    choices = [*tools, "auto"]
+    tool = f"{'|'.join(choices)}; auto, the default, takes the first that works here"
+    parser.add_argument("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
     where = "this profiler of ROCm: its file, or a folder that has it in it or in its bin"
     parser.add_argument("--tool-path", metavar="P", help=where)
     parser.add_argument("--dry-run", action="store_true", help="print the command lines and do nothing")
@@ -90,11 +94,6 @@ def parse(parser, tools, argv):
     options.arguments, options.tool_arguments = split(rest)
     if unknown:
         parser.error(f"unknown option {unknown[0]}: options of tiny_llama_v3.py go after --")
-    stages = ROOT / "exercises" / "performance_debugging"
-    if options.stage and not list(stages.glob(f"v3_stage{options.stage}_*")):
-        raise Failure(f"there is no --stage {options.stage}: tiny_llama_v3.py --list-stages names those that there are")
-    if options.tool not in (*tools, "auto"):
-        raise Failure(f"--tool {options.tool}: choose one of {' '.join(tools)} auto")
     if options.tool_path:
         options.tool = tools[0] if options.tool == "auto" else options.tool
         options.tool_path = resolve(options.tool, options.tool_path)
@@ -355,24 +354,31 @@ class Recording:
     # ------------------------------------------------------------------------------------------------------------------
     # What several scripts record
 
-    def rocprofv3(self, prefix, *options):
-        """Return the command line that records the program into files of a prefix. A person's options count last."""
+    def rocprofv3(self, name, *options):
+        """Return the command line that records the program into files of a name. A person's options count last."""
+        prefix = self.result / name
         place = ["-d", str(prefix.parent), "-o", prefix.name]
         return [*self.launch, *options, *place, *self.tool_arguments, "--", *self.program]
 
-    def profile_by_torch(self, file):
+    def profile_by_torch(self, file="kernel_stats.csv"):
         self.run_or_fail([*self.program, "--profile", str(self.result)])
         self.require(file)
 
     def record_timeline(self, name):
         """Record a trace for Perfetto and the tables for the reports in one run."""
         if not self.rocm:
-            return self.profile_by_torch("trace.json")
-        formats = ["csv", "pftrace", *["rocpd"] * self.rocm.has_option("rocpd", (7, 0), "--help")]
-        options = ["--runtime-trace", "--stats", "--output-format", *formats]
-        self.run_or_fail(self.rocprofv3(self.result / name, *options))
+            self.profile_by_torch("trace.json")
+            return
+        formats = ["csv", "pftrace", *["rocpd"] * self.has_database()]
+        self.run_or_fail(self.rocprofv3(name, "--runtime-trace", "--stats", "--output-format", *formats))
         self.require("*_results.pftrace")
-        return self.require("*_kernel_stats.csv")
+        self.require("*_kernel_stats.csv")
+
+    def has_database(self):
+        return self.rocm.has_option("rocpd", (7, 0), "--help")
+
+    def report_kernels(self, *arguments):
+        self.report("the table of the kernels", "hotspots", self.result, *arguments)
 
 
 def unused(path, numbered):
