@@ -241,10 +241,9 @@ def test_the_typical_step_is_the_median():
 
 
 def texts(figure):
-    axes = figure.axes[0]
-    labels = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
-    return {label.get_text() for label in labels} | {text.get_text() for text in (axes.get_legend() or figure).findobj(
-        lambda artist: hasattr(artist, "get_text"))}  # fmt: skip
+    labels = [label for axes in figure.axes for label in (*axes.texts, *axes.get_yticklabels())]
+    labels += [text for legend in figure.legends for text in legend.get_texts()]
+    return {label.get_text() for label in labels}
 
 
 def test_pictures_of_a_profile(session):
