@@ -318,10 +318,7 @@ def profile_options(recording):
 
 def run_analysis(recording, title, command):
     """Return whether an analysis succeeded. If it fails it is missing, and the counters are kept."""
-    recording.note(title)
-    if not recording.dry:
-        with open(recording.log, "a") as log:
-            print(title, file=log)
+    recording.note(title, logged=True)
     status = recording.run(command)
     if status:
         recording.miss(f"an analysis ({recording.explain(status)}); try again: {shlex.join(command)}")

@@ -1,6 +1,7 @@
 """One recording: its options, its tool, the folder of its result, running and logging, and what becomes of failures."""
 
 import argparse
+import codecs
 import contextlib
 import itertools
 import os
@@ -172,8 +173,11 @@ class Recording:
         os.environ["PATH"] = rocm.search_path()
         self.choose_tool(tools)
 
-    def note(self, text):
+    def note(self, text, logged=False):
         print(text, flush=True)
+        if logged and not self.dry:
+            with open(self.log, "a", encoding="utf-8", errors="surrogateescape") as log:
+                print(text, file=log)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The tool
@@ -291,25 +295,22 @@ class Recording:
             self.note(line)
             return 0
         self.log_end = self.log.stat().st_size
+        self.note(f"+ {line}", logged=True)
+        text_of = codecs.getincrementaldecoder("utf-8")("replace").decode  # as a character may come in two pieces
         with open(self.log, "ab", buffering=0) as log:
-            self.copy(f"+ {line}\n".encode(errors="surrogateescape"), log)
             pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             # In a process group of its own, which signals reach as a whole.
             with subprocess.Popen(command, cwd=folder, start_new_session=True, bufsize=0, **pipes) as process:
                 with forwarding(process.pid) as taken:
                     while data := process.stdout.read(2**16):
-                        self.copy(data, log)
+                        log.write(data)
+                        print(text_of(data), end="", flush=True)
                     status = process.wait()
                     while taken and lives(process.pid):
                         time.sleep(0.1)
         if taken:
             raise Ended(128 + taken[0], "interrupted")
         return status if status >= 0 else 128 - status
-
-    def copy(self, data, log):
-        log.write(data)
-        sys.stdout.write(data.decode(errors="replace"))
-        sys.stdout.flush()
 
     def run_or_fail(self, command, folder=None):
         if status := self.run(command, folder):

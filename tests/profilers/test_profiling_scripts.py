@@ -576,6 +576,15 @@ def test_a_script_says_what_it_records(machine, script):
     assert run.code == 2 and f"{script}: error: there is no Python at PYTHON=/no/such/python" in run.err
 
 
+def test_what_a_program_prints_arrives_as_it_is(machine):
+    """A character may come in two pieces, and bytes that are none must not end the recording."""
+    pieces = r"printf 'gr\303'; sleep 0.2; printf '\266\303\237e \377\n'; exit 3"
+    executable(machine.bin / "program", f"#!/bin/sh\n{pieces}\n")
+    run = machine.run("get_trace.sh", "--output", "out")
+    assert run.code == 3 and "größe \ufffd\n" in run.out
+    assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
+
+
 def test_the_program_does_not_see_how_the_script_was_found(machine):
     """The folder of the project is in PYTHONPATH for the reports alone."""
     executable(machine.bin / "program", "#!/bin/sh\necho found by $PYTHONPATH.\nexit 3\n")
