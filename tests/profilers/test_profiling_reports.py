@@ -451,10 +451,10 @@ def test_the_recorded_step_is_in_ms(tmp_path):
 
 def test_operators_of_two_threads_count_both(tmp_path):
     """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
-    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4)]
+    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4), ("aten::add", 1, 10, 3)]
     events = [{"ph": "X", "cat": "cpu_op", "name": n, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm"}
+    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm", "aten::add"}
 
 
 @pytest.mark.parametrize("module, arguments, file", [
