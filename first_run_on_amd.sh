@@ -14,8 +14,9 @@
 # PYTHON chooses the interpreter, which needs requirements-dev.txt; without it, .venv is made or completed first.
 # Exit codes: 0 all parts passed, 1 one failed, 2 the request cannot be met, 130 interrupted (the logs are kept).
 set -euo pipefail
-# shellcheck source=profilers/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profilers/common.sh"
+GIVEN=${PYTHON:-}
+# shellcheck source=profilers/python.sh
+source "$(dirname "${BASH_SOURCE[0]}")/profilers/python.sh"
 
 DRY_RUN='' ARGUMENTS=()
 while (($#)); do
@@ -27,15 +28,16 @@ while (($#)); do
     esac
 done
 
+: "${KFD_DEVICE:=/dev/kfd}"
 if [[ -z $DRY_RUN ]]; then
     [[ -r $KFD_DEVICE && -w $KFD_DEVICE ]] ||
         die "there is no AMD GPU, or no permission on $KFD_DEVICE: profilers/doctor.sh names the remedy"
-    [[ -n ${PYTHON:-} ]] || make -C "$ROOT" .venv/dev.stamp || die "make failed, see above; or set PYTHON"
+    if [[ -z $GIVEN ]]; then
+        make -C "$ROOT" .venv/dev.stamp || die "make failed, see above; or set PYTHON"
+        PYTHON=$ROOT/.venv/bin/python
+    fi
 fi
-choose_python || die "there is no Python at PYTHON=$PYTHON: run make, or give another"
-export PYTHON
-module_command torch_build
-TORCH_BUILD=$("${COMMAND[@]}" 2>/dev/null) || true
+TORCH_BUILD=$("$PYTHON" -c 'from profilers.rocm import torch_build; print(torch_build())' 2>/dev/null) || true
 [[ -n $DRY_RUN || $TORCH_BUILD == rocm* ]] ||
     die "the PyTorch of $PYTHON is built for ${TORCH_BUILD:-nothing, it is missing} (docs/rocm.md, Install)"
 NAME=first_run_$(uname -n | tr -c '[:alnum:].\n-' _)_$(date +%Y%m%d_%H%M%S)
@@ -51,6 +53,25 @@ for name in $(compgen -e); do
     esac
 done
 
+# Prints a command line so that it can be typed again.
+quoted() {
+    local line
+    printf -v line '%q ' "$@"
+    echo "${line% }"
+}
+
+# Passes a signal on to the running part, waits until it ends, and exits; a second Ctrl-C ends at once.
+stop() {
+    trap 'kill -KILL -- "-$CHILD" 2>/dev/null; exit 130' INT
+    trap '' TERM HUP
+    if [[ -n $CHILD ]]; then
+        kill -s "$1" -- "-$CHILD" 2>/dev/null || true
+        while kill -0 -- "-$CHILD" 2>/dev/null; do sleep 0.1; done
+    fi
+    echo "first_run_on_amd.sh: interrupted" >&2
+    exit "$2"
+}
+
 # part NAME SECONDS COMMAND: runs a command with a time limit, its output in NAME.log, and adds a row to the table.
 part() {
     local log=$RESULT/$1.log status=0 result begin=$SECONDS
@@ -58,7 +79,7 @@ part() {
         quoted "${@:3}"
         return
     fi
-    note "--- $1, at most $2 s"
+    echo "--- $1, at most $2 s"
     quoted "${@:3}" >"$log"
     set -m # a process group, which timeout and stop signal as a whole
     timeout -k 15 "${@:2}" >>"$log" 2>&1 </dev/null &
@@ -104,6 +125,6 @@ recording rocprof_sys 180 rocprof-sys
 
 [[ -z $DRY_RUN ]] || exit 0
 printf '%s\n' '' "${ROWS[@]}" '' | tee "$RESULT/summary.txt"
-tar -czf "$RESULT.tar.gz" -C "${RESULT%/*}" "$NAME" || die 1 "the archive cannot be written; all is in $RESULT"
-note "Send this file: $RESULT.tar.gz"
+tar -czf "$RESULT.tar.gz" -C "${RESULT%/*}" "$NAME" || die "the archive cannot be written; all is in $RESULT" 1
+echo "Send this file: $RESULT.tar.gz"
 [[ -z $FAILED ]] || exit 1

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from tabulate import tabulate
 
 if not __package__:
     print("run it from the root as python -m profilers.hotspots", file=sys.stderr)
@@ -50,16 +51,15 @@ def by_operation(spots):
 
 
 def show(table):
-    """The lines of a table, with numbers aligned to the right and words to the left."""
-    formats = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
-    columns = []
-    for name in table:
-        is_word = not pd.api.types.is_numeric_dtype(table[name])
-        form = "{}" if is_word else formats.get(name, "{:.3f}")
-        cells = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
-        width = max(map(len, [name, *cells]))
-        columns.append([cell.ljust(width) if is_word else cell.rjust(width) for cell in (name, *cells)])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    """Return the lines of a table, with numbers aligned to the right and words to the left."""
+    forms = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
+    numeric = [pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
+    cells = {}
+    for name, is_number in zip(table, numeric, strict=True):
+        form = forms.get(name, "{:.3f}") if is_number else "{}"
+        cells[name] = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
+    places = ["right" if is_number else "left" for is_number in numeric]
+    return tabulate(cells, headers="keys", tablefmt="plain", disable_numparse=True, colalign=places)
 
 
 def parse(argv):

@@ -10,8 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
-
 if not __package__:
     print("run it from the root as python -m profilers.plot", file=sys.stderr)
     sys.exit(2)
@@ -65,22 +63,6 @@ def draw_ranges(axes, start, end, ranges):
         draw_bars(axes, start, layers[numbers % 2 == parity], 1, color=color)
 
 
-def draw_timeline(dispatches, ranges, title):
-    """Draws one step: the phases, the layers, and below them the device's kernels, coloured by operation.
-
-    dispatches and ranges are tables of Name, Start and End (ns) from the readers.
-    """
-    start, end = typical_step(ranges)
-    figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
-    draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
-    draw_operations(axes, start, within(dispatches, (start, end)), lambda operation: 0)
-    axes.set_yticks([0.4, 1.4, 2.4, 3.4], ["kernels", "layers", "phases (host)", "step"])
-    axes.set_xlabel("ms since the step began")
-    axes.legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-    axes.set_title(title)
-    return figure
-
-
 def draw_operations(axes, start, kernels, level_of):
     """Draws kernels as bars, in ms since start, coloured by operation, at level_of(operation)."""
     operations = kernels["Name"].astype(str).map(operation_of)
@@ -89,48 +71,59 @@ def draw_operations(axes, start, kernels, level_of):
         draw_bars(axes, start, kernels[operations == name], level_of(name), color=COLORS[name], label=name)
 
 
-def draw_processes(processes, title):
-    """Draws a step of the first process, and the other processes at that time: their kernels and collectives.
+def draw_steps(processes, title):
+    """Draw a step: of one process also its phases and layers, of several their collectives apart.
 
-    processes: pairs of dispatches and ranges, as in draw_timeline, by the same clock.
+    processes: pairs of dispatches and ranges, tables of Name, Start and End (ns) by the same clock. The step is one of
+    the first process; the others are shown at that time.
     """
     start, end = typical_step(processes[0][1])
-    size = 12, 1.2 + 1.1 * len(processes)
-    figure, all_axes = plt.subplots(len(processes), figsize=size, layout="constrained", sharex=True, squeeze=False)
-    for number, ((dispatches, _), axes) in enumerate(zip(processes, all_axes[:, 0], strict=True)):
-        draw_operations(axes, start, within(dispatches, (start, end)), lambda operation: operation in COLLECTIVES)
-        axes.set_yticks([0.4, 1.4], ["kernels", "collectives"])
-        axes.set_ylabel(f"process {number}")
+    count = len(processes)
+    size = 12, 3.6 if count == 1 else 1.2 + 1.1 * count
+    figure, all_axes = plt.subplots(count, figsize=size, layout="constrained", sharex=True, squeeze=False)
+    entries = {}
+    for number, ((dispatches, ranges), axes) in enumerate(zip(processes, all_axes[:, 0], strict=True)):
+        kernels = within(dispatches, (start, end))
+        if count == 1:
+            draw_ranges(axes, start, end, ranges[(ranges["Start"] >= start) & (ranges["End"] <= end)])
+            draw_operations(axes, start, kernels, lambda operation: 0)
+            rows = ["kernels", "layers", "phases (host)", "step"]
+        else:
+            draw_operations(axes, start, kernels, lambda operation: operation in COLLECTIVES)
+            rows = ["kernels", "collectives"]
+            axes.set_ylabel(f"process {number}")
+        axes.set_yticks([0.4 + row for row in range(len(rows))], rows)
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
     axes.set_xlabel("ms since the step began")
-    drawn = [pair for axes in all_axes[:, 0] for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
-    entries = {label: handle for handle, label in drawn}
     figure.legend(entries.values(), entries, ncols=5, fontsize=7, loc="outside lower center")
     figure.suptitle(title)
     return figure
 
 
 def draw_roofline(result):
-    """Draws arithmetic intensity and speed of the kernels under the measured ceilings of bandwidth and arithmetic.
+    """Draw arithmetic intensity and speed of the kernels under the measured ceilings of bandwidth and arithmetic.
 
     result: of read_kernel_benchmark. Raises Unreadable if no kernel has bytes, arithmetic and time.
     """
     bandwidth, arithmetic = result["ceilings"]["GB/s"] / 1e3, result["ceilings"]["TFLOP/s"]
+    ridge = arithmetic / bandwidth
     points = [k for k in result["kernels"] if k.get("flop") and k.get("bytes") and k["triton"]["ms"]]
     if not points:
         raise Unreadable("no kernel has both its bytes and its arithmetic recorded: there is no roofline to draw")
-    intensity = np.array([k["flop"] / k["bytes"] for k in points])
-    speed = np.array([k["flop"] / k["triton"]["ms"] / 1e9 for k in points])
-    ridge = arithmetic / bandwidth
-    ceiling_x = np.geomspace(min(intensity.min(), ridge) / 3, max(intensity.max(), ridge) * 3, 200)
     figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-    axes.loglog(ceiling_x, np.minimum(arithmetic, ceiling_x * bandwidth), color="black")
-    left = ceiling_x[len(ceiling_x) // 5]
-    clear = dict(textcoords="offset points", ha="right", va="bottom", fontsize=8)  # of the lines, by points of the page
-    axes.annotate(f"{bandwidth * 1e3:.4g} GB/s", (left, min(arithmetic, left * bandwidth)), (-6, 6), **clear)
-    axes.annotate(f"{arithmetic:,.3g} TFLOP/s", (ceiling_x[-1], arithmetic), (0, 5), **clear)
+    intensity = [kernel["flop"] / kernel["bytes"] for kernel in points]
+    left, right = min(*intensity, ridge) / 3, max(*intensity, ridge) * 3
+    axes.loglog([left, ridge, right], [left * bandwidth, arithmetic, arithmetic], color="black")
+    # Clear of the lines, by points of the page.
+    clear = dict(textcoords="offset points", ha="right", va="bottom", fontsize=8)
+    middle = (left * ridge) ** 0.5
+    axes.annotate(f"{bandwidth * 1e3:.4g} GB/s", (middle, middle * bandwidth), (-6, 6), **clear)
+    axes.annotate(f"{arithmetic:,.3g} TFLOP/s", (right, arithmetic), (0, 5), **clear)
     axes.margins(y=0.1)
-    for x, y, kernel in zip(intensity, speed, points, strict=True):
-        axes.plot(x, y, "o", color=COLORS.get(kernel["name"], COLORS[OTHER]), label=kernel["name"])
+    for x, kernel in zip(intensity, points, strict=True):
+        color = COLORS.get(kernel["name"], COLORS[OTHER])
+        axes.plot(x, kernel["flop"] / kernel["triton"]["ms"] / 1e9, "o", color=color, label=kernel["name"])
     axes.set_xlabel("FLOP for each byte that must be moved")
     axes.set_ylabel("TFLOP/s")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -157,8 +150,7 @@ def pictures_of(path, title):
     processes = read_processes_apart(path)
     if len(processes) == number and all(shows_single_steps(ranges) for _, ranges in processes):
         of = f" of {number} processes" if number > 1 else ""
-        draw = draw_processes if number > 1 else lambda recorded, title: draw_timeline(*recorded[0], title)
-        pictures["timeline.png"] = draw(processes, f"{title}: one step{of}")
+        pictures["timeline.png"] = draw_steps(processes, f"{title}: one step{of}")
     return pictures
 
 

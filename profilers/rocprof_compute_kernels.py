@@ -7,10 +7,10 @@ that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes; without 
 rocprof-compute does. Exit codes: 0 done, 1 the kernels are missing, 2 the request cannot be met.
 """
 
-import csv
-import gzip
 import sys
 from pathlib import Path
+
+import pandas as pd
 
 if not __package__:
     print("run it from the root as python -m profilers.rocprof_compute_kernels", file=sys.stderr)
@@ -18,52 +18,55 @@ if not __package__:
 
 from measure.command_line import NothingRecorded, Parser, positive, program
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers.files import TEXT, reported
+from profilers.readers.files import reported
 
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
 RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
-DISPATCH = "Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"
+NAMES = {"keep_default_na": False, "encoding_errors": "replace"}  # a kernel may be called nan
+DISPATCH = ["Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"]
 
 
 def read_kernels(folder):
-    """[(number, name, dispatches, time)], the longest first. The number is that of the row; the time has any unit."""
+    """Return a table of Name, Count and Time, the longest first. Its index is the number; Time has any unit."""
     path = Path(folder, TABLE)
     if not path.exists():
-        if ranked := rank_kernels(Path(folder).glob(RESULTS)):
-            return ranked
-        raise NothingRecorded(f"{path} does not exist: rocprof-compute analyze -p {folder} --list-stats writes it")
-    with reported(path), open(path, newline="", **TEXT) as file:
-        reader = csv.DictReader(file)
-        time = next((column for column in reader.fieldnames or () if column.startswith("Sum(")), None)
-        if time is None or not {"Kernel_Name", "Count"} <= set(reader.fieldnames):
-            raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {reader.fieldnames}")
-        return [(number, r["Kernel_Name"], int(r["Count"]), float(r[time])) for number, r in enumerate(reader)]
+        return rank_kernels(sorted(Path(folder).glob(RESULTS)), path)
+    with reported(path):
+        table = pd.read_csv(path, **NAMES)
+        time = next((name for name in table if name.startswith("Sum(")), None)
+        if time is None or not {"Kernel_Name", "Count"} <= set(table):
+            raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {list(table)}")
+        table = table[["Kernel_Name", "Count", time]].set_axis(["Name", "Count", "Time"], axis="columns")
+        return table.astype({"Count": int, "Time": float})
 
 
-def rank_kernels(paths):
-    """What read_kernels returns, of recorded results. The times of a dispatch are those of the first pass."""
-    times, kernels = {}, {}
-    for path in sorted(paths):
-        with reported(path), (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", **TEXT) as file:
-            for row in csv.DictReader(file):
-                time = int(row["End_Timestamp"]) - int(row["Start_Timestamp"])
-                times.setdefault(tuple(map(row.get, DISPATCH)), time)
-    for (name, *_), time in times.items():
-        kernels.setdefault(name, []).append(time)
-    ranked = sorted(kernels.items(), key=lambda kernel: -sum(kernel[1]))
-    return [(number, name, len(each), sum(each)) for number, (name, each) in enumerate(ranked)]
+def rank_kernels(paths, table):
+    """Return what read_kernels does, of recorded results. The time of a dispatch is that of the first pass."""
+    if not paths:
+        again = f"rocprof-compute analyze -p {table.parent} --list-stats writes it"
+        raise NothingRecorded(f"{table} does not exist: {again}")
+    rows = pd.concat(map(timed, paths))
+    rows = rows.drop_duplicates([name for name in DISPATCH if name in rows])
+    kernels = rows.groupby("Kernel_Name", sort=False)["Time"].agg(Count="count", Time="sum")
+    return kernels.sort_values("Time", ascending=False, kind="stable").rename_axis("Name").reset_index()
+
+
+def timed(path):
+    with reported(path):
+        rows = pd.read_csv(path, **NAMES)
+        return rows.assign(Time=rows["End_Timestamp"] - rows["Start_Timestamp"])
 
 
 def kernels_of_the_step(kernels):
-    """Leaves out the kernels that initialize the weights: no step draws random numbers."""
-    return [kernel for kernel in kernels if operation_of(kernel[1]) != "random numbers"]
+    """Leave out the kernels that initialize the weights: no step draws random numbers."""
+    return kernels[kernels["Name"].map(operation_of) != "random numbers"]
 
 
 def headings(kernels):
-    total = sum(time for *_, time in kernels) or 1
-    for number, name, count, time in kernels:
+    total = kernels["Time"].sum() or 1
+    for number, name, count, time in kernels.itertuples(name=None):
         times = "dispatch" if count == 1 else "dispatches"
-        yield number, f"{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
+        yield f"{number}\t{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
 
 
 def parse(argv):
@@ -77,10 +80,9 @@ def parse(argv):
 def main(argv):
     options = parse(argv)
     kernels = kernels_of_the_step(read_kernels(options.folder))
-    if not kernels:
+    if kernels.empty:
         raise NothingRecorded(f"{Path(options.folder, TABLE)} names no kernel of a step")
-    for number, heading in list(headings(kernels))[: options.top]:
-        print(number, heading, sep="\t")
+    print(*list(headings(kernels))[: options.top], sep="\n")
     return 0
 
 

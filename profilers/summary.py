@@ -79,7 +79,7 @@ def utilisation_section(figures, derived):
         lines.append("- occupancy and the use of compute units: not counted (they need rocprofv3 or ncu)")
         return "\n".join(lines)
     top = known.loc[derived["ns"].sort_values(ascending=False).index[:TOP]].rename(columns=columns)
-    top.insert(0, "kernel", [short_name(name, 50) for name in top.index])
+    top.insert(0, "kernel", names_of(top))
     return "\n".join([*lines, "", markdown(top)])
 
 
@@ -87,22 +87,32 @@ def runs_on_gpu(alone):
     return alone["environment"]["arch"] != "cpu"
 
 
-def kernels_table(alone, rows, untimed):
-    """The rows in Markdown; for interpreted kernels only the first columns, which contain no times."""
-    table = pd.DataFrame(rows)
+def kernels_of(alone):
+    """Return a table of name, bytes, flop and ns of the kernels alone."""
+    kernels = pd.DataFrame(alone["kernels"])
+    return kernels.assign(ns=[1e6 * case["ms"] for case in kernels["triton"]])
+
+
+def shown_alone(alone, table):
+    """Return a table in Markdown; of interpreted kernels only the first two columns, which contain no times."""
     if runs_on_gpu(alone):
         return markdown(table)
-    return f"(Triton's interpreter ran them, in Python: no ceiling limits that.)\n\n{markdown(table.iloc[:, :untimed])}"
+    return f"(Triton's interpreter ran them, in Python: no ceiling limits that.)\n\n{markdown(table.iloc[:, :2])}"
+
+
+def names_of(table):
+    return [short_name(name, 50) for name in table.index]
 
 
 def bandwidth_section(derived, alone):
-    ceiling = alone["ceilings"]["GB/s"]
+    ceiling, kernels = alone["ceilings"]["GB/s"], kernels_of(alone)
     parts = [f"Measured ceiling of this device, by a kernel that reads and writes: {ceiling:,.4g} GB/s."]
-    if "GB/s" in derived and derived["GB/s"].notna().any():
-        top = derived[derived["GB/s"].notna()].sort_values("bytes", ascending=False).head(TOP)
+    counted = derived.dropna(subset="GB/s") if len(derived) else derived
+    if len(counted):
+        top = counted.sort_values("bytes", ascending=False).head(TOP)
         table = {
-            "kernel": [short_name(name, 50) for name in top.index],
-            "operation": [operation_of(name) for name in top.index],
+            "kernel": names_of(top),
+            "operation": top.index.map(operation_of),
             "MB a run": top["bytes"] / 1e6,
             "GB/s": top["GB/s"],
             "% of the ceiling": 100 * top["GB/s"] / ceiling,
@@ -110,44 +120,40 @@ def bandwidth_section(derived, alone):
         parts.append("In the training run, from the bytes counted at the memory:\n\n" + markdown(pd.DataFrame(table)))
     else:
         parts.append("Bytes in the training run were not counted (that needs rocprofv3 or ncu).")
-    rows = [
-        {
-            "kernel alone": case["name"],
-            "MB": case["bytes"] / 1e6,
-            "ms": case["triton"]["ms"],
-            "GB/s": case["bytes"] / case["triton"]["ms"] / 1e6,
-            "% of the ceiling": 100 * case["bytes"] / case["triton"]["ms"] / 1e6 / ceiling,
-        }
-        for case in alone["kernels"]
-    ]
-    parts += [
-        "Each Triton kernel alone, from the bytes that it must move at least:",
-        kernels_table(alone, rows, untimed=2),
-    ]
-    return "\n\n".join(parts)
+    speed = kernels["bytes"] / kernels["ns"]
+    table = {
+        "kernel alone": kernels["name"],
+        "MB": kernels["bytes"] / 1e6,
+        "ms": kernels["ns"] / 1e6,
+        "GB/s": speed,
+        "% of the ceiling": 100 * speed / ceiling,
+    }
+    parts.append("Each Triton kernel alone, from the bytes that it must move at least:")
+    return "\n\n".join([*parts, shown_alone(alone, pd.DataFrame(table))])
 
 
 def roofline_section(derived, alone):
     bandwidth, arithmetic = alone["ceilings"]["GB/s"], alone["ceilings"]["TFLOP/s"]
-    ridge = arithmetic * 1e3 / bandwidth
+    ridge, kernels = arithmetic * 1e3 / bandwidth, kernels_of(alone)
     text = (
         f"Ceilings: {bandwidth:,.4g} GB/s and {arithmetic:,.4g} TFLOP/s, which meet at {ridge:,.4g} FLOP a byte. With "
         "less arithmetic a kernel can at best reach the first, with more the second. One far below its ceiling is "
         "limited by neither, and above 100 % caches served what the ceiling's kernel gets from memory. Picture: "
         "`roofline.png`.\n\n"
     )
-    rows = []
-    for case in alone["kernels"]:
-        intensity, speed = case["flop"] / case["bytes"], case["flop"] / case["triton"]["ms"] / 1e9
-        row = {"kernel alone": case["name"], "FLOP a byte": intensity, "TFLOP/s": speed}
-        row["ceiling"] = "memory" if intensity < ridge else "arithmetic"
-        row["% of the ceiling"] = 100 * speed / min(intensity * bandwidth / 1e3, arithmetic)
-        rows.append(row)
-    text += kernels_table(alone, rows, untimed=2)
+    intensity, speed = kernels["flop"] / kernels["bytes"], kernels["flop"] / kernels["ns"] / 1e3
+    table = {
+        "kernel alone": kernels["name"],
+        "FLOP a byte": intensity,
+        "TFLOP/s": speed,
+        "ceiling": intensity.lt(ridge).map({True: "memory", False: "arithmetic"}),
+        "% of the ceiling": 100 * speed / (intensity * bandwidth / 1e3).clip(upper=arithmetic),
+    }
+    text += shown_alone(alone, pd.DataFrame(table))
     counted = derived[derived["flop"].gt(0) & derived["bytes"].gt(0)] if len(derived) else derived
     if len(counted):
         table = {
-            "kernel": [short_name(name, 50) for name in counted.index],
+            "kernel": names_of(counted),
             "FLOP a byte": counted["flop"] / counted["bytes"],
             "TFLOP/s": counted["flop"] / counted["ns"] / 1e3,
         }

@@ -4,8 +4,8 @@ import pandas as pd
 
 from profilers.readers.files import Unreadable
 
-PATTERNS = {"counters": ("ncu_raw.csv",)}
-RECORDS_WARM_UP = False  # run_ncu counts only within the range "step"
+PATTERNS = {"counters": "ncu_raw.csv"}
+RECORDS_WARM_UP = False  # ncu counts only within the range "step"
 
 
 def recognizes(path, content):
@@ -17,10 +17,10 @@ def beside(path, content):
 
 
 def counters(path):
-    """The file has lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
+    """Read lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
     table = pd.read_csv(path, skiprows=[1], dtype=str, keep_default_na=False, encoding_errors="replace")
     if "Kernel Name" not in table:
         raise Unreadable(f"{path} is no table of ncu --page raw --csv: profile again")
     rows = table.melt("Kernel Name", [name for name in table if "__" in name], "Counter", "Value")
     rows["Value"] = pd.to_numeric(rows["Value"].str.replace(",", ""), errors="coerce")  # some are words
-    yield rows.rename(columns={"Kernel Name": "Name"}).dropna()
+    return rows.rename(columns={"Kernel Name": "Name"}).dropna()

@@ -6,8 +6,7 @@ import json
 
 from profilers.readers.files import TEXT, intervals
 
-TRACES = ("trace.json", "trace.json.gz")
-PATTERNS = {"dispatches": TRACES, "markers": TRACES, "calls": TRACES, "memory": TRACES}
+PATTERNS = dict.fromkeys(("dispatches", "markers", "calls", "memory"), "trace.json")
 RECORDS_WARM_UP = False  # the script profiles only measured steps
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -23,25 +22,25 @@ def beside(path, content):
 
 
 def dispatches(path):
-    """Kernels and copies of the device; on a CPU, which has none, the outermost operators."""
+    """Return kernels and copies of the device; of a CPU, which has none, the outermost operators."""
     on_device = [event for event in events_of(path) if event.get("cat") in ON_DEVICE]
     operators = [event for event in events_of(path) if event["name"].startswith("aten::")]
-    yield in_ns(on_device or outermost(operators))
+    return in_ns(on_device or outermost(operators))
 
 
 def ranges(path, content):
-    yield in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
+    return in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
 
 
 def memory(path):
-    """Of PyTorch's tensors on a GPU, which only torch.profiler's profile_memory records."""
+    """Return what PyTorch's tensors held on a GPU after each change, which profile_memory records."""
     memory = [event["args"] for event in events_of(path) if event["name"] == "[memory]"]
-    yield from (now["Total Allocated"] for now in memory if now["Device Type"] == 1)
+    return [now["Total Allocated"] for now in memory if now["Device Type"] == 1]
 
 
 @functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
 def events_of(path):
-    """The complete events, with a beginning and a duration, and the instants."""
+    """Return the complete events, with a beginning and a duration, and the instants."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", **TEXT) as file:
         events = json.load(file).get("traceEvents", [])
     return [event for event in events if event.get("ph") in ("X", "i")]
@@ -52,7 +51,7 @@ def in_ns(events):
 
 
 def outermost(events):
-    """The events that are not inside another event of their thread."""
+    """Return the events that are not inside another event of their thread."""
     found, ends = [], {}
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= ends.get(event["tid"], 0):

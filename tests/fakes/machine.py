@@ -1,16 +1,21 @@
 """A computer with chosen profilers, all of them fakes, on which the shell scripts run."""
 
+import importlib
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from profilers import record
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -52,13 +57,13 @@ exec {python} "$@"
 
 
 class Machine:
-    """A computer with chosen tools; run() starts a script in an empty folder of it.
+    """A computer with chosen tools; run() does what a script does in an empty folder of it.
 
     python: what runs the fakes and the reports. A fork server's starts at once, but gets no signals.
     """
 
-    def __init__(self, folder, python=sys.executable):
-        self.folder, self.python = folder, python
+    def __init__(self, folder, python=sys.executable, capsys=None):
+        self.folder, self.python, self.capsys = folder, python, capsys
         self.work = folder / "work"
         self.work.mkdir()
         self.bin = folder / "bin"
@@ -140,11 +145,24 @@ class Machine:
         return self.with_torch(cuda="12.8")
 
     def run(self, script, *arguments, **env):
+        """The exit code, what was printed, and the command lines in it, of profilers.record in this process."""
+        self.capsys.readouterr()
+        with unittest.mock.patch.dict(os.environ, self.env | env, clear=True), pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.work)
+            patch.syspath_prepend(self.folder / "site")
+            patch.delitem(sys.modules, "torch", raising=False)  # so that the one of this machine is found
+            importlib.invalidate_caches()
+            try:
+                code = record.main([script, *map(str, arguments)])
+            except SystemExit as end:
+                code = end.code or 0
+        return outcome(code, *self.capsys.readouterr())
+
+    def start(self, script, *arguments, **env):
+        """As run(), of the script itself, in a process of its own."""
         pipes = dict(capture_output=True, text=True, stdin=subprocess.DEVNULL)
         done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
-        print(done.stdout, done.stderr)
-        commands = commands_of(done.stdout)
-        return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, commands=commands)
+        return outcome(done.returncode, done.stdout, done.stderr)
 
     def interrupt(self, script, number, **env):
         """(exit code, output, errors) of a script that is sent a signal when its program trains."""
@@ -165,6 +183,11 @@ class Machine:
         patterns = [*(f"{folder}_*" for folder in FOLDERS.values()), "out*"]
         found = [path for pattern in patterns for path in self.work.glob(pattern)]
         return sorted(str(path.relative_to(self.work)) for path in found)
+
+
+def outcome(code, out, err):
+    print(out, err)
+    return SimpleNamespace(code=code, out=out, err=err, commands=commands_of(out))
 
 
 def commands_of(out):

@@ -145,12 +145,6 @@ def write_stats(path, records):
     write_rows(path, header, rows)
 
 
-def write_domain_stats(path, run):
-    """A row a domain."""
-    domains = dict(zip(("KERNEL_DISPATCH", "MARKER_API", "HIP_API", "MEMORY_COPY"), run, strict=True))
-    write_stats(path, [record._replace(name=name) for name, part in domains.items() for record in part])
-
-
 SIZES = "Workgroup_Size_X,Workgroup_Size_Y,Workgroup_Size_Z,Grid_Size_X,Grid_Size_Y,Grid_Size_Z".split(",")
 
 
@@ -181,32 +175,8 @@ def write_markers(path, release, ranges):
     write_api_trace(path, "MARKER_CORE_API" if release < (7, 0) else "MARKER_CORE_RANGE_API", ranges)
 
 
-def write_copies(path, release, copies):
-    stream = ["Stream_Id"] if release >= (7, 0) else []
-    header = ["Kind", "Direction", *stream, "Source_Agent_Id", "Destination_Agent_Id", "Correlation_Id"]
-    agents = ["Agent 0", "Agent 1"] if stream else [0, 1]
-    rows = [["MEMORY_COPY", c.name, *[0] * len(stream), *agents, i, c.start, c.end] for i, c in enumerate(copies, 1)]
-    write_rows(path, [*header, "Start_Timestamp", "End_Timestamp"], rows)
-
-
-AGENT_INFO = (
-    "Node_Id,Logical_Node_Id,Agent_Type,Cpu_Cores_Count,Simd_Count,Cpu_Core_Id_Base,Simd_Id_Base,Max_Waves_Per_Simd,"
-    "Lds_Size_In_Kb,Gds_Size_In_Kb,Num_Gws,Wave_Front_Size,Num_Xcc,Cu_Count,Array_Count,Num_Shader_Banks,"
-    "Simd_Arrays_Per_Engine,Cu_Per_Simd_Array,Simd_Per_Cu,Max_Slots_Scratch_Cu,Gfx_Target_Version,Vendor_Id,Device_Id,"
-    "Location_Id,Domain,Drm_Render_Minor,Num_Sdma_Engines,Num_Sdma_Xgmi_Engines,Num_Sdma_Queues_Per_Engine,"
-    "Num_Cp_Queues,Max_Engine_Clk_Ccompute,Max_Engine_Clk_Fcompute,Sdma_Fw_Version,Fw_Version,Capability,Cu_Per_Engine,"
-    "Max_Waves_Per_Cu,Family_Id,Workgroup_Max_Size,Grid_Max_Size,Local_Mem_Size,Hive_Id,Gpu_Id,Workgroup_Max_Dim_X,"
-    "Workgroup_Max_Dim_Y,Workgroup_Max_Dim_Z,Grid_Max_Dim_X,Grid_Max_Dim_Y,Grid_Max_Dim_Z,Name,Vendor_Name,Product_Name,"
-    "Model_Name"
-).split(",")
-
-
 def write_agent_info(path, arch="gfx942"):
-    cpu = {"Agent_Type": "CPU", "Name": "AMD EPYC", "Vendor_Name": "CPU", "Product_Name": "AMD EPYC"}
-    gpu = {"Node_Id": 1, "Logical_Node_Id": 1, "Agent_Type": "GPU", "Wave_Front_Size": 64, "Cu_Count": 304}
-    gpu |= {"Name": arch, "Vendor_Name": "AMD", "Product_Name": "AMD Instinct"}
-    words = dict.fromkeys(("Name", "Vendor_Name", "Product_Name", "Model_Name"), "")
-    write_rows(path, AGENT_INFO, [[(words | agent).get(column, 0) for column in AGENT_INFO] for agent in (cpu, gpu)])
+    write_rows(path, ["Node_Id", "Agent_Type", "Name"], [[0, "CPU", "AMD EPYC"], [1, "GPU", arch]])
 
 
 def counter_value(counter, record):
@@ -250,8 +220,6 @@ ROCPD_TABLES = {
     "kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, tid INTEGER, agent_id INTEGER, "
                        'kernel_id INTEGER, dispatch_id INTEGER, start BIGINT, "end" BIGINT, '
                        "region_name_id INTEGER, event_id INTEGER",
-    "memory_copy": "id INTEGER PRIMARY KEY, guid TEXT, pid INTEGER, start BIGINT, "
-                   '"end" BIGINT, name_id INTEGER, event_id INTEGER',
 }  # fmt: skip
 ROCPD_VIEWS = """
 CREATE VIEW kernels AS
@@ -275,13 +243,6 @@ CREATE VIEW regions AS
     JOIN rocpd_string n ON n.id = r.name_id AND n.guid = r.guid
     JOIN rocpd_info_process p ON p.id = r.pid AND p.guid = r.guid
     JOIN rocpd_info_thread t ON t.id = r.tid AND t.guid = r.guid;
-CREATE VIEW memory_copies AS
-    SELECT m.id, m.guid, c.string AS category, p.pid, n.string AS name, m.start, m."end", m."end" - m.start AS duration
-    FROM rocpd_memory_copy m
-    JOIN rocpd_event e ON e.id = m.event_id AND e.guid = m.guid
-    LEFT JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid
-    JOIN rocpd_string n ON n.id = m.name_id AND n.guid = m.guid
-    JOIN rocpd_info_process p ON p.id = m.pid AND p.guid = m.guid;
 CREATE VIEW counters_collection AS
     SELECT min(p.id) AS id, p.guid, k.dispatch_id, k.kernel_id, e.id AS event_id, o.pid, s.display_name AS kernel_name,
         i.name AS counter_name, i.symbol AS counter_symbol, sum(p.value) AS value, k.start, k."end",
@@ -293,11 +254,6 @@ CREATE VIEW counters_collection AS
     JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid
     JOIN rocpd_info_process o ON o.id = k.pid AND o.guid = k.guid
     GROUP BY p.guid, k.dispatch_id, i.name, k.agent_id;
-CREATE VIEW top_kernels AS -- microseconds, unlike every other view
-    SELECT name, count(*) AS total_calls, sum(duration) / 1000.0 AS total_duration,
-        sum(duration) / count(*) / 1000.0 AS average,
-        sum(duration) * 100.0 / (SELECT sum(duration) FROM kernels) AS percentage
-    FROM kernels GROUP BY name ORDER BY total_duration DESC;
 """
 # What the host's regions are called: a range of roctx by the function that opens it. Its label is in the event.
 ROCTX_RANGE = "roctxThreadRangeA"
@@ -338,7 +294,6 @@ def write_rocpd(path, run, counters=()):
             for record in part
         ]
         insert("event", [(i, guid, *event) for i, event in enumerate(events, 1)])
-        first_copy = 1 + len(events) - len(run.copies)
         insert("kernel_dispatch", (
             (i, guid, pid, pid, 2, symbols[d.name], i, d.start, d.end, strings[""], i)
             for i, d in enumerate(run.dispatches, 1)
@@ -347,10 +302,6 @@ def write_rocpd(path, run, counters=()):
         insert("region", (
             (i, guid, pid, pid, r.start, r.end, strings[name], i)
             for i, (r, name) in enumerate(regions, len(run.dispatches) + 1)
-        ))  # fmt: skip
-        insert("memory_copy", (
-            (i, guid, pid, c.start, c.end, strings[c.name], event)
-            for i, (event, c) in enumerate(enumerate(run.copies, first_copy), 1)
         ))  # fmt: skip
         values = [
             (i, pmc, counter_value(c, d)) for i, d in enumerate(run.dispatches, 1) for pmc, c in enumerate(counters, 1)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 from records import KERNELS
@@ -201,70 +200,37 @@ def analyze(options):
             fail('Workload was not profiled with "--torch-trace".')
         print("PyTorch Operator Call Tree:")
         return
-    kernels = write_statistics(folder, dispatches, options.time_unit)
+    kernels = write_statistics(folder, dispatches)
     for number in options.kernel:
         if number >= len(kernels):
             fail(f"{number} is an invalid kernel id. Please enter an id between 0-{len(kernels) - 1}")
     if os.environ.get("FAKE_NO_STATISTICS") or RELEASE >= (10, 1):
         (folder / "pmc_kernel_top.csv").unlink()
     if options.list_stats:
-        print("-" * 80, "\nDetected Kernels (sorted descending by duration)")
-        print_grid(["", "Kernel_Name"], enumerate(kernels))
-        print("\n" + "-" * 80, "\nDispatch list")
-        rows = [(number, d["Dispatch_ID"], d["Kernel_Name"], d["GPU_ID"]) for number, d in enumerate(dispatches)]
-        print_grid(["", "Dispatch_ID", "Kernel_Name", "GPU_ID"], rows)
+        print("Detected Kernels (sorted descending by duration)", *kernels, "Dispatch list", sep="\n")
         return
-    print("-" * 80, "\n0. Top Stats")
-    marks = ["*" if number in options.kernel else "" for number in range(len(kernels))]
-    shown = list(zip(range(options.max_stat_num), kernels, marks, strict=False))
-    columns = 3 if options.kernel else 2
-    print_grid(["", "Kernel_Name", "S"][:columns], [row[:columns] for row in shown])
+    print("0. Top Stats", *kernels[: options.max_stat_num], sep="\n")
     for block in options.block or SECTIONS:
         if block.split(".")[0] not in SECTIONS:  # 6.x shows nothing then
             fail(f"{block} is not a metric id of --list-metrics")
         print("-" * 80, f"\n{block}. {SECTIONS[block.split('.')[0]]}")
 
 
-def write_statistics(folder, dispatches, unit):
+def write_statistics(folder, dispatches):
     """As every analysis does; the position in the first file is what -k means. Returns its names."""
     times = {}
     for dispatch in dispatches:
         duration = int(dispatch["End_Timestamp"]) - int(dispatch["Start_Timestamp"])
         times.setdefault(dispatch["Kernel_Name"], []).append(duration)
     ranked = sorted(times, key=lambda name: -sum(times[name]))
-    divisor = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}[unit]
     with open(folder / "pmc_kernel_top.csv", "w", newline="") as file:
         writer = csv.writer(file)
         share = "Percent" if RELEASE >= (7, 13) else "Pct"
-        writer.writerow(["Kernel_Name", "Count", f"Sum({unit})", f"Mean({unit})", f"Median({unit})", share])
+        writer.writerow(["Kernel_Name", "Count", "Sum(ns)", "Mean(ns)", "Median(ns)", share])
         for name in ranked:
-            total = sum(times[name]) / divisor
-            writer.writerow([name, len(times[name]), total, total / len(times[name]), times[name][0] / divisor, 0])
-    with open(folder / "pmc_dispatch_info.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["Dispatch_ID", "Kernel_Name", "GPU_ID"])
-        writer.writerows([d["Dispatch_ID"], d["Kernel_Name"], d["GPU_ID"]] for d in dispatches)
+            total = sum(times[name])
+            writer.writerow([name, len(times[name]), total, total / len(times[name]), times[name][0], 0])
     return ranked
-
-
-def print_grid(header, rows):
-    """tabulate's fancy_grid; 7.1 and newer wrap the names."""
-    rows = [header, *([str(cell) for cell in row] for row in rows)]
-    name = header.index("Kernel_Name")
-    lines = []
-    for row in rows:
-        wrapped = textwrap.wrap(row[name], 40) if RELEASE >= (7, 1) else [row[name]]
-        lines.append([[*row[:name], wrapped[0], *row[name + 1 :]]])
-        lines[-1] += [[""] * name + [part] + [""] * (len(row) - name - 1) for part in wrapped[1:]]
-    widths = [max(len(line[column]) for group in lines for line in group) for column in range(len(header))]
-    print("╒" + "╤".join("═" * (width + 2) for width in widths) + "╕")
-    for number, group in enumerate(lines):
-        for line in group:
-            print("│" + "│".join(f" {cell:{width}} " for cell, width in zip(line, widths, strict=True)) + "│")
-        if number < len(lines) - 1:
-            left, line, cross, right = "╞═╪╡" if number == 0 else "├─┼┤"
-            print(left + cross.join(line * (width + 2) for width in widths) + right)
-    print("╘" + "╧".join("═" * (width + 2) for width in widths) + "╛")
 
 
 def main():

@@ -148,12 +148,9 @@ def write_csv(options, prefix, seen, counters, counted):
         records.write_api_trace(Path(f"{prefix}_hip_api_trace.csv"), "HIP_RUNTIME_API", seen.api_calls)
     if seen.ranges:
         records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), RELEASE, seen.ranges)
-    if seen.copies:
-        records.write_copies(Path(f"{prefix}_memory_copy_trace.csv"), RELEASE, seen.copies)
     if options.stats:
         for name, part in zip(("kernel", "marker_api", "hip_api", "memory_copy"), seen, strict=True):
             records.write_stats(Path(f"{prefix}_{name}_stats.csv"), part)
-        records.write_domain_stats(Path(f"{prefix}_domain_stats.csv"), seen)
 
 
 def run_program(program):

@@ -22,8 +22,8 @@ def python_without_torch(tmp_path_factory):
 
 
 @pytest.fixture
-def machine(tmp_path, python_without_torch):
-    return Machine(tmp_path, python_without_torch)
+def machine(tmp_path, python_without_torch, capsys):
+    return Machine(tmp_path, python_without_torch, capsys)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
     if breaks:
         (machine.folder / "rocm" / "bin" / "rocprofv3").unlink()
         expected |= dict.fromkeys(RECORDINGS[:3], "failed (2)") | {"tests": "failed (3)", "kernels": "timed out"}
-    run = machine.run(SCRIPT, "--", "--hidden-dim", "64", MY_TOKEN="secret")
+    run = machine.start(SCRIPT, "--", "--hidden-dim", "64", MY_TOKEN="secret")
     rows = re.findall(r"^(\w+) +(passed|failed \(\d+\)|timed out) +\d+ s  (/.*)$", run.out, re.M)
     assert {part: result for part, result, _ in rows} == expected and run.code == breaks, run.err
     folder, name = re.search(r"\nSend this file: (.*)/(first_run_[\w.-]+_\d{8}_\d{6})\.tar\.gz\n\Z", run.out).groups()
@@ -65,7 +65,7 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
 
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
-    run = machine.run(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
+    run = machine.start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
     change, *commands = map(shlex.split, run.out.splitlines())
     assert run.code == 0 and change == ["cd", str(ROOT)] and len(commands) == len(PARTS)
     programs = {words[1 + (words[1] == "-m")]: words for words in commands if words[0] == machine.env["PYTHON"]}
@@ -86,7 +86,7 @@ def test_what_cannot_be_met_is_one_line(machine, lacks, arguments, words):
         (machine.folder / "kfd").unlink()
     elif lacks == "torch":
         machine.with_torch()
-    run = machine.run(SCRIPT, *arguments)
+    run = machine.start(SCRIPT, *arguments)
     assert run.code == 2 and run.err.count("\n") == 1 and re.search(words, run.err)
     assert run.out == "" and not list(machine.work.iterdir())
 

@@ -3,12 +3,11 @@
 import json
 import random
 
-import pandas as pd
 import pytest
 
 from profilers import compare
 from profilers.kernel_names import operation_of
-from profilers.readers import COLUMNS, read_step_stats
+from profilers.readers import read_step_stats
 from tests.fakes import records
 
 KERNELS = [f"kernel_{number}" for number in range(40)]
@@ -39,8 +38,10 @@ def changes(capsys, *paths):
     return {row[-1]: row[0] for row in rows}, out
 
 
-@pytest.mark.parametrize("steps", [3, 20])
-@pytest.mark.parametrize("ranges", [["step"], ["step", "steps"]])
+RECORDED = pytest.mark.parametrize("steps, ranges", [(3, ["step"]), (20, ["step", "steps"])])
+
+
+@RECORDED
 def test_equal_runs_with_jitter_are_the_same(tmp_path, capsys, steps, ranges):
     paths = [write_recording(tmp_path / str(seed), seed, 0.3, steps, ranges=ranges) for seed in (1, 2)]
     found, out = changes(capsys, *paths)
@@ -48,8 +49,7 @@ def test_equal_runs_with_jitter_are_the_same(tmp_path, capsys, steps, ranges):
     assert "Kernels: 40 same\n" in out and "ms noise" in out
 
 
-@pytest.mark.parametrize("steps", [3, 20])
-@pytest.mark.parametrize("ranges", [["step"], ["step", "steps"]])
+@RECORDED
 def test_a_change_beyond_the_noise_is_found(tmp_path, capsys, steps, ranges):
     before = write_recording(tmp_path / "before", 1, 0.01, steps, ranges=ranges)
     after = write_recording(tmp_path / "after", 2, 0.01, steps, slowed=1.2, ranges=ranges)
@@ -82,15 +82,6 @@ def test_kernels_of_a_trace_of_the_profiler_are_compared_by_steps(tmp_path, caps
 
     found, out = changes(capsys, write(tmp_path / "calm", 102), write(tmp_path / "disturbed", 900))
     assert found == {"kernel_0": "same"} and "A step of each: 0.102 ms in 1 calls, then 0.103 ms" in out
-
-
-def test_a_single_call_has_no_noise_to_judge_by():
-    def table_of(us):
-        return pd.DataFrame([["kernel_0", 1, 1000 * us, 1000 * us, 100.0, 0, 0, 0.0]], columns=COLUMNS)
-
-    for us, change in ((104, "same"), (200, "unknown")):
-        sides = [compare.of_calls(table_of(us), 1) for us in (100, us)]
-        assert list(compare.compare(*sides)["change"]) == [change]
 
 
 def test_processes_of_one_folder_are_compared_by_means(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """The reports: hot spots, comparison, counters, pictures, the figures of a step, and the summary of a session."""
 
-import csv
-import gzip
 import json
 import resource
 import sys
@@ -13,7 +11,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from measure.command_line import Failure
-from profilers import compare, counters, hotspots, overhead, plot, readers, rocprof_compute_kernels, summary, timeline
+from profilers import compare, counters, hotspots, overhead, plot, readers, summary, timeline
 from profilers.readers import Unreadable, files, read_kernel_stats
 from tests.fakes import records
 from tests.fakes.machine import ALONE
@@ -48,16 +46,6 @@ def session(tmp_path):
 
 
 # --- hot spots and comparison
-
-
-def test_hotspots_are_per_step(session):
-    table, steps = readers.read_step_stats(session)
-    spots = hotspots.hotspots(table, steps)
-    assert dict(zip(spots["kernel"].str[:12], spots["calls"], strict=True))["rmsnorm_kern"] == 4
-    assert spots["share"].sum() == pytest.approx(100)
-    by_operation = hotspots.by_operation(spots)
-    assert by_operation["ms"].sum() == pytest.approx(spots["ms"].sum())
-    assert len(by_operation) == spots["operation"].nunique()
 
 
 def test_hotspots_writes_what_it_read(session, capsys):
@@ -100,14 +88,24 @@ def test_compare():
     assert sums.loc["SwiGLU", "ms after"] == pytest.approx(0.02) and np.isnan(sums.loc["SwiGLU", "ratio"])
 
 
-def test_compare_a_step_with_a_step(session, tmp_path, capsys):
-    longer = records.make_run(steps=9)
-    records.write_rocpd(tmp_path / "longer" / "a.db", longer)
-    assert compare.main([str(session), str(tmp_path / "longer")]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first.startswith("A step of each: ") and " in 19 calls, then " in first and "in 19 calls (" in first
-    assert second == "Kernels: 6 same"  # nine steps are no slower than three
-    assert compare.main([str(session), str(tmp_path / "absent")]) == 2
+@pytest.mark.parametrize("after, spread, change", [  # noise: twice the spread, times 1 + 10 / 5
+    (1.049, 0.0, "same"), (1.051, 0.0, "slower"), (0.953, 0.0, "same"), (0.951, 0.0, "faster"),
+    (1.29, 0.05, "same"), (1.31, 0.05, "slower"), (0.71, 0.05, "same"), (0.69, 0.05, "faster"),
+    (1.3, np.nan, "unknown"), (1.04, np.nan, "same"),
+])  # fmt: skip
+def test_what_counts_as_a_change_by_hand(after, spread, change):
+    def side(ms, samples):
+        return pd.DataFrame({"ms": [ms], "calls": [1.0], "spread": [spread], "samples": [samples]}, index=["k"])
+
+    row = compare.compare(side(1.0, 5), side(after, 20)).loc["k"]
+    assert row["change"] == change and row["ms noise"] == pytest.approx(6 * spread, nan_ok=True)
+
+
+def test_spread_of_calls_by_hand():
+    """8 calls in 2 steps, of 3 ms each and a standard deviation of 1 ms: four of them spread twice as far as one."""
+    row = ["k", 8, 24e6, 3e6, 100.0, 0, 0, 1e6]
+    side = compare.of_calls(pd.DataFrame([row], columns=readers.COLUMNS), 2).loc["k"]
+    assert side.to_dict() == {"ms": 12.0, "calls": 4.0, "samples": 8.0, "spread": pytest.approx(2.698)}
 
 
 # --- counters
@@ -121,12 +119,9 @@ def test_counters_of_several_passes(session):
     norms = [d for d in counted(1).in_steps() if d.name == "rmsnorm_kernel"]
     fetched = np.mean([records.counter_value("FETCH_SIZE", d) for d in norms])
     assert table.loc["rmsnorm_kernel", "FETCH_SIZE"] == pytest.approx(fetched)
-    stats, _ = readers.read_step_stats(session)
-    derived = counters.derive(table, stats).loc["rmsnorm_kernel"]
-    assert derived["bytes"] == pytest.approx(1024 * (fetched + table.loc["rmsnorm_kernel", "WRITE_SIZE"]))
     ns = np.mean([d.duration for d in RUN.in_steps() if d.name == "rmsnorm_kernel"])
-    assert derived["ns"] == pytest.approx(ns) and derived["GB/s"] == pytest.approx(derived["bytes"] / ns)
-    assert derived["L2 hits"] == pytest.approx(75) and np.isnan(derived["occupancy"])
+    derived = counters.derive(table, readers.read_step_stats(session)[0]).loc["rmsnorm_kernel"]
+    assert derived["ns"] == pytest.approx(ns)
 
 
 @pytest.mark.parametrize("release, marked, scope", [
@@ -170,11 +165,28 @@ def test_ncu(tmp_path):
         '"1","rmsnorm_kernel","(128, 1, 1)","2,000,000","500,000","2,000"',
     ]
     (tmp_path / "ncu_raw.csv").write_text("\n".join(lines) + "\n")
-    derived = counters.derive(readers.read_counters(tmp_path)).loc["rmsnorm_kernel"]
+    derived = counters.derive(readers.read_step_counters(tmp_path)[0]).loc["rmsnorm_kernel"]
     assert (derived["ns"], derived["bytes"]) == (1500, 2_000_000) and derived["GB/s"] == pytest.approx(2e6 / 1500)
     (tmp_path / "ncu_raw.csv").write_text("==ERROR== no kernels\n")
     with pytest.raises(Unreadable, match="ncu_raw.csv"):
-        readers.read_counters(tmp_path)
+        readers.read_step_counters(tmp_path)
+
+
+@pytest.mark.parametrize("counted, expected", [
+    ({"FETCH_SIZE": 3.0, "WRITE_SIZE": 1.0, "TCC_HIT_sum": 9.0, "TCC_MISS_sum": 3.0, "MeanOccupancyPerCU": 7.0,
+      "VALUBusy": 11.0, "MfmaUtil": 13.0, "MfmaFlops": 17.0, "OccupancyPercent": 19.0},
+     {"ns": 512.0, "bytes": 4096.0, "GB/s": 8.0, "L2 hits": 75.0, "waves a CU": 7.0, "compute": 11.0, "matrix": 13.0,
+      "flop": 17.0, "occupancy": 19.0}),
+    ({"dram__bytes_read.sum": 30.0, "dram__bytes_write.sum": 10.0, "lts__t_sector_hit_rate.pct": 5.0,
+      "sm__throughput.avg.pct_of_peak_sustained_elapsed": 6.0, "gpu__time_duration.sum": 4.0,
+      "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": 8.0,
+      "sm__warps_active.avg.pct_of_peak_sustained_active": 9.0},
+     {"ns": 4.0, "bytes": 40.0, "GB/s": 10.0, "L2 hits": 5.0, "compute": 6.0, "memory": 8.0, "occupancy": 9.0}),
+])  # fmt: skip
+def test_figures_that_follow_from_counters_by_hand(counted, expected):
+    stats = pd.DataFrame({"Name": ["k"], "AverageNs": [512.0]}) if "FETCH_SIZE" in counted else None
+    derived = counters.derive(pd.DataFrame(counted, index=["k"]), stats).loc["k"]
+    assert derived.dropna().to_dict() == expected
 
 
 # --- the figures of a step
@@ -229,10 +241,9 @@ def test_the_typical_step_is_the_median():
 
 
 def texts(figure):
-    axes = figure.axes[0]
-    labels = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
-    return {label.get_text() for label in labels} | {text.get_text() for text in (axes.get_legend() or figure).findobj(
-        lambda artist: hasattr(artist, "get_text"))}  # fmt: skip
+    labels = [label for axes in figure.axes for label in (*axes.texts, *axes.get_yticklabels())]
+    labels += [text for legend in figure.legends for text in legend.get_texts()]
+    return {label.get_text() for label in labels}
 
 
 def test_pictures_of_a_profile(session):
@@ -339,31 +350,6 @@ def test_reports_state_the_peak_of_memory_that_was_recorded(session, capsys, tot
     assert hotspots.main([str(session)]) == 0
 
 
-# --- kernels of rocprof-compute
-
-
-@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
-def test_kernels_are_ranked_without_a_table(tmp_path, capsys, suffix):
-    """A dispatch has a row for each counter and pass, and the time that the first pass took."""
-    header = ["Dispatch_ID", "Kernel_Name", "Counter_Name", "Counter_Value", "Start_Timestamp", "End_Timestamp"]
-    dispatches = [("short", 30), ("long <a, b>", 50), ("short", 30), ("two\nlines", 10)]
-    for number, slowed in enumerate((1, 9)):
-        rows = [[i, name, counter, 1, 1000 * i, 1000 * i + ns * (slowed if name != "short" else 1)]
-                for i, (name, ns) in enumerate(dispatches) for counter in ("A", "B")]  # fmt: skip
-        path = tmp_path / f"results_pmc_perf_{number}.{suffix}"
-        with (gzip.open if suffix.endswith("gz") else open)(path, "wt", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
-    assert rocprof_compute_kernels.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "0\tshort: 50.0% of the time of the kernels, 2 dispatches",
-        "1\tlong <a, b>: 41.7% of the time of the kernels, 1 dispatch",
-        "2\ttwo lines: 8.3% of the time of the kernels, 1 dispatch",
-    ]
-    path.write_bytes(b"Kernel_Name\nk\n")
-    assert rocprof_compute_kernels.main([str(tmp_path)]) == 2
-    assert f"{path} is damaged or incomplete" in capsys.readouterr().err
-
-
 # --- with the real program
 
 
@@ -429,9 +415,13 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
 
 
 def test_hotspots_by_hand():
-    row = dict(Name="k", Calls=6, TotalDurationNs=12e6, AverageNs=2e6, Percentage=100.0)
-    (spot,) = hotspots.hotspots(pd.DataFrame([row]), steps=3).to_dict("records")
-    assert (spot["ms"], spot["calls"], spot["us each"], spot["share"]) == (4.0, 2.0, 2000.0, 100.0)
+    rows = [("rmsnorm_kernel", 6, 12e6, 2e6, 60.0), ("unheard_of", 3, 5e6, 5e6 / 3, 25.0), ("other", 3, 3e6, 1e6, 15.0)]
+    table = pd.DataFrame(rows, columns=readers.COLUMNS[:5])
+    spots = hotspots.hotspots(table, steps=3)
+    first = spots.iloc[0][["ms", "calls", "us each", "share"]]
+    assert first.tolist() == [4.0, 2.0, 2000.0, 60.0]
+    sums = hotspots.by_operation(spots).values.tolist()
+    assert sums == [[60.0, 4.0, 2.0, "RMSNorm"], [40.0, pytest.approx(8 / 3), 2.0, "other"]]
 
 
 def test_counted_figures_of_the_summary_by_hand():
@@ -461,10 +451,10 @@ def test_the_recorded_step_is_in_ms(tmp_path):
 
 def test_operators_of_two_threads_count_both(tmp_path):
     """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
-    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4)]
+    rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4), ("aten::add", 1, 10, 3)]
     events = [{"ph": "X", "cat": "cpu_op", "name": n, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm"}
+    assert set(read_kernel_stats(tmp_path)["Name"]) == {"aten::linear", "aten::mm", "aten::add"}
 
 
 @pytest.mark.parametrize("module, arguments, file", [

@@ -1,0 +1,491 @@
+"""Record a training run with a profiler: what get_trace.sh and the five other scripts of the root do.
+
+    python -m profilers.record get_trace.sh [OPTIONS]
+
+Each script has a function here, which takes a Recording with the tool chosen. --help shows the exit codes.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if not __package__:
+    print("run it from the root as python -m profilers.record", file=sys.stderr)
+    sys.exit(2)
+
+from measure.command_line import Failure, exit_code_of, positive, program
+from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
+from profilers.rocm import dotted, rocm_path
+
+# The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
+# on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses.
+CDNA_PASSES = (
+    "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE",
+    "FETCH_SIZE",
+    "WRITE_SIZE TCC_HIT_sum TCC_MISS_sum",
+    "MeanOccupancyPerCU",
+    "VALUUtilization VALUBusy MfmaUtil",
+)
+RDNA_PASSES = (
+    "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS GRBM_COUNT GRBM_GUI_ACTIVE",
+    "FETCH_SIZE",
+    "WRITE_SIZE",
+    "OccupancyPercent",
+)
+TIME = "gpu__time_duration.sum"
+NCU_METRICS = (
+    TIME,
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_sector_hit_rate.pct",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "smsp__inst_executed.sum",
+    "launch__registers_per_thread",
+)
+NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "LaunchStats")
+NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
+
+
+def compare_with(recording):
+    return suggestion("Compare with another run", "compare", recording.result, "OTHER")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# get_trace.sh, get_hotspots.sh
+
+
+def get_trace(recording):
+    recording.start("traces/trace")
+    recording.record_timeline("trace")
+    recording.report_kernels()
+    recording.finish(
+        "Open the trace in https://ui.perfetto.dev (it stays on your machine): w and s zoom, a and d move.",
+        'Search for "step" to find the measured steps, for "layers.0" to find a layer.',
+        *recording.together,
+    )
+
+
+def get_hotspots(recording):
+    recording.start("hotspots/hotspot")
+    if recording.rocm:
+        # CSV, as --stats writes nothing with ROCm 7's default, a database.
+        options = ["--kernel-trace", "--marker-trace", "--stats", "--output-format", "csv"]
+        recording.run_or_fail(recording.rocprofv3("hotspots", *options))
+        recording.require("*_kernel_stats.csv")
+    else:
+        recording.profile_by_torch()
+    recording.report_kernels()
+    recording.finish(compare_with(recording), suggestion("Draw it", "plot", recording.result), *recording.together)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hardware counters. Those that cannot be read are missing from the result, and the rest is kept.
+
+
+def default_passes():
+    """Return what this machine's GPU can count; without one, what gfx942 can."""
+    if not shutil.which("rocminfo"):
+        return CDNA_PASSES
+    listing = subprocess.run(["rocminfo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace").stdout
+    architecture = re.search("gfx[0-9a-f]*", listing)
+    return RDNA_PASSES if architecture and architecture[0].startswith("gfx1") else CDNA_PASSES
+
+
+def count_by_rocprofv3(recording, passes):
+    """Run the program for each pass, with the ranges that mark its steps. Return whether anything was counted."""
+    found = recording.dry
+    for number, names in enumerate(map(str.split, passes), 1):
+        folder = recording.result / f"pass_{number}"
+        options = ["--pmc", *names, "--kernel-trace", "--marker-trace", "--output-format", "csv"]
+        if status := recording.run(recording.rocprofv3(f"pass_{number}/counters", *options)):
+            recording.miss(f"{' '.join(names)}: {recording.explain(status)}")
+            if folder.is_dir():
+                folder.rename(f"{folder}.failed")
+        # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
+        elif not recording.dry:
+            text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
+            dropped = [name for name in names if f'"{name.partition(":")[0]}"' not in text]
+            found = found or len(dropped) < len(names)
+            if dropped:
+                known = "this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
+                recording.miss(f"{' '.join(dropped)}: {known}")
+    return found
+
+
+def run_ncu(recording, *counted):
+    """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
+    report = recording.result / "ncu.ncu-rep"
+    options = ["--nvtx", "--nvtx-include", "step/", "--clock-control", "none", "--print-kernel-base", "demangled"]
+    place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
+    one_step = ["--num-steps", "1", "--warmup-steps", "1"]
+    status = recording.run(["ncu", *options, *counted, *place, *recording.program, *one_step])
+    table = ["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
+    if recording.dry:
+        recording.note(f"{shlex.join(table)} > ncu_raw.csv")
+    elif status == 0 and report.exists():
+        with open(recording.result / "ncu_raw.csv", "w") as file, open(recording.log, "a") as log:
+            status = subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, stderr=log).returncode
+    else:
+        status = status or 1
+    return status
+
+
+def count_by_ncu(recording, passes):
+    """Return whether anything was counted."""
+    names = {TIME, *" ".join(passes or NCU_METRICS).split()}
+    if status := run_ncu(recording, "--metrics", ",".join(sorted(names))):
+        recording.miss(f"hardware counters: {recording.explain(status)}")
+        (recording.result / "ncu_raw.csv").unlink(missing_ok=True)
+    return not status
+
+
+def get_counters(recording):
+    recording.start("counters/counter")
+    result, tool, counts = recording.result, recording.tool, recording.options.pmc is not None
+    passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
+    counted = False
+    if recording.rocm:
+        # With --kernel-rename names in a database would not match those in the CSV files of the passes.
+        has_database = "--kernel-rename" not in recording.tool_arguments and recording.has_database()
+        options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
+        recording.run_or_fail(recording.rocprofv3("kernels", *options))
+        recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
+        if has_database:
+            summarize_database(recording)
+        counted = counts and count_by_rocprofv3(recording, passes or default_passes())
+    else:
+        recording.profile_by_torch()
+        counted = tool == "ncu" and count_by_ncu(recording, passes)
+        if counts and tool == "torch":
+            recording.note(NO_COUNTERS)
+    recording.report_kernels("--csv", result)
+    table = result / "kernels_of_the_steps.csv"
+    if (result / "kernels.csv").exists():
+        table = result / "kernels.csv"
+        whole = "kernels.csv is of the whole run, warm-up included"
+        recording.miss(f"the measured steps, which the recording does not name: {whole}")
+    if counted:
+        recording.report("the table of the counters", "counters", result)
+    recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
+
+
+def summarize_database(recording):
+    """Write statistics of a database by ROCm's rocpd, if it exists (since 7.1). Our reports do not need them."""
+    tool, result = recording.rocm, str(recording.result)
+    rocpd = "rocpd" if "/" not in recording.launch[0] else f"{os.path.dirname(tool.path)}/rocpd"
+    database = f"{result}/kernels_results.db"
+    reason = None
+    if not shutil.which(rocpd) and not (recording.dry and tool.release >= (7, 1)):
+        reason = "No rocpd command here"
+    elif recording.run([rocpd, "summary", "-i", database, "-f", "csv", "-d", result, "-o", "rocpd"]):
+        reason = "rocpd failed (another Python than it was made for, or no pandas)"
+    if reason:
+        recording.note(f"{reason}: the reports read the database themselves.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# get_rocprof_compute.sh
+
+
+def get_rocprof_compute(recording):
+    if recording.options.operators and not recording.rocm:
+        raise Failure(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
+    if recording.rocm:
+        run_rocprof_compute(recording)
+        return
+    recording.start("rocprof_compute/profile")
+    if recording.tool == "ncu" and analyze_by_ncu(recording):
+        return
+    recording.profile_by_torch()
+    recording.report_kernels()
+    alone = shlex.join([python(), str(ROOT / "run_triton_profiling.py")])
+    recording.finish(
+        "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU.",
+        f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {alone}",
+    )
+
+
+def analyze_by_ncu(recording):
+    """Return whether it could; if not, torch.profiler takes its place where no tool was asked for."""
+    sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
+    if status := run_ncu(recording, *sections, "--metrics", ",".join(NCU_METRICS)):
+        reason = recording.explain(status)
+        if recording.options.tool != "auto":
+            recording.fail(status, reason)
+        recording.note(f"Tool: torch.profiler from here on ({reason})")
+        recording.tool = "torch"
+        return False
+    recording.report("the table of the counters", "counters", recording.result)
+    report = recording.result / "ncu.ncu-rep"
+    recording.finish(f"Open in Nsight Compute: ncu-ui {report}", f"As text: ncu --import {report} --page details")
+    return True
+
+
+def run_rocprof_compute(recording):
+    check_request(recording)
+    export_own_rocm(recording.rocm.path)
+    options, lists = profile_options(recording)
+    # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
+    recording.arguments = ["--warmup-steps", "1", *recording.arguments]
+    recording.start("rocprof_compute/profile")
+    for word in recording.program:
+        if re.search(r"""[\s;"']""", word):  # it joins the words by spaces and splits them again
+            raise Failure(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
+    # The meaning of -p depends on the release; below the working directory all releases agree.
+    command = [*recording.launch, "profile", "-n", "tiny_llama", *options, "--", *recording.program]
+    recording.run_or_fail(command, folder=recording.result)
+    if "--roof-only" in recording.tool_arguments:
+        recording.require("roofline.csv")
+        place = recording.recorded.parent if recording.recorded else recording.result
+        chart = shlex.join([*recording.launch, "analyze", "-p", str(place), "-b", "4"])
+        recording.finish(f"The roofline: empirRoof_* beside it or, since ROCm 7.13, {chart}")
+        return
+    # sysinfo.csv exists even if nothing was counted; results_* since 7.12, *.db where these are not written.
+    recording.require("pmc_perf*.csv", "results_*.csv*", "*.db")
+    workloads = recording.result / "workloads"
+    described = next(workloads.rglob("sysinfo.csv"), workloads / "tiny_llama" / "GPU_MODEL" / "sysinfo.csv")
+    begin = 0 if recording.dry else recording.log.stat().st_size
+    analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
+    analyze_kernels(recording, analyze)
+    if lists:
+        run_analysis(recording, "Operators and their kernels:", [*analyze, "--experimental", *lists])
+    if not recording.dry:
+        (recording.result / "analysis.txt").write_bytes(recording.log.read_bytes()[begin:])
+    recording.finish(
+        f"All of this as text: {recording.result}/analysis.txt",
+        f"Everything that was measured: {shlex.join(analyze)}",
+        "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2. "
+        "Kernels, -k: --list-stats",
+    )
+
+
+def check_request(recording):
+    """Raise Failure if rocprof-compute would fail, or give misleading results, after minutes."""
+    _, processes = this_process()
+    if processes > 1:
+        raise Failure(
+            f"rocprof-compute profiles one process at a time on a node, and {processes} were started: "
+            "start this script without a launcher, or get_counters.sh --pmc with it"
+        )
+    for word in recording.tool_arguments:
+        if word in ("-p", "--path", "--output-directory"):
+            raise Failure(f"rocprof-compute's {word} is taken: --output says where the result goes")
+    # 6.x sets this locale regardless of LC_ALL.
+    if not recording.dry and recording.rocm.release < (7, 0):
+        locales = subprocess.run(["locale", "-a"], capture_output=True, text=True).stdout
+        if not re.search(r"^en_US\.utf-?8$", locales, re.IGNORECASE | re.MULTILINE):
+            raise Failure(
+                f"rocprof-compute of ROCm {dotted(recording.rocm.release)} needs the locale en_US.UTF-8, which is not "
+                "on this machine: localedef -i en_US -f UTF-8 en_US.UTF-8 as root, after installing the package "
+                "locales (or glibc-langpack-en)"
+            )
+
+
+def export_own_rocm(path):
+    """Set ROCM_PATH to the installation of rocprof-compute: bin/rocprof-compute is a link into libexec."""
+    tool = os.path.realpath(shutil.which(path) or path)
+    places = [tool.rpartition(part)[0] for part in ("/libexec/", "/bin/")]
+    places += [tool.rpartition("/_rocm_")[0] + "/_rocm_sdk_core", rocm_path()]
+    has_library = (place for place in places if place and list(Path(place, "lib").glob("librocprofiler-sdk.so*")))
+    os.environ["ROCM_PATH"] = next(has_library, places[-1])
+
+
+def profile_options(recording):
+    """Return the options of profile, and those of analyze that list operators."""
+    tool, asked = recording.rocm, recording.tool_arguments
+    options = [] if "--roof-only" in asked else ["--no-roof"]
+    # Releases with this option look for the library, and for a Python module beside it, in /opt/rocm, newer ones under
+    # ROCM_PATH.
+    library = "--rocprofiler-sdk-library-path"
+    if tool.release < (7, 12) and tool.has_option(library, (7, 0), "profile", "--help"):
+        options += [library, f"{rocm_path()}/lib/librocprofiler-sdk.so"]
+    since = {"torch": (7, 12), "triton": (10, 0)} if recording.options.operators else {}
+    help_words = "profile", "--experimental", "--help"
+    traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
+    if since and not traced:
+        lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
+        raise Failure(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
+    options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
+    return [*options, *asked], [f"--list-{name}-operators" for name in traced]
+
+
+def run_analysis(recording, title, command):
+    """Return whether an analysis succeeded. If it fails it is missing, and the counters are kept."""
+    recording.note(title, logged=True)
+    status = recording.run(command)
+    if status:
+        recording.miss(f"an analysis ({recording.explain(status)}); try again: {shlex.join(command)}")
+    return not status
+
+
+def analyze_kernels(recording, analyze):
+    """Analyze each kernel by itself: without -k, an analysis shows the average over all of them."""
+    if not run_analysis(recording, "Kernels and dispatches:", [*analyze, "--list-stats"]):
+        return
+    # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
+    chosen = {"-b", "--block", "--set"} & set(recording.tool_arguments)
+    sections = [] if chosen else ["-b", "2", "6.2", "16.1", "17.1"]
+    top = recording.options.kernels
+    if recording.dry:
+        title = f"For each of the first {top} of these kernels, of which KERNEL is the number:"
+        run_analysis(recording, title, [*analyze, *sections, "-k", "KERNEL"])
+        return
+    command = module_command("rocprof_compute_kernels", analyze[-1], "--top", top)
+    listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if listing.returncode:
+        recording.miss(f"each kernel by itself ({listing.stdout.strip()})")
+        run_analysis(recording, "The average of all kernels:", [*analyze, *sections])
+        return
+    for line in listing.stdout.splitlines():
+        number, _, title = line.partition("\t")
+        if not run_analysis(recording, title, [*analyze, *sections, "-k", number]):
+            return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# get_rocprof_sys.sh
+
+
+def get_rocprof_sys(recording):
+    recording.start("rocprof_sys/profile")
+    if recording.rocm:
+        command = rocprof_sys(recording)
+        files = "perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db"
+        advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
+    else:
+        command = [*recording.program, "--profile", str(recording.result)]
+        files, advice = ("trace.json",), "Open trace.json in https://ui.perfetto.dev"
+    if status := recording.run(command):
+        reason = recording.explain(status)
+    else:
+        reason = recording.find(*files)
+        status = int(bool(reason))
+    if str(recording.recorded).endswith(".db"):
+        advice = f"Make a trace for Perfetto of it: rocpd convert -i {recording.recorded} -f pftrace"
+    # Neither records Python functions; a second run does, whatever became of the first.
+    profile = recording.result / "host_profile.pstats"
+    again = module_command("host_profile", profile, *recording.program[1:])
+    failed = recording.run(again)
+    if failed and status:
+        recording.fail(status, reason)
+    if failed:
+        reason = recording.explain(failed)
+        recording.miss(f"the time of each Python function ({reason}); try again: {shlex.join(again)}")
+    elif status:
+        recording.miss(f"the timeline ({reason})")
+    functions = f"What called what on the host: {shlex.join([python(), '-m', 'pstats', str(profile)])}"
+    recording.finish(*[advice] * (not status), *[functions] * (not failed))
+
+
+def rocprof_sys(recording):
+    """Return the command line: -run would not sample, and -P without -T would switch the trace off."""
+    # From ROCm 10.1 on a trace for Perfetto has to be asked for by --output-format, which excludes -T and -P.
+    formats = ["-T", "-P"]
+    if recording.rocm.has_option("--output-format", (7, 14), "--help=all"):
+        formats = ["--output-format", "proto", "text"]
+    if "--output-format" in recording.tool_arguments:
+        formats = []
+    # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
+    # the reason of a crash.
+    name = "ROCPROFSYS_ENABLE_SIGNAL_HANDLER"
+    start = ["env", f"{name}={os.environ.get(name) or 'OFF'}", *recording.launch, "-H", "-D", *formats]
+    return [*start, "-o", str(recording.result), *recording.tool_arguments, "--", *recording.program]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# run_rocprof_triton.sh
+
+
+def run_rocprof_triton(recording):
+    recording.start("rocprof_results/session")
+    result = recording.result
+    # The training run comes first: it refuses what is wrong with its options at once.
+    recording.note("--- 1. Basic: the timeline of a training run, then each kernel alone")
+    recording.record_timeline("basic")
+    alone = str(result / "kernels_alone.json")
+    recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
+    parts = "--- 2. to 4. Memory traffic, counters, roofline inputs"
+    if recording.rocm:
+        recording.note(f"{parts}: a run for each group of counters")
+        passes = default_passes()
+        count_by_rocprofv3(recording, [*passes, *["MfmaFlops"] * ("Mfma" in " ".join(passes))])
+    elif recording.tool == "ncu":
+        recording.note(f"{parts}: the kernels of one step")
+        if not count_by_ncu(recording, ()):
+            recording.tool = "torch"
+    else:
+        recording.note(f"--- 2. to 4. {NO_COUNTERS}")
+    recording.report("the pictures", "plot", result, alone)
+    recording.report("the summary", "summary", result, "--tool", recording.tool)
+    summary = result / "triton_analysis_summary.md"
+    if not summary.exists():
+        recording.finish()
+        return
+    # A link to the newest; a file of that name is kept.
+    newest = result.parent / summary.name
+    if not recording.options.output and (newest.is_symlink() or not newest.exists()):
+        newest.unlink(missing_ok=True)
+        newest.symlink_to(summary.relative_to(result.parent))
+        summary = newest
+    recording.finish(f"The summary: {summary}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+SCRIPTS = {  # function, tools in the order in which they are tried, steps of the program
+    "get_trace.sh": (get_trace, ("rocprofv3", "torch"), 10),
+    "get_hotspots.sh": (get_hotspots, ("rocprofv3", "torch"), 10),
+    "get_counters.sh": (get_counters, ("rocprofv3", "ncu", "torch"), 10),
+    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "ncu", "torch"), 1),
+    "get_rocprof_sys.sh": (get_rocprof_sys, ("rocprof-sys", "torch"), 10),
+    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "ncu", "torch"), 10),
+}
+
+
+def record(script, argv):
+    function, tools, steps = SCRIPTS[script]
+    parser = parser_of(script, tools, steps)
+    if function is get_counters:
+        pmc = "count these, or without names a default choice; each --pmc is a run of its own"
+        parser.add_argument("--pmc", nargs="*", action="append", metavar="NAME", help=pmc)
+    elif function is get_rocprof_compute:
+        kernels = "rocprof-compute: report on the N kernels that take the most time (default: 5)"
+        parser.add_argument("--kernels", type=positive, default=5, metavar="N", help=kernels)
+        operators = "rocprof-compute, experimental: list PyTorch operators and, since ROCm 10.0, launches of Triton"
+        parser.add_argument("--operators", action="store_true", help=f"{operators} kernels with what they cost")
+    options = parse(parser, tools, argv)
+    if function is get_counters and options.pmc is None:
+        if options.tool == "ncu":
+            raise Failure("--tool ncu only counts: add --pmc")
+        tools = ("rocprofv3", "torch")
+    elif function is get_counters and options.tool == "torch":
+        reads = "torch.profiler does not read: --tool rocprofv3 (AMD) or ncu (NVIDIA)"
+        raise Failure(f"--pmc needs hardware counters, which {reads}")
+    recording = Recording(script, tools, options, steps)
+    try:
+        function(recording)
+    finally:
+        recording.set_aside()  # does nothing once it is finished
+    return 0
+
+
+@program("record")
+def main(argv):
+    script, *arguments = argv or [""]
+    if script not in SCRIPTS:
+        raise Failure(f"{script!r} is none of {', '.join(SCRIPTS)}")
+    return exit_code_of(lambda: record(script, arguments), script)
+
+
+if __name__ == "__main__":
+    # The script named the root to find this module; the profiled program is not to see it.
+    others = [path for path in os.environ.pop("PYTHONPATH", "").split(":") if path not in ("", str(ROOT))]
+    os.environ |= {"PYTHONPATH": ":".join(others)} if others else {}
+    sys.exit(main(sys.argv[1:]))
