@@ -16,7 +16,7 @@ OPERATIONS = {
     r"^layer_?norm\w*backward|^_?layer_?norm_bwd": "LayerNorm backward",
     r"^_?layer_?norm": "LayerNorm",
     r"^flash_attention_backward": "attention backward",
-    r"^flash_attention_kernel": "attention",
+    r"^flash_attention_(hopper_)?kernel": "attention",
     r"^rope_kernel": "rotary embedding",
     r"^swiglu_kernel": "SwiGLU matrix product, naive",
     r"^swiglu_activation_backward_kernel": "SwiGLU backward",

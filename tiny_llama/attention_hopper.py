@@ -82,11 +82,13 @@ def count_tiles(num_blocks, batch_heads):
 
 @gluon.jit
 def wait_until_full(barriers, use):
+    """Wait until a ring's slot has what this use of it reads; uses count from 0."""
     mbarrier.wait(barriers.index(use % RING), use // RING & 1)
 
 
 @gluon.jit
 def wait_until_empty(barriers, use):
+    """Wait until a ring's slot may be filled for this use of it."""
     mbarrier.wait(barriers.index(use % RING), use // RING & 1 ^ 1)
 
 
@@ -298,6 +300,7 @@ class Address(NamedTuple):
     dtype: torch.dtype
 
     def data_ptr(self):
+        """Return the address, as a tensor does."""
         return self.address
 
 

@@ -1,0 +1,126 @@
+"""The attention of heads of 128 on a Hopper GPU. Each test has a process and a limit: a wrong barrier hangs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llama_v3 as llama
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_HOPPER = torch.cuda.is_available() and llama.get_device("cuda").arch == "sm_90"
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of sm_90")
+BEGIN = """
+import json, math, torch, tiny_llama_v3 as llama
+from tiny_llama import attention_hopper as hopper
+
+hopper.SHORTEST = 1
+hopper.llama.get_device("cuda")
+def exact(q, k, v):
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / math.sqrt(128)
+    scores = scores.masked_fill(torch.ones(scores.shape[2:], device="cuda").triu(1).bool(), -math.inf)
+    return (scores.softmax(3) @ v).transpose(1, 2), scores.logsumexp(3) / math.log(2)
+def forward(q, k, v):
+    batch, seq_len, num_heads, _ = q.shape
+    o = q.new_full(q.shape, math.nan)
+    lse = q.new_full((batch, num_heads, seq_len), math.nan, dtype=torch.float32)
+    assert hopper.launch_forward(q, k, v, o, lse)
+    return o, lse
+def heads(batch, seq, heads, kv_heads, dtype):
+    packed = torch.randn(batch, seq, (heads + 2 * kv_heads) * 128, device="cuda", dtype=dtype)
+    return llama.split_heads(packed, heads, kv_heads)
+torch.manual_seed(0)
+"""
+
+
+def run(program):
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 3e-3), ("float16", 4e-4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1024, 16, 4), (9, 1000, 16, 1), (33, 513, 4, 4), (140, 1, 1, 1), (12, 129, 12, 6)]
+)
+def test_it_is_right_and_gives_the_same_bits(shape, dtype, tolerance):
+    errors = run(f"""
+q, k, v = heads(*{shape}, torch.{dtype})
+(o, lse), (again, lse_again), (exact_o, exact_lse) = forward(q, k, v), forward(q, k, v), exact(q, k, v)
+same = torch.equal(o, again) and torch.equal(lse, lse_again)
+print(json.dumps([((o - exact_o).norm() / exact_o.norm()).item(), (lse - exact_lse).abs().max().item(), same]))
+""")
+    assert errors[0] < tolerance and errors[1] < 1e-5 and errors[2]
+
+
+@needs_hopper
+def test_it_stores_nothing_beside_its_output_and_can_be_captured():
+    assert run("""
+q, k, v = heads(4, 1100, 8, 2, torch.bfloat16)
+want, want_lse = forward(q, k, v)
+room, lse_room = q.new_full((4, 1140, 8, 128), math.nan), want_lse.new_full((4 * 8 * 1100 + 256,), math.nan)
+o, lse = room[:, 20:1120], lse_room[128:-128].view(4, 8, 1100)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    for _ in range(100):
+        assert hopper.launch_forward(q, k, v, o, lse)
+graph.replay()
+beside = room[:, :20], room[:, 1120:], lse_room[:128], lse_room[-128:]
+print(json.dumps(torch.equal(o, want) and torch.equal(lse, want_lse) and all(x.isnan().all().item() for x in beside)))
+""")
+
+
+@needs_hopper
+def test_a_step_has_the_loss_and_the_gradients_of_plain_triton():
+    errors = run("""
+sizes = dict(hidden_dim=1024, num_heads=8, num_kv_heads=2, num_layers=1, seq_len=1024, batch_size=3, vocab_size=64)
+config = llama.Config(**sizes, use_amp=True)
+seen, launch = [], hopper.launch_forward
+hopper.launch_forward = lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
+def gradients():
+    torch.manual_seed(0)
+    step = llama.TrainStep(config, llama.get_device("cuda"))
+    step.load(*next(llama.batches(config)))
+    step.run()
+    return step.loss.item(), step.optimizer.grad.float().clone()
+ours = gradients()
+hopper.launch_forward = lambda *tensors: False
+plain = gradients()
+print(json.dumps([ours[0] - plain[0], ((ours[1] - plain[1]).norm() / plain[1].norm()).item(), seen]))
+""")
+    assert abs(errors[0]) < 1e-3 and errors[1] < 1e-2 and errors[2] == [True]
+
+
+def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
+    hopper = llama.companion("attention_hopper")
+    if hopper is None:
+        pytest.skip("Triton is older than 3.6, or there is none")
+    q = torch.zeros(16, 1024, 16, 128, dtype=torch.bfloat16, device="meta")
+    assert not hopper.launch_forward(q, q, q, q, None)  # of no GPU
+    serves = []
+    monkeypatch.setattr(hopper, "descriptor", lambda *arguments: serves.append(arguments) or None)
+
+    class Tensor(torch.Tensor):
+        is_cuda = True
+
+        def data_ptr(self):
+            return 0
+
+    def fits(t, arch="sm_90"):
+        monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
+        monkeypatch.setattr(hopper, "flash_attention_hopper_kernel", {(132, 1, 1): lambda *values, num_warps: None})
+        t = t.as_subclass(Tensor)
+        return hopper.launch_forward(t, t, t, t, None)
+
+    assert fits(q) and len(serves) == 4
+    assert not fits(q, "sm_100") and not fits(q.float()) and not fits(q[..., :64])
+    assert not fits(q[:, :511]) and not fits(q[:1, :512])  # short, or fewer tiles than multiprocessors
+    assert not fits(q.transpose(2, 3).contiguous().transpose(2, 3))  # rows with gaps
