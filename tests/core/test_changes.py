@@ -4,9 +4,7 @@ import copy
 import dataclasses
 import functools
 import io
-import itertools
 import runpy
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -317,25 +315,6 @@ def test_autocast_is_refused(make_step):
 def test_precision_by_its_new_name(setting):
     torch.backends.cuda.matmul.fp32_precision = setting
     assert llama.dot_precision(llama.Device("cuda", "", "sm_90", 132, 32)) == setting
-
-
-def test_two_models_train_in_two_threads(make_step):
-    def train(step, losses):
-        for batch in itertools.islice(step.batches(7), 3):
-            step.load(*batch)
-            step.run()
-            losses.append(step.loss.item())
-
-    results = []
-    for start in (threading.Thread.run, threading.Thread.start):  # one after the other, side by side
-        losses = [], []
-        threads = [threading.Thread(target=train, args=(make_step(SMALL, seed=seed), losses[seed])) for seed in (0, 1)]
-        for thread in threads:
-            start(thread)
-        for thread in threads if start is threading.Thread.start else ():
-            thread.join()
-        results.append(losses)
-    assert results[0] == results[1] and all(len(losses) == 3 for losses in results[1])
 
 
 @pytest.mark.parametrize("value, obstacle", [("0", "there is no GPU (TRITON_INTERPRET=1 interprets"), ("true", "")])

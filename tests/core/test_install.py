@@ -295,14 +295,6 @@ def test_rocm_of_the_wheels_is_kept(project, bare, installed):
     assert not installed or not {"torch", "triton"} & owned(seen, project.venv).keys()
 
 
-def test_torch_index_brings_its_own_triton(project, bare):
-    for wheel in rocm_wheels():
-        publish(project.rocm, **wheel)
-    installed = owned(project.run(bare, torch_index=project.rocm.as_uri()), project.venv)
-    assert installed["torch"] == "2.7.1+rocm6.4"
-    assert "pytorch-triton-rocm" in installed and "triton" not in installed
-
-
 PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd.com/rocm/whl-next/"
 
 
@@ -452,14 +444,6 @@ def test_the_environment_is_not_executed(project, bare, code):
     assert project.execute(*command).returncode == 0
     assert project.execute("make", "--dry-run", "emulate").returncode == 0
     assert not (project.root / "executed").exists()
-
-
-def test_a_folder_of_the_same_name_below_cdpath_is_left_alone(project, bare, tmp_path):
-    other = tmp_path / "other" / project.root.name
-    (other / ".venv").mkdir(parents=True)
-    command = ["bash", f"{project.root.name}/setup_env.sh"]
-    done = project.execute(*command, cwd=project.root.parent, CDPATH=str(other.parent), PYTHON=str(bare))
-    assert done.returncode == 0 and list(other.iterdir()) == [other / ".venv"] and (project.venv / "pip.conf").exists()
 
 
 def test_what_is_missing_is_said_in_a_line(project, bare, tmp_path):
