@@ -30,7 +30,9 @@ def grouped(make_step):
 
 
 def batches_of(step, count):
-    return [[t.to(step.tokens.device) for t in batch] for batch in itertools.islice(step.batches(7), count)]
+    device = step.tokens.device
+    batches = itertools.islice(step.batches(7), count)
+    return [[t.to(device) for t in batch] for batch in batches]
 
 
 def pass_over(step, *batches):
@@ -93,14 +95,16 @@ def test_backward_passes_add_up(grouped, size):
     step.optimizer.zero_grad()
     pass_over(step, first)
     weights[name].grad = None
-    assert_close(pass_over(step, second), total | {name: alone[1][name]})
+    expected = total | {name: alone[1][name]}
+    assert_close(pass_over(step, second), expected)
     assert all(p.grad is p.main_grad for p in weights.values())
 
     step.optimizer.zero_grad()
     for batch in (first, second):  # each behind gradients that are autograd's own
         sum(p.sum() for p in weights.values()).backward()
         pass_over(step, batch)
-    assert_close({name: p.grad for name, p in weights.items()}, {name: total[name] + 2 for name in total})
+    gradients = {name: p.grad for name, p in weights.items()}
+    assert_close(gradients, {name: total[name] + 2 for name in total})
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["residual", "branch"])
@@ -110,7 +114,8 @@ def test_one_output_alone_gives_a_gradient(grouped, used):
     for size in (None, 1):
         step = grouped(size, num_layers=1)
         (layer,) = step.model.groups or step.model.layers
-        x = torch.linspace(-1, 1, 48, device=step.tokens.device).view(1, 3, 16).requires_grad_()
+        x = torch.linspace(-1, 1, 48, device=step.tokens.device)
+        x = x.view(1, 3, 16).requires_grad_()
         output = layer(x, None, step.model.cos, step.model.sin)[used]
         output.backward(x.detach()[:, :, :1].expand_as(x))
         step.optimizer.collect_gradients(step.optimizer.parameters)
@@ -134,12 +139,13 @@ def test_a_group_refuses_a_second_run_and_a_second_derivative(grouped):
 
 
 def test_only_evenly_spaced_parts_of_one_tensor_are_a_stack():
-    memory = torch.arange(40.0)
-    a, b, c, d = (memory[start : start + 6].view(2, 3) for start in (3, 13, 23, 34))
+    memory, starts = torch.arange(40.0), (3, 13, 23, 34)
+    a, b, c, d = (memory[start : start + 6].view(2, 3) for start in starts)
     stack = groups.stacked_view([a, b, c])
     assert torch.equal(stack, torch.stack([a, b, c]))
     assert stack.data_ptr() == a.data_ptr()
-    for parts in ([a, c, b], [c, b, a], [a, b, c, d], [a, b, c.clone()], [a.clone(), b.clone()]):
+    elsewhere = memory.clone()[23:29].view(2, 3)  # as far from the beginning of its memory as c
+    for parts in ([a, c, b], [c, b, a], [a, b, c, d], [a, b, elsewhere], [a.clone(), b.clone()]):
         assert groups.stacked_view(parts) is None
 
 

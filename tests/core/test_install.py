@@ -271,28 +271,21 @@ def test_numpy_is_one_that_triton_can_interpret_with(project, bare, triton, nump
     assert (installed["triton"], installed["numpy"]) == (triton, numpy)
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_rocm_of_the_wheels_is_kept(project, bare, installed):
-    """AMD's own wheels bring ROCm's programs; the older ones of PyTorch have a triton by another name."""
+def test_what_an_index_brings_is_kept(project, bare):
+    """AMD's has a triton of its own, older than PyPI's, and ROCm's programs."""
     publish(project.pypi, "triton", "3.99.0")
     version = "3.8.0+git4cff872c.rocm10.0.0"
-    needed = [f"triton=={version}", "rocm-sdk-core==10.0.0"]
     wheels = [
         dict(name="triton", version=version),
-        torch_wheel("2.13.0+rocm10.0.0", "7.15.26333", needed),
         dict(name="rocm-sdk-core", version="10.0.0", files={"_rocm_sdk_core/bin/rocprofv3": ""}),
+        torch_wheel("2.13.0+rocm10.0.0", "7.15.26333", [f"triton=={version}", "rocm-sdk-core==10.0.0"]),
     ]
-    folder = site_packages(bare.parents[1])
-    if installed:
-        unpack(folder, wheels)
-    for wheel in wheels if not installed else rocm_wheels():
+    for wheel in wheels:
         publish(project.rocm, **wheel)
-    seen = project.run(bare, torch_index=project.rocm.as_uri())
-    folder = folder if installed else site_packages(project.venv)
+    seen, folder = project.run(bare, torch_index=project.rocm.as_uri()), site_packages(project.venv)
     assert {wheel["name"]: wheel["version"] for wheel in wheels}.items() <= owned(seen, folder).items()
     assert (seen["torch"], seen["triton"]) == (str(folder / "torch.py"), str(folder / "triton.py"))
     assert (folder / "_rocm_sdk_core/bin/rocprofv3").exists()
-    assert not installed or not {"torch", "triton"} & owned(seen, project.venv).keys()
 
 
 PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd.com/rocm/whl-next/"

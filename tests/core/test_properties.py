@@ -40,14 +40,17 @@ fast = settings(
 def laid_out(draw, shape, dtype, scale=1.0):
     """Draw random values of this shape, somehow in memory; whatever lies around them is NaN."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    values = (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
-    order = draw(st.permutations(range(len(shape))))
-    gaps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in shape]
+    values = torch.randn(shape, generator=generator) * scale
+    dims = range(len(shape))
+    order = draw(st.permutations(dims))  # of the dimensions in memory
+    gaps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in dims]
     lengths = [shape[dim] * gap for dim, gap in zip(order, gaps, strict=True)]
-    padding = draw(st.sampled_from([0, 0, 1, 16]))
-    holder = torch.full([*lengths[:-1], lengths[-1] + padding], float("nan"), dtype=dtype, device=DEVICE)
-    view = holder[tuple(slice(0, length, gap) for length, gap in zip(lengths, gaps, strict=True))]
-    return view.permute([order.index(dim) for dim in range(len(shape))]).copy_(values)
+    *outer, row = lengths
+    row += draw(st.sampled_from([0, 0, 1, 16]))  # padded
+    holder = torch.full([*outer, row], torch.nan, dtype=dtype, device=DEVICE)
+    places = [slice(0, length, gap) for length, gap in zip(lengths, gaps, strict=True)]
+    view = holder[tuple(places)].permute([order.index(dim) for dim in dims])
+    return view.copy_(values.to(dtype))
 
 
 @st.composite
