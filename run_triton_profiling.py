@@ -105,6 +105,7 @@ def sweep_block_sizes(bench, config):
     """Time RMSNorm forward with blocks of columns smaller than a row, equal to it, and larger. Print and return it."""
     x, weight = bench.randn(config.tokens_per_step, config.hidden_dim), bench.randn(config.hidden_dim)
     rows = []
+    # A block as wide as a row loads it once. Narrow ones take several rounds, wide ones registers that stay empty.
     for size in (64, 128, 256, 512, 1024):
         llama.COMPILED.clear()  # so that the kernel below is the only one
         ms = bench.flushed_ms(functools.partial(llama.rmsnorm_forward, x, None, weight, kernels.EPS, size))
