@@ -28,7 +28,7 @@ from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
 from measure.command_line import Failure, Parser, positive, program
 from measure.results import describe
 from tiny_llama import hardware
-from tiny_llama.data import windows
+from tiny_llama.data import as_batch, windows_of
 
 # Of the logits, relative to the largest. transformers has the angles of rotary embedding in fp32, ours are from fp64:
 # at position 2,048 this alone makes 6e-5.
@@ -93,10 +93,9 @@ def text_batches(path, folder, config):
         tokens = np.array(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
     if len(tokens) <= config.seq_len:
         raise Failure(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
-    rng = np.random.default_rng(config.seed)
+    windows, rng = windows_of(tokens, config), np.random.default_rng(config.seed)
     while True:
-        starts = rng.integers(len(tokens) - config.seq_len, size=config.batch_size)
-        yield windows(tokens, starts, config.seq_len)
+        yield as_batch(windows[rng.integers(len(windows), size=config.batch_size)])
 
 
 def make_step(config, device, model):

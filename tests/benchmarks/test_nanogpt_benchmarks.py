@@ -44,7 +44,7 @@ def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
 
     def slanted(self, tokens, targets=None):
         logits, loss = forward(self, tokens, targets)
-        return logits, loss * (1.1 if self.layer_norm == "triton" else 1.0)
+        return logits, loss * (1.1 if self.transformer.ln_f.layer_norm == "triton" else 1.0)
 
     monkeypatch.setattr(gpt.GPT, "forward", slanted)
     assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 1 and not list(tmp_path.glob("*.json"))
