@@ -20,7 +20,9 @@ ROPE = dict(rope_type="default", rope_theta=500.0)
 
 @pytest.fixture
 def transformers():
-    return pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()  # which would be among the lines of errors
+    return transformers
 
 
 @pytest.fixture
