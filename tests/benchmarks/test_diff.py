@@ -72,6 +72,15 @@ def test_runs_of_one_side_that_differ_widen_the_bounds(compare, before, after, c
     assert ("9.50000 – 10.5000" in out) == (len(before + after) > 2) == ("One run a side" not in out)
 
 
+@pytest.mark.parametrize("before, after, word", [
+    ((2.0, 2.4), (2.1, 2.5), "same"), ((2.1, 2.5), (2.0, 2.4), "same"),  # the ranges overlap
+    ((2.1, 2.5), (1.9, 2.0), "lower"), ((1.9, 2.0), (2.1, 2.5), "higher"),
+])  # fmt: skip
+def test_a_figure_differs_if_no_run_has_one_of_the_other_side(compare, before, after, word):
+    _, found, _ = compare(*([(STEPS, dict(final_loss=loss)) for loss in side] for side in (before, after)))
+    assert found["final loss"][-1] == word
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(config={"seed": 2}), "differ in seed \\(1 / 2\\): give --anyway"),
     (dict(environment={"device": "Other GPU"}), "device \\(Some GPU / Other GPU\\)"),

@@ -45,6 +45,14 @@ def test_both_precisions_train_on_the_same(tmp_path, monkeypatch):
         assert run["final_loss"] == pytest.approx(sum(run["losses"][-3:]) / 3)
 
 
+def test_the_large_model_learns_at_a_lower_rate():
+    def rate(size):
+        options = fp8_learning.parse([])
+        return fp8_learning.config_of(options, False, "text", 1, size, "markov", "fp8").learning_rate
+
+    assert list(map(rate, ("medium", "large"))) == [3e-4, 2e-4]
+
+
 def test_the_text_is_the_library_without_its_tests(tmp_path, monkeypatch):
     for name in ("b.py", "a/z.py", "a/b.py", "a/b.txt", "test/c.py", "a/tests/d.py", "site-packages/e.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

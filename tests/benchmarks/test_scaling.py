@@ -78,6 +78,12 @@ def test_the_figures_of_a_row_by_hand(tmp_path, monkeypatch):
     assert again["peak_memory_mib"] == 10.0 and "ratio" not in again
 
 
+def test_a_batch_that_cannot_be_divided_is_left_out(capsys):
+    config, result = scaling.llama.Config(batch_size=3), {}
+    scaling.measure_mode(SimpleNamespace(world=TwoProcesses()), "strong", config, result)
+    assert result == {} and "3 sequences cannot be divided among 2 processes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("losses, passes", [([5.0, 4.0019], True), ([5.0, 3.9981], True), ([5.0, 4.0021], False),
                                             ([5.0, float("nan")], False)])  # fmt: skip
 def test_losses_may_be_off_by_a_share_of_their_fall(monkeypatch, losses, passes):

@@ -192,6 +192,12 @@ def test_the_strongest_peer_is_the_fastest_that_is_not_ours():
     assert first["spread"] is None and second["spread"] == [0.2, 0.7] and second["memory_ratio"] == 0.125
 
 
+def test_a_ratio_to_another_reference_is_not_ours():
+    beside = {"reference": "triton", "ratio": {"p20": 2.0, "median": 2.5, "p80": 3.0}}
+    _, pairs, (pair,) = concluded({"triton graph": 10.0, "triton": 30.0, "sdpa": 12.5}, sdpa=beside)
+    assert pairs == {("triton graph", "sdpa"): 0.8} and pair["spread"] is None
+
+
 def test_fp8_is_compared_with_fp8():
     times = {"triton graph": 10, "sdpa compile graph": 12, "triton fp8 graph": 7, "sdpa rowwise compile graph": 9,
              "sdpa tensorwise compile graph": 8, "sdpa bf16 compile graph": 5}  # fmt: skip

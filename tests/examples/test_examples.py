@@ -51,6 +51,7 @@ def run(folder, *flags):
 
 def error_of(capsys, folder, *flags):
     """Return the line that a run prints that cannot be done."""
+    capsys.readouterr()  # the bar that transformers shows while the folder is written
     assert run(folder, *flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf_weights: error: ")
@@ -106,6 +107,7 @@ def rename_norm(weights):
 @pytest.mark.parametrize("changes, words", [
     (dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0)), "rope_type is 'linear', and only 'default'"),
     (dict(attention_bias=True), "attention_bias is True, and only False"),
+    (dict(mlp_bias=True), "mlp_bias is True, and only False"),
     (dict(head_dim=16), "head_dim is 16, and only 8"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
 ])  # fmt: skip

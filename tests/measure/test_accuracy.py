@@ -39,6 +39,13 @@ def test_one_wrong_element_among_many():
     assert accuracy.compare(ours, exact, exact, 1e-3, order=math.inf).failed == ["x"]
 
 
+@pytest.mark.parametrize("dtype, allowed", [("float32", 1e-6), ("float16", 1e-4), ("bfloat16", 1e-3)])
+def test_how_far_a_kernel_alone_may_be_off(dtype, allowed):
+    tolerance = accuracy.KERNEL_TOLERANCE[getattr(torch, dtype)]
+    assert not accuracy.compare(scaled(a=0.99 * allowed), scaled(), EXACT, tolerance).failed
+    assert accuracy.compare(scaled(a=1.01 * allowed), scaled(), EXACT, tolerance).failed == ["a"]
+
+
 @pytest.mark.parametrize("dtype, promoted", [
     ("float32", "float64"), ("bfloat16", "float32"), ("float16", "float32"), ("int64", "int64"),
 ])  # fmt: skip

@@ -153,6 +153,13 @@ def test_the_symptom_is_told(got, symptom):
     assert symptom in told(got.double(), wanted.double(), 1e-9).hint
 
 
+@pytest.mark.parametrize("got", [7, (1,), (1, 2, 3)])
+def test_a_function_returns_as_many_results_as_it_is_asked_for(got):
+    common.expect_several([1, 2], "m", "l")
+    with pytest.raises(common.Wrong, match=re.escape(f"{got} is returned: expected (m, l)")):
+        common.expect_several(got, "m", "l")
+
+
 def test_wrong_results_are_alike_within_the_tolerance_and_of_one_kind():
     got = torch.tensor([1.0, 3.0, 1.0, 0.0])
     for other, alike in ((got + 2e-3, True), (got + 5e-3, False)):  # of 1e-3 + 1e-3 * 3 there
@@ -233,6 +240,11 @@ def test_an_endless_loop_ends_its_task_alone(mine, monkeypatch, capsys):
      "line LINE reads offset 10 of x, where x has no element, in 2 of 4 lanes of program 0"),
     ("weight_ptr + cols, mask=cols < n", "weight_ptr + cols, mask=cols <= n",
      "line LINE reads offset 10 of weight, .* in 1 of 3 lanes .*: one too many; the last element is 9"),
+    ("y_ptr + row * n_cols", "y_ptr + row * 0", "line LINE stores in y for program 1 what program 0 has stored there"),
+    # Of the elements from 1 to 4, those of the first block are stored.
+    ("weight, mask=cols < n_cols)",
+     "weight, mask=cols < n_cols); tl.load(y_ptr + row * n_cols + cols + 1, mask=cols + 1 < n_cols)",
+     "line LINE loads from y before anything is stored there"),
     ("square_sum += tl", "undefined += tl", "UnboundLocalError in line LINE of exercise1_triton_basics.py"),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_told_with_its_line(old, new, told, mine, capsys):

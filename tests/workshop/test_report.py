@@ -54,8 +54,17 @@ def test_marks_outlines_and_spreads_are_in_their_places(whole):
     rows = {stage: function(Replay(whole[0])).rows for stage, function in pictures.STAGES.items()}
     assert [row.outline for row in rows[3] + rows[8]] == [21, 21, 5, 1.25]
     assert [row.mark for row in rows[4]] == pytest.approx([0, 76.9231])
+    fillings = {stage: [row.parts[0][1] for row in rows[stage]] for stage in (2, 8)}
+    # Stages 1 and 2 have the bad layout; stage 8's host takes longer than its step.
+    assert fillings == {2: [pictures.WRONG] * 2 + [pictures.RIGHT] * 6, 8: [pictures.RIGHT, pictures.WRONG]}
     slow = gpu_summary({5: taking(4.0, 5.0, 6.0, 7.0, 8.0, 9.0)})
     assert pictures.steps(Replay(slow)).rows[5].spread == (5, 8)
+
+
+def test_the_parts_of_a_bar_follow_each_other():
+    axes = drawing.new_figure(100).subplots()
+    drawing.bars(axes, [drawing.Bar("a step", [(2.0, pictures.RIGHT), (3.0, pictures.WRONG), (4.0, pictures.RIGHT)])])
+    assert [(part.get_x(), part.get_width()) for part in axes.patches] == [(0, 2), (2, 3), (5, 4)]
 
 
 def test_gradients_are_counted_by_module():
@@ -148,6 +157,8 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where():
     there = "recorded on NVIDIA H200, 2026-11-21, 8 x 128 tokens, fp32"  # the first that shows the sign
     places = [made[stage]["picture"][2] for stage in llama.STAGES]
     assert places == ["measured", there, there, there, there.replace("fp32", "bf16"), "measured", there, there]
+    best = [made[stage]["best"]["source"] for stage in llama.STAGES]
+    assert best == ["measured", there, there, there, "measured", "measured", there, there]
     page = html.unescape(report.texts(summary)["report.html"])
     assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
 

@@ -258,6 +258,8 @@ def test_figures_of_a_run_by_hand(tmp_path):
     figures = run_figures(run)
     assert figures["phase_ms"] == {"forward": 4.0, "backward": 2.0}  # of the median step
     assert figures["phases_share"] == 1.0 and figures["step_ms"] == [10.0, 4.0, 6.0]
+    partly = [*run["steps"][:2], run["steps"][2] | {"batch_ms": 12.0}]
+    assert run_figures(run | {"steps": partly})["phases_share"] == 1.0  # the median of 1, 1 and 0.5
     even = run_figures(run | {"steps": [*run["steps"], run["steps"][0]]})["phase_ms"]  # the median is between two
     assert even == {"forward": 3.0, "backward": 5.0}
     assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
@@ -308,11 +310,13 @@ def test_plain_pytorch_in_all_stages_is_the_same_work():
     (3, None, {3: {"phases_share": None}}, "--timing step"),
     (4, True, NAIVE_ALL, "4.0 times stage 5's. swiglu_kernel is first.* 80 %"),
     (4, False, {4: taking(20.0)}, "flash_attention_kernel is first"),
-    (4, False, dict.fromkeys((1, 2, 3, 4), taking(20.0, 20.0, 20.0)), "Fewer than 4 steps"),
+    (4, False, dict.fromkeys((1, 2, 3, 4), NAIVE_ALL[4] | taking(20.0, 20.0, 20.0)), "Fewer than 4 steps.* is first"),
     (5, True, {}, "2.0 times the baseline's"), (5, False, {5: {"gradient_share": 0.99}}, "99 %"),
     (5, True, {5: {"host_ms": 4.8}}, "96 %"),
     (6, True, SIGNS, "1.6 %.* 0.200 ms where .* 3.00 ms"), (6, False, {}, "100 %"),
     (7, True, SIGNS, "40 times the median; the first took 7,340 ms"), (7, False, {}, "1.0 times"),
+    (8, False, {5: taking(100.0, *[5.0] * 19) | {"host_ms": 4.0}}, "needs 80 %"),  # of the median step
+    (8, False, {8: taking(1.0, 1.0, 1.0)}, "Fewer than 4 steps"),
     (8, True, {8: taking(1.0)}, "5.0 times as fast"), (8, False, {}, "within the measured spread.* 40 %"),
 ])  # fmt: skip
 def test_an_observation_follows_the_figures(stage, shows, changes, figures):
@@ -326,6 +330,8 @@ def test_an_observation_names_what_is_missing():
     seen = [(each["shown"], each["text"]) for each in gpu_summary(stages=stages)["observations"]]
     missing = "stage 5 was not measured.", "It failed: exit status 9.", "The replay was interrupted before it was done."
     assert seen == [(None, text) for text in missing]
+    (seen, *_) = gpu_summary({1: {"error": "exit status 9\nthe log's end"}})["observations"]  # measured, then failed
+    assert seen["shown"] is False and seen["text"].endswith("it grows, is 512. Beyond that it failed: exit status 9.")
 
 
 @pytest.mark.parametrize("implementation, shown", [("torch", {1, 5}), ("triton", {1, 5, 6})])

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from benchmarks.pages import publish
+from benchmarks.pages import publish, training_steps
 from benchmarks.pages.long_table import long_table
 from measure.tables import NOT_MEASURED
 
@@ -22,6 +23,23 @@ def test_the_tables_are_those_computed_by_hand(capsys):
     seed 1 of medium the worse of both is FP8's, which it reaches with its last step.
     """
     assert publish.main(["--check", "--pages", str(PAGE), "--results", str(RESULTS)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [dict(precision="bf16"), dict(config={"seq_len": 256}), dict(baseline=None)])
+def test_what_was_published_stands_beside_a_replay_of_its_setting(tmp_path, changes):
+    replay = json.loads((RESULTS / "stages_some-gpu_20300102.json").read_text())
+    newer = replay | {"date": "2030-02-02"} | changes
+    for name, each in (("stages_a", replay), ("stages_b", newer | {"config": replay["config"] | newer["config"]})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(each))
+    text = publish.SECTIONS["published"](tmp_path)
+    assert "stages_a.json" in text and "stages_b.json" not in text
+
+
+def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
+    pairs = [("triton graph", "sdpa compile graph"), ("triton fp8 graph", "triton graph")]
+    found = [dict(zip(("ours", "peer"), pair, strict=True)) for pair in pairs]
+    rows = {"row": pairs[0], "ms median": [1.0, 2.0], "strongest_peer": pairs[0][1], "comparisons": [found] * 2}
+    assert list(training_steps.comparisons(pd.DataFrame(rows | {"file": "a.json"}))) == pairs[:1]
 
 
 PEAKS = {"mfu": None, "peak_memory_mib": None, "peaks": [None, None]}

@@ -44,6 +44,16 @@ def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
     assert len(read_dispatches(path)) == 8 and step_windows(path)[1] == 1  # the project's readers open it
 
 
+def test_what_ends_after_the_step_is_left_out(tmp_path):
+    path, trace = tmp_path / "trace.json", json.loads((TRACES / "fast_trace.json").read_text())
+    _, end = traces.typical_step(traces.read_ranges(TRACES / "fast_trace.json"))  # in ns
+    kernel = next(event for event in trace["traceEvents"] if event.get("cat") == "kernel")
+    trace["traceEvents"] += [kernel | {"name": f"{us} us", "ts": end / 1e3 - 2, "dur": us} for us in (2, 3)]
+    path.write_text(json.dumps(trace))
+    names = {event["name"] for event in traces.one_step(path)}
+    assert "2 us" in names and "3 us" not in names
+
+
 @pytest.mark.parametrize("trace, issued, title", [
     # Launched from 10 us on, each 20 us, for 2 us; the kernels run for 24 of 155 us, and for 806 of 835 us.
     ("fast_trace.json", 0.152, "8 launches until 0.152 ms .*, 8 kernels until 0.155 ms, which run for 15 %"),
@@ -57,6 +67,21 @@ def test_a_picture_says_what_the_step_shows(kept, monkeypatch, trace, issued, ti
     whole, part = shown[0].axes
     assert re.search(title, whole.get_title("left")) and whole.lines[0].get_xdata()[0] == pytest.approx(issued)
     assert part.get_xlim()[0] > whole.get_xlim()[0] and part.get_xlim()[1] <= whole.get_xlim()[1]
+
+
+def test_twelve_kernels_are_drawn_apart(kept, monkeypatch):
+    shown = []
+    monkeypatch.setattr(traces, "save_png", lambda figure, path, dpi: shown.append(figure))
+    path = kept("trace_stage4", "fast_trace.json")
+    result = json.loads(path.read_text())
+    kernels = [event for event in result["traceEvents"] if event.get("cat") == "kernel"]
+    for number in (1, 2, 3):  # four times eight kernels, of 3 us each
+        result["traceEvents"] += [kernel | {"ts": kernel["ts"] + 200 * number} for kernel in kernels]
+    path.write_text(json.dumps(result))
+    traces.draw(path.parent, None, "trace_stage4")
+    starts = sorted(event["ts"] for event in result["traceEvents"] if event.get("cat") == "kernel")
+    # From the end of the first quarter on: the ninth to the twentieth.
+    assert shown[0].axes[1].get_xlim() == pytest.approx((starts[8] / 1e3, (starts[19] + 3) / 1e3))
 
 
 def test_without_a_recording_the_page_says_how_to_make_one(tmp_path):
