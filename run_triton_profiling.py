@@ -126,7 +126,10 @@ def parse(argv):
         default += "; for another --hidden-dim as many as keep their width" * (name == "num_heads")
         parser.add_argument(llama.flag_of(name), type=int, metavar="N", help=default)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.json is not None and options.json.is_dir():
+        raise llama.UsageError(f"--json {options.json} is a folder: name a file")
+    return options
 
 
 def config_of(options, device):

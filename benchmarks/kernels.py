@@ -12,8 +12,7 @@ rule of tiny_llama_v3.py --check.
 
 The peers are eager PyTorch; torch.compile of the same function ("compile"); two backends of PyTorch's attention
 ("flash", which is AOTriton on AMD, and "cudnn"); Liger-Kernel, QuACK and FlashAttention 4 ("liger", "quack", "fa4");
-on AMD the attention of AMD's own library ("aiter"); and on Hopper, where heads of 128 have a kernel of their own, the
-one of all other GPUs ("plain triton").
+and on AMD the attention of AMD's own library ("aiter").
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -24,7 +23,6 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -59,7 +57,6 @@ class Library(NamedTuple):
     package: str
     archs: tuple  # of the devices that it is for, how they begin
     functions: dict  # {operation: function of the imported package and the inputs}
-    has_backward: bool = True
 
     def load(self, operation):
         """Return the function of the inputs alone."""
@@ -69,11 +66,6 @@ class Library(NamedTuple):
 def aiter_attention(aiter, q, k, v):
     # It refuses inputs that require gradients unless it returns the log-sum-exp; its deterministic default is slower.
     return aiter.flash_attn_func(q, k, v, causal=True, deterministic=False, return_lse=True)[0]
-
-
-def plain_attention(llama, q, k, v):
-    with mock.patch.object(llama, "companion", lambda name: None):
-        return llama.flash_attention_forward(q, k, v)[0]
 
 
 def quack_cross_entropy(quack, logits, targets):
@@ -107,8 +99,6 @@ LIBRARIES = {
         {"attention": lambda fa4, q, k, v: fa4.flash_attn_func(q, k, v, causal=True)[0]},
     ),
     "aiter": Library("aiter", ("gfx",), {"attention": aiter_attention}),
-    # Where tiny_llama/attention_hopper.py takes its place.
-    "plain triton": Library("tiny_llama_v3", ("sm_90",), {"attention": plain_attention}, has_backward=False),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,13 +179,12 @@ class Case:
         return {name: functools.partial(self.build, name) for name in names}
 
 
-def library_peers(bench, operation, backward=False):
+def library_peers(bench, operation):
     """Return {library: function that loads its own} of the libraries that have an operation on this device."""
     return {
         name: functools.partial(library.load, operation)
         for name, library in LIBRARIES.items()
         if operation in library.functions and bench.device.arch.startswith(library.archs)
-        if library.has_backward or not backward
     }
 
 
@@ -207,9 +196,9 @@ def compiled_peer(bench, function):
 
 def directions(bench, operation, name, size, unit, function, inputs, upstreams, works, peers, ours=([], [])):
     """Yield the Cases of forward and backward; works, ours: a pair."""
+    peers = peers | library_peers(bench, operation)
     for title, cost, ups, own in zip((name, f"{name} backward"), works, ([], upstreams), ours, strict=True):
-        theirs = peers | library_peers(bench, operation, backward=bool(ups))
-        yield Case(bench, title, size, cost, unit, function, inputs, ups, own, theirs)
+        yield Case(bench, title, size, cost, unit, function, inputs, ups, own, peers)
 
 
 def plain_peers(bench, function):

@@ -7,7 +7,8 @@
 The program measures the model of tiny_llama_v3.py in three sizes, in bf16: our kernels with the sharded optimizer,
 eager and as one captured graph, and DistributedDataParallel and FSDP2 on the compiled PyTorch model. With weak scaling
 each process has the batch of a single one, with strong scaling the batch is divided. Before a row is timed, the losses
-of x
+of its first steps are compared with those of one process that has the batches of all.
+
 Exit codes: 0 done, 1 the losses of a row are wrong, 2 the request cannot be met, 130 interrupted.
 """
 

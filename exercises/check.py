@@ -45,7 +45,7 @@ try:
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
 except ImportError as error:
-    print(f"check.py: error: {error}: restore the project's file, or install requirements.txt", file=sys.stderr)
+    print(f"check.py: error: {error}: activate .venv, restore the file or install requirements.txt", file=sys.stderr)
     sys.exit(2)
 
 WIDTH = 100  # of a line on the terminal
@@ -349,8 +349,8 @@ def parse(argv):
     options = parser.parse_args(argv)
     if not options.exercise and (options.task or options.extra or options.solution or options.file):
         raise llama.UsageError(f"name an exercise: {', '.join(EXERCISES)}")
-    if options.file and not options.file.is_file():
-        raise llama.UsageError(f"--file {options.file} is no file: name one")
+    if options.file and not (options.file.is_file() and options.file.suffix == ".py"):
+        raise llama.UsageError(f"--file {options.file} is no Python file: name one")
     if options.extra == "debug" and ON_GPU:
         raise llama.UsageError("--debug needs the interpreter: put TRITON_INTERPRET=1 before the command")
     if options.extra == "show":

@@ -33,7 +33,7 @@ def panels(watch):
 
 
 def element(sheet, x, y, size, offset, owners, exists):
-    """Draw an element with the programs that touch it, {program: lane}; dashed if there is none, or no element."""
+    """Draw an element with the programs that touch it, {program: lane}; dashed if there is none, ! if no element."""
     # An element that several programs touch has a strip of each.
     several = sorted(owners)[:4]
     for strip, program in enumerate(several):
@@ -41,11 +41,14 @@ def element(sheet, x, y, size, offset, owners, exists):
         sheet.box(x + width * strip, y, width, size, TINTS[program % 4])
     if not (exists and owners):
         sheet.box(x, y, size, size)
+    outside = "!" if owners and not exists else ""
     if size >= READABLE:
         middle, lanes = x + size / 2, {*owners.values()}
-        sheet.text(middle, y + size / 2, offset, "center", INK if owners else MUTED)
+        sheet.text(middle, y + size / 2, f"{offset}{outside}", "center", INK if owners else MUTED)
         if len(lanes) == 1:
             sheet.text(middle, y + size - 7, *lanes, "center", MUTED, size=12)
+    elif outside and size >= 12:
+        sheet.text(x + size / 2, y + size / 2 + 5, outside, "center")
 
 
 def panel(sheet, top, tensor, words, accesses):
@@ -66,7 +69,7 @@ def panel(sheet, top, tensor, words, accesses):
     if rows * columns <= last:
         words += f", rows 0 to {rows - 1}"
     if owners.keys() - own:
-        words += " and OUTSIDE of it"
+        words += " and OUTSIDE of it (!)"
     sheet.text(12, top + 16, words)
     for offset in range(min(rows * columns, last + 1)):
         row, column = divmod(offset, columns)

@@ -14,7 +14,7 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     [[ ! -x $ROOT/.venv/bin/python ]] || PYTHON=$ROOT/.venv/bin/python
 fi
-command -v "$PYTHON" >/dev/null || die "there is no Python at PYTHON=$PYTHON: run make, or give another"
+command -v "$PYTHON" >/dev/null || die "there is no Python at PYTHON=$PYTHON: run make run, or give another"
 # Absolute, as rocprof-compute of ROCm 6 does not search the PATH and changes the folder.
 PYTHON=$(command -v "$PYTHON")
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON

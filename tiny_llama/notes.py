@@ -36,4 +36,7 @@ def inert_flags(step):
         ("compile", os.environ.get("TORCH_COMPILE_DISABLE") == "1", "has no effect: TORCH_COMPILE_DISABLE=1 is set"),
         ("compile", is_triton, "finds nothing to fuse: the operations are Triton kernels already"),
     ]
-    return [f"{llama.flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]
+    lines = [f"{llama.flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]
+    # Not a flag, but the one kernel that depends on the shape of the model.
+    wide = is_triton and config.use_amp and config.head_dim == 128 and step.device.arch == "sm_90"
+    return lines + ["the forward pass of attention may be tiny_llama/attention_hopper.py's"] * wide

@@ -250,7 +250,7 @@ def parse(argv):
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     parser.add_argument("--laptop", action="store_true", help="no GPU: measure on the CPU, show a recording")
     for flag, default in SIZES.items():
-        parser.add_argument(flag, type=int, dest=flag, help=f"as of tiny_llama_v3.py (default: {default})")
+        parser.add_argument(flag, type=int, dest=flag, metavar="N", help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")

@@ -14,7 +14,7 @@ from measure.results import write_json
 WIDTH = 100  # of a terminal
 LAPTOP = (
     "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
-    "Triton's interpreter where there is Triton, whose times are not the kernels'."
+    "Triton's interpreter where Triton is installed. Its times say nothing about the kernels on a GPU."
 )
 SHORT = {  # {figure: its name in a terminal, which has room for those that tell the stages apart}
     "first loss": "first loss",

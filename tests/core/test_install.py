@@ -440,7 +440,7 @@ def test_the_environment_is_not_executed(project, bare, code):
 
 
 def test_what_is_missing_is_said_in_a_line(project, bare, tmp_path):
-    text = "tiny_llama_v3 needs numpy and torch, and numpy is missing: run make, or pip install numpy torch"
+    text = "tiny_llama_v3 needs numpy and torch, and numpy is missing: make run, or pip install numpy torch"
     for arguments, told in (
         (["tiny_llama_v3.py"], [text]),
         (["-c", "import nanogpt_triton"], ["Traceback (most recent call last):", f"ModuleNotFoundError: {text}"]),

@@ -326,7 +326,7 @@ def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(interpreted, e
     (["exercise1", "--debug"], "put TRITON_INTERPRET=1 before the command"),  # on a GPU
     (["exercise1", "--show", "--debug"], "--debug: not allowed with argument --show"),
     (["exercise1", "--task", "mem", "--time"], "--time cannot be used for mem: it is for rmsnorm"),
-    (["exercise1", "--file", "."], "--file . is no file"),
+    (["exercise1", "--file", "."], "--file . is no Python file"),
     (["exercise1", "--file", __file__, "--solution"], "--solution: not allowed with argument --file"),
     (["exercise1", "--name", "n" * 101], "--name: 'nnnnnnnnnnnnnnnnnnnn' is no name: give 1 to 100 printable"),
     (["exercise1", "--name", "a\ud800"], "--name: 'a\\ud800' is no name"),

@@ -131,5 +131,5 @@ def test_what_each_program_touches_is_drawn(tmp_path):
 
 def test_a_wrong_kernel_is_drawn_as_well_and_an_empty_one_said_to_be_empty(tmp_path):
     _, picture, _ = show("masked_copy_kernel", tmp_path, "x_ptr + offsets, mask", "x_ptr + offsets + 1, mask")
-    assert "reads x and OUTSIDE of it" in picture and "writes y and" not in picture
+    assert "reads x and OUTSIDE of it (!)" in picture and ">5!</text>" in picture and "writes y and" not in picture
     assert show("memory_lines", tmp_path) == (["it loads and stores nothing"], None, None)
