@@ -2,7 +2,7 @@
 
     python tests/affected.py [COMMIT]      what changed since COMMIT (default: HEAD), new files included
 
-A Python file uses what it imports. A test, or a script of the shell, also uses the files that its text names. A test of
+A Python file uses what it imports, and the data of a folder that it names in quotation marks. A test, or a script of the shell, also uses the files that its text names. A test of
 the pages uses every page. `make affected` runs these tests.
 """
 
@@ -32,6 +32,9 @@ def used_by(name, files):
     for package, names in re.findall(r"from ([\w.]+) import \(?([\w, \n]+)", text):
         modules |= {f"{package}.{each}" for each in re.findall(r"\w+", names)}
     used = {other for other in files if other.endswith(".py") and module_of(other) in modules}
+    if name.endswith(".py"):
+        folders = set(re.findall(r'"([a-z]\w+)"', text))
+        used |= {other for other in files if other.endswith(".txt") and Path(other).parent.name in folders}
     if name.startswith("tests/") or not name.endswith(".py"):
         words = set(re.findall(r"[\w.-]+", text))
         used |= {other for other in files if "." in Path(other).name and Path(other).name in words}

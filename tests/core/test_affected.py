@@ -15,6 +15,7 @@ FILES = affected.git("ls-files", "--cached", "--others", "--exclude-standard")
     ("measure/timing.py", "tests/benchmarks/test_scaling.py", "tests/profilers/test_doctor.py"),  # by what is imported
     ("tiny_llama/fp8.py", "tests/core/test_model.py", "tests/profilers/test_profiling_docs.py"),  # by companion()
     ("get_trace.sh", "tests/profilers/test_profiling_scripts.py", "tests/core/test_model.py"),  # named in the text
+    ("exercises/mistakes/puzzles.txt", "tests/workshop/test_mistakes.py", "tests/core/test_model.py"),  # of a folder
     ("docs/fp8.md", "tests/docs/test_docs.py", "tests/core/test_model.py"),  # a page
     ("tests/core/test_model.py", "tests/core/test_model.py", "tests/core/test_alone.py"),  # the test itself
 ])  # fmt: skip
