@@ -2,8 +2,8 @@
 
     python tests/affected.py [COMMIT]      what changed since COMMIT (default: HEAD), new files included
 
-A Python file uses what it imports, and the data of a folder that it names in quotation marks. A test, or a script of the shell, also uses the files that its text names. A test of
-the pages uses every page. `make affected` runs these tests.
+A Python file uses what it imports, and the data of a folder that it names in quotation marks. A test, or a script of
+the shell, also uses the files that its text names. A test of the pages uses every page. `make affected` runs these.
 """
 
 import re
