@@ -155,6 +155,11 @@ def test_the_output_on_the_front_page_is_what_a_run_prints(run):
     assert len(shown) > 8 and shown <= labels(run("sh", "python tiny_llama_v3.py\n", ACTIVATE))
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_ends(page):
+    assert len(re.findall("^```", PAGES[page].read_text(), flags=re.M)) % 2 == 0
+
+
 def test_blocks_are_of_a_kind_that_runs_and_say_what_they_need():
     assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", "text", "math", ""}
     needs = re.findall(r"^# needs .*", "".join(block.code for block in BLOCKS), flags=re.M)
