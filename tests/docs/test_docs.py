@@ -127,7 +127,7 @@ def test_a_block_runs(block, code, run):
     run(block.language, code, ACTIVATE if ACTIVATE in earlier else "", small=code.startswith(NEEDS))
 
 
-PUBLISHED = (HERE / "published.sh").read_text().split("\n\n")[1:]
+PUBLISHED = (HERE / "published.txt").read_text().split("\n\n")[1:]
 
 
 @pytest.mark.parametrize("code", [case(code, long=LONG) for code in PUBLISHED])
