@@ -150,9 +150,6 @@ class Sheet:
         look = dict(facecolor=color or "none", edgecolor=LINE, linestyle=line, clip_on=False)
         self.axes.add_patch(Rectangle((x, y), width, height, **look))
 
-    def line(self, xs, ys):
-        self.axes.plot(xs, ys, color=INK, linewidth=1.5)
-
     def svg(self, height):
         """Return the picture as a file of its own, which is so high."""
         self.axes.set(xlim=(0, SHEET_WIDTH), ylim=(height, 0))
