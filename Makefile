@@ -71,12 +71,12 @@ healthy := $(shell $(VENV_PYTHON) -c 'import sys; from importlib.util import fin
 	here = Path(sys.prefix).as_uri() in Path(sys.prefix, "pip.conf").read_text(); \
 	print(here and all(map(find_spec, ["pip", "torch", "numpy"])))' 2>/dev/null)
 
-.venv/run.stamp: requirements.txt setup_env.sh $(if $(filter True,$(healthy)),,force)
-	PYTHON='$(PYTHON)' ./setup_env.sh
+.venv/run.stamp: requirements.txt site/setup_env.sh $(if $(filter True,$(healthy)),,force)
+	PYTHON='$(PYTHON)' site/setup_env.sh
 	touch $@
 
 # Reinstalled even where inherited: ruff and shellcheck must lie in .venv/bin.
-.venv/dev.stamp: .venv/run.stamp requirements-dev.txt
+.venv/dev.stamp: .venv/run.stamp tests/requirements.txt
 	$(VENV_PYTHON) -m pip install $(if $(wildcard .venv/bin/ruff),,--force-reinstall) -c .venv/constraints.txt \
-		-r requirements-dev.txt
+		-r tests/requirements.txt
 	touch $@

@@ -17,7 +17,7 @@ from profilers import doctor
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("make"), reason="needs make")]
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ["Makefile", "setup_env.sh", "requirements.txt", "requirements-dev.txt"]
+FILES = ["Makefile", "site/setup_env.sh", "requirements.txt", "tests/requirements.txt"]
 REQUIREMENTS = "".join((ROOT / name).read_text() for name in FILES if name.endswith(".txt"))
 LOWEST = dict(re.findall(r"^([\w-]+)[>=]=([\d.]+)", REQUIREMENTS, re.MULTILINE))  # {name: its lowest version}
 TESTED_TORCH = ">=2.7,<2.14"
@@ -97,7 +97,8 @@ class Project:
         self.venv = self.root / ".venv"
         self.root.mkdir()
         for name in FILES:
-            shutil.copy2(ROOT / name, self.root)
+            (self.root / name).parent.mkdir(exist_ok=True)
+            shutil.copy2(ROOT / name, self.root / name)
         (self.root / "tiny_llama_v3.py").write_text(SCRIPT)
         for name, version in LOWEST.items():
             publish(self.pypi, name, version)
@@ -192,10 +193,11 @@ def test_torch_range_is_the_tested_one():
 
 def test_version_is_the_same_everywhere():
     version = re.search(r'^__version__ = "(.*)"$', (ROOT / "tiny_llama_v3.py").read_text(), re.MULTILINE)[1]
-    citation = (ROOT / "CITATION.cff").read_text()
+    citation = (ROOT / ".github" / "CITATION.cff").read_text()
     date = re.search(r"^date-released: (.*)$", citation, re.MULTILINE)[1]
     assert f"\nversion: {version}\n" in citation
-    assert re.search(r"^## \[(\d.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == f"{version}] - {date}"
+    changelog = (ROOT / "docs" / "CHANGELOG.md").read_text()
+    assert re.search(r"^## \[(\d.*)$", changelog, re.MULTILINE)[1] == f"{version}] - {date}"
 
 
 def test_wheel_holds_what_other_code_can_import(tmp_path):

@@ -24,7 +24,7 @@ def test_the_lines_of_a_run_are_what_it_prints():
 
 
 def test_the_job_s_cores_leave_out_those_of_the_system():
-    job = (ROOT / "job.slurm").read_text()
+    job = (ROOT / "site" / "job.slurm").read_text()
     # Device 0 of an MI250X node is next to cores 48 to 55, of which the first is the system's.
     lists = re.search(r"^# cores=\((.*)\)", job, flags=re.M)[1].split()
     cores = [range(*map(int, text.split("-"))) for text in lists]

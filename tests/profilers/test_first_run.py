@@ -13,7 +13,7 @@ from benchmarks import kernels, steps
 from exercises.performance_debugging import replay
 from tests.fakes.machine import ROOT, first_fast
 
-SCRIPT = "first_run_on_amd.sh"
+SCRIPT = "site/first_run_on_amd.sh"
 RECORDINGS = ["trace", "hotspots", "counters", "rocprof_compute", "rocprof_sys"]
 PARTS = ["doctor", "tests", "check_fp32", "check_bf16", "stages", "kernels", "steps", *RECORDINGS]
 # What needs PyTorch shows its environment, which recordings may hold. A time limit of minutes becomes one of a second.

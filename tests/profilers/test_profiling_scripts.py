@@ -602,14 +602,15 @@ def test_a_current_folder_that_was_deleted(machine):
 
 
 @pytest.mark.parametrize("script, code, reason", [
-    ("job.slurm", 2, "Slurm did not start it: sbatch job.slurm --graph"), ("setup_env.sh", 1, "is not an option"),
+    ("site/job.slurm", 2, "Slurm did not start it: sbatch site/job.slurm --graph"),
+    ("site/setup_env.sh", 1, "is not an option"),
 ])  # fmt: skip
 def test_scripts_that_cannot_do_what_was_asked(tmp_path, script, code, reason):
-    shutil.copy(ROOT / script, tmp_path)  # a mistake must not cost the .venv here
-    words, env = ["bash", tmp_path / script, "--graph"], {"PATH": os.defpath}
+    copy = shutil.copy(ROOT / script, tmp_path)  # a mistake must not cost the .venv here
+    words, env = ["bash", copy, "--graph"], {"PATH": os.defpath}
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1) and reason in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [script]
+    assert list(tmp_path.iterdir()) == [Path(copy)]
 
 
 def test_a_project_in_a_folder_with_spaces(machine):

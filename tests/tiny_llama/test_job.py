@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = (ROOT / "job.slurm").read_text()
+JOB = (ROOT / "site" / "job.slurm").read_text()
 MODEL = "--impl torch --device cpu --hidden-dim 32 --num-layers 1 --num-heads 2 --ffn-dim 32 --vocab-size 32"
 RUN = [*MODEL.split(), "--seq-len", "8", "--num-steps", "3", "--warmup-steps", "1", "--data", "markov"]
 

@@ -2,9 +2,9 @@
 # Makes .venv and installs requirements.txt. A .venv that imports torch is kept, whoever made it, and so is a torch that
 # PYTHON imports. Without one, a machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's
 # own index. A .venv that cannot be used is renamed, never deleted.
-# Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] ./setup_env.sh
+# Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] site/setup_env.sh
 set -euo pipefail
-CDPATH='' cd "$(dirname "$0")"
+CDPATH='' cd "$(dirname "$0")/.."
 
 die() {
     echo "setup_env.sh: $*" >&2

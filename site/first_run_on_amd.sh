@@ -2,7 +2,7 @@
 # Tests, measures and profiles the project on an AMD GPU, and packs what it learns into one archive to send back,
 # first_run_<host>_<date>.tar.gz in the current folder. It should take about ten minutes, once .venv is there.
 #
-# Usage: ./first_run_on_amd.sh [--dry-run] [-- OPTIONS]
+# Usage: site/first_run_on_amd.sh [--dry-run] [-- OPTIONS]
 #
 #   --dry-run     print the command lines and do nothing
 #   -- OPTIONS    options of tiny_llama_v3.py for all of its runs, such as those of a smaller model
@@ -11,12 +11,12 @@
 # what profilers/doctor.sh prints, which are paths, and the name of the host: the parts see no variables of the
 # environment but those of Python, of ROCm and of where programs and libraries are.
 #
-# PYTHON chooses the interpreter, which needs requirements-dev.txt; without it, .venv is made or completed first.
+# PYTHON chooses the interpreter, which needs tests/requirements.txt; without it, .venv is made or completed first.
 # Exit codes: 0 all parts passed, 1 one failed, 2 the request cannot be met, 130 interrupted (the logs are kept).
 set -euo pipefail
 GIVEN=${PYTHON:-}
 # shellcheck source=profilers/python.sh
-source "$(dirname "${BASH_SOURCE[0]}")/profilers/python.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../profilers/python.sh"
 
 DRY_RUN='' ARGUMENTS=()
 while (($#)); do
