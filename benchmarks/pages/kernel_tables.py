@@ -28,6 +28,8 @@ KERNELS = "kernels", "cases {case} contenders {row}"
 def kernels_section(rows):
     """Show ours beside the fastest peer of each case, which is bold if it is faster."""
     rows = newest(rows[~rows["group"].isin(APART)], "group")
+    copy_rate = rows["rate"][rows["group"] == "copy"].max()
+    rows = rows[rows["group"] != "copy"]
     if rows.empty:
         return ""
     # Columns are joined by their index, the case: where one of both is missing, its cells stay empty.
@@ -36,8 +38,7 @@ def kernels_section(rows):
     peers = timed[timed["row"] != OURS].sort_values("us")
     peers = peers[~peers.index.duplicated()]
     theirs = {
-        "fastest peer": us_and_rate(peers),
-        "which": peers["row"],
+        "fastest peer, us": texts(peers["us"], number) + " (" + peers["row"] + ")",
         "its time / ours": texts(peers["us"] / ours["us"], "{:.2f}".format),
     }
     table = pd.DataFrame({"ours": us_and_rate(ours), **theirs}, index=rows["case"].unique())
@@ -47,6 +48,7 @@ def kernels_section(rows):
         f"**{rows['device'].iloc[0]}**, {rows['dtype'].iloc[0]}",
         markdown(table.reset_index(names="kernel")),
         not_timed(rows, "group"),
+        f"A copy reads and writes {number(copy_rate)} TB/s." if copy_rate > 0 else "",
         provenance(rows),
     )
 
