@@ -41,7 +41,9 @@ def kernels_section(rows):
         "fastest peer, us": texts(peers["us"], number) + " (" + peers["row"] + ")",
         "its time / ours": texts(peers["us"] / ours["us"], "{:.2f}".format),
     }
-    table = pd.DataFrame({"ours": us_and_rate(ours), **theirs}, index=rows["case"].unique())
+    rates = " (" + texts(ours["rate"], number) + " " + ours["unit"] + ")"
+    table = {"ours, us (rate)": texts(ours["us"], number) + rates, **theirs}
+    table = pd.DataFrame(table, index=rows["case"].unique())
     faster = table["its time / ours"].astype(float) < 1  # as it is printed
     table.loc[faster, list(theirs)] = "**" + table.loc[faster, list(theirs)] + "**"
     return paragraphs(
@@ -69,12 +71,12 @@ def layer_norm_section(rows):
     is_ours = timed["row"] == OURS
     # Our time beside every row of the same case.
     ours = timed.assign(us=timed["us"].where(is_ours)).groupby("case")["us"].transform("first")
-    us = texts(timed["us"], number) + " us" + in_brackets(timed["rate"] / copy_rate)
+    us = texts(timed["us"], number) + in_brackets(timed["rate"] / copy_rate)
     passes = timed["case"].str.split(", ", n=1).str  # LayerNorm backward, float32, 12,288 x 768
     columns = {
         "": passes[1],
         "text": us.where(is_ours, texts(timed["us"] / ours, "{:.2f}".format)),
-        "column": passes[0] + (", x " + timed["row"]).mask(is_ours, ""),
+        "column": passes[0] + (", x " + timed["row"]).mask(is_ours, ", us"),
     }
     table = timed.assign(**columns).pivot_table("text", "", "column", aggfunc="first", sort=False)
     ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing." if copy_rate > 0 else ""

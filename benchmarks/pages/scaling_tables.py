@@ -37,7 +37,6 @@ def scaling_text(gpus, rows):
         "": labels.mask(weak["row"] == OURS, "**" + labels + "**"),
         "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
         f"{gpus} GPUs, ms": weak["ms exchanging"].map(number),
-        "tokens/s": weak["tokens_per_second"].map(whole),
         f"of {gpus} times one, %": weak["efficiency"].map(tenths),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
