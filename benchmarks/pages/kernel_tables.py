@@ -28,6 +28,8 @@ KERNELS = "kernels", "cases {case} contenders {row}"
 def kernels_section(rows):
     """Show ours beside the fastest peer of each case, which is bold if it is faster."""
     rows = newest(rows[~rows["group"].isin(APART)], "group")
+    copy_rate = rows["rate"][rows["group"] == "copy"].max()
+    rows = rows[rows["group"] != "copy"]
     if rows.empty:
         return ""
     # Columns are joined by their index, the case: where one of both is missing, its cells stay empty.
@@ -36,17 +38,19 @@ def kernels_section(rows):
     peers = timed[timed["row"] != OURS].sort_values("us")
     peers = peers[~peers.index.duplicated()]
     theirs = {
-        "fastest peer": us_and_rate(peers),
-        "which": peers["row"],
+        "fastest peer, us": texts(peers["us"], number) + " (" + peers["row"] + ")",
         "its time / ours": texts(peers["us"] / ours["us"], "{:.2f}".format),
     }
-    table = pd.DataFrame({"ours": us_and_rate(ours), **theirs}, index=rows["case"].unique())
+    rates = " (" + texts(ours["rate"], number) + " " + ours["unit"] + ")"
+    table = {"ours, us (rate)": texts(ours["us"], number) + rates, **theirs}
+    table = pd.DataFrame(table, index=rows["case"].unique())
     faster = table["its time / ours"].astype(float) < 1  # as it is printed
     table.loc[faster, list(theirs)] = "**" + table.loc[faster, list(theirs)] + "**"
     return paragraphs(
         f"**{rows['device'].iloc[0]}**, {rows['dtype'].iloc[0]}",
         markdown(table.reset_index(names="kernel")),
         not_timed(rows, "group"),
+        f"A copy reads and writes {number(copy_rate)} TB/s." if copy_rate > 0 else "",
         provenance(rows),
     )
 
@@ -67,12 +71,12 @@ def layer_norm_section(rows):
     is_ours = timed["row"] == OURS
     # Our time beside every row of the same case.
     ours = timed.assign(us=timed["us"].where(is_ours)).groupby("case")["us"].transform("first")
-    us = texts(timed["us"], number) + " us" + in_brackets(timed["rate"] / copy_rate)
+    us = texts(timed["us"], number) + in_brackets(timed["rate"] / copy_rate)
     passes = timed["case"].str.split(", ", n=1).str  # LayerNorm backward, float32, 12,288 x 768
     columns = {
         "": passes[1],
         "text": us.where(is_ours, texts(timed["us"] / ours, "{:.2f}".format)),
-        "column": passes[0] + (", x " + timed["row"]).mask(is_ours, ""),
+        "column": passes[0] + (", x " + timed["row"]).mask(is_ours, ", us"),
     }
     table = timed.assign(**columns).pivot_table("text", "", "column", aggfunc="first", sort=False)
     ceiling = f"Percentages are of {number(copy_rate)} TB/s, reading and writing." if copy_rate > 0 else ""

@@ -47,15 +47,12 @@ def rows_below(node, way):
 
 
 def source_of(result):
-    """Describe the device, the software, the date and the commit of a result."""
+    """Return (the device and the software of a result, the commit at which it was measured)."""
     environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]} | result.get("peers", {})
-    described = [environment["device"]]
-    described += [f"{library} {version}" for library, version in versions.items() if version]
-    described.append(result.get("date", "")[:10])
-    if commit := environment.get("commit"):
-        described.append("commit " + commit.replace("-dirty", " with changes"))
-    return ", ".join(filter(None, described))
+    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]}
+    described = [environment["device"], *(f"{library} {version}" for library, version in versions.items() if version)]
+    commit = (environment.get("commit") or "").replace("-dirty", " with changes")
+    return ", ".join(described), f" at commit {commit}" if commit else ""
 
 
 def long_table(folder, benchmark, way=""):
@@ -73,12 +70,8 @@ def long_table(folder, benchmark, way=""):
     results = sorted(reversed(results), key=lambda item: order.index(item[1]["environment"]["device"]))
     lines = []
     for name, result in results:
-        own = {
-            "file": name,
-            "result": result,
-            "device": result["environment"]["device"],
-            "source": source_of(result),
-        }
+        device, (source, commit) = result["environment"]["device"], source_of(result)
+        own = {"file": name, "result": result, "device": device, "source": source, "commit": commit}
         lines += [row | own for row in rows_below(result, way.split())]
     rows = pd.DataFrame(lines)
     return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *NESTED, *rows])))
@@ -130,8 +123,8 @@ def whole(value):
 
 
 def tenths(share):
-    """Format a part of one in tenths of a per cent; empty if it is missing."""
-    return "" if pd.isna(share) else f"{100 * share:.1f} %"
+    """Format a part of one as a percentage with one decimal; empty if it is missing."""
+    return "" if pd.isna(share) else f"{100 * share:.1f}"
 
 
 def in_brackets(shares):
@@ -171,19 +164,12 @@ def not_timed(rows, place):
     return f"Not timed: {'; '.join(reasons)}." if len(reasons) else ""
 
 
-def links(rows):
-    """Return the name of each row's file as a link."""
-    return "([" + rows["file"] + "](benchmarks/results/" + rows["file"] + "))"
-
-
 def provenance(rows):
-    """Return the lines below a table: the source of each of its results, and the command that was given."""
-    files = rows.drop_duplicates("file")
-    return paragraphs(*files["source"] + " " + links(files) + ": `" + files["command"] + "`")
+    """Return the line below a table: device and software, once, and the files of its results with their commits.
 
-
-def sources(rows):
-    """Return the sources of rows without the commands, each once, with the links to all its files."""
+    The name of a file has its date, and the file has the command and the versions of all libraries.
+    """
     files = rows.drop_duplicates("file")
-    alike = links(files).groupby(files["source"], sort=False).agg(", ".join)
-    return "; ".join(alike.index + " " + alike)
+    measured = "[" + files["file"] + "](benchmarks/results/" + files["file"] + ")" + files["commit"]
+    alike = measured.groupby(files["source"], sort=False).agg(", ".join)
+    return "; ".join(alike.index + ": " + alike)

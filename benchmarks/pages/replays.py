@@ -16,7 +16,6 @@ from benchmarks.pages.long_table import (
     of_each_device,
     paragraphs,
     provenance,
-    sources,
 )
 from benchmarks.pages.training_steps import STEPS
 from measure.tables import NOT_MEASURED, number, percent
@@ -72,14 +71,12 @@ FIGURES = {  # {row: its text from the figures of a run}
     "peak memory, MiB": figure("peak_memory_mib"),
 }
 NOTES = (
-    "speed / previous: against the stage before; from stage 6 on, against stage 5. It and speed / baseline are of the "
-    "median steps, the speed is that of all steps together.",
-    "same: the same operations ran, or the medians differ by no more than the measured spread, that of the steps (95 % "
-    f"intervals of the median) and that of processes which did the same work; too few: fewer than {LEAST_TIMES} steps.",
-    "attention kernel, SwiGLU kernel: one call of flash_attention_kernel, and of swiglu_kernel (stages 1 to 4, matrix "
-    "product included) or swiglu_activation_kernel (from stage 5 on; the library multiplies).",
-    "forward, backward, optimizer: of the median step. phases / step: the three added up, over the step around them, "
-    "the median over the steps.",
+    "speed / previous: from stage 6 on, the previous stage is stage 5. Both ratios compare median steps; the speed is "
+    "that of all steps together.",
+    "same: the same operations ran, or the medians differ by no more than the spread of the steps and of processes "
+    f"that do the same work. too few: fewer than {LEAST_TIMES} steps.",
+    "SwiGLU kernel: one call of swiglu_kernel, which also multiplies (stages 1 to 4), or of swiglu_activation_kernel.",
+    "phases / step: the median share of forward, backward and optimizer in their step.",
 )
 
 
@@ -125,9 +122,12 @@ def stages_section(rows):
     texts = []
     for _, replay in newest_of_settings(rows).groupby("file", sort=False):
         summary = replay["result"].iloc[0]
-        table = table_of(summary).reset_index(names="")
+        table = table_of(summary)
+        if len(table.columns) > 1:
+            table = table[table.nunique(axis="columns") > 1]  # what all runs share teaches nothing about one
+        table = table.reset_index(names="")
         texts += [
-            f"**{sizes(summary)}**, {summary['config']['num_steps']} steps",
+            f"**{sizes(summary)}**, {summary['config']['num_steps']} steps: `{summary['command']}`",
             markdown(table),
             provenance(replay),
         ]
@@ -205,4 +205,4 @@ def claims_section(folder):
         layouts=measured_stages(layouts.iloc[0]),
         ms=ms.iloc[0],
     )
-    return paragraphs(text, sources(pd.concat([story, layouts, steps[steps["file"] == ms.index[0]]])))
+    return paragraphs(text, provenance(pd.concat([story, layouts, steps[steps["file"] == ms.index[0]]])))

@@ -37,11 +37,10 @@ def scaling_text(gpus, rows):
         "": labels.mask(weak["row"] == OURS, "**" + labels + "**"),
         "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
         f"{gpus} GPUs, ms": weak["ms exchanging"].map(number),
-        "tokens/s": weak["tokens_per_second"].map(whole),
-        f"of {gpus} times one": weak["efficiency"].map(tenths),
+        f"of {gpus} times one, %": weak["efficiency"].map(tenths),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
-        f"divided, of {gpus} times one": strong["efficiency"].map(tenths),
+        f"divided, of {gpus} times one, %": strong["efficiency"].map(tenths),
     })  # fmt: skip
     return paragraphs(markdown(table), provenance(pd.concat([weak, rows])))
 

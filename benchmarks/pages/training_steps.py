@@ -12,7 +12,6 @@ from benchmarks.pages.long_table import (
     or_error,
     paragraphs,
     provenance,
-    sources,
     tenths,
     texts,
     whole,
@@ -103,17 +102,16 @@ def comparisons(rows):
 def step_columns(rows):
     """Return the columns of texts that tables of whole steps share."""
     p20, p80 = (texts(rows[name], number) for name in ("ms p20", "ms p80"))
+    ms = rows["ms median"].map(number) + " (" + p20 + "–" + p80 + ")"
     return {
-        "ms a step": or_error(rows, rows["ms median"].map(number)),
-        "p20 – p80": p20 + " – " + p80,
-        "tokens/s": rows["tokens_per_second"].map(whole),
-        "of peak": rows["mfu"].map(tenths),
+        "ms a step (p20–p80)": or_error(rows, ms),
+        "of peak, %": rows["mfu"].map(tenths),
         "memory, MiB": rows["peak_memory_mib"].map(whole),
     }
 
 
 def comparison_line(pair):
-    spread = " ({:.2f} – {:.2f})".format(*pair["spread"]) if pair["spread"] else ""
+    spread = " ({:.2f}–{:.2f})".format(*pair["spread"]) if pair["spread"] else ""
     memory = f" and {pair['memory_ratio']:.2f} of its peak memory" if pair["memory_ratio"] else ""
     return f"`{pair['ours']}` takes {pair['time_ratio']:.2f}{spread} of the time of `{pair['peer']}`{memory}."
 
@@ -184,18 +182,18 @@ def sweeps_section(rows):
 
 @of_each_device(*STEPS)
 def fp8_speed_section(rows):
-    """Show the rows in FP8 and ours in bf16 of each model, beside ours in FP8."""
+    """Show the time of ours in bf16 and of the rows in FP8 for each model, and divided by that of ours in FP8."""
     rows = rows[(rows["row"] == OURS) | rows["row"].map(is_fp8)]
     # Of each size the newest result in which ours was measured in FP8.
     ours = rows[(rows["row"] == IN_FP8) & rows["error"].isna()]
     rows = newest(rows.merge(ours[["file", "size"]]), "size").sort_values("tflop_per_step", kind="stable")
     ratios = rows["ms median"] / rows["size"].map(ours.drop_duplicates("size").set_index("size")["ms median"])
-    table = pd.DataFrame({
-        "": rows["size"] + ", " + rows["row"],
-        "ms a step": or_error(rows, rows["ms median"].map(number)),
-        f"its time / that of {IN_FP8}": texts(ratios, "{:.2f}".format),
-    })  # fmt: skip
-    return paragraphs(markdown(table), provenance(rows)) if len(rows) else ""
+    if rows.empty:
+        return ""
+    shown = rows["ms median"].map(number) + " (" + texts(ratios, "{:.2f}".format) + ")"
+    table = rows.assign(text=or_error(rows, shown)).pivot_table("text", "row", "size", aggfunc="first", sort=False)
+    table = table.reset_index(names=f"ms a step (/ that of {IN_FP8})")
+    return paragraphs(markdown(table), provenance(rows))
 
 
 def front_row(size, rows):
@@ -234,4 +232,4 @@ def front_section(folder):
     if not sizes:
         return NOT_MEASURED
     table = pd.DataFrame([front_row(*item) for item in sizes.items()])
-    return paragraphs(markdown(table), sources(pd.concat(sizes.values())))
+    return paragraphs(markdown(table), provenance(pd.concat(sizes.values())))

@@ -35,6 +35,14 @@ def test_what_was_published_stands_beside_a_replay_of_its_setting(tmp_path, chan
     assert "stages_a.json" in text and "stages_b.json" not in text
 
 
+def test_a_replay_of_one_run_keeps_its_rows(tmp_path):
+    """Rows in which all columns agree are left out, and a single column agrees with itself."""
+    replay = json.loads((RESULTS / "stages_some-gpu_20300102.json").read_text())
+    alone = replay | {"baseline": None, "stages": replay["stages"][:1]}
+    (tmp_path / "stages_a.json").write_text(json.dumps(alone))
+    assert "| final loss | 6.90 |" in publish.SECTIONS["stages"](tmp_path)
+
+
 def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
     pairs = [("triton graph", "sdpa compile graph"), ("triton fp8 graph", "triton graph")]
     found = [dict(zip(("ours", "peer"), pair, strict=True)) for pair in pairs]
@@ -132,4 +140,5 @@ def test_the_device_with_the_most_results_comes_first(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     files = {name: list(long_table(tmp_path, name)["file"].str.removesuffix(".json")) for name in ("steps", "gpt")}
     assert files == {"steps": ["steps_b", "steps_a", "steps_c"], "gpt": ["gpt_g", "gpt_f", "gpt_d", "gpt_e"]}
-    assert long_table(tmp_path, "gpt")["source"][0] == "B, PyTorch 2.11, 2026-01-09, commit c0ffee with changes"
+    first = long_table(tmp_path, "gpt").iloc[0]
+    assert first["source"] == "B, PyTorch 2.11" and first["commit"] == " at commit c0ffee with changes"
