@@ -1,7 +1,6 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
 import contextlib
-import copy
 import functools
 import io
 import json
@@ -57,13 +56,11 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Sums are added in the same order here and in other processes, and signals act as before after a run."""
-    threads, numbers = torch.get_num_threads(), (signal.SIGINT, signal.SIGTERM)
+def signals():
+    """They act as before after a run."""
+    numbers = signal.SIGINT, signal.SIGTERM
     handlers = [*map(signal.getsignal, numbers)]
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     [*map(signal.signal, numbers, handlers)]
 
 
@@ -275,27 +272,26 @@ def test_a_script_in_this_folder_has_model_and_settings(python, tmp_path, flag, 
 
 
 def update(*batches, grad_clip=0.0, scaled=False):
-    """Return the loss of optimizer_step, and what gradient descent at a rate of 1 subtracted from each weight."""
-    model = make_model()
-    before = copy.deepcopy(model)
-    tools = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", enabled=scaled)
+    """Return the loss of optimizer_step and the gradients that the optimizer was given."""
+    model, grads = make_model(), []
+    tools = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=scaled)
+    tools[0].register_step_pre_hook(lambda *_: grads.extend(p.grad.clone() for p in model.parameters()))
     loss = train.optimizer_step(model, *tools, batches, len(batches), contextlib.nullcontext, grad_clip)
-    assert all(p.grad is None for p in model.parameters())
-    return loss.item(), [b - p for b, p in zip(before.parameters(), model.parameters(), strict=True)]
+    return loss.item(), grads
 
 
 def test_accumulated_batches_are_one_large_batch():
     batches = [(TOKENS, TOKENS.roll(number + 1)) for number in range(3)]
-    (loss, changes), (expected, exact) = update(*batches), update([*map(torch.cat, zip(*batches, strict=True))])
-    torch.testing.assert_close(changes, exact, rtol=1e-4, atol=1e-6)
+    (loss, grads), (expected, exact) = update(*batches), update([*map(torch.cat, zip(*batches, strict=True))])
+    torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-6)
     assert loss == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_are_clipped_at_their_norm(scaled):
     """Also those of float16, which are kept times 65536 until they are clipped."""
-    _, changes = update((TOKENS, TOKENS), grad_clip=0.01, scaled=scaled)
-    assert math.hypot(*(change.norm().item() for change in changes)) == pytest.approx(0.01, rel=1e-3)
+    _, grads = update((TOKENS, TOKENS), grad_clip=0.01, scaled=scaled)
+    assert math.hypot(*(grad.norm().item() for grad in grads)) == pytest.approx(0.01, rel=1e-3)
 
 
 def make_trainer(data_dir, tmp_path, rank=0, size=1, **changed):
@@ -488,15 +484,13 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [
-    {"model": {}, "x": Evil()}, b"", b"text", [1, 2], {"model": {}}, {"model": {}, "model_args": {"layers": 2}},
+    {"model": {}, "x": Evil()}, b"text", [1, 2], {"model": {}}, {"model": {}, "model_args": {"layers": 2}},
 ])  # fmt: skip
 def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
     """No code from it is executed."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / checkpoint.NAME
-    torch.save(content, path)
-    if isinstance(content, bytes):
-        path.write_bytes(content)
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(UsageError, match=f"{path} cannot be used") as error:
         checkpoint.load(path)
     assert "\n" not in str(error.value) and not (tmp_path / "evil").exists()
@@ -525,9 +519,8 @@ def write_letters(folder, characters):
 
 
 @pytest.mark.parametrize("vocab_size, theirs, ours, fits", [
-    (27, LETTERS, LETTERS, True), (27, "", LETTERS, True), (27, "", LETTERS[:20], False), (27, "", None, False),
-    (27, LETTERS, LETTERS[::-1], False), (27, None, LETTERS, False), (50256, "", None, False),
-    (50257, "", None, True), (50304, None, None, True), (50321, "", None, False),
+    (27, "", LETTERS, True), (27, "", LETTERS[:20], False), (27, "", None, False), (27, None, LETTERS, False),
+    (50256, "", None, False), (50257, "", None, True), (50320, None, None, True), (50321, "", None, False),
 ])  # fmt: skip
 def test_weights_are_for_tokens(vocab_size, theirs, ours, fits):
     """Checkpoints of nanoGPT do not say for which. The number of GPT-2's may have been padded to a multiple of 64."""

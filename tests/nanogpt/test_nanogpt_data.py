@@ -58,10 +58,9 @@ def test_later_settings_win(tmp_path):
     config.write_text('"""Mine."""\nbatch_size = 3\nmax_iters = 1_000  # many\ndataset = "mine"\nlearning_rate = 1\n')
     settings = settings_of("--batch_size=5", str(config), "--max_iters=7", "--compile=False", "--deterministic")
     assert (settings.batch_size, settings.max_iters, settings.dataset) == (3, 7, "mine")
-    assert settings.learning_rate == 1.0 and isinstance(settings.learning_rate, float)
-    assert settings.compile is False and settings.deterministic is True and settings.n_layer == 12
+    assert repr(settings.learning_rate) == "1.0" and (settings.compile, settings.deterministic) == (False, True)
     assert settings_of("--out_dir='a b'").out_dir == settings_of("--out_dir=a b").out_dir == "a b"
-    assert settings_of("--dropout=0").dropout == 0
+    assert settings_of("--dropout=0").dropout == 0 == settings_of("--max_iters=0").max_iters
 
 
 def test_a_config_file_is_a_program(tmp_path, monkeypatch):
@@ -83,10 +82,10 @@ def test_a_config_file_is_a_program(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "config").glob("*.py")), ids=lambda path: path.stem)
 def test_our_config_files(path):
-    """They set what they say, for datasets that can be prepared; sample.py takes from them what it needs."""
-    executed = {key: value for key, value in runpy.run_path(str(path)).items() if not key.startswith("_")}
-    for settings in settings_of(str(path)), configure(sample.Settings, [str(path)], ""):
-        assert executed and executed.items() <= vars(settings).items()
+    """They set settings only, for datasets that can be prepared; sample.py takes from them what it needs."""
+    for kind in (train.Settings, sample.Settings):
+        settings = configure(kind, [str(path)], "")
+        assert {key for key in runpy.run_path(str(path)) if key[0] != "_"} <= vars(settings).keys()
         assert (FOLDER / "data" / settings.dataset / "prepare.py").exists()
 
 
@@ -110,11 +109,10 @@ def test_a_mistake_is_named(tmp_path, argument, words):
 
 
 def test_help_lists_every_key(capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="^0$"):
         configure(sample.Settings, ["--help"], "What it does")
     text = capsys.readouterr().out
-    assert exit.value.code == 0 and text.startswith("What it does")
-    assert all(f"--{name}=" in text for name in sample.Settings.__dataclass_fields__)
+    assert all(words in text for words in ["What it does", *(f"--{key}=" for key in vars(sample.Settings()))])
 
 
 # --- preparing
@@ -227,8 +225,8 @@ def test_batches_are_windows_of_the_data(folder):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("train.bin", None), ("train.bin", b"odd"), ("train.bin", b""), ("train.bin", b"\0" * 32),
-    ("meta.pkl", b""), ("meta.pkl", b"\x80"), ("meta.pkl", pickle.dumps(3)), ("meta.pkl", pickle.dumps({"itos": {}})),
+    ("train.bin", None), ("train.bin", b"odd"), ("train.bin", b"\0" * 32), ("meta.pkl", b"\x80"),
+    ("meta.pkl", pickle.dumps({"itos": {}})),
 ])  # fmt: skip
 def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
     """Or too short for a batch."""
@@ -242,26 +240,21 @@ def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
 class Payload:
     """What a pickle would do when it is loaded."""
 
-    def __init__(self, *call):
-        self.call = call
-
     def __reduce__(self):
-        return self.call
+        return open, ("touched", "w")
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-@pytest.mark.parametrize(
-    "more", [None, Payload(open, ("touched", "w")), Payload(eval, ("open('touched', 'w')",)), Path("x")]
-)
+@pytest.mark.parametrize("more", [None, Payload(), Path("x")])
 def test_a_pickle_of_nanogpt_runs_no_code(tmp_path, monkeypatch, more, protocol):
     """GPT-2's tokens have none."""
     monkeypatch.chdir(tmp_path)
     assert dataset.read_characters(tmp_path) is None
-    content = dict(vocab_size=3, itos={0: "\n", 1: "a", 2: "b"}, stoi={"\n": 0, "a": 1, "b": 2}, more=more)
+    content = dict(vocab_size=3, itos={0: "\n", 1: "a", 2: "b"}, more=more)
     Path("meta.pkl").write_bytes(pickle.dumps(content, protocol))
     if more is None:
         assert dataset.read_characters(tmp_path) == "\nab"
-        return
-    with pytest.raises(UsageError, match=r"cannot be used \(UnpicklingError: it names "):
-        dataset.read_characters(tmp_path)
+    else:
+        with pytest.raises(UsageError, match=r"cannot be used \(UnpicklingError: it names "):
+            dataset.read_characters(tmp_path)
     assert not Path("touched").exists()
