@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -78,8 +77,14 @@ def printed(code, main, *arguments):
     return error.getvalue() or out.getvalue()
 
 
-def run(data_dir, out_dir, /, code=0, **settings):
+def run_in(data_dir, out_dir, /, code=0, **settings):
     return printed(code, train.main, *arguments(data_dir, out_dir, **settings))
+
+
+@pytest.fixture
+def run(data_dir, tmp_path):
+    """run(code=0, **settings) runs train.py with its checkpoints in tmp_path, and returns what it prints."""
+    return functools.partial(run_in, data_dir, tmp_path)
 
 
 def draw(out_dir, *flags, code=0):
@@ -95,7 +100,7 @@ def whole(data_dir, tmp_path_factory):
     @functools.cache
     def run_whole(**settings):
         folder = tmp_path_factory.mktemp("whole")
-        return folder, run(data_dir, folder, **settings)
+        return folder, run_in(data_dir, folder, **settings)
 
     return run_whole
 
@@ -158,9 +163,8 @@ def test_logits_and_loss_are_those_of_gpt2(monkeypatch):
     with torch.no_grad():
         for parameter in theirs.parameters():  # far from their start, where norms and biases do little
             parameter.add_(0.3 * torch.randn_like(parameter))
-    library = SimpleNamespace(GPT2LMHeadModel=SimpleNamespace(from_pretrained=lambda name: theirs))
     monkeypatch.setitem(gpt.GPT2_SIZES, "gpt2", sizes)
-    monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", lambda name: theirs)
     ours = GPT.from_pretrained("gpt2", dict(dropout=0.3), "torch").eval()
     ours.crop_block_size(16)  # which is enough for the tokens
     targets = TOKENS.roll(-1, dims=1)
@@ -237,35 +241,30 @@ def test_generation_draws_from_as_many_as_top_k_says(monkeypatch, top_k, drawn):
     assert {*tokens[:, 1].tolist()} == drawn
 
 
-def in_this_folder(command, path):
-    """Return what Python prints in the folder of the trainer, with another folder on its path."""
-    environment = ENVIRONMENT | {"PYTHONPATH": str(path)}
-    done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
+PROGRAM = """
+import torch; from model import GPT, GPTConfig
+batch_size, dropout = 3, 0.0
+exec(open('configurator.py').read())
+model = GPT(GPTConfig(vocab_size=27, n_layer=1, n_head=1, n_embd=4, block_size=8))
+print(batch_size, dropout, model(idx=torch.zeros(2, 8, dtype=torch.long), targets=None)[0].shape)
+"""
 
 
-def test_this_folder_hides_no_library(python, tmp_path):
-    """transformers looks for a package that is called kernels."""
+@pytest.mark.parametrize("command, words", [
+    (("-c", PROGRAM, "{}/c.py", "--dropout=0.5"), "8 0.5 torch.Size([2, 1, 27])"),
+    (("-c", PROGRAM, "--batchsize=4"), "there is no key batchsize: did you mean batch_size?"),
+    (("sample.py", "--init_from=gpt2"), "sample.py: error: it has {}/kernels.py"),
+])  # fmt: skip
+def test_scripts_in_this_folder(python, tmp_path, command, words):
+    """nanoGPT's import the model and execute the configurator. transformers looks for another package kernels."""
+    (tmp_path / "c.py").write_text("batch_size = 2 * 4\nmax_iters = 3  # of another script\n")
     (tmp_path / "kernels.py").touch()
     (tmp_path / "transformers.py").write_text("import kernels\nraise OSError(f'it has {kernels.__file__}')\n")
-    _, printed = in_this_folder([python, "sample.py", "--init_from=gpt2"], tmp_path)
-    assert printed.endswith(f"sample.py: error: it has {tmp_path / 'kernels.py'}\n")
-
-
-@pytest.mark.parametrize("flag, words", [("c.py", "8 0.5 torch.Size([2, 1, 27])"), ("--batchsize=4", "batch_size?")])
-def test_a_script_in_this_folder_has_model_and_settings(python, tmp_path, flag, words):
-    """As nanoGPT's scripts import one and execute the other."""
-    program = (
-        "import torch; from model import GPT, GPTConfig\n"
-        "batch_size, dropout = 3, 0.0\n"
-        "exec(open('configurator.py').read())\n"
-        "model = GPT(GPTConfig(vocab_size=27, n_layer=1, n_head=1, n_embd=4, block_size=8))\n"
-        "print(batch_size, dropout, model(idx=torch.zeros(2, 8, dtype=torch.long), targets=None)[0].shape)\n"
-    )
-    (tmp_path / "c.py").write_text("batch_size = 2 * 4\nmax_iters = 3  # of another script\n")
-    flag = flag.replace("c.py", str(tmp_path / "c.py"))
-    code, printed = in_this_folder([python, "-c", program, flag, "--dropout=0.5"], "")
-    assert printed.endswith(f"{words}\n") and code == (2 if "?" in words else 0)
+    command = [python, *(part.replace("{}", str(tmp_path)) for part in command)]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout + done.stderr).endswith(f"{words.format(tmp_path)}\n")
+    assert done.returncode == (2 if ":" in words else 0)
 
 
 # --- one iteration
@@ -294,36 +293,36 @@ def test_gradients_are_clipped_at_their_norm(scaled):
     assert math.hypot(*(grad.norm().item() for grad in grads)) == pytest.approx(0.01, rel=1e-3)
 
 
-def make_trainer(data_dir, tmp_path, rank=0, size=1, **changed):
-    """Return the Trainer of one of size processes, without the others."""
-    settings = train.Settings(**SETTINGS | dict(data_dir=str(data_dir), out_dir=str(tmp_path)) | changed)
-    return train.Trainer(settings, World(rank, size), torch.device("cpu"))
+@pytest.fixture
+def make_trainer(data_dir):
+    """make_trainer(rank, size, **settings): the Trainer of one of size processes, without the others."""
+
+    def make(rank=0, size=1, **changed):
+        settings = train.Settings(**SETTINGS | {"data_dir": str(data_dir)} | changed)
+        return train.Trainer(settings, World(rank, size), torch.device("cpu"))
+
+    return make
 
 
-def test_learning_rate_rises_and_falls(data_dir, tmp_path):
+def test_learning_rate_rises_and_falls():
     settings = train.Settings(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110)
     rates = {number: train.learning_rate(settings, number) for number in (0, 10, 60, 110, 199)}
     assert rates == pytest.approx({0: 1 / 11, 10: 1.0, 60: 0.55, 110: 0.1, 199: 0.1})
     assert train.learning_rate(train.Settings(decay_lr=False, learning_rate=0.3), 0) == 0.3
-    # Each iteration of a run has its own, for all weights.
-    trainer = make_trainer(data_dir, tmp_path, learning_rate=0.9, warmup_iters=8)
-    for rate in (0.1, 0.2):
-        trainer.step()
-        assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([rate, rate])
 
 
 @pytest.mark.parametrize("dtype, used", [("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
-def test_autocast(data_dir, tmp_path, dtype, used):
+def test_autocast(make_trainer, dtype, used):
     """Products are computed in the type of the settings. The gradients of float16 are scaled."""
-    trainer = make_trainer(data_dir, tmp_path, dtype=dtype)
+    trainer = make_trainer(dtype=dtype)
     with trainer.autocast():
         assert trainer.model(TOKENS)[0].dtype == getattr(torch, used)
     assert trainer.scaler.is_enabled() == (dtype == "float16")
 
 
-def test_evaluation_is_the_mean_over_its_batches(data_dir, tmp_path):
+def test_evaluation_is_the_mean_over_its_batches(make_trainer, data_dir):
     """Of either split, without dropout, on other batches than those of the training."""
-    trainer = make_trainer(data_dir, tmp_path, dropout=0.5, eval_iters=3)
+    trainer = make_trainer(dropout=0.5, eval_iters=3)
     losses = trainer.evaluate()
     assert trainer.model.training
     model = trainer.raw_model.eval()
@@ -333,17 +332,17 @@ def test_evaluation_is_the_mean_over_its_batches(data_dir, tmp_path):
         assert losses[split] == pytest.approx(sum(expected) / 3, rel=1e-6)
 
 
-def test_processes_share_the_batches_and_draw_their_own_dropout(data_dir, tmp_path, monkeypatch):
+def test_processes_share_the_batches_and_draw_their_own_dropout(make_trainer, monkeypatch):
     drawn, seeds = [], set()
     monkeypatch.setattr(train, "DistributedDataParallel", lambda model, **options: model)
     monkeypatch.setattr(train.Trainer, "fetch", lambda self, batches, number: number)
     monkeypatch.setattr(train, "optimizer_step", lambda *given: drawn.append([*given[3]]))
-    for trainer in [make_trainer(data_dir, tmp_path, *place) for place in ((0, 1), (0, 2), (1, 2))] * 2:
+    for trainer in [make_trainer(*place) for place in ((0, 1), (0, 2), (1, 2))] * 2:
         trainer.step()
         seeds.add(torch.initial_seed())
     assert drawn == [[0, 1], [0], [1], [2, 3], [2], [3]] and len(seeds) == 4  # of two iterations and two ranks
     with pytest.raises(UsageError, match="gradient_accumulation_steps=3 is not divisible by 2"):
-        make_trainer(data_dir, tmp_path, 0, 2, gradient_accumulation_steps=3)
+        make_trainer(0, 2, gradient_accumulation_steps=3)
 
 
 # --- runs
@@ -367,13 +366,13 @@ def test_draws_follow_from_the_seed(long_run, tmp_path):
     assert one == same != other and other.startswith("xyz")
 
 
-def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(data_dir, tmp_path, monkeypatch, whole, ticking):
+def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(run, monkeypatch, whole, ticking):
     """Iteration n takes n + 1 seconds here, and an evaluation 100, which count in no line. The loss is that of n."""
     step, evaluate = train.Trainer.step, train.Trainer.evaluate
     monkeypatch.setattr(train.Trainer, "step", lambda self: ticking(self.iteration + 1) or step(self))
     monkeypatch.setattr(train.Trainer, "evaluate", lambda self: ticking(100) or evaluate(self))
     monkeypatch.setattr(GPT, "estimate_mfu", lambda self, sequences, seconds: sequences / 16 / seconds)
-    out = run(data_dir, tmp_path, log_interval=3, eval_interval=5, max_iters=10)
+    out = run(log_interval=3, eval_interval=5, max_iters=10)
     lines = re.findall(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms, mfu ([\d.]+)%$", out, re.M)
     # The means of 1; of 2, 3, 4; of 6, 7 after the evaluation before iteration 5; of 8, 9, 10.
     means = {0: ("1000.00", "50.00"), 3: ("3000.00", "16.67"), 6: ("6500.00", "7.69"), 9: ("9000.00", "5.56")}
@@ -381,14 +380,14 @@ def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(data_dir, tmp_pa
     assert [(int(n), float(loss), *rest) for n, loss, *rest in lines] == [(n, losses[n], *means[n]) for n in means]
 
 
-def test_the_best_validation_loss_decides(data_dir, tmp_path, monkeypatch):
+def test_the_best_validation_loss_decides(run, tmp_path, monkeypatch):
     """Not the training loss, nor the last one; and a resumed run knows the best of before. All are reported."""
     losses = {0: (1.0, 9.0), 4: (5.0, 5.0), 8: (4.0, 7.0), 12: (6.0, 6.0)}
     evaluated = {number: {"train": first, "val": second} for number, (first, second) in losses.items()}
     monkeypatch.setattr(train.Trainer, "evaluate", lambda self: evaluated[self.iteration])
     monkeypatch.setitem(sys.modules, "wandb", wandb := Mock())
     for start in ("scratch", "resume"):
-        out = run(data_dir, tmp_path, always_save_checkpoint=False, init_from=start, wandb_log=True)
+        out = run(always_save_checkpoint=False, init_from=start, wandb_log=True)
         assert "best validation loss 5.0000 in 13 iterations" in out
         assert (saved(tmp_path)["iter_num"], saved(tmp_path)["best_val_loss"]) == (4, 5.0)
     reported = [call.args[0] for call in wandb.log.call_args_list if call.args[0]["mfu"] > 0]
@@ -400,7 +399,7 @@ def test_the_best_validation_loss_decides(data_dir, tmp_path, monkeypatch):
     (("evaluation", 8, 1), True, signal.SIGINT),
 ])  # fmt: skip
 def test_a_signal_ends_a_run_between_two_batches(
-    data_dir, tmp_path, monkeypatch, whole, place, always_save_checkpoint, which
+    run, tmp_path, monkeypatch, whole, place, always_save_checkpoint, which
 ):
     """The iteration or evaluation that was begun leaves no trace in a run that is resumed.
 
@@ -416,20 +415,20 @@ def test_a_signal_ends_a_run_between_two_batches(
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "fetch", fetching)
-        interrupted = run(data_dir, tmp_path, code=130, **settings)
+        interrupted = run(code=130, **settings)
     assert f"interrupted after iteration {done - 1}; --init_from=resume goes on" in interrupted
     assert [saved(tmp_path, newest)["iter_num"] for newest in (True, False)] == [
         done,
         done if always_save_checkpoint else 4,
     ]
-    resumed, (folder, out) = run(data_dir, tmp_path, **settings, init_from="resume"), whole(**settings)
+    resumed, (folder, out) = run(**settings, init_from="resume"), whole(**settings)
     assert min(losses_of(resumed)) == done and losses_of(interrupted + resumed) == losses_of(out)
     assert_same_state(tmp_path, folder)
     assert not (tmp_path / checkpoint.INTERRUPTED).exists()
 
 
 @pytest.mark.parametrize("log_interval, noticed", [(7, 12), (5, 11)])  # by an evaluation, by a line
-def test_a_loss_that_is_no_number_ends_the_run(data_dir, tmp_path, monkeypatch, log_interval, noticed):
+def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path, monkeypatch, log_interval, noticed):
     step = train.Trainer.step
 
     def poisoned(self):
@@ -438,20 +437,20 @@ def test_a_loss_that_is_no_number_ends_the_run(data_dir, tmp_path, monkeypatch, 
         step(self)
 
     monkeypatch.setattr(train.Trainer, "step", poisoned)
-    error = run(data_dir, tmp_path, code=1, log_interval=log_interval)
+    error = run(code=1, log_interval=log_interval)
     assert f"the loss after {noticed} iterations is no number" in error and saved(tmp_path)["iter_num"] == 8
 
 
-def test_an_evaluation_alone_writes_nothing(data_dir, trained):
+def test_an_evaluation_alone_writes_nothing(run, trained):
     before = (trained / checkpoint.NAME).read_bytes()
-    assert list(evaluations(run(data_dir, trained, init_from="resume", eval_only=True))) == [60]
+    assert list(evaluations(run(out_dir=trained, init_from="resume", eval_only=True))) == [60]
     assert (trained / checkpoint.NAME).read_bytes() == before
 
 
-def test_target_loss(data_dir, tmp_path):
-    out = run(data_dir, tmp_path, target_loss=3.2, max_iters=1000)
+def test_target_loss(run):
+    out = run(target_loss=3.2, max_iters=1000)
     assert int(re.search(r"in (\d+) iterations", out)[1]) < 100
-    assert "target_loss=0.1 was not reached" in run(data_dir, tmp_path, code=1, target_loss=0.1, max_iters=4)
+    assert "target_loss=0.1 was not reached" in run(code=1, target_loss=0.1, max_iters=4)
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -461,9 +460,9 @@ def test_target_loss(data_dir, tmp_path):
     (dict(wandb_log=True), "pip install wandb"), (dict(block_size=100000), "too few for block_size=100000"),
     (dict(out_dir="/dev/null"), "/dev/null"),
 ])  # fmt: skip
-def test_what_cannot_be_met_is_said_in_a_line(data_dir, tmp_path, monkeypatch, settings, words):
+def test_what_cannot_be_met_is_said_in_a_line(run, monkeypatch, settings, words):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert words in run(data_dir, settings.pop("out_dir", tmp_path), code=2, **settings)
+    assert words in run(code=2, **settings)
 
 
 # --- checkpoints
@@ -496,7 +495,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
     assert "\n" not in str(error.value) and not (tmp_path / "evil").exists()
 
 
-def test_checkpoints_of_nanogpt_and_for_it(data_dir, trained):
+def test_checkpoints_of_nanogpt_and_for_it(run, trained):
     """Theirs have a prefix if compiled, the mask as a buffer, and less in them. Ours have all that theirs have."""
     state = torch.load(trained / checkpoint.NAME, weights_only=True)
     assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= state.keys()
@@ -504,7 +503,7 @@ def test_checkpoints_of_nanogpt_and_for_it(data_dir, trained):
     model = {f"_orig_mod.{name}": tensor for name, tensor in state["model"].items()}
     model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
     as_nanogpt(trained, model=model, best_val_loss=torch.tensor(9.0))
-    run(data_dir, trained, init_from="resume", n_layer=3, max_iters=64)
+    run(out_dir=trained, init_from="resume", n_layer=3, max_iters=64)
     assert saved(trained)["iter_num"] == 64 and saved(trained)["model_args"].n_layer == 2
 
 
@@ -532,10 +531,10 @@ def test_weights_are_for_tokens(vocab_size, theirs, ours, fits):
 
 
 @pytest.mark.parametrize("characters, code", [(LETTERS, 0), (LETTERS[::-1], 2)])
-def test_a_resume_with_other_characters_is_refused(tmp_path, trained, characters, code):
+def test_a_resume_with_other_characters_is_refused(run, tmp_path, trained, characters, code):
     """Whatever their dataset is called."""
     write_letters(tmp_path / "other", characters)
-    run(tmp_path, trained, code=code, dataset="other", init_from="resume", max_iters=64)
+    run(out_dir=trained, data_dir=tmp_path, code=code, dataset="other", init_from="resume", max_iters=64)
     assert saved(trained)["iter_num"] == (60 if code else 64)
 
 
@@ -550,30 +549,24 @@ def test_a_checkpoint_of_nanogpt_names_its_characters_by_their_folder(tmp_path, 
 # --- nanoGPT itself
 
 
-RECORD = json.loads(Path(__file__).with_name("nanogpt_losses.json").read_text())
-RECORDED = configure(train.Settings, shlex.split(RECORD["command"])[2:], "")
-
-
-def test_losses_that_nanogpt_prints():
-    """The same seed gives the same weights, and our optimizer and learning rates make the same updates of them."""
-    torch.manual_seed(RECORDED.seed)
-    model = GPT(GPTConfig(vocab_size=27, bias=RECORDED.bias, **TINY), "torch")
-    optimizer = model.configure_optimizers(RECORDED.weight_decay, 0.0, (RECORDED.beta1, RECORDED.beta2), "cpu")
-    tools = model, optimizer, torch.amp.GradScaler("cpu", enabled=False)
+def test_losses_that_nanogpt_prints(make_trainer):
+    """The same seed gives the same weights, and the same batches the same updates of them."""
+    record = json.loads(Path(__file__).with_name("nanogpt_losses.json").read_text())
+    settings = vars(configure(train.Settings, shlex.split(record["command"])[2:], ""))
+    del settings["data_dir"]
+    trainer, generator = make_trainer(**settings), torch.Generator()
+    generator.set_state(torch.get_rng_state())
 
     def batch():
-        starts = torch.randint(500 - 16, (RECORDED.batch_size, 1))
-        tokens = (starts + torch.arange(17)) % 27
+        tokens = (torch.randint(500 - 16, (4, 1), generator=generator) + torch.arange(17)) % 27
         return tokens[:, :-1], tokens[:, 1:]
 
-    drawn, _ = batch(), [batch(), batch()]  # the others for the evaluation before iteration 0
-    losses = []
-    for number in range(RECORDED.max_iters + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(RECORDED, number)
-        losses.append(train.optimizer_step(*tools, [drawn], 1, contextlib.nullcontext, RECORDED.grad_clip).item())
-        drawn = batch()
-    assert losses == pytest.approx(RECORD["losses"], abs=1e-3)
+    first, _, _, *later = (batch() for _ in range(43))  # two for the evaluation before iteration 0
+    trainer.fetch, losses = lambda batches, number: [first, *later][number], []
+    for _ in record["losses"]:
+        trainer.step()
+        losses.append(trainer.loss.item())
+    assert losses == pytest.approx(record["losses"], abs=1e-3)
 
 
 # --- several processes
@@ -592,18 +585,18 @@ def start(data_dir, tmp_path, python):
     return popen
 
 
-def test_two_processes_compute_what_one_does(data_dir, tmp_path, start):
+def test_two_processes_compute_what_one_does(run, tmp_path, start):
     """The name of a run may hold the time, and differ."""
     program = "sys.exit(train.main([*sys.argv[1:], '--wandb_run_name=ft-' + os.environ['RANK']]))\n"
     settings = dict(dropout=0.0, eval_iters=3)
     process = start(tmp_path / "two", program, **settings)
-    ours = run(data_dir, tmp_path / "one", **settings)
+    ours = run(**settings)
     theirs = process.communicate(timeout=600)[0]
     assert process.returncode == 0 and theirs.count("using PyTorch's LayerNorm") == 1, theirs
     assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=2e-4)
     for number, losses in evaluations(ours).items():
         assert evaluations(theirs)[number] == pytest.approx(losses, abs=2e-4)
-    one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
+    one, two = saved(tmp_path), saved(tmp_path / "two")
     torch.testing.assert_close(two["model"], one["model"], rtol=1e-3, atol=1e-4)
 
 
@@ -640,11 +633,11 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, start):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_gpu_learns_and_resumes_with_our_layer_norm_compiled(data_dir, tmp_path, dtype):
+def test_a_gpu_learns_and_resumes_with_our_layer_norm_compiled(run, tmp_path, dtype):
     settings = dict(device="cuda", compile=True, dtype=dtype, lr_decay_iters=60, eval_interval=20, deterministic=True)
-    run(data_dir, tmp_path / "cut", **settings, max_iters=20)
+    run(out_dir=tmp_path / "cut", **settings, max_iters=20)
     for name, start in ("cut", "resume"), ("whole", "scratch"):
-        out = run(data_dir, tmp_path / name, **settings, max_iters=60, init_from=start)
+        out = run(out_dir=tmp_path / name, **settings, max_iters=60, init_from=start)
     assert "using Triton-accelerated LayerNorm" in out and evaluations(out)[60][1] < 1.0
     if dtype != "float16":  # whose scale starts anew
         assert_same_state(tmp_path / "whole", tmp_path / "cut")
