@@ -130,10 +130,7 @@ def as_nanogpt(folder, **fields):
 
 def assert_same_state(*folders):
     """Weights, optimizer and the rest of two checkpoints have the same bits."""
-    states = [saved(folder) for folder in folders]
-    for state in states:
-        state["optimizer"], state["model_args"] = state["optimizer"]["state"], vars(state["model_args"])
-        del state["config"], state["meta"]
+    states = [[s["model"], s["optimizer"]["state"], s["iter_num"], s["best_val_loss"]] for s in map(saved, folders)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
@@ -205,10 +202,8 @@ def test_the_layer_norm_of_a_device(monkeypatch, device, available, ours):
     assert (GPT(CONFIG, device=device).transformer.ln_f.add_layer_norm is gpt.triton_add_layer_norm) == ours
 
 
-def test_every_weight_gets_a_gradient_and_matrices_decay():
+def test_matrices_decay():
     model = make_model()
-    model(TOKENS, TOKENS)[1].backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
     groups = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").param_groups
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert decays == {p: 0.1 if p.dim() == 2 else 0 for p in model.parameters()}
@@ -455,10 +450,9 @@ def test_target_loss(run):
 
 @pytest.mark.parametrize("settings, words", [
     (dict(init_from="resume"), "no ckpt.pt"), (dict(dataset="nothing"), "nothing/prepare.py"),
-    (dict(device="cuda:99"), "device=cuda:99"), (dict(device="tpu"), "device=tpu"),
-    (dict(n_head=5), "n_embd=32 is not divisible by n_head=5"), (dict(init_from="gpt2"), "made for other tokens"),
-    (dict(wandb_log=True), "pip install wandb"), (dict(block_size=100000), "too few for block_size=100000"),
-    (dict(out_dir="/dev/null"), "/dev/null"),
+    (dict(device="cuda:99"), "device=cuda:99"), (dict(n_head=5), "n_embd=32 is not divisible by n_head=5"),
+    (dict(init_from="gpt2"), "made for other tokens"), (dict(wandb_log=True), "pip install wandb"),
+    (dict(block_size=100000), "too few for block_size=100000"), (dict(out_dir="/dev/null"), "/dev/null"),
 ])  # fmt: skip
 def test_what_cannot_be_met_is_said_in_a_line(run, monkeypatch, settings, words):
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -498,10 +492,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch, content):
 def test_checkpoints_of_nanogpt_and_for_it(run, trained):
     """Theirs have a prefix if compiled, the mask as a buffer, and less in them. Ours have all that theirs have."""
     state = torch.load(trained / checkpoint.NAME, weights_only=True)
-    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= state.keys()
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss"} <= state.keys()
     assert state["model_args"] == dict(vars(CONFIG), bias=False) and state["config"]["dataset"] == "letters"
     model = {f"_orig_mod.{name}": tensor for name, tensor in state["model"].items()}
-    model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    model["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1)
     as_nanogpt(trained, model=model, best_val_loss=torch.tensor(9.0))
     run(out_dir=trained, init_from="resume", n_layer=3, max_iters=64)
     assert saved(trained)["iter_num"] == 64 and saved(trained)["model_args"].n_layer == 2
@@ -530,20 +524,17 @@ def test_weights_are_for_tokens(vocab_size, theirs, ours, fits):
         checkpoint.check_tokens(state, ours)
 
 
-@pytest.mark.parametrize("characters, code", [(LETTERS, 0), (LETTERS[::-1], 2)])
-def test_a_resume_with_other_characters_is_refused(run, tmp_path, trained, characters, code):
-    """Whatever their dataset is called."""
-    write_letters(tmp_path / "other", characters)
-    run(out_dir=trained, data_dir=tmp_path, code=code, dataset="other", init_from="resume", max_iters=64)
-    assert saved(trained)["iter_num"] == (60 if code else 64)
-
-
-def test_a_checkpoint_of_nanogpt_names_its_characters_by_their_folder(tmp_path, trained):
-    """Ours has them. With theirs, --data_dir gives them, and GPT-2's tokens are not taken for them."""
+def test_a_checkpoint_of_nanogpt_names_its_characters_by_their_folder(run, tmp_path, trained):
+    """Ours has them, and goes on with no others. With theirs, --data_dir gives them."""
+    write_letters(tmp_path / "theirs", LETTERS[::-1])
+    settings = dict(out_dir=trained, data_dir=tmp_path, dataset="theirs", init_from="resume", max_iters=64)
+    assert "made for other tokens" in run(code=2, **settings)
     as_nanogpt(trained, config={"dataset": "theirs"})
-    assert "--data_dir" in draw(trained, f"--data_dir={tmp_path}", code=2)
+    assert "--data_dir" in draw(trained, code=2)
     write_letters(tmp_path / "theirs", LETTERS)
     assert "abcdefg\n" in draw(trained, f"--data_dir={tmp_path}")
+    run(**settings)
+    assert saved(trained)["iter_num"] == 64
 
 
 # --- nanoGPT itself
