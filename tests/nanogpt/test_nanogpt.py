@@ -375,15 +375,20 @@ def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(run, monkeypatch
 def test_the_best_validation_loss_decides(run, tmp_path, monkeypatch):
     """Not the training loss, nor the last one; and a resumed run knows the best of before. All are reported."""
     losses = {0: (1.0, 9.0), 4: (5.0, 5.0), 8: (4.0, 5.0), 12: (6.0, 6.0)}
-    evaluated = {number: {"train": first, "val": second} for number, (first, second) in losses.items()}
-    monkeypatch.setattr(train.Trainer, "evaluate", lambda self: evaluated[self.iteration])
+
+    def evaluate(trainer):
+        if trainer.iteration == 12 and trainer.settings.init_from == "scratch":
+            raise KeyboardInterrupt
+        return dict(zip(("train", "val"), losses[trainer.iteration], strict=True))
+
+    monkeypatch.setattr(train.Trainer, "evaluate", evaluate)
     monkeypatch.setitem(sys.modules, "wandb", wandb := Mock())
-    for start in ("scratch", "resume"):
-        out = run(always_save_checkpoint=False, init_from=start, wandb_log=True)
-        assert "best validation loss 5.0000 in 13 iterations" in out
-        assert (saved(tmp_path)["iter_num"], saved(tmp_path)["best_val_loss"]) == (4, 5.0)
+    run(code=130, always_save_checkpoint=False, wandb_log=True)
+    out = run(always_save_checkpoint=False, init_from="resume")
+    assert "best validation loss 5.0000 in 13 iterations" in out
+    assert (saved(tmp_path)["iter_num"], saved(tmp_path)["best_val_loss"]) == (4, 5.0)
     reported = [call.args[0] for call in wandb.log.call_args_list if call.args[0]["mfu"] > 0]
-    assert [(r["iter"], r["train/loss"], r["val/loss"]) for r in reported[:2]] == [(4, 5.0, 5.0), (8, 4.0, 5.0)]
+    assert [(r["iter"], r["train/loss"], r["val/loss"]) for r in reported] == [(4, 5.0, 5.0), (8, 4.0, 5.0)]
 
 
 @pytest.mark.parametrize("place, always_save_checkpoint", [
