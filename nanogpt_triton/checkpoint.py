@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from measure.command_line import replacing
-from nanogpt_triton.dataset import reading
+from nanogpt_triton.dataset import GPT2_VOCAB, reading
 from nanogpt_triton.model import GPTConfig
 from tiny_llama_v3 import UsageError
 
@@ -47,11 +47,11 @@ def load(path):
         return state
 
 
-def check_tokens(state, meta):
-    """Raise UsageError if weights were made for other tokens than those of a dataset's meta."""
-    # GPT-2's vocabulary is padded to a multiple of 64. nanoGPT's checkpoints do not hold their characters.
-    padding = state["model_args"].vocab_size - meta["vocab_size"]
-    fits = padding == 0 if "characters" in meta else 0 <= padding < 64
-    known = state.get("meta", meta)
-    if not fits or known.get("characters") != meta.get("characters"):
+def check_tokens(state, characters):
+    """Raise UsageError if weights were made for other tokens than a dataset's characters; None: GPT-2's byte pairs."""
+    vocab_size = state["model_args"].vocab_size
+    # GPT-2's vocabulary is padded to a multiple of 64.
+    fits = vocab_size == len(characters) if characters else 0 <= vocab_size - GPT2_VOCAB < 64
+    # nanoGPT's checkpoints do not say which characters.
+    if not fits or "meta" in state and state["meta"].get("characters") != characters:
         raise UsageError("the weights were made for other tokens: give their dataset, and --data_dir if it was moved")

@@ -10,12 +10,14 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import sys
 import typing
 from pathlib import Path
 
 from measure.command_line import exit_code_of
+from nanogpt_triton.dataset import reading
 from tiny_llama_v3 import UsageError
 
 
@@ -27,8 +29,7 @@ class Share(float):
     """The type of a setting from 0 to nearly 1."""
 
 
-LIMITS = {int: (0, 2**31 - 1), Count: (1, 2**31 - 1), float: (0, sys.float_info.max), Share: (0, 0.9999)}
-KINDS = bool, int, float, str
+LIMITS = {Count: (1, math.inf), Share: (0, 0.9999)}
 
 
 def configure(settings_class, argv, description):
@@ -43,12 +44,12 @@ def configure(settings_class, argv, description):
     given = read({name: field.default for name, field in fields.items()}, argv)
     for key, value in given.items():
         kind = fields[key].type
-        choices, limits = typing.get_args(kind), LIMITS.get(kind)
+        choices, (least, most) = typing.get_args(kind), LIMITS.get(kind, (0, math.inf))
         if choices and value not in choices:
             raise UsageError(f"{key}={value} is none of {', '.join(choices)}")
         # Not a number (NaN) is within no limits.
-        if limits and not limits[0] <= value <= limits[1]:
-            raise UsageError(f"{key}={value} is not from {limits[0]} to {limits[1]}")
+        if not isinstance(value, str) and not least <= value <= most:
+            raise UsageError(f"{key}={value} is not from {least} to {most}")
     return settings_class(**given)
 
 
@@ -90,16 +91,14 @@ def parse(argument):
 def execute(name, variables):
     """Run a config file. Return {name: value} of the variables that it has made or changed."""
     before = dict(variables)
-    try:
+    with reading(name, "mend it, or give another"):  # there is no such file, or whatever it raises
         exec(compile(Path(name).read_text(encoding="utf-8"), name, "exec"), variables)
-    except Exception as error:  # there is no such file, or whatever it raises
-        raise UsageError(f"{name}: {type(error).__name__}: {error}") from error
     return {key: value for key, value in variables.items() if key not in before or value is not before[key]}
 
 
 def configure_script(variables, argv):
     """Set those global variables of a script that are plain values. If that fails, end with one line and code 2."""
-    plain = {key: value for key, value in variables.items() if type(value) in KINDS and key.islower()}
+    plain = {key: value for key, value in variables.items() if type(value) in (bool, int, float, str) and key.islower()}
     code = exit_code_of(lambda: variables.update(read(plain, argv[1:])), Path(argv[0]).name)
     if code:
         raise SystemExit(code)

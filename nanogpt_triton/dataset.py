@@ -1,12 +1,11 @@
-"""Prepared data: train.bin and val.bin, tokens as little-endian uint16, and meta.json, which says what they are.
+"""Prepared data in nanoGPT's files: train.bin and val.bin, tokens as little-endian uint16, and meta.pkl of characters.
 
-nanoGPT's own files are read as they are: characters with a meta.pkl, which cannot run code here, and byte pairs without
-either.
+Without a meta.pkl, the tokens are GPT-2's byte pairs. A meta.pkl cannot run code here.
 """
 
 import contextlib
 import importlib
-import json
+import itertools
 import os
 import pickle
 import tempfile
@@ -35,8 +34,6 @@ def reading(path, remedy):
     """Raise UsageError for whatever a file with the wrong content leads to."""
     try:
         yield
-    except UsageError:
-        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(f"{path} cannot be used ({reason}): {remedy}") from error
@@ -52,7 +49,6 @@ class Characters:
     def __init__(self, characters):
         self.characters = characters
         self.numbers = {character: number for number, character in enumerate(characters)}
-        self.meta = {"tokenizer": "characters", "vocab_size": len(characters), "characters": characters}
 
     def encode(self, text):
         unknown = set(text) - self.numbers.keys()
@@ -68,7 +64,7 @@ class BytePairs:
     """GPT-2's byte-pair encoding, by tiktoken."""
 
     end_of_text = GPT2_VOCAB - 1
-    meta = {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB}
+    characters = None
 
     def __init__(self):
         tiktoken = library("tiktoken", "GPT-2's vocabulary")
@@ -80,8 +76,10 @@ class BytePairs:
 
     def encode_documents(self, texts):
         """Yield the tokens of each text, with end_of_text after it."""
-        for tokens in self.encoding.encode_ordinary_batch(texts):
-            yield [*tokens, self.end_of_text]
+        texts = iter(texts)
+        while batch := list(itertools.islice(texts, 1000)):  # which tiktoken encodes in several threads
+            for tokens in self.encoding.encode_ordinary_batch(batch):
+                yield [*tokens, self.end_of_text]
 
     def decode(self, tokens):
         # Tokens that only pad a model's vocabulary end a text as well.
@@ -95,39 +93,26 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and could run code")
 
 
-def read_meta(folder):
-    """Return what the .bin files of a folder hold: {tokenizer, vocab_size} and, of characters, which they are."""
-    ours, theirs = folder / "meta.json", folder / "meta.pkl"
-    with reading(folder, remedy(folder)):
-        if ours.exists():
-            return json.loads(ours.read_text(encoding="utf-8"))
-        # nanoGPT describes characters by a pickle, and GPT-2's tokens not at all.
-        if theirs.exists():
-            with open(theirs, "rb") as file:
-                content = PlainUnpickler(file).load()
-            return Characters("".join(content["itos"][number] for number in range(content["vocab_size"]))).meta
-    return BytePairs.meta
-
-
-def make_tokenizer(meta):
-    return Characters(meta["characters"]) if "characters" in meta else BytePairs()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Batches
-
-
 def remedy(folder):
     return f"run python {folder / 'prepare.py'}; config/train_pysource.py needs no network"
 
 
-def dataset_folder(dataset, data_dir):
-    """Return the folder of a dataset; UsageError if it holds none."""
-    folder = Path(data_dir or DATA, dataset)
-    if not (folder / "train.bin").exists():
-        known = ", ".join(sorted(path.parent.name for path in DATA.glob("*/prepare.py")))
-        raise UsageError(f"dataset={dataset}: there is no {folder}/train.bin: {remedy(folder)} (there are {known})")
-    return folder
+def read_characters(folder):
+    """Return the characters, in the order of their numbers, of a folder's data; None for GPT-2's byte pairs."""
+    path = folder / "meta.pkl"
+    if not path.exists():
+        return None
+    with reading(path, remedy(folder)), open(path, "rb") as file:
+        content = PlainUnpickler(file).load()
+        return "".join(content["itos"][number] for number in range(content["vocab_size"]))
+
+
+def make_tokenizer(characters):
+    return Characters(characters) if characters else BytePairs()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches
 
 
 class Batches:
@@ -155,30 +140,27 @@ class Batches:
 
 
 @contextlib.contextmanager
-def write_dataset(folder, tokenizer, **about):
-    """Yield add(split, tokens). The files appear at the end, or not at all if something fails before.
-
-    about: further facts for meta.json.
-    """
+def write_dataset(folder, tokenizer):
+    """Yield add(split, tokens). The files appear at the end, or not at all if something fails before."""
     folder.mkdir(parents=True, exist_ok=True)
+    counts, characters = dict.fromkeys(SPLITS, 0), tokenizer.characters
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
-        paths = {split: Path(scratch, f"{split}.bin") for split in SPLITS}
 
         def add(split, tokens):
-            with open(paths[split], "ab") as file:
+            counts[split] += len(tokens)
+            with open(Path(scratch, f"{split}.bin"), "ab") as file:
                 file.write(np.asarray(tokens, TOKEN).tobytes())
 
         yield add
-        counts = {split: path.stat().st_size // TOKEN.itemsize for split, path in paths.items()}
         if not all(counts.values()):
             raise UsageError(f"there would be no tokens in one of {counts}: give more text")
-        meta = {**tokenizer.meta, "tokens": counts, **about}
-        if "characters" in meta:  # for nanoGPT's own scripts
-            itos = dict(enumerate(tokenizer.characters))
-            content = {"vocab_size": meta["vocab_size"], "stoi": tokenizer.numbers, "itos": itos}
+        if characters:
+            itos = dict(enumerate(characters))
+            content = {"vocab_size": len(characters), "stoi": tokenizer.numbers, "itos": itos}
             Path(scratch, "meta.pkl").write_bytes(pickle.dumps(content))
-        Path(scratch, "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         for path in list(Path(scratch).iterdir()):
             os.replace(path, folder / path.name)
+    if not characters:
+        (folder / "meta.pkl").unlink(missing_ok=True)  # of what was here before
     for split, count in counts.items():
-        print(f"{folder / split}.bin: {count:,} tokens of {meta['vocab_size']}")
+        print(f"{folder / split}.bin: {count:,} tokens")

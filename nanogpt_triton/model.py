@@ -17,11 +17,10 @@ if __name__ == "model":  # imported by a script in this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nanogpt_triton.dataset import library, reading  # noqa: E402
-from nanogpt_triton.kernels import TRITON_AVAILABLE, triton_add_layer_norm  # noqa: E402
+from nanogpt_triton.kernels import TRITON_AVAILABLE, torch_add_layer_norm, triton_add_layer_norm  # noqa: E402
 from tiny_llama_v3 import INTERPRETED, UsageError  # noqa: E402
 
 A100_FLOPS = 312e12  # a second, in bf16: the unit of nanoGPT's MFU
-IGNORED = -1  # as a target: no loss
 GPT2_SIZES = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
@@ -44,18 +43,11 @@ class GPTConfig:
 class LayerNorm(nn.Module):
     """LayerNorm after the addition to the residual stream. Without an addend, the stream is as it was."""
 
-    def __init__(self, width, bias, layer_norm):
+    def __init__(self, width, bias, add_layer_norm):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.layer_norm = layer_norm
-
-    def add_layer_norm(self, x, branch, weight, bias):
-        # "auto": a model is often made first and moved to a GPU then.
-        if self.layer_norm == "triton" or self.layer_norm == "auto" and x.is_cuda:
-            return triton_add_layer_norm(x, branch, weight, bias)
-        x = x if branch is None else x + branch
-        return x, F.layer_norm(x, weight.shape, weight, bias)
+        self.add_layer_norm = add_layer_norm
 
     def forward(self, x, branch=None):
         """Return (x + branch, normalized): the residual stream, and what the next layer reads."""
@@ -90,11 +82,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer_norm):
+    def __init__(self, config, add_layer_norm):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias, layer_norm)
+        self.ln_1 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias, layer_norm)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
         self.mlp = MLP(config)
 
     def forward(self, x, branch):
@@ -107,7 +99,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Made on the device given. layer_norm: "triton", "torch", or "auto" for the first where it can run.
 
-    Without a device, "auto" is decided in each forward pass, so that the model can be moved to a GPU later.
+    Without a device, "auto" expects that the model is moved to a GPU later if there is one.
     """
 
     def __init__(self, config, layer_norm="auto", device=None):
@@ -117,8 +109,8 @@ class GPT(nn.Module):
         on_gpu = torch.device(device or "cuda").type == "cuda"
         if layer_norm == "triton" and not (TRITON_AVAILABLE and (on_gpu or INTERPRETED)):
             raise UsageError(f"layer_norm=triton: Triton cannot run here (device={device}): use layer_norm=auto")
-        if layer_norm == "auto" and not (TRITON_AVAILABLE and on_gpu):
-            layer_norm = "torch"
+        is_ours = layer_norm == "triton" or layer_norm == "auto" and TRITON_AVAILABLE and on_gpu
+        add_layer_norm = triton_add_layer_norm if is_ours else torch_add_layer_norm
         self.config = config
         with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
@@ -126,15 +118,15 @@ class GPT(nn.Module):
                     wte=nn.Embedding(config.vocab_size, config.n_embd),
                     wpe=nn.Embedding(config.block_size, config.n_embd),
                     drop=nn.Dropout(config.dropout),
-                    h=nn.ModuleList(Block(config, layer_norm) for _ in range(config.n_layer)),
-                    ln_f=LayerNorm(config.n_embd, config.bias, layer_norm),
+                    h=nn.ModuleList(Block(config, add_layer_norm) for _ in range(config.n_layer)),
+                    ln_f=LayerNorm(config.n_embd, config.bias, add_layer_norm),
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # Token embedding and output layer are one matrix, as in GPT-2.
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()
-        print("using PyTorch's LayerNorm" if layer_norm == "torch" else "using Triton-accelerated LayerNorm")
+        print("using Triton-accelerated LayerNorm" if is_ours else "using PyTorch's LayerNorm")
         print(f"number of parameters: {self.get_num_params() / 1e6:.2f}M")
 
     @torch.no_grad()
@@ -170,24 +162,22 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
         logits = self.lm_head(normalized)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        # A target of -1 has no loss.
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def crop_block_size(self, block_size):
         """Forget the positions beyond block_size."""
-        assert block_size <= self.config.block_size
         self.config = dataclasses.replace(self.config, block_size=block_size)
         positions = self.transformer.wpe
         positions.weight = nn.Parameter(positions.weight[:block_size].detach().clone())
 
     @classmethod
     def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None):
-        """OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout, nothing else."""
-        override_args = override_args or {}
-        assert model_type in GPT2_SIZES and override_args.keys() <= {"dropout"}
+        """Return OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout."""
         transformers = library("transformers", f"init_from={model_type}")
         with reading(f"init_from={model_type}", "run this once with a network, or set HF_HOME to a copy"):
             theirs = transformers.GPT2LMHeadModel.from_pretrained(model_type).state_dict()
-        config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **override_args)
+        config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **(override_args or {}))
         model = cls(config, layer_norm, device)
         model.load_state_dict(from_hugging_face(theirs))
         return model
@@ -201,17 +191,16 @@ class GPT(nn.Module):
 
     def estimate_mfu(self, fwdbwd_per_iter, dt):
         """nanoGPT's: the FLOPs of that many sequences in dt seconds, masked too, as a share of an A100's in bf16."""
-        config = self.config
-        flops_per_token = 6 * self.get_num_params() + 12 * config.n_layer * config.n_embd * config.block_size
-        return flops_per_token * config.block_size * fwdbwd_per_iter / dt / A100_FLOPS
+        flops_per_sequence = self.flops_per_token(unmasked=1) * self.config.block_size
+        return flops_per_sequence * fwdbwd_per_iter / dt / A100_FLOPS
 
-    def flops_per_token(self):
-        """Of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B), half of them masked.
+    def flops_per_token(self, unmasked=0.5):
+        """Return the FLOPs of forward and backward: 6 a weight, and the attention's products (PaLM, appendix B).
 
-        PaLM and nanoGPT count the masked half too; as in tiny_llama_v3.py, only what must be computed counts here.
+        unmasked: the share of these products that counts. As in tiny_llama_v3.py, it is what must be computed.
         """
-        config = self.config
-        return 6 * self.get_num_params() + 6 * config.n_layer * config.n_embd * config.block_size
+        products = 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
+        return 6 * self.get_num_params() + unmasked * products
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):

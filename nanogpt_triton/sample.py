@@ -24,9 +24,9 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint, train  # noqa: E402
 from nanogpt_triton.configurator import Count, configure  # noqa: E402
-from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_meta, reading  # noqa: E402
+from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_characters, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES  # noqa: E402
-from nanogpt_triton.train import DTYPES, preferred_attention, select_device, select_dtype  # noqa: E402
+from nanogpt_triton.train import preferred_attention, select_device, select_dtype  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,15 @@ def load_model(settings, device):
         return GPT.from_pretrained(settings.init_from, None, *where), BytePairs()
     path = checkpoint.find(settings.out_dir, newest=False)
     state = checkpoint.load(path)
-    if "meta" not in state:  # nanoGPT's, which names the folder of its data
-        folder = Path(settings.data_dir or DATA, state.get("config", {}).get("dataset", ""))
-        state["meta"] = read_meta(folder)
-    checkpoint.check_tokens(state, state["meta"])
+    if "meta" in state:
+        characters = state["meta"].get("characters")
+    else:  # nanoGPT's, which names the folder of its data
+        characters = read_characters(Path(settings.data_dir or DATA, state.get("config", {}).get("dataset", "")))
+        checkpoint.check_tokens(state, characters)
     model = GPT(state["model_args"], *where)
     with reading(path, "give another out_dir"):
         model.load_state_dict(state["model"])
-    return model, make_tokenizer(state["meta"])
+    return model, make_tokenizer(characters)
 
 
 @program("sample.py")
@@ -72,7 +73,7 @@ def main(argv):
     tokens = torch.tensor([tokenizer.encode(start or "\n")], device=device)
     torch.manual_seed(settings.seed)
     dtype = select_dtype(settings.dtype, device)
-    with preferred_attention(device, False), torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32"):
+    with preferred_attention(device, False), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         for _ in range(settings.num_samples):
             text = model.generate(tokens, settings.max_new_tokens, settings.temperature, settings.top_k)
             print(tokenizer.decode(text[0].tolist()))

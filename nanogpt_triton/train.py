@@ -13,11 +13,11 @@ why), 130 interrupted by Ctrl-C or SIGTERM (the last whole iteration is saved: -
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,15 +31,15 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
 from measure.command_line import program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import Count, Share, configure  # noqa: E402
-from nanogpt_triton.dataset import SPLITS, Batches, dataset_folder, library, read_meta, reading  # noqa: E402
+from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_characters, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
 from tiny_llama_v3 import UsageError  # noqa: E402
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
     # output
     out_dir: str = "out"  # folder of the checkpoints
@@ -79,9 +79,8 @@ class Settings:
     min_lr: float = 6e-5  # learning rate at the end
     # system
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # nccl, gloo; auto: nccl on GPUs
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., mps; auto: cuda if there is one, otherwise cpu
-    dtype: Literal[("auto", *DTYPES)] = "auto"  # float32, bfloat16, float16; auto: by the GPU
-    comm_timeout: Count = 600  # seconds that processes wait for each other, to write, for example
+    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto: cuda if there is one, otherwise cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: by the GPU
     compile: bool = True  # torch.compile the model
     deterministic: bool = False  # the same bits in every run on a GPU too, at some cost
     seed: int = 1337  # of weights, batches and dropout
@@ -100,7 +99,7 @@ class Failed(Exception):
 def join(world, settings):
     """Connect to the other processes of a World, and return the torch.device of this one."""
     device = select_device(settings.device, world.local_rank, world.size)
-    world.join(device, settings.comm_timeout, None if settings.backend == "auto" else settings.backend)
+    world.join(device, TIMEOUT, None if settings.backend == "auto" else settings.backend)
     # Only rank 0 uses the name of the run, which may hold the time.
     world.require_same(dataclasses.replace(settings, wandb_run_name=""), flag_of=str)
     return device
@@ -112,24 +111,20 @@ def select_device(requested, local_rank, world_size):
         requested = "cuda" if torch.cuda.is_available() else "cpu"
     if requested.startswith("cuda") and world_size > 1:
         requested = f"cuda:{local_rank}"
-    # A tensor shows whether there is such a device, whatever its kind.
-    try:
-        device = torch.empty(1, device=requested).device
-    except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA asserts that it has it
-        remedy = "use auto, cpu, cuda, cuda:N or mps"
-        raise UsageError(f"device={requested} cannot be had ({str(error).splitlines()[0]}): {remedy}") from error
+    with reading(f"device={requested}", "give auto, cpu, cuda or cuda:N"):
+        device = torch.empty(1, device=requested).device  # an error if there is no such device, whatever its kind
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
 def select_dtype(requested, device):
-    """Return the name of the type of autocast. float16 has the fp32 accumulation of bfloat16, but needs a scaler."""
+    """Return the type of autocast. float16 has the fp32 accumulation of bfloat16, but needs a scaler."""
     if requested != "auto":
-        return requested
+        return getattr(torch, requested)
     if device.type != "cuda":
-        return "float32"
-    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def preferred_attention(device, deterministic):
@@ -162,7 +157,7 @@ def optimizer_step(model, optimizer, scaler, batches, count, autocast, grad_clip
     if grad_clip:
         # float16's gradients are scaled up, the limit is not.
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], grad_clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -180,13 +175,6 @@ def learning_rate(settings, iteration):
     return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
 
 
-def wrap_for_processes(model, device):
-    """Average gradients in large buckets: torch.compile cuts its graphs at their borders, so that the exchange
-    overlaps the backward pass."""
-    device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, bucket_cap_mb=100)
-
-
 class Trainer:
     """Model, optimizer and data, and what a checkpoint holds of them."""
 
@@ -197,14 +185,14 @@ class Trainer:
             steps = f"gradient_accumulation_steps={settings.gradient_accumulation_steps}"
             raise UsageError(f"{steps} is not divisible by {world.size} processes: give a multiple")
         self.iteration, self.best_val_loss = 0, math.inf
-        self.losses = []  # of the iterations since the last line of the log, still on the device
+        self.loss = 0.0  # of the last iteration, still on the device
 
-        folder = dataset_folder(settings.dataset, settings.data_dir)
-        self.meta, state = read_meta(folder), None
+        folder = Path(settings.data_dir or DATA, settings.dataset)
+        self.characters, state = read_characters(folder), None
         if settings.init_from == "resume":
             path = checkpoint.find(settings.out_dir, newest=True)
             state = checkpoint.load(path)
-            checkpoint.check_tokens(state, self.meta)
+            checkpoint.check_tokens(state, self.characters)
         torch.manual_seed(settings.seed)
         self.raw_model = self.make_model(state)
         shape = settings.batch_size, self.raw_model.config.block_size
@@ -213,13 +201,19 @@ class Trainer:
 
         betas = settings.beta1, settings.beta2
         self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
-        self.dtype = select_dtype(settings.dtype, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == "float16")
+        dtype = select_dtype(settings.dtype, device)
+        self.autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         if state:
             with reading(path, "give another out_dir"):
                 self.restore(state)
-        self.model = wrap_for_processes(self.raw_model, device) if world.size > 1 else self.raw_model
-        # Last: the compiler splits what DistributedDataParallel wraps where messages are sent.
+        self.model = self.raw_model
+        if world.size > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            options = dict(device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100)
+            self.model = DistributedDataParallel(self.raw_model, **options)
+        # torch.compile cuts its graphs between the buckets of gradients, so that their exchange overlaps the backward
+        # pass. Large buckets leave large graphs.
         if settings.compile:
             self.model = torch.compile(self.model)
 
@@ -228,23 +222,19 @@ class Trainer:
         settings, where = self.settings, dict(layer_norm=self.settings.layer_norm, device=self.device)
         if state:
             return GPT(dataclasses.replace(state["model_args"], dropout=settings.dropout), **where)
-        is_gpt2 = "characters" not in self.meta
         if settings.init_from in GPT2_SIZES:
-            if not is_gpt2:
-                raise UsageError(f"init_from={settings.init_from} needs GPT-2's tokens, such as dataset=shakespeare")
+            checkpoint.check_tokens({"model_args": GPTConfig()}, self.characters)
             model = GPT.from_pretrained(settings.init_from, dict(dropout=settings.dropout), **where)
             model.crop_block_size(min(settings.block_size, model.config.block_size))
             return model
         names = "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias"
-        vocab_size = GPTConfig.vocab_size if is_gpt2 else self.meta["vocab_size"]
+        vocab_size = len(self.characters) if self.characters else GPTConfig.vocab_size
         return GPT(GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names}), **where)
 
     def restore(self, state):
         """Continue where a checkpoint was saved."""
         self.raw_model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if state.get("scaler"):  # of a run in float16; nanoGPT does not save it
-            self.scaler.load_state_dict(state["scaler"])
         self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
 
     def save(self, name):
@@ -255,9 +245,8 @@ class Trainer:
         state = {
             "model": self.raw_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "model_args": dataclasses.asdict(self.raw_model.config),
-            "meta": self.meta,
+            "meta": {"characters": self.characters},
             "iter_num": self.iteration,
             "best_val_loss": self.best_val_loss,
             "config": dataclasses.asdict(self.settings),
@@ -267,20 +256,17 @@ class Trainer:
             (folder / checkpoint.INTERRUPTED).unlink(missing_ok=True)
         print(f"saved {folder / name}", flush=True)
 
-    def autocast(self):
-        return torch.autocast(self.device.type, DTYPES[self.dtype], enabled=self.dtype != "float32")
-
     def fetch(self, batches, number):
         """Return a batch on the device; KeyboardInterrupt if a process was asked to stop, in all at the same batch."""
         if self.world.any(self.world.stop_requested is not None):
             raise KeyboardInterrupt
         tensors = [torch.from_numpy(array).contiguous() for array in batches[number]]
-        if self.device.type != "cuda":
-            return [tensor.to(self.device) for tensor in tensors]
-        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+        if self.device.type == "cuda":
+            tensors = [tensor.pin_memory() for tensor in tensors]  # the copy goes on beside the kernels
+        return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
 
     def step(self):
-        """Run one iteration. Return the loss of this process's batches, not synced."""
+        """Run one iteration."""
         settings, world = self.settings, self.world
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(settings, self.iteration)
@@ -291,9 +277,8 @@ class Trainer:
         numbers = range(first + world.rank, first + settings.gradient_accumulation_steps, world.size)
         batches = (self.fetch(self.train_batches, number) for number in numbers)
         trained = self.model, self.optimizer, self.scaler
-        loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
+        self.loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
         self.iteration += 1
-        return loss
 
     @torch.no_grad()
     def evaluate(self):
@@ -313,16 +298,14 @@ class Trainer:
         return means
 
     def settle(self, *evaluated):
-        """Return the losses since the last line, the means over the processes, and forget them.
+        """Wait for the device. Return the loss of the last iteration, the mean over the processes.
 
-        Failed if one of them, or of what was evaluated after them, is no number.
+        Failed if it, or what was evaluated after it, is no number: then the weights are none either.
         """
-        losses = self.world.mean([loss.item() for loss in self.losses])
-        self.losses.clear()
-        for number, loss in enumerate([*losses, *evaluated], self.iteration - len(losses)):
-            if not math.isfinite(loss):
-                raise Failed(f"the loss of iteration {number} is {loss}: resume from the last checkpoint")
-        return losses
+        (loss,) = self.world.mean([float(self.loss)])
+        if not all(map(math.isfinite, (loss, *evaluated))):
+            raise Failed(f"the loss after {self.iteration} iterations is no number: resume from the last checkpoint")
+        return loss
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -363,6 +346,7 @@ def train(argv, world):
 def run(trainer, report):
     """Train as nanoGPT does, until max_iters or target_loss. Return the exit code."""
     settings, start, mfu = trainer.settings, time.perf_counter(), -1.0
+    timed = 0  # iterations since start
     while True:
         number = trainer.iteration
         if number % settings.eval_interval == 0 or number == settings.max_iters or settings.eval_only:
@@ -379,17 +363,17 @@ def run(trainer, report):
                 trainer.save(checkpoint.NAME)
             if settings.eval_only or means["val"] <= settings.target_loss:
                 break
-            start = time.perf_counter()
-        trainer.losses.append(trainer.step())
+            start, timed = time.perf_counter(), 0
+        trainer.step()
+        timed += 1
         if number % settings.log_interval == 0:
-            losses = trainer.settle()  # which waits for the device
+            loss = trainer.settle()
             # The time of an iteration is the mean since the last line.
-            seconds = (time.perf_counter() - start) / len(losses)
-            start = time.perf_counter()
+            seconds = (time.perf_counter() - start) / timed
+            start, timed = time.perf_counter(), 0
             mfu = trainer.raw_model.estimate_mfu(settings.batch_size * trainer.count, seconds)
-            print(f"iter {number}: loss {losses[-1]:.4f}, time {seconds * 1e3:.2f}ms, mfu {100 * mfu:.2f}%", flush=True)
+            print(f"iter {number}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, mfu {100 * mfu:.2f}%", flush=True)
         if trainer.iteration > settings.max_iters:  # as nanoGPT, which leaves the last update unsaved as well
-            trainer.settle()
             break
     print(f"best validation loss {trainer.best_val_loss:.4f} in {trainer.iteration} iterations")
     if trainer.best_val_loss > settings.target_loss > 0:

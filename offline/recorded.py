@@ -207,13 +207,14 @@ def record_split_rows(config, arch):
 def record_layer_norm(config, arch):
     """Record the LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
     dtype = torch.bfloat16 if config.use_amp else torch.float32
-    norm = nanogpt_triton.kernels.TritonLayerNorm.apply
+    norm = nanogpt_triton.kernels.layer_norm.LayerNormFunction.apply
     with recording(arch) as launches, torch.device("meta"):
         for width in (384, 768, 1600):
             weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
             x = torch.empty(config.tokens_per_step, width, requires_grad=True)
             branch = torch.empty_like(x, dtype=dtype, requires_grad=True)
-            outputs = norm(x, weight, bias, 1e-5, dtype), *norm(x, weight, bias, 1e-5, dtype, branch)
+            _, y, _, _ = norm(x, None, weight, bias, 1e-5, dtype)
+            outputs = y, *norm(x, branch, weight, bias, 1e-5, dtype)[:2]
             torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
     return launches
 

@@ -1,6 +1,5 @@
 """What the prepare.py scripts share: their command line, downloads, and text to tokens."""
 
-import signal
 import urllib.request
 from pathlib import Path
 
@@ -10,23 +9,15 @@ from nanogpt_triton.dataset import Characters, reading, write_dataset
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
-def run(script, description, prepare, argv=None, inputs=True):
+def run(script, description, prepare, inputs=True):
     """Call prepare(options) with the folder of the script as the default output. Return the exit code."""
-
-    def main():
-        parser = Parser("prepare.py", description)
-        folder = Path(script).resolve().parent
-        if inputs:
-            own = dict(nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)")
-            parser.add_argument("--input", **own)
-        parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
-        options = parser.parse_args(argv)
-        if argv is None:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are removed
-        prepare(options)
-        return 0
-
-    return exit_code_of(main, "prepare.py")
+    parser = Parser("prepare.py", description)
+    folder = Path(script).resolve().parent
+    if inputs:
+        own = dict(nargs="+", type=Path, default=[], metavar="FILE", help="text of your own (UTF-8)")
+        parser.add_argument("--input", **own)
+    parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
+    return exit_code_of(lambda: prepare(parser.parse_args()), "prepare.py")
 
 
 def read_text(path):
@@ -47,9 +38,9 @@ def shakespeare(options):
     return {"train": text[:cut], "val": text[cut:]}
 
 
-def write_texts(folder, texts, tokenizer=None, **about):
+def write_texts(folder, texts, tokenizer=None):
     """Write {split: text} as a dataset, of characters if there is no tokenizer."""
     tokenizer = tokenizer or Characters("".join(sorted(set().union(*texts.values()))))
-    with write_dataset(folder, tokenizer, **about) as add:
+    with write_dataset(folder, tokenizer) as add:
         for split, text in texts.items():
             add(split, tokenizer.encode(text))

@@ -12,8 +12,9 @@ if __name__ == "kernels":  # imported by a script in its parent folder
 from nanogpt_triton.kernels.layer_norm import (  # noqa: E402
     TRITON_AVAILABLE,
     TritonLayerNorm,
+    torch_add_layer_norm,
     triton_add_layer_norm,
     triton_layer_norm,
 )
 
-__all__ = ["TRITON_AVAILABLE", "TritonLayerNorm", "triton_add_layer_norm", "triton_layer_norm"]
+__all__ = ["TRITON_AVAILABLE", "TritonLayerNorm", "torch_add_layer_norm", "triton_add_layer_norm", "triton_layer_norm"]

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from tiny_llama_v3 import (
     COLUMN_SUM_TILE,
     INTERPRETED,
+    KERNEL_DTYPES,
     as_rows,
     cdiv,
     column_sum_kernel,
@@ -29,7 +30,6 @@ from tiny_llama_v3 import (
 )
 
 TRITON_AVAILABLE = triton is not None and (torch.cuda.is_available() or INTERPRETED)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_COLS = 2**20  # a row is one tile, and Triton's tiles end there
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,8 +174,7 @@ def known_size(n_rows):
 
 def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
-    if not all(t is None or t.is_contiguous() for t in (weight, bias)):
-        raise ValueError("the kernel reads weight and bias as contiguous: give weight.contiguous(), bias.contiguous()")
+    weight = weight.contiguous()  # the kernel knows no stride of it
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
@@ -186,7 +185,7 @@ def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     tile = norm_tile(known_size(n_rows), n_cols, False, x.device.type)
     run(
         (cdiv(n_rows, tile.rows),),
-        (x_rows, branch_rows, weight, weight if bias is None else bias, residual, y, mean, rstd),
+        (x_rows, branch_rows, weight, weight if bias is None else bias.contiguous(), residual, y, mean, rstd),
         (x_rows.stride(0), branch_rows.stride(0), n_rows),
         dict(
             N_COLS=n_cols, EPS=eps, HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None,
@@ -197,22 +196,21 @@ def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     return residual, y, mean, rstd
 
 
-def layer_norm_backward(
-    run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, branch_dtype
-):
-    """x: what was normalised. Returns the gradients of x, of branch (empty if branch_dtype is None) and of weight and
-    bias (1 or 2, cols)."""
+def layer_norm_backward(run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype):
+    """Return the gradient of x, which was normalised, the same in branch_dtype (empty if that is None), and those of
+    weight and bias (1 or 2, cols)."""
     x_rows, y_grad_rows = as_rows(x), as_rows(y_grad)
     residual_grad_rows = y_grad_rows if residual_grad is None else as_rows(residual_grad)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
     empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
-    x_grad = empty(x.shape, dtype=x_dtype)
-    branch_grad = empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x_dtype)
+    x_grad = empty(x.shape, dtype=x.dtype)
+    branch_grad = empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x.dtype)
     parameter_grads = empty(1 + has_bias, n_cols, dtype=weight.dtype)
     tile = backward_tile(known_size(n_rows), n_cols, x.element_size(), x.device.type)
     partial = empty(tile.programs, 1 + has_bias, n_cols)
     run(
-        (tile.programs,), (y_grad_rows, residual_grad_rows, x_rows, weight, mean, rstd, x_grad, branch_grad, partial),
+        (tile.programs,),
+        (y_grad_rows, residual_grad_rows, x_rows, weight.contiguous(), mean, rstd, x_grad, branch_grad, partial),
         (y_grad_rows.stride(0), residual_grad_rows.stride(0), x_rows.stride(0), n_rows),
         dict(
             N_COLS=n_cols, HAS_RESIDUAL_GRAD=residual_grad is not None, HAS_BRANCH_GRAD=branch_dtype is not None,
@@ -242,8 +240,7 @@ def setup_context(ctx, inputs, output):
     residual, _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x if branch is None else residual, weight, mean, rstd)
-    ctx.has_bias, ctx.x_dtype = bias is not None, x.dtype
-    ctx.branch_dtype = None if branch is None else branch.dtype
+    ctx.has_bias, ctx.branch_dtype = bias is not None, None if branch is None else branch.dtype
     ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
 
 
@@ -256,24 +253,18 @@ def input_gradients(backward, ctx, residual_grad, y_grad, *_):
         if residual_grad is None:
             return (None,) * 6
         y_grad = torch.zeros_like(x)
-    # The gradient of the sum is that of both its terms. It is written twice only if they differ in type.
-    other_dtype = None if ctx.branch_dtype == ctx.x_dtype else ctx.branch_dtype
-    x_grad, branch_grad, parameter_grads = backward(
-        y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, ctx.x_dtype, other_dtype
-    )
+    # The gradient of the sum is that of both its terms. It is written twice only if the branch has another type; if x
+    # has, which happens in no model, autograd converts it.
+    other_dtype = None if ctx.branch_dtype == x.dtype else ctx.branch_dtype
+    inputs = y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, other_dtype
+    x_grad, branch_grad, parameter_grads = backward(*inputs)
     if other_dtype is None:
         branch_grad = None if ctx.branch_dtype is None else x_grad
     return x_grad, branch_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, None, None
 
 
-class TritonLayerNorm(torch.autograd.Function):
-    """LayerNorm with the addition before it, launched without Triton's inspection of every argument."""
-
-    @classmethod
-    def apply(cls, x, weight, bias=None, eps=1e-5, dtype=None, branch=None):
-        """Return y in dtype (default: that of x), or (x + branch, y)."""
-        residual, y, _, _ = super().apply(x, branch, weight, bias, eps, dtype or x.dtype)
-        return y if branch is None else (residual, y)
+class LayerNormFunction(torch.autograd.Function):
+    """The inputs and outputs of layer_norm_forward(), launched without Triton's inspection of every argument."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -314,14 +305,12 @@ if triton:
         mean: Tensor,
         rstd: Tensor,
         has_bias: bool,
-        x_dtype: torch.dtype,
         branch_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         run = functools.partial(plain_launch, wrap_triton(layer_norm_backward_kernel))
         run_column_sum = functools.partial(plain_launch, wrap_triton(column_sum_kernel))
-        return layer_norm_backward(
-            run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, x_dtype, branch_dtype
-        )
+        inputs = y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype
+        return layer_norm_backward(run, run_column_sum, *inputs)
 
     def no_launch(*args, **kwargs):
         pass
@@ -330,64 +319,64 @@ if triton:
         layer_norm_operator.register_fake(functools.partial(layer_norm_forward, no_launch))
         layer_norm_backward_operator.register_fake(functools.partial(layer_norm_backward, no_launch, no_launch))
 
-    operator_backward = functools.partial(input_gradients, layer_norm_backward_operator)
-    layer_norm_operator.register_autograd(operator_backward, setup_context=setup_context)
+    layer_norm_operator.register_autograd(
+        functools.partial(input_gradients, layer_norm_backward_operator), setup_context=setup_context
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Functions for models
 
 
+def torch_add_layer_norm(x, branch, weight, bias, eps=1e-5):
+    """Return what triton_add_layer_norm() does, by PyTorch's operators."""
+    residual = x if branch is None else x + branch
+    return residual, F.layer_norm(residual, residual.shape[-1:], weight, bias, eps)
+
+
 def triton_layer_norm(x, weight, bias=None, eps=1e-5):
     """LayerNorm over the last dimension: x (..., cols), weight and bias (cols,) -> y like x.
 
     Under autocast y has the type of autocast, which is what the next matrix product would round it to (PyTorch's own
-    layer_norm returns fp32 there). Statistics are fp32 throughout. Shapes that do not fit raise a ValueError.
+    layer_norm returns fp32 there). Statistics are fp32 throughout.
     """
     return triton_add_layer_norm(x, None, weight, bias, eps)[1]
 
 
+class TritonLayerNorm:
+    """Another name of triton_layer_norm, for programs that call it as an autograd Function."""
+
+    apply = staticmethod(triton_layer_norm)
+
+
 def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
     """(x + branch, LayerNorm of it) in one pass, as triton_layer_norm() otherwise. branch may be None."""
-    check_shapes(x, branch, weight, bias)
     reason = obstacle(x, branch, weight, bias)
     if reason:
         if not torch.compiler.is_compiling():
             say_once(f"LayerNorm runs on PyTorch instead of Triton: {reason}")
-        residual = x if branch is None else x + branch
-        return residual, F.layer_norm(residual, weight.shape, weight, bias, eps)
+        return torch_add_layer_norm(x, branch, weight, bias, eps)
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    if torch.compiler.is_compiling():
-        residual, y, _, _ = layer_norm_operator(x, branch, weight, bias, eps, dtype)
-        return x if branch is None else residual, y
-    if branch is None:
-        return x, TritonLayerNorm.apply(x, weight, bias, eps, dtype)
-    return TritonLayerNorm.apply(x, weight, bias, eps, dtype, branch)
-
-
-def check_shapes(x, branch, weight, bias):
-    """Raise ValueError for what would be read as if it had other shapes."""
-    parameters = [(t.shape, t.dtype) for t in (weight, bias) if t is not None]
-    if not x.dim() or any(parameter != (x.shape[-1:], weight.dtype) for parameter in parameters):
-        raise ValueError(f"LayerNorm of {tuple(x.shape)} needs weight and bias of its last dimension, not {parameters}")
-    if branch is not None and branch.shape != x.shape:
-        raise ValueError(f"x and branch must have one shape: {tuple(x.shape)}, {tuple(branch.shape)}")
+    function = layer_norm_operator if torch.compiler.is_compiling() else LayerNormFunction.apply
+    residual, y, _, _ = function(x, branch, weight, bias, eps, dtype)
+    return x if branch is None else residual, y
 
 
 def obstacle(x, branch, weight, bias):
-    """Why the kernels cannot take these tensors, in words, or None if they can."""
+    """Return in words why the kernels cannot take these tensors, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     if x.device.type != "cuda" and not INTERPRETED:
         return f"the tensors are on {x.device}"
-    if any(t is not None and t.dtype not in DTYPES for t in (x, branch, weight)):
+    if any(t is not None and t.dtype not in KERNEL_DTYPES for t in (x, branch, weight, bias)):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return f"the shape is {tuple(x.shape)}"
-    if not weight.is_contiguous() or bias is not None and not bias.is_contiguous():
-        return "weight or bias is not contiguous"
+    expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])
+    if any(t is not None and t.shape != shape for t, shape in expected):
+        return "the shapes differ"  # PyTorch extends some, and refuses others
     return None
 
 

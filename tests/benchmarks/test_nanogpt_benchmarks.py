@@ -7,6 +7,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import gpt, harness
+from nanogpt_triton.kernels import triton_add_layer_norm
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 TINY = ["--tiny", "--windows", "2", "--steps", "1"]
@@ -44,7 +45,7 @@ def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
 
     def slanted(self, tokens, targets=None):
         logits, loss = forward(self, tokens, targets)
-        return logits, loss * (1.1 if self.transformer.ln_f.layer_norm == "triton" else 1.0)
+        return logits, loss * (1.1 if self.transformer.ln_f.add_layer_norm is triton_add_layer_norm else 1.0)
 
     monkeypatch.setattr(gpt.GPT, "forward", slanted)
     assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 1 and not list(tmp_path.glob("*.json"))

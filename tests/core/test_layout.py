@@ -30,8 +30,7 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
     "exercises": BELOW | {"nanogpt_triton", "profilers", "offline", "benchmarks"},
 }
 MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
-    "tiny_llama_v3.py", "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "nanogpt_triton/bench.py",
-    "nanogpt_triton/model.py",
+    "tiny_llama_v3.py", "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "nanogpt_triton/model.py",
     "nanogpt_triton/kernels/__init__.py", "exercises/check.py", "profilers/host_profile.py",
 }  # fmt: skip
 # What a reader meets: names, numbers, operators and strings, each once; comments and docstrings cost nothing.
