@@ -69,16 +69,12 @@ def headings(kernels):
         yield f"{number}\t{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
 
 
-def parse(argv):
+@program("rocprof_compute_kernels")
+def main(argv):
     parser = Parser("rocprof_compute_kernels", __doc__)
     parser.add_argument("folder", metavar="workloads/NAME/GPU")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="how many kernels (default: 5)")
-    return parser.parse_args(argv)
-
-
-@program("rocprof_compute_kernels")
-def main(argv):
-    options = parse(argv)
+    options = parser.parse_args(argv)
     kernels = kernels_of_the_step(read_kernels(options.folder))
     if kernels.empty:
         raise NothingRecorded(f"{Path(options.folder, TABLE)} names no kernel of a step")

@@ -1,35 +1,23 @@
 """Reads the trace of torch.profiler, which tiny_llama_v3.py --profile writes: Chrome's JSON, times in us."""
 
 import functools
-import gzip
 import json
 
 from profilers.readers.files import TEXT, intervals
-
-PATTERNS = dict.fromkeys(("dispatches", "markers", "calls", "memory"), "trace.json")
-RECORDS_WARM_UP = False  # the script profiles only measured steps
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CATEGORIES = {"markers": ("user_annotation",), "calls": ("cuda_runtime", "cuda_driver")}
 
 
-def recognizes(path, content):
-    return path.suffix not in (".csv", ".db")
-
-
-def beside(path, content):
-    return path
-
-
 def dispatches(path):
     """Return kernels and copies of the device; of a CPU, which has none, the outermost operators."""
-    on_device = [event for event in events_of(path) if event.get("cat") in ON_DEVICE]
     operators = [event for event in events_of(path) if event["name"].startswith("aten::")]
-    return in_ns(on_device or outermost(operators))
+    on_device = ranges(path, ON_DEVICE)
+    return in_ns(outermost(operators)) if on_device.empty else on_device
 
 
-def ranges(path, content):
-    return in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
+def ranges(path, categories):
+    return in_ns([event for event in events_of(path) if event.get("cat") in categories])
 
 
 def memory(path):
@@ -41,8 +29,7 @@ def memory(path):
 @functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
 def events_of(path):
     """Return the complete events, with a beginning and a duration, and the instants."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", **TEXT) as file:
-        events = json.load(file).get("traceEvents", [])
+    events = json.loads(path.read_text(**TEXT)).get("traceEvents", [])
     return [event for event in events if event.get("ph") in ("X", "i")]
 
 
