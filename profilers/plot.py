@@ -27,18 +27,19 @@ from profilers.timeline import typical_step
 
 TOP = 12
 PHASES = ["forward", "backward", "optimizer"]
+style = plt.rc_context({"font.size": 8, "axes.titlesize": 12, "figure.constrained_layout.use": True})
 
 
+@style
 def draw_kernels(table, steps, title):
     """Draw the kernels of a table of readers.COLUMNS that take the most time as bars, coloured by operation."""
     spots = hotspots(table, steps).head(TOP)[::-1]
-    figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 0.36 * len(spots) + 1.4))
     rows = range(len(spots))  # and not names, as two kernels may have the same shortened name
     bars = axes.barh(rows, spots["ms"], color=spots["operation"].map(COLORS), tick_label=spots["kernel"])
-    axes.bar_label(bars, spots["share"].map("{:.1f} %  ".format) + spots["operation"], padding=3, fontsize=8)
+    axes.bar_label(bars, spots["share"].map("{:.1f} %  ".format) + spots["operation"], padding=3)
     axes.set(xlabel="ms a step" if steps else "ms of the whole run", title=title)
     axes.set_xlim(right=1.6 * spots["ms"].max())  # room for the labels
-    axes.tick_params(axis="y", labelsize=8)
     return figure
 
 
@@ -55,7 +56,7 @@ def draw_phases(axes, start, end, ranges, level):
     """Draw the phases of a step with their names."""
     bars = draw_bars(axes, start, ranges[ranges["Name"].isin(PHASES)], level, "0.85", edgecolor="0.4")
     for bar in bars[bars["width"] > 0.04 * (end - start) / 1e6].itertuples():  # otherwise the name does not fit
-        axes.text(bar.left + bar.width / 2, level, bar.Name, ha="center", va="center", fontsize=8)
+        axes.text(bar.left + bar.width / 2, level, bar.Name, ha="center", va="center")
 
 
 def draw_operations(axes, start, kernels):
@@ -67,13 +68,14 @@ def draw_operations(axes, start, kernels):
         draw_bars(axes, start, part, part["row"], COLORS[name], label=name)
 
 
+@style
 def draw_steps(processes, title):
     """Draw a step: the kernels of each process, their collectives apart, and the host of the first process.
 
     processes: as read_processes returns them. The step is one of the first process; the others are shown at that time.
     """
     start, end = typical_step(processes[0].ranges)
-    figure, axes = plt.subplots(figsize=(12, 2.5 + len(processes)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(12, 2.5 + len(processes)))
     kernels = []
     for number, process in enumerate(processes):
         shown = within(process.dispatches, (start, end))
@@ -86,28 +88,29 @@ def draw_steps(processes, title):
     draw_bars(axes, start, layers, "layers (host)", "0.7", edgecolor="0.4")
     draw_phases(axes, start, end, ranges, "phases (host)")
     axes.set(xlabel="ms since the step began", xlim=(0, None), title=title)
-    figure.legend(ncols=5, fontsize=7, loc="outside lower center")
+    figure.legend(ncols=5, loc="outside lower center")
     return figure
 
 
+@style
 def draw_roofline(result):
     """Draw arithmetic intensity and speed of the kernels under the measured ceilings of bandwidth and arithmetic.
 
     result: of read_kernel_benchmark.
     """
-    bandwidth, arithmetic = result["ceilings"]["GB/s"] / 1e3, result["ceilings"]["TFLOP/s"]
-    points = rates(kernels_alone(result), result["ceilings"])
-    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
-    intensity = np.sort([*points["FLOP a byte"], arithmetic / bandwidth])
-    ceilings = f"{bandwidth * 1e3:.4g} GB/s, {arithmetic:,.3g} TFLOP/s"
-    axes.loglog(intensity, (intensity * bandwidth).clip(max=arithmetic), color="black", label=ceilings)
-    for name, x, y in points[["kernel", "FLOP a byte", "TFLOP/s"]].itertuples(index=False):
+    ceilings, environment = result["ceilings"], result["environment"]
+    bandwidth, arithmetic = ceilings["GB/s"], ceilings["TFLOP/s"]
+    points = rates(kernels_alone(result), ceilings).set_index("kernel")
+    figure, axes = plt.subplots(figsize=(10, 5))
+    intensity = np.sort([*points["FLOP a byte"], 1e3 * arithmetic / bandwidth])
+    reachable = (intensity * bandwidth / 1e3).clip(max=arithmetic)
+    axes.loglog(intensity, reachable, "k", label=f"{bandwidth:.4g} GB/s, {arithmetic:,.3g} TFLOP/s")
+    for name, x, y in points[["FLOP a byte", "TFLOP/s"]].itertuples():
         axes.plot(x, y, "o", color=COLORS.get(name, COLORS[OTHER]), label=name)
-    environment = result["environment"]
     interpreted = ", kernels interpreted" if environment["arch"] == "cpu" else ""
     title = f"Roofline, ceilings measured: {environment['device']}{interpreted}"
     axes.set(xlabel="FLOP for each byte that must be moved", ylabel="TFLOP/s", title=title)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.legend(loc="outside right upper")
     return figure
 
 

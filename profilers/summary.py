@@ -62,8 +62,8 @@ def launch_section(figures):
         f"- a launch call takes the host {figures['launch_us'] / figures['launches']:.2f} us, "
         f"{figures['launch_us']:.0f} us a step: {percent(figures['launch_us'] / figures['step_us'])} "
         "of the step, profiling included\n"
-        f"- between its kernels the device pauses for {figures['gap_us']:.0f} us a step\n\n"
-        "If the pauses add up to more than the kernels, the step is launch-bound: `--graph` replays it in one launch."
+        f"- no kernel runs for {figures['step_us'] - figures['busy_us']:.0f} us a step\n\n"
+        "If that is more than the kernels take, the step is launch-bound: `--graph` replays it in one launch."
     )
 
 
@@ -71,8 +71,9 @@ def busy_line(figures):
     if figures is None:
         return ""
     return (
-        f"- a kernel runs during {percent(figures['busy'])} of a step ({figures['kernel_us']:.0f} us of "
-        f"{figures['step_us']:.0f} us, means of {figures['steps']} steps, profiling included)"
+        f"- a kernel runs during {percent(figures['busy_us'] / figures['step_us'])} of a step "
+        f"({figures['kernel_us']:.0f} us of {figures['step_us']:.0f} us, "
+        f"means of {figures['steps']} steps, profiling included)"
     )
 
 

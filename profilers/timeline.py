@@ -1,6 +1,6 @@
 """Figures of one step: the typical step, how busy the device is, and the host's time for a launch."""
 
-import pandas as pd
+import numpy as np
 
 from profilers.readers import read_processes, read_ranges, steps_of, within
 
@@ -31,8 +31,8 @@ def busy_us(dispatches):
 def step_figures(path):
     """Return the figures of the steps of a process, as means of a step; None if its trace does not name steps.
 
-    steps, step_us, kernels, kernel_us (their sum), busy (share of the step in which a kernel ran), gap_us (in which
-    none ran between two kernels), launches and launch_us (host time in launch calls, all of them together).
+    steps, step_us, kernels, kernel_us (their sum), busy_us (in which at least one ran), launches and launch_us (host
+    time in launch calls, all of them together).
     """
     process = next(iter(read_processes(path)), None)
     if process is None or not process.steps:
@@ -42,10 +42,7 @@ def step_figures(path):
     rows = []
     for start, end in process.windows:
         kernels, launched = (within(table, (start, end)) for table in (process.dispatches, launches))
-        span = (kernels["End"].max() - kernels["Start"].min()) / 1e3
         busy = busy_us(kernels)
-        sums = [(end - start) / 1e3, len(kernels), sum_us(kernels), busy, span - busy, len(launched), sum_us(launched)]
-        rows.append(sums)
-    names = "step_us kernels kernel_us busy gap_us launches launch_us".split()
-    means = pd.DataFrame(rows, columns=names).sum() / process.steps
-    return {"steps": process.steps} | means.to_dict() | {"busy": means["busy"] / means["step_us"]}
+        rows.append([(end - start) / 1e3, len(kernels), sum_us(kernels), busy, len(launched), sum_us(launched)])
+    names = "step_us kernels kernel_us busy_us launches launch_us".split()
+    return {"steps": process.steps} | dict(zip(names, np.sum(rows, axis=0) / process.steps, strict=True))

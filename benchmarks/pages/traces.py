@@ -37,7 +37,7 @@ RECORDED = {  # {name of a result: flags of its run}
     "trace_stage5": ["--stage", "5", "--use-amp"],
     "trace_stage8": ["--stage", "8", "--use-amp"],
 }
-KEPT = (*torch_trace.ON_DEVICE, *(category for kind in torch_trace.CATEGORIES.values() for category in kind))
+KEPT = {category for kind in torch_trace.CATEGORIES.values() for category in kind}
 FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 

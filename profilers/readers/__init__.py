@@ -7,12 +7,19 @@ Each format has a module of its own:
     rocpd        databases of ROCm 7
     torch_trace  the trace of torch.profiler
 
+Its PATTERNS are {content: pattern of the names of files with it}, and its read(path, content) returns a table:
+
+    dispatches, counted    every kernel run: Name, Start and End (ns); counted, slower, while counters were read
+    markers, calls         ranges of the program (roctx, NVTX, record_function), calls of HIP or CUDA: the same columns
+    statistics             made by the profiler, of the whole run: Name, Calls, TotalDurationNs, MinNs and MaxNs
+    counters               every kernel run: Name, Counter, Value and, but for ncu, Start (ns)
+    memory                 Total, the bytes that are allocated on GPUs after each change
+
 A file belongs to one process. kernel_benchmark is no such module: it reads the JSON of run_triton_profiling.py, which
 is not the profile of a run.
 """
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,38 +31,8 @@ from profilers.readers.files import Unreadable, intervals, reported, within
 # As in rocprofv3. Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample.
 COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"]
 
-# {content: {pattern of files with it: function that reads one of them}}. A folder may have several formats: the first
-# one with the requested content is read. What the functions return:
-#     dispatches, markers, calls   every kernel run, ranges of the program (roctx, NVTX, record_function), and calls of
-#                                  HIP or CUDA: a table of Name, Start and End (ns)
-#     statistics                   of the whole run, made by the profiler: a table of the first COLUMNS
-#     counters                     every kernel run: a table of Name, Counter, Value and, but for ncu, Start (ns)
-#     memory                       the bytes that are allocated on GPUs, after each change
-FORMATS = {
-    "dispatches": {
-        "*kernel_trace.csv": rocprofv3.dispatches,
-        "*.db": rocpd.dispatches,
-        "trace.json": torch_trace.dispatches,
-        "*counter_collection.csv": rocprofv3.dispatches,  # whose times are longer
-    },
-    "markers": {
-        "*marker_api_trace.csv": rocprofv3.ranges,
-        "*.db": partial(rocpd.ranges, category="MARKER"),
-        "trace.json": partial(torch_trace.ranges, categories=torch_trace.CATEGORIES["markers"]),
-    },
-    "calls": {
-        "*hip_api_trace.csv": rocprofv3.ranges,
-        "*.db": partial(rocpd.ranges, category="HIP"),
-        "trace.json": partial(torch_trace.ranges, categories=torch_trace.CATEGORIES["calls"]),
-    },
-    "statistics": {"*kernel_stats.csv": rocprofv3.statistics},
-    "counters": {
-        "ncu_raw.csv": ncu.counters,
-        "*counter_collection.csv": rocprofv3.counters,
-        "*.db": rocpd.counters,
-    },
-    "memory": {"*.db": rocpd.memory, "trace.json": torch_trace.memory},
-}
+# A folder may have several formats: the first one with the requested content is read.
+FORMATS = (ncu, rocprofv3, rocpd, torch_trace)
 NAMED_BY_A_PERSON = {"trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
 FAILED = r"\.failed/"
 COUNTING_PASS = r"(^|/)(pmc|pass)_\d+/"  # runs with counters, which are slower
@@ -78,7 +55,7 @@ def read_processes(path):
     around all of them. Otherwise each step is a window, and what runs between steps is left out.
     """
     found = []
-    for file, rows in read_all(path, "dispatches"):
+    for file, rows in read_all(path, "dispatches") or read_all(path, "counted"):
         dispatches, ranges = in_order([rows]), ranges_beside(file)
         windows, steps = windows_of(ranges)
         is_whole = not steps or records_only_steps(file)
@@ -103,7 +80,7 @@ def read_kernels(path):
         sums = {"Calls": "sum", "TotalDurationNs": "sum", "MinNs": "min", "MaxNs": "max"}
         return completed(kernels.agg(sums)), steps, len(processes or tables)
     if not processes:
-        files = ", ".join([*FORMATS["dispatches"], *FORMATS["statistics"]])
+        files = "*kernel_trace.csv, *kernel_stats.csv, *.db, trace.json"
         raise Unreadable(f"{path} holds no kernels that a profiler recorded, in one of {files}")
     return statistics_of(pd.concat([process.measured for process in processes])), steps, len(processes)
 
@@ -124,7 +101,7 @@ def read_dispatches(path):
 
 
 def read_ranges(path, kind="markers"):
-    """Read the "markers" or "calls" of FORMATS: Name, Start and End (ns), in the order of Start. Raises Unreadable."""
+    """Read the "markers" or "calls": Name, Start and End (ns), in the order of Start. Raises Unreadable."""
     return in_order([rows for _, rows in read_all(path, kind)])
 
 
@@ -157,7 +134,7 @@ def read_step_counters(path):
 def read_peak_memory(path):
     """Return the most bytes that a process had allocated on GPUs at a time, warm-up included; 0 if unknown."""
     try:
-        return max((max(totals, default=0) for _, totals in read_all(path, "memory")), default=0)
+        return max((table["Total"].max() for _, table in read_all(path, "memory") if len(table)), default=0)
     except Unreadable:  # such as a damaged database beside the tables of a report
         return 0
 
@@ -173,16 +150,17 @@ def read_all(path, content):
         raise Unreadable(f"{path} does not exist")
     left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
     found = []
-    for pattern, read in FORMATS[content].items():
+    for kind in FORMATS:
+        pattern = kind.PATTERNS.get(content, "")
+        if not pattern or found:
+            continue
         if path.is_dir():
             files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
         else:
             files = [path] if path.match(NAMED_BY_A_PERSON.get(pattern, pattern)) else []
         for file in files:
             with reported(file):
-                found.append((file, read(file)))
-        if found:
-            break
+                found.append((file, kind.read(file, content)))
     return found
 
 

@@ -2,8 +2,10 @@
 
 import pandas as pd
 
+PATTERNS = {"counters": "ncu_raw.csv"}
 
-def counters(path):
+
+def read(path, content):
     """Read lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
     table = pd.read_csv(path, skiprows=[1], dtype=str, keep_default_na=False, encoding_errors="replace")
     rows = table.melt("Kernel Name", [name for name in table if "__" in name], "Counter", "Value")

@@ -8,46 +8,35 @@ import sqlite3
 
 import pandas as pd
 
-from profilers.readers.files import TEXT, Unreadable, intervals
+from profilers.readers.files import TEXT, Unreadable
 
-DISPATCHES = "SELECT name AS Name, start AS Start, [end] AS [End] FROM kernels"
 # The name of a range that the program opened is roctx's function, roctxThreadRangeA; its data have the program's name.
 RANGES = """SELECT CASE WHEN json_valid(extdata) THEN ifnull(json_extract(extdata, '$.message'), name) ELSE name END
-    AS Name, start AS Start, [end] AS [End] FROM regions WHERE category LIKE ?"""
-COUNTERS = {  # by view; the one of 4.1 has a row for each instance of a counter, the one of 3.0 has their sum
-    "kernel_pmc_events": "SELECT name AS Name, pmc_name AS Counter, sum(pmc_value) AS Value, start AS Start "
-    "FROM kernel_pmc_events GROUP BY guid, id, pmc_name",
-    "counters_collection": "SELECT kernel_name AS Name, counter_name AS Counter, value AS Value, start AS Start "
+    AS Name, start AS Start, [end] AS [End] FROM regions WHERE category LIKE """
+QUERIES = {
+    "dispatches": "SELECT name AS Name, start AS Start, [end] AS [End] FROM kernels",
+    "markers": RANGES + "'MARKER%'",
+    "calls": RANGES + "'HIP%'",
+    "counters": "SELECT kernel_name AS Name, counter_name AS Counter, value AS Value, start AS Start "
     "FROM counters_collection",
+    # An allocation, and a FREE, change what is held at an address; a FREE names no agent.
+    "memory": """SELECT sum(held - before) OVER (ORDER BY start) AS Total FROM (
+        SELECT start, held, lag(held, 1, 0) OVER (PARTITION BY address ORDER BY start) AS before FROM (
+            SELECT start, address, CASE type WHEN 'FREE' THEN 0 ELSE size END AS held FROM memory_allocations
+            WHERE level != 'SCRATCH' AND (agent_type = 'GPU' OR type = 'FREE')))""",
 }
-# An allocation, and a FREE, change what is held at an address; a FREE names no agent.
-MEMORY = """SELECT sum(held - before) OVER (ORDER BY start) AS total FROM (
-    SELECT start, held, lag(held, 1, 0) OVER (PARTITION BY address ORDER BY start) AS before FROM (
-        SELECT start, address, CASE type WHEN 'FREE' THEN 0 ELSE size END AS held FROM memory_allocations
-        WHERE level != 'SCRATCH' AND (agent_type = 'GPU' OR type = 'FREE')))"""
+COUNTERS_OF_4 = """SELECT name AS Name, pmc_name AS Counter, sum(pmc_value) AS Value, start AS Start
+    FROM kernel_pmc_events GROUP BY guid, id, pmc_name"""  # it has a row for each instance of a counter
+PATTERNS = dict.fromkeys(QUERIES, "*.db")
 
 
-def dispatches(path):
-    return intervals(query(path, DISPATCHES))
+def read(path, content):
+    views = query(path, "SELECT name FROM sqlite_master")["name"]
+    is_of_4 = content == "counters" and "kernel_pmc_events" in set(views)
+    return query(path, COUNTERS_OF_4 if is_of_4 else QUERIES[content])
 
 
-def ranges(path, category):
-    """Return the ranges whose category has this prefix."""
-    return intervals(query(path, RANGES, f"{category}%"))
-
-
-def counters(path):
-    views = set(query(path, "SELECT name FROM sqlite_master")["name"])
-    view = max(views & COUNTERS.keys(), default="counters_collection")
-    return query(path, COUNTERS[view]).astype({"Name": str, "Value": float, "Start": "int64"})
-
-
-def memory(path):
-    """Return what HIP has allocated on GPUs after each change, which is what PyTorch reserves."""
-    return query(path, MEMORY)["total"]
-
-
-def query(path, sql, *parameters):
+def query(path, sql):
     """Return the rows of a query as a table."""
     address = f"{path.resolve().as_uri()}?mode=ro"
     with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
@@ -56,7 +45,7 @@ def query(path, sql, *parameters):
             raise ValueError(f"cut off at {path.stat().st_size} of {size} bytes")
         connection.text_factory = lambda data: data.decode(**TEXT)
         try:
-            return pd.read_sql(sql, connection, params=parameters)
+            return pd.read_sql(sql, connection)
         except pd.errors.DatabaseError as error:
             reason = f"is damaged, or has a schema of rocpd other than 3.0 and 4.1 ({error.__cause__})"
             raise Unreadable(f"{path} {reason}: profile again with --output-format csv") from error

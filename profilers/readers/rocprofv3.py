@@ -1,17 +1,23 @@
 """Reads the CSV files of rocprofv3, with columns by name: ROCm 7 has more of them, in another order."""
 
-from functools import partial
-
 from profilers.readers.files import read_csv
 
 TIMES = {"Start_Timestamp": "Start", "End_Timestamp": "End"}
-COUNTED = {"Kernel_Name": "Name", "Counter_Name": "Counter", "Counter_Value": "Value"}
+KERNELS = {"Kernel_Name": "Name"} | TIMES
+RANGES = {"Function": "Name"} | TIMES
+STATISTICS = {name: name for name in ("Name", "Calls", "TotalDurationNs", "MinNs", "MaxNs")}
+COUNTERS = KERNELS | {"Counter_Name": "Counter", "Counter_Value": "Value"}
+FILES = {  # content: (pattern of the files, columns that are read)
+    "dispatches": ("*kernel_trace.csv", KERNELS),
+    "counted": ("*counter_collection.csv", KERNELS),  # a row for each counter
+    "markers": ("*marker_api_trace.csv", RANGES),
+    "calls": ("*hip_api_trace.csv", RANGES),
+    "counters": ("*counter_collection.csv", COUNTERS),
+    "statistics": ("*kernel_stats.csv", STATISTICS),
+}
+PATTERNS = {content: pattern for content, (pattern, _) in FILES.items()}
 
-statistics = partial(read_csv, columns={name: name for name in ("Name", "Calls", "TotalDurationNs", "MinNs", "MaxNs")})
-ranges = partial(read_csv, columns={"Function": "Name"} | TIMES)
-counters = partial(read_csv, columns=COUNTED | TIMES)
 
-
-def dispatches(path):
-    """Return the kernels of a trace, or of a file with a row for each counter."""
-    return read_csv(path, {"Kernel_Name": "Name"} | TIMES).drop_duplicates()
+def read(path, content):
+    table = read_csv(path, FILES[content][1])
+    return table.drop_duplicates() if content == "counted" else table

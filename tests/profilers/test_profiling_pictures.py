@@ -114,11 +114,12 @@ def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, ranges):
 @pytest.mark.parametrize("arch", ["gfx942", "cpu"])
 def test_the_roofline(arch):
     """16 MFLOP on 8 MB in 4 us and 1 GFLOP on 1 MB in 10 us, below 4 TB/s and 600 TFLOP/s."""
-    (axes,) = plot.draw_roofline(ALONE | {"environment": {"device": "GPU", "arch": arch}}).axes
+    figure = plot.draw_roofline(ALONE | {"environment": {"device": "GPU", "arch": arch}})
+    (axes,), (legend,) = figure.axes, figure.legends
     roof, *points = axes.lines
     assert [tuple(point.get_xydata()[0]) for point in points] == [pytest.approx(p) for p in ((2, 4), (1000, 100))]
     assert roof.get_xydata().tolist() == [[2, 8], [150, 600], [1000, 600]]
-    shown = legend_of(axes.get_legend())
+    shown = legend_of(legend)
     assert shown.pop("4000 GB/s, 600 TFLOP/s") == (0, 0, 0) and shown == colors_of("RMSNorm", "attention")
     assert ("interpreted" in axes.get_title()) == (arch == "cpu")
 

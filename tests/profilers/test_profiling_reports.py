@@ -139,7 +139,7 @@ def test_figures_are_means_of_a_step(tmp_path):
     """Of two steps of 500 ns, whose kernels run on behind them: 300 ns of kernels, 100 of them beside another."""
     records.write_rocpd(tmp_path / "a.db", STEP)
     assert timeline.step_figures(tmp_path) == pytest.approx({
-        "steps": 2, "step_us": 0.5, "kernels": 1.5, "kernel_us": 0.2, "busy": 0.3, "gap_us": 0.05, "launches": 1,
+        "steps": 2, "step_us": 0.5, "kernels": 1.5, "kernel_us": 0.2, "busy_us": 0.15, "launches": 1,
         "launch_us": 0.02,
     })  # fmt: skip
     records.write_rocpd(tmp_path / "b" / "b.db", STEP._replace(ranges=[]))
@@ -168,7 +168,7 @@ def test_summary_is_computed_from_the_recordings(session):
     assert "- 19 kernels a step, in 19 launches\n" in text
     assert "a launch call takes the host 3.50 us, 66 us a step: 4.2 % of the step" in text  # 19 of 3.5 us
     assert "a kernel runs during 97 % of a step (1541 us of 1589 us, means of 3 steps" in text
-    assert "pauses for 36 us a step" in text  # 18 of 2 us
+    assert "- no kernel runs for 48 us a step" in text  # 1541 of 1589
     assert "| RMSNorm | 8.00 | 0.00400 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
     assert "4,000 GB/s and 600 TFLOP/s, which meet at 150 FLOP a byte" in text
     assert "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
