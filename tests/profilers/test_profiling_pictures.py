@@ -1,6 +1,5 @@
 """The pictures of the reports: what is drawn, and that an operation has one colour in all of them."""
 
-import colorsys
 import itertools
 import math
 
@@ -24,15 +23,6 @@ def test_every_operation_has_a_colour_of_its_own():
     assert set(COLORS) == {*OPERATIONS.values(), OTHER}
     for one, other in itertools.combinations(COLORS, 2):
         assert math.dist(to_rgb(COLORS[one]), to_rgb(COLORS[other])) > 0.1, (one, other)
-
-
-def test_a_backward_pass_is_the_lighter_of_its_pair():
-    backward = [name for name in COLORS if name.endswith(" backward")]
-    assert len(backward) >= 6
-    for name in backward:
-        light, dark = (colorsys.rgb_to_hls(*to_rgb(COLORS[n])) for n in (name, name.removesuffix(" backward")))
-        apart = abs(light[0] - dark[0])  # round the circle of hues
-        assert light[1] > dark[1] and min(apart, 1 - apart) < 0.05, name
 
 
 def legend_of(legend):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import tiny_llama_v3 as llama
 from measure.command_line import Failure
 from profilers import compare, counters, hotspots, overhead, plot, readers, summary, timeline
 from profilers.readers import files
@@ -257,35 +256,3 @@ def test_the_recorded_step_is_in_ms(tmp_path):
     steps = [of_step | {"ts": ts, "dur": dur} for ts, dur in ((0, 8000), (9000, 4000), (19000, 3000))]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": steps}))
     assert overhead.recorded_step_ms(tmp_path) == 4.0
-
-
-@pytest.fixture(scope="module")
-def trace_processor(tmp_path_factory):
-    """Perfetto's own reader; its binary is downloaded by the perfetto package, once."""
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="the perfetto package is not installed")
-    valid = tmp_path_factory.mktemp("perfetto") / "empty.json"
-    valid.write_text('{"traceEvents": []}')
-    try:
-        perfetto.TraceProcessor(trace=str(valid)).close()
-    except Exception as error:  # of whatever kind: without the binary there is nothing to test
-        pytest.skip(f"Perfetto's trace processor cannot be had here ({type(error).__name__})")
-    return perfetto.TraceProcessor
-
-
-def test_perfetto_finds_kernels_phases_and_layers(trace_processor, device, tmp_path, capsys):
-    sizes = "--hidden-dim 64 --num-layers 2 --num-heads 2 --vocab-size 64 --batch-size 2 --seq-len 32 --num-steps 1"
-    impl = "triton" if device == "cuda" else "torch"
-    arguments = [*sizes.split(), "--impl", impl, "--output-dir", str(tmp_path), "--profile", str(tmp_path / "profile")]
-    assert llama.main(arguments) == 0
-    capsys.readouterr()
-    processor = trace_processor(trace=str(tmp_path / "profile" / "trace.json"))
-    try:
-        rows = processor.query("SELECT name, count(*) AS count FROM slice GROUP BY name")
-        names = {row.name: row.count for row in rows}
-        lost = list(processor.query("SELECT sum(value) AS n FROM stats WHERE severity = 'data_loss'"))[0].n
-    finally:
-        processor.close()
-    kernels = ("rmsnorm_kernel", "flash_attention_kernel") if device == "cuda" else ("aten::mm", "aten::silu")
-    for name in ("step", "forward", "backward", "optimizer", "layers.0 forward", "layers.1 backward", *kernels):
-        assert names.get(name, 0) >= 3, name
-    assert not lost
