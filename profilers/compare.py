@@ -53,7 +53,8 @@ def compare(before, after):
     """Return a table with a row for each kernel of either side, the largest difference in time first.
 
     Columns: change (a word), ms before, ms after (of a step; NaN if a run lacks the kernel), ms noise (the least
-    difference that counts; NaN if it is not known), ratio (after / before), calls before, calls after.
+    difference that counts; NaN if it is not known), ratio (after / before), calls before, calls after, operation and
+    kernel (shortened).
     """
     table = pd.DataFrame(
         {
@@ -72,12 +73,13 @@ def compare(before, after):
     table.loc[is_small, "change"] = "same"
     table.loc[table["ms before"].isna(), "change"] = "appeared"
     table.loc[table["ms after"].isna(), "change"] = "vanished"
+    table["operation"], table["kernel"] = table.index.map(operation_of), table.index.map(short_name)
     return table.loc[change.sort_values(ascending=False, kind="stable").index]
 
 
 def by_operation(compared):
     """Sum up the ms a step of each operation before and after, the largest change first."""
-    sums = compared[["ms before", "ms after"]].groupby(operation_of).sum()
+    sums = compared.groupby("operation")[["ms before", "ms after"]].sum()
     sums["ratio"] = (sums["ms after"] / sums["ms before"]).replace(np.inf, np.nan)
     order = (sums["ms after"] - sums["ms before"]).abs().sort_values(ascending=False).index
     return sums.loc[order].assign(operation=order)
@@ -106,9 +108,7 @@ def main(argv):
         f"Noise: the interquartile ranges of a kernel's time in {steps_before} and in {steps_after} steps, added, or - "
         f"if single steps are not known; what differs by less, or by less than {100 * SAME:.0f} %, is called same\n"
     )
-    names = compared.head(options.top).index
-    columns = {"operation": names.map(operation_of), "kernel": names.map(short_name)}
-    print(show(compared.head(options.top).assign(**columns)))
+    print(show(compared.head(options.top)))
     print(f"\nBy operation:\n\n{show(by_operation(compared))}")
     return 0
 

@@ -44,19 +44,18 @@ def draw_kernels(table, steps, title):
 
 
 def draw_bars(axes, start, rows, level, color, edgecolor=None, label=None):
-    """Draw rows of Name, Start and End (ns) as bars, in ms since start. Return them with their left and width."""
-    spans = rows.assign(left=(rows["Start"] - start) / 1e6, width=(rows["End"] - rows["Start"]) / 1e6)
+    """Draw rows of Name, Start and End (ns) as bars, in ms since start. Return the bars."""
+    left, width = (rows["Start"] - start) / 1e6, (rows["End"] - rows["Start"]) / 1e6
     # Without an edge, bars that are thinner than a pixel would vanish.
-    style = dict(color=color, edgecolor=edgecolor or color, label=label)
-    axes.barh(level, spans["width"], left=spans["left"], **style)
-    return spans
+    return axes.barh(level, width, left=left, color=color, edgecolor=edgecolor or color, label=label)
 
 
 def draw_phases(axes, start, end, ranges, level):
-    """Draw the phases of a step with their names."""
-    bars = draw_bars(axes, start, ranges[ranges["Name"].isin(PHASES)], level, "0.85", edgecolor="0.4")
-    for bar in bars[bars["width"] > 0.04 * (end - start) / 1e6].itertuples():  # otherwise the name does not fit
-        axes.text(bar.left + bar.width / 2, level, bar.Name, ha="center", va="center")
+    """Draw the phases of a step, with the names that fit into their bars."""
+    phases = ranges[ranges["Name"].isin(PHASES)]
+    bars = draw_bars(axes, start, phases, level, "0.85", edgecolor="0.4")
+    fits = phases["End"] - phases["Start"] > 0.04 * (end - start)
+    axes.bar_label(bars, phases["Name"].where(fits, ""), label_type="center")
 
 
 def draw_operations(axes, start, kernels):

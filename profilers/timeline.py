@@ -8,10 +8,8 @@ LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
 
 def typical_step(ranges):
-    """Return (start, end) in ns of the step with the median duration, or None."""
+    """Return (start, end) in ns of the step with the median duration."""
     steps = steps_of(ranges)
-    if steps.empty:
-        return None
     order = (steps["End"] - steps["Start"]).sort_values().index
     return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
 

@@ -56,8 +56,8 @@ def read_processes(path):
     """
     found = []
     for file, rows in read_all(path, "dispatches") or read_all(path, "counted"):
-        dispatches, ranges = in_order([rows]), ranges_beside(file)
-        windows, steps = windows_of(ranges)
+        dispatches = in_order([rows])
+        ranges, windows, steps = steps_beside(file)
         is_whole = not steps or records_only_steps(file)
         measured = dispatches if is_whole else within(dispatches, *windows)
         found.append(Process(dispatches, ranges, windows, steps, measured))
@@ -119,7 +119,7 @@ def read_step_counters(path):
     """
     whole, limited = [], []
     for file, table in read_all(path, "counters"):
-        windows, _ = windows_of(ranges_beside(file))
+        _, windows, _ = steps_beside(file)
         if len(table):
             whole.append(table)
             limited.append(table if records_only_steps(file) else within(table, *windows))
@@ -151,9 +151,9 @@ def read_all(path, content):
     left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
     found = []
     for kind in FORMATS:
-        pattern = kind.PATTERNS.get(content, "")
-        if not pattern or found:
+        if found or content not in kind.PATTERNS:
             continue
+        pattern = kind.PATTERNS[content]
         if path.is_dir():
             files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
         else:
@@ -164,10 +164,14 @@ def read_all(path, content):
     return found
 
 
-def ranges_beside(file):
-    """Return the markers of the process that wrote a file. The CSV files of a process have the same prefix."""
+def steps_beside(file):
+    """Return (ranges, windows, steps) of the process that wrote a file: see Process."""
+    # The CSV files of a process have the same prefix.
     markers = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", "marker_api_trace.csv", str(file)))
-    return read_ranges(markers) if markers.exists() else intervals()
+    ranges = read_ranges(markers) if markers.exists() else intervals()
+    steps, around = steps_of(ranges), ranges[ranges["Name"] == "steps"]
+    held = steps if steps.empty or around.empty else around
+    return ranges, list(zip(held["Start"], held["End"], strict=True)), len(steps)
 
 
 def records_only_steps(file):
@@ -179,13 +183,6 @@ def in_order(tables):
     """Return the rows of all these tables, in the order of Start."""
     rows = pd.concat([intervals(), *map(intervals, tables)], ignore_index=True)
     return rows.sort_values("Start", ignore_index=True, kind="stable")
-
-
-def windows_of(ranges):
-    """Return (the windows, the number of steps in them) of a process."""
-    steps, around = steps_of(ranges), ranges[ranges["Name"] == "steps"]
-    held = steps if steps.empty or around.empty else around
-    return list(zip(held["Start"], held["End"], strict=True)), len(steps)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def test_figures_are_means_of_a_step(tmp_path):
 def test_the_typical_step_is_the_median():
     ranges = files.intervals([("step", 0, 900), ("forward", 0, 10), ("step", 1000, 1100), ("step", 2000, 2300)])
     assert timeline.typical_step(ranges) == (2000, 2300)
-    assert timeline.typical_step(ranges[1:2]) is None
 
 
 # --- the summary of a session
