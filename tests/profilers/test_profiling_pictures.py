@@ -63,8 +63,8 @@ def write_step(folder, at=0, steps=(("step", 0, 1000),), collective="AllGather_R
     ]
     ranges = [
         *steps,
-        ("forward", 0, 450),
-        ("optimizer", 980, 1000),
+        ("forward", 0, 50),
+        ("optimizer", 970, 1000),
         ("layers.0 forward", 50, 300),
         ("step", 2000, 9000),
     ]
@@ -82,9 +82,9 @@ def test_a_timeline_of_two_processes(tmp_path, capsys):
     assert legend_of(legend) == colors_of(*names)
     own, others = "kernels of device 0", "kernels of device 1"
     assert bars_of(axes) == [
-        ("phases (host)", 0, 0.45), ("layers (host)", 0.05, 0.25), (own, 0.1, 0.3), (others, 0.2, 0.3),
+        ("phases (host)", 0, 0.05), ("layers (host)", 0.05, 0.25), (own, 0.1, 0.3), (others, 0.2, 0.3),
         (own, 0.5, 0.02), (others, 0.6, 0.02), ("collectives of device 0", 0.6, 0.1),
-        ("collectives of device 1", 0.7, 0.1), ("phases (host)", 0.98, 0.02),
+        ("collectives of device 1", 0.7, 0.1), ("phases (host)", 0.97, 0.03),
     ]  # fmt: skip
     assert [text.get_text() for text in axes.texts] == ["forward", ""]  # the other is too short for its name
     assert plot.main([str(tmp_path), "--output", str(tmp_path / "new")]) == 0

@@ -123,7 +123,8 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
 def test_busy_time_counts_what_overlaps_once():
     kernels = [("a", 0, 100), ("b", 50, 120), ("c", 60, 70), ("d", 200, 300)]
     assert timeline.busy_us(files.intervals(kernels)) == 0.22
-    assert timeline.busy_us(files.intervals()) == 0
+    kernels = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
+    assert timeline.busy_us(files.intervals(kernels)) == 0.13
 
 
 STEP = Run(
@@ -161,12 +162,18 @@ def test_rates_by_hand():
     assert table.iloc[1].tolist() == ["m", 4e3, 4.0, 1000.0, 50.0, 1.0, 1.0, "memory", 50.0]
 
 
+def test_figures_of_a_step_in_words():
+    figures = dict(steps=3, kernels=5, launches=2, launch_us=4.0, step_us=10.0, busy_us=7.0, kernel_us=8.0)
+    text = summary.launch_section(figures)
+    assert "- 5 kernels a step, in 2 launches\n" in text and "takes the host 2.00 us, 4 us a step: 40 %" in text
+    assert "- no kernel runs for 3 us a step" in text
+    assert "during 70 % of a step (8 us of 10 us, means of 3 steps" in summary.busy_line(figures)
+
+
 def test_summary_is_computed_from_the_recordings(session):
     text = summary.summary(session, "rocprofv3")
     assert "- 19 kernels a step, in 19 launches\n" in text
     assert "a launch call takes the host 3.50 us, 66 us a step: 4.2 % of the step" in text  # 19 of 3.5 us
-    assert "a kernel runs during 97 % of a step (1541 us of 1589 us, means of 3 steps" in text
-    assert "- no kernel runs for 48 us a step" in text  # 1541 of 1589
     assert "| RMSNorm | 8.00 | 0.00400 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
     assert "4,000 GB/s and 600 TFLOP/s, which meet at 150 FLOP a byte" in text
     assert "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
