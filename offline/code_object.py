@@ -10,31 +10,22 @@ LONGEST_INSTRUCTION = 16  # bytes; the decoder may read this far past the last i
 
 
 class Segment(NamedTuple):
-    """Elf64_Phdr."""
+    """What is used of Elf64_Phdr."""
 
     type: int
-    flags: int
     offset: int  # in the file
     address: int  # in memory
-    physical_address: int
     file_bytes: int
     memory_bytes: int
-    alignment: int
 
 
 class Section(NamedTuple):
-    """Elf64_Shdr."""
+    """What is used of Elf64_Shdr."""
 
-    name: int
     type: int
-    flags: int
-    address: int
     offset: int
     nbytes: int
     link: int  # of a symbol table: the section of its names
-    info: int
-    alignment: int
-    entry_bytes: int
 
 
 class CodeObject:
@@ -48,10 +39,10 @@ class CodeObject:
         segments_at, sections_at = struct.unpack_from("<QQ", elf, 0x20)
         segment_bytes, n_segments, section_bytes, n_sections = struct.unpack_from("<4H", elf, 0x36)
         segments = [
-            Segment(*struct.unpack_from("<IIQQQQQQ", elf, segments_at + i * segment_bytes)) for i in range(n_segments)
+            Segment(*struct.unpack_from("<I4xQQ8xQQ", elf, segments_at + i * segment_bytes)) for i in range(n_segments)
         ]
         sections = [
-            Section(*struct.unpack_from("<IIQQQQIIQQ", elf, sections_at + i * section_bytes)) for i in range(n_sections)
+            Section(*struct.unpack_from("<4xI16xQQI", elf, sections_at + i * section_bytes)) for i in range(n_sections)
         ]
         if any(section.type in RELOCATIONS and section.nbytes for section in sections):
             raise NotImplementedError(f"{name} has relocations, which are not emulated")

@@ -36,8 +36,8 @@ class Driver:
         return 0
 
 
-def compile_launch(arch, launch, read=None):
-    """Compile a launch. Returns the dict of read(compiled code of each level), or {"error": one line}."""
+def compile_launch(arch, launch):
+    """Compile a launch. Return a dict of what its code has, or {"error": one line}."""
     import triton
 
     kernel = find_kernels(kernel_modules())[launch.function]
@@ -50,7 +50,7 @@ def compile_launch(arch, launch, read=None):
         )
     except Exception as error:  # of this launch alone
         return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"}
-    read = read or (read_amdgcn if is_amd(arch) else read_cubin)
+    read = read_amdgcn if is_amd(arch) else read_cubin
     return {
         **read(compiled.asm),
         "shared_bytes": compiled.metadata.shared,
@@ -146,12 +146,12 @@ def compile_order(job):
     return is_amd(job.arch), job.precision != "fp32", "attention" not in job.launch.kernel
 
 
-def compile_jobs(jobs, processes, read=None):
+def compile_jobs(jobs, processes):
     """Compile each distinct launch once: {(arch, compiled_as of the launch): see compile_launch}."""
     distinct = {(job.arch, job.launch.compiled_as): job for job in jobs}
     distinct = dict(sorted(distinct.items(), key=lambda item: compile_order(item[1])))
     context = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ), concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
         os.environ.pop("TRITON_INTERPRET", None)  # the workers compile instead of interpreting
-        futures = {key: pool.submit(compile_launch, job.arch, job.launch, read) for key, job in distinct.items()}
+        futures = {key: pool.submit(compile_launch, job.arch, job.launch) for key, job in distinct.items()}
         return {key: future.result() for key, future in futures.items()}

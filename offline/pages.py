@@ -85,11 +85,6 @@ def report_line(row):
 COLUMNS = ["kernel", "tile", "registers", "shared", "occupancy", "main instructions", "calls", "MB", "MFLOP", "bound"]
 
 
-def case_title(case):
-    sizes = CASES[case].sizes
-    return f"{case}: {sizes['batch_size']} x {sizes['seq_len']} tokens, hidden {sizes['hidden_dim']}"
-
-
 def page(result):
     """Return the Markdown of a result, of which it shows bf16."""
     link = f"[{RESULT.name}](../../benchmarks/results/{RESULT.name})"
@@ -103,12 +98,13 @@ def page(result):
             f"{peak:,.0f} TFLOP/s in bf16, {chip.terabytes_per_second} TB/s, "
             f"at most {chip.shared_limit // 1024} KiB of shared memory a program."
         )
-        for case in dict.fromkeys(row["case"] for row in rows):
-            lines = [report_line(row) for row in rows if (row["arch"], row["case"]) == (arch, case)]
-            total = sum(row["calls"] * row["bound_us"] for row in rows if (row["arch"], row["case"]) == (arch, case))
-            if lines:
-                title = f"**{case_title(case)}** (together at least {number(total / 1e3)} ms a step)"
-                parts.append(f"{title}\n\n{markdown_table(COLUMNS, lines)}")
+        own = [row for row in rows if row["arch"] == arch]
+        for case in dict.fromkeys(row["case"] for row in own):
+            lines = [report_line(row) for row in own if row["case"] == case]
+            total = sum(row["calls"] * row["bound_us"] for row in own if row["case"] == case)
+            sizes = "{batch_size} x {seq_len} tokens, hidden {hidden_dim}".format(**CASES[case].sizes)
+            title = f"**{case}: {sizes}** (together at least {number(total / 1e3)} ms a step)"
+            parts.append(f"{title}\n\n{markdown_table(COLUMNS, lines)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -127,7 +123,8 @@ def write_result(path, argv, rows):
     return result
 
 
-def parse(argv):
+@program("pages.py")
+def main(argv):
     parser = Parser("pages.py", __doc__)
     add = parser.add_argument
     add("--architectures", nargs="+", choices=list(CHIPS), default=list(CHIPS), help="(default: all)")
@@ -136,12 +133,7 @@ def parse(argv):
     add("--json", type=Path, metavar="FILE", help="with --check: write the compiled launches there")
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="(default: those of the report, or all)")
     add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    return parser.parse_args(argv)
-
-
-@program("pages.py")
-def main(argv):
-    options = parse(argv)
+    options = parser.parse_args(argv)
     require_triton()
     # The page shows a part of what is checked.
     selection = {

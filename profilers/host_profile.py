@@ -19,17 +19,13 @@ from measure.command_line import Parser, program, replacing
 TOP = 20
 
 
-def parse(argv):
+@program("host_profile")
+def main(argv):
     parser = Parser("host_profile", __doc__)
     parser.add_argument("output", metavar="FILE.pstats", help="the file with all functions")
     parser.add_argument("program", metavar="program.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
-    return parser.parse_args(argv)
-
-
-@program("host_profile")
-def main(argv):
-    options = parse(argv)
+    options = parser.parse_args(argv)
     sys.argv = [options.program, *options.arguments]
     sys.path[0] = str(Path(options.program).resolve().parent)  # for the modules beside the program
     profile = cProfile.Profile()

@@ -21,7 +21,7 @@ if not __package__:
 
 from measure.command_line import NothingRecorded, Parser, positive, program, replacing
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import read_peak_memory, read_processes
+from profilers.readers import read_kernels, read_peak_memory
 
 PEAK_MEMORY = "Peak of allocated GPU memory: {:.3f} GiB, of the whole recording"
 
@@ -62,20 +62,6 @@ def show(table):
     return tabulate(cells, headers="keys", tablefmt="plain", disable_numparse=True, colalign=places)
 
 
-def parse(argv):
-    parser = Parser("hotspots", __doc__)
-    parser.add_argument("profile", type=Path, help="folder or file")
-    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        metavar="PATH",
-        help="also write all of them, with rocprofv3's columns; into a folder as kernels_of_the_steps.csv, or as "
-        "kernels.csv if the steps are not known",
-    )
-    return parser.parse_args(argv)
-
-
 def scope_of(steps, processes):
     """Describes what a table of so many steps covers."""
     of_processes = f" of {processes} processes" if processes > 1 else ""
@@ -86,8 +72,18 @@ def scope_of(steps, processes):
 
 @program("hotspots")
 def main(argv):
-    options = parse(argv)
-    table, steps, processes = read_processes(options.profile)
+    parser = Parser("hotspots", __doc__)
+    parser.add_argument("profile", type=Path, help="folder or file")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="PATH",
+        help="also write all of them, with rocprofv3's columns; into a folder as kernels_of_the_steps.csv, or as "
+        "kernels.csv if the steps are not known",
+    )
+    options = parser.parse_args(argv)
+    table, steps, processes = read_kernels(options.profile)
     if table.empty:
         raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
     if options.csv:

@@ -33,56 +33,42 @@ def read_kernels(folder):
         return rank_kernels(sorted(Path(folder).glob(RESULTS)), path)
     with reported(path):
         table = pd.read_csv(path, **NAMES)
-        time = next((name for name in table if name.startswith("Sum(")), None)
-        if time is None or not {"Kernel_Name", "Count"} <= set(table):
+        columns = ["Kernel_Name", "Count", *(name for name in table if name.startswith("Sum("))]
+        if len(columns) < 3 or not set(columns) <= set(table):
             raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {list(table)}")
-        table = table[["Kernel_Name", "Count", time]].set_axis(["Name", "Count", "Time"], axis="columns")
-        return table.astype({"Count": int, "Time": float})
+        return table[columns].set_axis(["Name", "Count", "Time"], axis=1).astype({"Count": int, "Time": float})
 
 
 def rank_kernels(paths, table):
     """Return what read_kernels does, of recorded results. The time of a dispatch is that of the first pass."""
-    if not paths:
+    passes = []
+    for path in paths:
+        with reported(path):
+            rows = pd.read_csv(path, **NAMES)
+            passes.append(rows.assign(Time=rows["End_Timestamp"] - rows["Start_Timestamp"]))
+    if not passes:
         again = f"rocprof-compute analyze -p {table.parent} --list-stats writes it"
         raise NothingRecorded(f"{table} does not exist: {again}")
-    rows = pd.concat(map(timed, paths))
-    rows = rows.drop_duplicates([name for name in DISPATCH if name in rows])
+    rows = pd.concat(passes)
+    rows = rows.drop_duplicates(rows.columns.intersection(DISPATCH))
     kernels = rows.groupby("Kernel_Name", sort=False)["Time"].agg(Count="count", Time="sum")
     return kernels.sort_values("Time", ascending=False, kind="stable").rename_axis("Name").reset_index()
 
 
-def timed(path):
-    with reported(path):
-        rows = pd.read_csv(path, **NAMES)
-        return rows.assign(Time=rows["End_Timestamp"] - rows["Start_Timestamp"])
-
-
-def kernels_of_the_step(kernels):
-    """Leave out the kernels that initialize the weights: no step draws random numbers."""
-    return kernels[kernels["Name"].map(operation_of) != "random numbers"]
-
-
-def headings(kernels):
-    total = kernels["Time"].sum() or 1
-    for number, name, count, time in kernels.itertuples(name=None):
-        times = "dispatch" if count == 1 else "dispatches"
-        yield f"{number}\t{short_name(name)}: {time / total:.1%} of the time of the kernels, {count} {times}"
-
-
-def parse(argv):
+@program("rocprof_compute_kernels")
+def main(argv):
     parser = Parser("rocprof_compute_kernels", __doc__)
     parser.add_argument("folder", metavar="workloads/NAME/GPU")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="how many kernels (default: 5)")
-    return parser.parse_args(argv)
-
-
-@program("rocprof_compute_kernels")
-def main(argv):
-    options = parse(argv)
-    kernels = kernels_of_the_step(read_kernels(options.folder))
+    options = parser.parse_args(argv)
+    kernels = read_kernels(options.folder)
+    kernels = kernels[kernels["Name"].map(operation_of) != "random numbers"]  # these initialize the weights
     if kernels.empty:
         raise NothingRecorded(f"{Path(options.folder, TABLE)} names no kernel of a step")
-    print(*list(headings(kernels))[: options.top], sep="\n")
+    shares = kernels["Time"] / (kernels["Time"].sum() or 1)
+    for number, name, count, _ in kernels.head(options.top).itertuples(name=None):
+        dispatches = f"{count} dispatch" if count == 1 else f"{count} dispatches"
+        print(f"{number}\t{short_name(name)}: {shares[number]:.1%} of the time of the kernels, {dispatches}")
     return 0
 
 

@@ -1,60 +1,46 @@
 """Figures of one step: the typical step, how busy the device is, and the host's time for a launch."""
 
-import pandas as pd
+import numpy as np
 
-from profilers.readers import read_dispatches, read_ranges, step_windows, steps_of, within
+from profilers.readers import read_processes, read_ranges, steps_of, within
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
 
 def typical_step(ranges):
-    """(start, end) in ns of the step with the median duration, or None."""
+    """Return (start, end) in ns of the step with the median duration."""
     steps = steps_of(ranges)
-    if steps.empty:
-        return None
     order = (steps["End"] - steps["Start"]).sort_values().index
     return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
 
 
-def busy_ns(dispatches):
-    """The time in ns in which at least one kernel ran; dispatches are in the order of Start."""
+def sum_us(rows):
+    """Return the sum of all durations in us."""
+    return (rows["End"] - rows["Start"]).sum() / 1e3
+
+
+def busy_us(dispatches):
+    """Return how long at least one kernel ran; dispatches are in the order of Start."""
     reached = dispatches["End"].cummax().shift(fill_value=0)  # by all earlier kernels
-    begin = dispatches["Start"].where(dispatches["Start"] > reached, reached)
-    return int((dispatches["End"] - begin).clip(lower=0).sum())
-
-
-def figures_of(window, kernels, launches):
-    """Sums over the kernels and launch calls of a window, (start, end) in ns; times in us."""
-    start, end = window
-    busy = busy_ns(kernels)
-    span = kernels["End"].max() - kernels["Start"].min() if len(kernels) else 0
-    return {
-        "step_us": (end - start) / 1e3,
-        "kernels": len(kernels),
-        "kernel_us": (kernels["End"] - kernels["Start"]).sum() / 1e3,
-        "busy_us": busy / 1e3,
-        "gaps": max(len(kernels) - 1, 0),
-        "gaps_us": (span - busy) / 1e3,
-        "launches": len(launches),
-        "launch_us": (launches["End"] - launches["Start"]).sum() / 1e3,
-    }
+    alone = dispatches.assign(Start=dispatches["Start"].clip(lower=reached))
+    return sum_us(alone[alone["End"] > alone["Start"]])
 
 
 def step_figures(path):
-    """The figures of the steps of a trace, as means of a step; None if the trace does not name steps.
+    """Return the figures of the steps of a process, as means of a step; None if its trace does not name steps.
 
-    steps, step_us, kernels, kernel_us (their sum), busy (share of the step in which a kernel ran), launches, launch_us
-    (host time in launch calls, all of them together), mean_launch_us and gap_us (mean pause between two kernels).
+    steps, step_us, kernels, kernel_us (their sum), busy_us (in which at least one ran), launches and launch_us (host
+    time in launch calls, all of them together).
     """
-    windows, steps = step_windows(path)
-    if not steps:
+    process = next(iter(read_processes(path)), None)
+    if process is None or not process.steps:
         return None
-    dispatches, calls = read_dispatches(path), read_ranges(path, "calls")
-    launches = calls[calls["Name"].str.match(LAUNCH)] if len(calls) else calls
-    rows = [figures_of(window, within(dispatches, window), within(launches, window)) for window in windows]
-    figures = (pd.DataFrame(rows).sum() / steps).to_dict()
-    figures["busy"] = figures.pop("busy_us") / figures["step_us"]
-    gaps, gaps_us = figures.pop("gaps"), figures.pop("gaps_us")
-    figures["gap_us"] = gaps_us / gaps if gaps else 0.0
-    figures["mean_launch_us"] = figures["launch_us"] / figures["launches"] if figures["launches"] else None
-    return {"steps": steps} | figures
+    calls = read_ranges(path, "calls")
+    launches = calls[calls["Name"].str.match(LAUNCH).astype(bool)]
+    rows = []
+    for start, end in process.windows:
+        kernels, launched = (within(table, (start, end)) for table in (process.dispatches, launches))
+        busy = busy_us(kernels)
+        rows.append([(end - start) / 1e3, len(kernels), sum_us(kernels), busy, len(launched), sum_us(launched)])
+    names = "step_us kernels kernel_us busy_us launches launch_us".split()
+    return {"steps": process.steps} | dict(zip(names, np.sum(rows, axis=0) / process.steps, strict=True))

@@ -27,7 +27,7 @@ from measure.command_line import Parser, program
 from measure.drawing import MUTED, RED, save_png, style
 from measure.results import RESULTS, ROOT, ResultFile, header
 from measure.tables import number, percent
-from profilers.plot import draw_bars, draw_operations, draw_ranges
+from profilers.plot import draw_bars, draw_operations, draw_phases
 from profilers.readers import read_dispatches, read_ranges, torch_trace
 from profilers.timeline import LAUNCH, step_figures, typical_step
 
@@ -37,7 +37,7 @@ RECORDED = {  # {name of a result: flags of its run}
     "trace_stage5": ["--stage", "5", "--use-amp"],
     "trace_stage8": ["--stage", "8", "--use-amp"],
 }
-KEPT = (*torch_trace.ON_DEVICE, *(category for kind in torch_trace.CATEGORIES.values() for category in kind))
+KEPT = {category for kind in torch_trace.CATEGORIES.values() for category in kind}
 FIELDS = ("ph", "cat", "name", "pid", "tid")
 
 
@@ -101,14 +101,14 @@ def draw(folder, path, name):
     with style():
         figure, panels = plt.subplots(2, 1, figsize=(12, 6), layout="constrained")
         for axes in panels:
-            draw_ranges(axes, 0, end, phases)
+            draw_phases(axes, 0, end, phases, PHASES)
             for text in axes.texts:
                 text.set_clip_on(True)  # where a part does not show its phase
             draw_bars(axes, 0, launches, LAUNCHES, color=MUTED)
-            draw_operations(axes, 0, kernels, lambda operation: KERNELS)
+            draw_operations(axes, 0, kernels.assign(row=KERNELS))
             axes.axvline(issued / 1e6, color=RED)
-            axes.set_yticks([0.4, 1.4, 2.4], ["device: kernels", "host: launch calls", "host: phases"])
-            axes.set(xlabel="ms since the step began", ylim=(-0.2, 3))
+            axes.set_yticks(range(3), ["device: kernels", "host: launch calls", "host: phases"])
+            axes.set(xlabel="ms since the step began", ylim=(-0.6, 2.6))
         panels[0].set_xlim(0, 1.02 * end / 1e6)
         panels[1].set_xlim(first / 1e6, last / 1e6)
         panels[0].set_title(f"{PICTURES[name]} ({results['device'].iloc[0]}, recorded by torch.profiler)\n{sentence}")

@@ -4,103 +4,105 @@ Each format has a module of its own:
 
     ncu          hardware counters of NVIDIA Nsight Compute, CSV
     rocprofv3    CSV files of ROCm 6 and 7
-    rocpd        databases of ROCm 7, and the CSV that `rocpd summary` makes of them
+    rocpd        databases of ROCm 7
     torch_trace  the trace of torch.profiler
 
-The keys of PATTERNS are the contents that a format can have, the values are patterns of file names. recognizes(path,
-content) returns whether a file of any name has the format. For each key there is a function that takes the path of one
-file and raises Unreadable:
+Its PATTERNS are {content: pattern of the names of files with it}, and its read(path, content) returns a table:
 
-    "kernels"             kernel_table(path)       statistics made by the profiler: a table of COLUMNS
-    "dispatches"          dispatches(path)         every kernel run: a table of Name, Start and End (ns)
-    "markers", "calls"    ranges(path, content)    ranges on the host: a table of Name, Start and End (ns)
-    "counters"            counters(path)           every kernel run: a table of Name, Counter, Value and, where it was
-                                                   recorded, Start (ns)
-    "memory"              memory(path)             the bytes that are allocated on GPUs, after each change
+    dispatches, counted    every kernel run: Name, Start and End (ns); counted, slower, while counters were read
+    markers, calls         ranges of the program (roctx, NVTX, record_function), calls of HIP or CUDA: the same columns
+    statistics             made by the profiler, of the whole run: Name, Calls, TotalDurationNs, MinNs and MaxNs
+    counters               every kernel run: Name, Counter, Value and, but for ncu, Start (ns)
+    memory                 Total, the bytes that are allocated on GPUs after each change
 
-A file belongs to one process; beside(path, content) is the file with other content of the same process.
-RECORDS_WARM_UP is whether the recording has kernels outside the measured steps. kernel_benchmark is no such module: it
-reads the JSON of run_triton_profiling.py, which is not the profile of a run.
+A file belongs to one process. kernel_benchmark is no such module: it reads the JSON of run_triton_profiling.py, which
+is not the profile of a run.
 """
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
 from profilers.readers import ncu, rocpd, rocprofv3, torch_trace
-from profilers.readers.files import Unreadable, intervals, reported, within, within_any
-from profilers.readers.kernel_statistics import COLUMNS, merge, statistics_of
+from profilers.readers.files import Unreadable, intervals, reported, within
 
-__all__ = ["COLUMNS", "Unreadable", "within", "within_any"]  # beside the functions below
+# As in rocprofv3. Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample.
+COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"]
 
 # A folder may have several formats: the first one with the requested content is read.
 FORMATS = (ncu, rocprofv3, rocpd, torch_trace)
+NAMED_BY_A_PERSON = {"trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
 FAILED = r"\.failed/"
 COUNTING_PASS = r"(^|/)(pmc|pass)_\d+/"  # runs with counters, which are slower
 
 
-def read_kernel_stats(path):
-    """Read the kernels of a file, or of all processes of a folder: a DataFrame of COLUMNS, the largest total first.
+class Process(NamedTuple):
+    """What a process recorded."""
 
-    Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample. Without kernels
-    the table is empty. Raises Unreadable if there is no profile, or if it is damaged.
-    """
-    reader, files = find(path, "kernels")
-    if files:  # tables are preferred to traces
-        return merge([table_of(file, reader.kernel_table) for file in files])
-    return statistics_of(read_dispatches(path))
-
-
-def read_step_stats(path):
-    """Return (read_kernel_stats of the measured steps, the number of steps), or (of the whole run, 0)."""
-    table, steps, _ = read_processes(path)
-    return table, steps
+    dispatches: pd.DataFrame
+    ranges: pd.DataFrame
+    windows: list  # [(start, end), ...] in ns, of the measured steps
+    steps: int
+    measured: pd.DataFrame  # the dispatches of the measured steps, or all if these are not known
 
 
 def read_processes(path):
-    """Return (table and number of steps as in read_step_stats, the number of processes in them).
+    """Read the processes that name their measured steps, or all if none does: a list of Process. Raises Unreadable.
 
-    Each process has its own steps. A process without steps is left out if another one has them.
+    With --timing step the ranges "step" end on the host before their kernels run, and the window is the range "steps"
+    around all of them. Otherwise each step is a window, and what runs between steps is left out.
     """
-    reader, files = find(path, "dispatches")
-    found = [(file, *windows_beside(reader, file)) for file in files]
-    in_steps = [(file, windows) for file, windows, steps in found if steps]
-    steps = sum(steps for *_, steps in found)
-    if not in_steps or not reader.RECORDS_WARM_UP:
-        _, tables = find(path, "kernels")
-        return read_kernel_stats(path), steps, len(in_steps or tables or files)
-    kernels = [within_any(table_of(file, reader.dispatches), windows) for file, windows in in_steps]
-    return statistics_of(pd.concat(kernels)), steps, len(in_steps)
+    found = []
+    for file, rows in read_all(path, "dispatches") or read_all(path, "counted"):
+        dispatches = in_order([rows])
+        ranges, windows, steps = steps_beside(file)
+        is_whole = not steps or records_only_steps(file)
+        measured = dispatches if is_whole else within(dispatches, *windows)
+        found.append(Process(dispatches, ranges, windows, steps, measured))
+    return [process for process in found if process.steps] or found
+
+
+def read_kernels(path):
+    """Return (a table of COLUMNS, the number of steps in it, the number of processes in it). Raises Unreadable.
+
+    The table has the kernels of the measured steps, the largest total first. With 0 steps, an unknown number, it is of
+    the whole run. Without kernels it is empty.
+    """
+    path, processes = Path(path), read_processes(path)
+    steps = sum(process.steps for process in processes)
+    is_whole = all(process.measured is process.dispatches for process in processes)
+    # A profiler's own table knows no steps. torch.profiler's has the time of each operator without those inside it.
+    tables = read_all(path, "statistics") if is_whole and (path.is_dir() or not processes) else []
+    if tables:
+        kernels = pd.concat([table for _, table in tables]).groupby("Name", sort=False)
+        sums = {"Calls": "sum", "TotalDurationNs": "sum", "MinNs": "min", "MaxNs": "max"}
+        return completed(kernels.agg(sums)), steps, len(processes or tables)
+    if not processes:
+        files = "*kernel_trace.csv, *kernel_stats.csv, *.db, trace.json"
+        raise Unreadable(f"{path} holds no kernels that a profiler recorded, in one of {files}")
+    return statistics_of(pd.concat([process.measured for process in processes])), steps, len(processes)
+
+
+def read_kernel_stats(path):
+    """Return the table of read_kernels() alone."""
+    return read_kernels(path)[0]
+
+
+def read_step_stats(path):
+    """Return the table of read_kernels() and the number of steps."""
+    return read_kernels(path)[:2]
 
 
 def read_dispatches(path):
     """Read every kernel run: a DataFrame of Name, Start and End (ns), in the order of Start. Raises Unreadable."""
-    reader, files = find(path, "dispatches")
-    if not files:
-        wanted = [kind.PATTERNS[content] for content in ("kernels", "dispatches") for kind in FORMATS[1:3]]
-        raise Unreadable(f"{path} holds no kernel statistics: neither {', '.join(wanted)} nor trace.json")
-    return in_order([table_of(file, reader.dispatches) for file in files])
+    return in_order([rows for _, rows in read_all(path, "dispatches")])
 
 
 def read_ranges(path, kind="markers"):
-    """Read ranges on the host: Name, Start and End (ns), in the order of Start; empty if none were recorded.
-
-    Of the kinds, "markers" are ranges of the program (roctx, NVTX, record_function), "calls" those of HIP or CUDA.
-    Raises Unreadable.
-    """
-    reader, files = find(path, kind)
-    return in_order([table_of(file, reader.ranges, kind) for file in files])
-
-
-def read_processes_apart(path):
-    """Return [(read_dispatches(), read_ranges())] of each process that names its steps.
-
-    They have the same clock if they ran on one machine. Raises Unreadable.
-    """
-    reader, files = find(path, "dispatches")
-    in_steps = [file for file in files if windows_beside(reader, file)[1]]
-    return [(read_dispatches(file), read_ranges(reader.beside(file, "markers"))) for file in in_steps]
+    """Read the "markers" or "calls": Name, Start and End (ns), in the order of Start. Raises Unreadable."""
+    return in_order([rows for _, rows in read_all(path, kind)])
 
 
 def steps_of(ranges):
@@ -108,46 +110,31 @@ def steps_of(ranges):
     return ranges[ranges["Name"] == "step"].reset_index(drop=True)
 
 
-def step_windows(path):
-    """Return ([(start, end), ...] in ns, the windows in which a process ran its measured steps; the number of steps).
-
-    ([], 0) if the recording does not name them. With --timing step the ranges "step" end on the host before their
-    kernels run, and the window is the range "steps" around all of them. Otherwise each step is a window, and what runs
-    between steps is left out. Raises Unreadable.
-    """
-    return windows_of(read_ranges(path))
-
-
 def read_step_counters(path):
     """Return (a DataFrame with a row for each kernel and a column for each counter, whether of the steps only).
 
-    Values are means of a run. Each pass and each process is limited to its own steps. If one of them names no steps or
-    has no times, or if nothing was counted in the steps, all values are of the whole run. The table is empty if nothing
-    was counted. The units are those of the profiler: FETCH_SIZE and WRITE_SIZE in KiB, those of ncu in base units.
-    Raises Unreadable.
+    Values are means of a run. Each pass and each process is limited to its own steps. If one of them names no steps, or
+    if nothing was counted in the steps, all values are of the whole run. The table is empty if nothing was counted. The
+    units are those of the profiler: FETCH_SIZE and WRITE_SIZE in KiB, those of ncu in base units. Raises Unreadable.
     """
-    reader, files = find(path, "counters")
     whole, limited = [], []
-    for file in files:
-        windows, _ = windows_beside(reader, file)
-        table = table_of(file, reader.counters)
+    for file, table in read_all(path, "counters"):
+        _, windows, _ = steps_beside(file)
         if len(table):
             whole.append(table)
-            limited += [within_any(table, windows)] if windows and "Start" in table else []
+            limited.append(table if records_only_steps(file) else within(table, *windows))
     if not whole:
         return pd.DataFrame(), False
-    is_limited = len(limited) == len(whole) and any(map(len, limited))
+    is_limited = all(map(len, limited))
     rows = pd.concat(limited if is_limited else whole)
     # The same counter in several files (processes, passes) adds measurements, not columns.
-    means = rows.groupby(["Name", "Counter"])["Value"].mean().unstack("Counter")
-    return means, is_limited or not reader.RECORDS_WARM_UP
+    return rows.groupby(["Name", "Counter"])["Value"].mean().unstack("Counter"), is_limited
 
 
 def read_peak_memory(path):
     """Return the most bytes that a process had allocated on GPUs at a time, warm-up included; 0 if unknown."""
-    reader, files = find(path, "memory")
     try:
-        return max((max(table_of(file, reader.memory), default=0) for file in files), default=0)
+        return max((table["Total"].max() for _, table in read_all(path, "memory") if len(table)), default=0)
     except Unreadable:  # such as a damaged database beside the tables of a report
         return 0
 
@@ -156,51 +143,62 @@ def read_peak_memory(path):
 # Files
 
 
-def find(path, content):
-    """Return (the module of the format, the files with this content): the path itself, or files below it.
-
-    (None, []) if there is none. Raises Unreadable if the path does not exist.
-    """
+def read_all(path, content):
+    """Return [(file, what its reader returns)] of the files with this content: the path itself, or files below it."""
     path = Path(path)
     if not path.exists():
         raise Unreadable(f"{path} does not exist")
-    for reader in FORMATS:
-        if content not in reader.PATTERNS:
+    left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
+    found = []
+    for kind in FORMATS:
+        if found or content not in kind.PATTERNS:
             continue
-        if path.is_file():
-            files = [path] if reader.recognizes(path, content) else []
+        pattern = kind.PATTERNS[content]
+        if path.is_dir():
+            files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
         else:
-            pattern = reader.PATTERNS[content]
-            found = sorted(path.rglob(pattern)) or sorted(path.rglob(f"{pattern}.gz"))
-            left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
-            files = [file for file in found if not left_out.search(str(file.relative_to(path)))]
-        if files:
-            return reader, files
-    return None, []
+            files = [path] if path.match(NAMED_BY_A_PERSON.get(pattern, pattern)) else []
+        for file in files:
+            with reported(file):
+                found.append((file, kind.read(file, content)))
+    return found
 
 
-def table_of(file, read, *content):
-    """Return what a function of a reader reads from a file; Unreadable if the file has other contents."""
-    with reported(file):
-        return read(file, *content)
+def steps_beside(file):
+    """Return (ranges, windows, steps) of the process that wrote a file: see Process."""
+    # The CSV files of a process have the same prefix.
+    markers = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", "marker_api_trace.csv", str(file)))
+    ranges = read_ranges(markers) if markers.exists() else intervals()
+    steps, around = steps_of(ranges), ranges[ranges["Name"] == "steps"]
+    held = steps if steps.empty or around.empty else around
+    return ranges, list(zip(held["Start"], held["End"], strict=True)), len(steps)
+
+
+def records_only_steps(file):
+    """Return whether a file has no warm-up: the script profiles measured steps only, and ncu counts within "step"."""
+    return file.suffix == ".json" or file.name == "ncu_raw.csv"
 
 
 def in_order(tables):
+    """Return the rows of all these tables, in the order of Start."""
     rows = pd.concat([intervals(), *map(intervals, tables)], ignore_index=True)
     return rows.sort_values("Start", ignore_index=True, kind="stable")
 
 
-def windows_beside(reader, file):
-    """Return step_windows() of the process of this file."""
-    markers = reader.beside(file, "markers")
-    found = [table_of(markers, reader.ranges, "markers")] if markers and markers.exists() else []
-    return windows_of(in_order(found))
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics
 
 
-def windows_of(ranges):
-    steps = steps_of(ranges)
-    around = ranges[ranges["Name"] == "steps"]
-    held = steps if around.empty else around
-    windows = list(zip(held["Start"], held["End"], strict=True))
-    count = len(within_any(steps, windows))
-    return (windows, count) if count else ([], 0)
+def statistics_of(dispatches):
+    """Compute a table of COLUMNS from Name, Start and End (ns)."""
+    durations = (dispatches["End"] - dispatches["Start"]).groupby(dispatches["Name"], sort=False)
+    table = durations.agg(Calls="count", TotalDurationNs="sum", MinNs="min", MaxNs="max", StdDev="std")
+    return completed(table.fillna(0.0))  # the deviation of a single call
+
+
+def completed(table):
+    """Add the columns that follow from the others, the largest total first. Tables of a profiler have no StdDev."""
+    total = table["TotalDurationNs"]
+    table = table.assign(AverageNs=total / table["Calls"], Percentage=100 * total / max(total.sum(), 1))
+    table = table.sort_values("TotalDurationNs", ascending=False, kind="stable")
+    return table.rename_axis("Name").reset_index().reindex(columns=COLUMNS)

@@ -1,53 +1,39 @@
 """Reads the trace of torch.profiler, which tiny_llama_v3.py --profile writes: Chrome's JSON, times in us."""
 
 import functools
-import gzip
 import json
+
+import pandas as pd
 
 from profilers.readers.files import TEXT, intervals
 
-PATTERNS = dict.fromkeys(("dispatches", "markers", "calls", "memory"), "trace.json")
-RECORDS_WARM_UP = False  # the script profiles only measured steps
-
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-CATEGORIES = {"markers": ("user_annotation",), "calls": ("cuda_runtime", "cuda_driver")}
-
-
-def recognizes(path, content):
-    return path.suffix not in (".csv", ".db")
+CATEGORIES = {
+    "dispatches": ("kernel", "gpu_memcpy", "gpu_memset"),
+    "markers": ("user_annotation",),
+    "calls": ("cuda_runtime", "cuda_driver"),
+}
+PATTERNS = dict.fromkeys((*CATEGORIES, "memory"), "trace.json")
 
 
-def beside(path, content):
-    return path
-
-
-def dispatches(path):
-    """Return kernels and copies of the device; of a CPU, which has none, the outermost operators."""
-    on_device = [event for event in events_of(path) if event.get("cat") in ON_DEVICE]
-    operators = [event for event in events_of(path) if event["name"].startswith("aten::")]
-    return in_ns(on_device or outermost(operators))
-
-
-def ranges(path, content):
-    return in_ns([event for event in events_of(path) if event.get("cat") in CATEGORIES[content]])
-
-
-def memory(path):
-    """Return what PyTorch's tensors held on a GPU after each change, which profile_memory records."""
-    memory = [event["args"] for event in events_of(path) if event["name"] == "[memory]"]
-    return [now["Total Allocated"] for now in memory if now["Device Type"] == 1]
+def read(path, content):
+    """Return events of one kind. Of a CPU, which has no kernels, dispatches are the outermost operators."""
+    events = events_of(path)
+    if content == "memory":  # what PyTorch's tensors held after each change, on a GPU
+        changes = [event["args"] for event in events if event["name"] == "[memory]"]
+        totals = [now["Total Allocated"] for now in changes if now["Device Type"] == 1]
+        return pd.DataFrame({"Total": totals})
+    chosen = [event for event in events if event.get("cat") in CATEGORIES[content]]
+    if content == "dispatches" and not chosen:
+        chosen = outermost([event for event in events if event["name"].startswith("aten::")])
+    # From us to ns.
+    return intervals([(e["name"], round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in chosen])
 
 
 @functools.lru_cache(maxsize=1)  # a report reads a trace several times, and parsing may take seconds
 def events_of(path):
     """Return the complete events, with a beginning and a duration, and the instants."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", **TEXT) as file:
-        events = json.load(file).get("traceEvents", [])
+    events = json.loads(path.read_text(**TEXT)).get("traceEvents", [])
     return [event for event in events if event.get("ph") in ("X", "i")]
-
-
-def in_ns(events):
-    return intervals([(e["name"], round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in events])
 
 
 def outermost(events):

@@ -31,9 +31,7 @@ if "--profile" in arguments:
     run = records.make_run(3)
     run = run._replace(dispatches=run.in_steps())  # nothing else is profiled
     records.write_stats(folder / "kernel_stats.csv", run.dispatches)
-    categories = {
-        "dispatches": "kernel", "ranges": "user_annotation", "api_calls": "cuda_runtime", "copies": "gpu_memcpy",
-    }  # fmt: skip
+    categories = {"dispatches": "kernel", "ranges": "user_annotation", "api_calls": "cuda_runtime"}
     events = [
         {"ph": "X", "tid": 1, "cat": category, "name": r.name, "ts": r.start / 1e3, "dur": r.duration / 1e3}
         for part, category in categories.items()

@@ -141,7 +141,7 @@ def write_csv(options, prefix, seen, counters, counted):
     records.write_agent_info(Path(f"{prefix}_agent_info.csv"))
     counted = [d for d in counted if re.search(options.kernel_include_regex or "", d.name)]
     if counters and counted:
-        records.write_counters(Path(f"{prefix}_counter_collection.csv"), RELEASE, counted, counters)
+        records.write_counters(Path(f"{prefix}_counter_collection.csv"), counted, counters)
     if seen.dispatches:
         records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), RELEASE, seen.dispatches)
     if seen.api_calls:

@@ -12,12 +12,13 @@ def test_bound_is_the_longer_of_two():
     assert bound("gfx942", "bf16", False, 1, 163.4e6)[0] == pytest.approx(1.0)  # without matrix instructions
 
 
-def test_occupancy_names_its_limit():
-    assert occupancy("gfx942", 64, 0, 4) == {"warps": 32, "share": 1.0, "limit": None}
-    assert occupancy("gfx942", 129, 0, 4) == {"warps": 12, "share": 0.375, "limit": "registers"}
-    assert occupancy("gfx942", 64, 0, 4, 94)["warps"] == 32
-    assert occupancy("gfx942", 64, 0, 4, 95) == {"warps": 28, "share": 0.875, "limit": "registers"}
-    assert occupancy("gfx942", 64, 32 * 1024, 4) == {"warps": 8, "share": 0.25, "limit": "shared memory"}
-    assert occupancy("sm_90", 128, 0, 4) == {"warps": 16, "share": 0.25, "limit": "registers"}
-    for kib, warps in ((113, 8), (114, 4)):  # of 228, with the one that is reserved
-        assert occupancy("sm_90", 32, kib * 1024, 4) == {"warps": warps, "share": warps / 64, "limit": "shared memory"}
+@pytest.mark.parametrize("used, warps, share, limit", [
+    (("gfx942", 64, 0, 4), 32, 1.0, None), (("gfx942", 129, 0, 4), 12, 0.375, "registers"),
+    (("gfx942", 64, 0, 4, 94), 32, 1.0, None), (("gfx942", 64, 0, 4, 95), 28, 0.875, "registers"),
+    (("gfx942", 64, 2**15, 4), 8, 0.25, "shared memory"), (("sm_90", 128, 0, 4), 16, 0.25, "registers"),
+    # Of 228 KiB, with the one that is reserved.
+    (("sm_90", 32, 113 * 1024, 4), 8, 0.125, "shared memory"),
+    (("sm_90", 32, 114 * 1024, 4), 4, 0.0625, "shared memory"),
+])  # fmt: skip
+def test_occupancy_names_its_limit(used, warps, share, limit):
+    assert occupancy(*used) == {"warps": warps, "share": share, "limit": limit}

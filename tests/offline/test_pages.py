@@ -34,8 +34,3 @@ def test_result_has_the_launches_of_today():
 
 def test_result_passes_the_check():
     assert not [line for row in committed()["rows"] for line in gate.violations(row)]
-
-
-@pytest.mark.parametrize("arguments", [["--architectures", "gfx1"], ["--processes", "0"], ["--no-such-flag"]])
-def test_bad_usage_is_one_line(arguments, capsys):
-    assert pages.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1

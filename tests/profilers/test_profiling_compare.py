@@ -1,99 +1,95 @@
 """The comparison of two recordings: what differs by more than the noise of both is told, and nothing else."""
 
-import json
-import random
+import contextlib
+import sqlite3
 
+import pandas as pd
 import pytest
 
 from profilers import compare
-from profilers.kernel_names import operation_of
 from profilers.readers import read_step_stats
 from tests.fakes import records
-
-KERNELS = [f"kernel_{number}" for number in range(40)]
-SLOWED = KERNELS[7]
+from tests.fakes.records import Record, Run
 
 
-def write_recording(path, seed, jitter, steps=3, slowed=1.0, ranges=("step",)):
-    """A database of steps of 40 kernels, each of about 100 us times its jitter; SLOWED takes so many times as long."""
-    rng, now, run = random.Random(seed), 10**9, records.Run([], [], [], [])
-    begin_all = now
-    for _ in range(steps):
-        begin = now
-        for name in KERNELS:
-            duration = round(100_000 * rng.uniform(1 - jitter, 1 + jitter) * (slowed if name == SLOWED else 1))
-            run.dispatches.append(records.Record(name, now, now + duration))
-            now += duration + 1000
-        run.ranges.append(records.Record("step", begin, now))
-    run.ranges.extend(records.Record(name, begin_all, now) for name in ranges if name != "step")
+def write_recording(path, *steps, around=False):
+    """A database of steps with a kernel each, in us; around: with one window, as --timing step records it."""
+    run, now = Run([], [], [], []), 1000
+    for us in steps:
+        run.dispatches.append(Record("rmsnorm_kernel", now, now + 1000 * us))
+        run.ranges.append(Record("step", now, now + 10**6))
+        now += 10**7
+    if around:
+        run.ranges.append(Record("steps", 1000, now))
     records.write_rocpd(path / "a.db", run)
     return path
 
 
-def changes(capsys, *paths):
-    """{kernel: its change}, and what was printed."""
-    assert compare.main([*map(str, paths), "--top", "100"]) == 0
-    out = capsys.readouterr().out
-    rows = [line.split() for line in out.split("By operation")[0].splitlines() if "kernel_" in line]
-    return {row[-1]: row[0] for row in rows}, out
+def side(path):
+    table, steps = compare.side_of(path)
+    return table.loc["rmsnorm_kernel"].to_dict(), steps
 
 
-RECORDED = pytest.mark.parametrize("steps, ranges", [(3, ["step"]), (20, ["step", "steps"])])
+def test_a_side_is_the_median_step_and_its_noise_by_hand(tmp_path):
+    """One slow step of five is an outlier, which a mean would tell as a change. Quartiles of 101 and 104 us."""
+    path = write_recording(tmp_path / "five", 100, 101, 900, 103, 104)
+    assert side(path) == ({"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.003 * 3)}, 5)
+    with contextlib.closing(sqlite3.connect(path / "a.db")) as connection, connection:
+        connection.execute("INSERT INTO kernels (name, start, [end]) VALUES ('once', 2000, 3000)")  # in the first step
+    assert compare.side_of(path)[0].loc["once"].tolist() == [0.0, 0.2, 0.0]
 
 
-@RECORDED
-def test_equal_runs_with_jitter_are_the_same(tmp_path, capsys, steps, ranges):
-    paths = [write_recording(tmp_path / str(seed), seed, 0.3, steps, ranges=ranges) for seed in (1, 2)]
-    found, out = changes(capsys, *paths)
-    assert found == dict.fromkeys(KERNELS, "same")
-    assert "Kernels: 40 same\n" in out and "ms noise" in out
+@pytest.mark.parametrize("steps, around", [((100, 300), False), ((100, 300, 500, 500), True)])
+def test_without_single_steps_times_are_means_and_the_noise_is_not_known(tmp_path, steps, around):
+    path = write_recording(tmp_path / "steps", *steps, around=around)
+    mean = sum(steps) / len(steps) / 1e3
+    assert side(path) == ({"ms": pytest.approx(mean), "calls": 1.0, "noise": pytest.approx(float("nan"), nan_ok=True)},
+                          len(steps))  # fmt: skip
+    read_step_stats(path)[0].to_csv(tmp_path / "table.csv", index=False)  # which knows no step
+    whole, count = side(tmp_path / "table.csv")
+    assert count == 0 and whole["ms"] == pytest.approx(sum(steps) / 1e3) and whole["calls"] == len(steps)
 
 
-@RECORDED
-def test_a_change_beyond_the_noise_is_found(tmp_path, capsys, steps, ranges):
-    before = write_recording(tmp_path / "before", 1, 0.01, steps, ranges=ranges)
-    after = write_recording(tmp_path / "after", 2, 0.01, steps, slowed=1.2, ranges=ranges)
-    assert changes(capsys, before, after)[0] == dict.fromkeys(KERNELS, "same") | {SLOWED: "slower"}
-    assert changes(capsys, after, before)[0] == dict.fromkeys(KERNELS, "same") | {SLOWED: "faster"}
-
-
-def test_the_noise_is_named(tmp_path, capsys):
-    three, nine = (write_recording(tmp_path / str(steps), steps, 0.1, steps) for steps in (3, 9))
-    _, out = changes(capsys, three, nine)
-    assert "\nNoise: the interquartile ranges of a kernel's time in 3 and in 9 steps, added, times 1 + 10 / 3" in out
-    read_step_stats(three)[0].to_csv(tmp_path / "three.csv", index=False)  # which knows no single step
-    _, out = changes(capsys, tmp_path / "three.csv", nine)
-    assert "\nNoise: from the standard deviation of a kernel's calls" in out
-
-
-def test_kernels_of_a_trace_of_the_profiler_are_compared_by_steps(tmp_path, capsys):
-    """One slow step of five is an outlier, which a mean would tell as a change."""
-
-    def write(folder, slow):
-        events = []
-        for number in range(5):
-            us = slow if number == 2 else 100 + number
-            common = {"ph": "X", "pid": 1, "ts": 1000 * number}
-            events.append(common | {"cat": "user_annotation", "name": "step", "tid": 1, "dur": 990})
-            events.append(common | {"cat": "kernel", "name": "kernel_0", "tid": 7, "dur": us})
-        folder.mkdir()
-        (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        return folder
-
-    found, out = changes(capsys, write(tmp_path / "calm", 102), write(tmp_path / "disturbed", 900))
-    assert found == {"kernel_0": "same"} and "A step of each: 0.102 ms in 1 calls, then 0.103 ms" in out
-
-
-def test_processes_of_one_folder_are_compared_by_means(tmp_path, capsys):
+def test_the_steps_of_all_processes_count(tmp_path):
     """The windows of one process hold kernels of the other, which are none of its steps'."""
-    for name in ("before", "after"):
-        for rank in range(2):
-            write_recording(tmp_path / name / f"rank_{rank}", seed=rank, jitter=0.01)
-    told, out = changes(capsys, tmp_path / "before", tmp_path / "after")
-    assert set(told.values()) == {"same"} and "A step of each: 4." in out and "in 40 calls" in out
+    for rank, steps in enumerate(((100, 104), (102, 106))):
+        write_recording(tmp_path / f"rank_{rank}", *steps)
+    assert side(tmp_path) == ({"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.003 * 3.5)}, 4)
 
 
-def test_a_layer_that_names_its_kernels(tmp_path):
-    """rocprofv3 --kernel-rename calls kernels after the range around their launch."""
-    names = {"layers.0 forward": "layer", "layers.11 backward": "layer backward", "optimizer": "optimizer"}
-    assert {name: operation_of(name) for name in names} == names
+@pytest.mark.parametrize("after, noise, change", [
+    (1.049, 0.0, "same"), (1.051, 0.0, "slower"), (0.953, 0.0, "same"), (0.951, 0.0, "faster"),
+    (1.29, 0.15, "same"), (1.31, 0.15, "slower"), (0.71, 0.15, "same"), (0.69, 0.15, "faster"),
+    (1.051, float("nan"), "slower"), (0.951, float("nan"), "faster"), (1.04, float("nan"), "same"),
+])  # fmt: skip
+def test_what_counts_as_a_change_by_hand(after, noise, change):
+    before, after = (pd.DataFrame({"ms": [ms], "calls": 1.0, "noise": noise}, index=["k"]) for ms in (1.0, after))
+    row = compare.compare(before, after).loc["k"]
+    assert row["change"] == change and row["ms noise"] == pytest.approx(2 * noise, nan_ok=True)
+
+
+def test_kernels_and_operations_in_the_order_of_their_change(tmp_path, capsys):
+    """A step of 1060 us becomes one of 270; SwiGLU's kernel has another name after the change."""
+    before = {"swiglu_kernel": 900, "rmsnorm_kernel": 100, "adamw_kernel": 50, "rope_kernel": 10}
+    after = {"swiglu_activation_kernel": 20, "rmsnorm_kernel": 200, "adamw_kernel": 40, "rope_kernel": 10}
+    for folder, kernels in (("before", before), ("after", after)):
+        dispatches = [Record(name, start, start + 1000 * us) for start in (0, 10**7) for name, us in kernels.items()]
+        ranges = [Record("step", start, start + 10**6) for start in (0, 10**7)]
+        records.write_rocpd(tmp_path / folder / "a.db", Run(dispatches, ranges, [], []))
+    sides = str(tmp_path / "before"), str(tmp_path / "after")
+    assert compare.main([*sides, "--top", "4"]) == 0
+    first, *lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert " ".join(first) == "A step of each: 1.060 ms in 4 calls, then 0.270 ms in 4 calls (0.25 of the time)"
+    rows = [line for line in lines if line[0] in ("vanished", "slower", "appeared", "faster", "same")]
+    assert [row[:5] + row[-1:] for row in rows] == [
+        ["vanished", "0.900", "-", "-", "-", "swiglu_kernel"],
+        ["slower", "0.100", "0.200", "-", "2.00", "rmsnorm_kernel"],
+        ["appeared", "-", "0.020", "-", "-", "swiglu_activation_kernel"],
+        ["faster", "0.050", "0.040", "-", "0.80", "adamw_kernel"],
+    ]
+    first, _, last = [line[:4] for line in lines[lines.index(["By", "operation:"]) + 2 :]][:3]
+    assert first == ["0.900", "0.000", "0.00", "SwiGLU"] and last == ["0.000", "0.020", "-", "SwiGLU"]
+    read_step_stats(tmp_path / "after")[0].to_csv(tmp_path / "after.csv", index=False)
+    assert compare.main([sides[0], str(tmp_path / "after.csv")]) == 0
+    told = "The whole recordings, as one of them does not name its steps: 2.120 ms in 8 calls, then 0.540 ms in 8 calls"
+    assert told in capsys.readouterr().out

@@ -1,10 +1,8 @@
 """The pictures of the reports: what is drawn, and that an operation has one colour in all of them."""
 
-import colorsys
 import itertools
 import math
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
@@ -12,8 +10,11 @@ from matplotlib.lines import Line2D
 from exercises.performance_debugging import pictures
 from profilers import plot
 from profilers.kernel_names import COLORS, OPERATIONS, OTHER
+from profilers.readers import statistics_of
 from profilers.readers.files import intervals
-from profilers.readers.kernel_statistics import merge, statistics_of
+from tests.fakes import records
+from tests.fakes.machine import ALONE
+from tests.fakes.records import Record, Run
 
 GEMM, NORM, NORM_BACKWARD = "Cijk_Ailk_Bljk_BBS_MT256x128x64", "rmsnorm_kernel", "rmsnorm_backward_kernel"
 
@@ -24,71 +25,93 @@ def test_every_operation_has_a_colour_of_its_own():
         assert math.dist(to_rgb(COLORS[one]), to_rgb(COLORS[other])) > 0.1, (one, other)
 
 
-def test_a_backward_pass_is_the_lighter_of_its_pair():
-    backward = [name for name in COLORS if name.endswith(" backward")]
-    assert len(backward) >= 6
-    for name in backward:
-        light, dark = (colorsys.rgb_to_hls(*to_rgb(COLORS[n])) for n in (name, name.removesuffix(" backward")))
-        apart = abs(light[0] - dark[0])  # round the circle of hues
-        assert light[1] > dark[1] and min(apart, 1 - apart) < 0.05, name
-
-
-def table_of(**calls):
-    rows = [(name, start, start + 10) for name, count in calls.items() for start in range(count)]
-    return merge([statistics_of(intervals(rows))])
-
-
 def legend_of(legend):
     """{label: colour} of a legend."""
     colors = [h.get_color() if isinstance(h, Line2D) else h.get_facecolor() for h in legend.legend_handles]
     return {text.get_text(): to_rgb(color) for text, color in zip(legend.get_texts(), colors, strict=True)}
 
 
-def bars_of(figure):
-    """{operation: colour} of the bars of kernels, which end in their operations' names."""
-    (axes,) = figure.axes
-    labels = [text.get_text().split(" %  ")[1] for text in axes.texts]
-    return {label: to_rgb(bar.get_facecolor()) for label, bar in zip(labels, axes.patches, strict=True)}
+def colors_of(*names):
+    return {name: to_rgb(COLORS[name]) for name in names}
 
 
-def test_a_kernel_keeps_its_colour_beside_others():
-    one = bars_of(plot.draw_kernels(table_of(**{GEMM: 5, NORM: 2}), 0, ""))
-    other = bars_of(plot.draw_kernels(table_of(**{NORM: 9, NORM_BACKWARD: 8, "adamw_kernel": 7, GEMM: 1}), 0, ""))
-    assert one == {name: other[name] for name in ("matrix product", "RMSNorm")}
-    assert other == {name: to_rgb(COLORS[name]) for name in other} and len(other) == 4
+def bars_of(axes):
+    """[(row, left, width), ...] of what is drawn in a timeline, from left to right."""
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    bars = [(names[round(bar.get_y() + 0.4)], bar.get_x(), bar.get_width()) for bar in axes.patches]
+    return [(row, round(left, 6), round(width, 6)) for row, left, width in sorted(bars, key=lambda bar: bar[1:])]
 
 
-def test_the_timeline_and_the_roofline_have_the_same_colours():
-    step = intervals([("step", 0, 100)])
-    kernels = intervals([(NORM_BACKWARD, 0, 50), (GEMM, 60, 90), ("unheard_of", 95, 99)])
-    names = ("RMSNorm backward", "matrix product", OTHER)
-    (legend,) = plot.draw_steps([(kernels, step)], "").legends
+def test_bars_of_the_kernels_that_take_the_most_time():
+    """Two calls of 3 ms in two steps, and one of 2 ms: 75 and 25 %."""
+    kernels = [(GEMM, 0, 3e6), (NORM, 0, 2e6), (GEMM, 0, 3e6)]
+    (axes,) = plot.draw_kernels(statistics_of(intervals(kernels)), 2, "").axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 3.0] and axes.get_xlabel() == "ms a step"
+    assert [text.get_text() for text in axes.texts] == ["25.0 %  RMSNorm", "75.0 %  matrix product"]
+    assert [to_rgb(bar.get_facecolor()) for bar in axes.patches] == [*colors_of("RMSNorm", "matrix product").values()]
+    many = intervals([(f"k{number}", 0, number + 1) for number in range(20)])
+    assert len(plot.draw_kernels(statistics_of(many), 0, "").axes[0].patches) == plot.TOP
+
+
+def write_step(folder, at=0, steps=(("step", 0, 1000),), collective="AllGather_RING_LL"):
+    """A recording of a step, in us, 10 ms after the last one's beginning."""
+    kernels = [
+        ("warm", -900, -100),
+        (GEMM, 100, 400),
+        (NORM_BACKWARD, 500, 520),
+        (f"ncclDevKernel_{collective}", 600, 700),
+    ]
+    ranges = [
+        *steps,
+        ("forward", 0, 50),
+        ("optimizer", 970, 1000),
+        ("layers.0 forward", 50, 300),
+        ("step", 2000, 9000),
+    ]
+    parts = [[Record(n, 10**7 + 1000 * (at + a), 10**7 + 1000 * (at + b)) for n, a, b in p] for p in (kernels, ranges)]
+    records.write_rocpd(folder / "a.db", Run(*parts, [], []))
+
+
+def test_a_timeline_of_two_processes(tmp_path, capsys):
+    """By the clock of the first, the collectives apart; of the host, that of the first alone."""
+    write_step(tmp_path / "rank_0", steps=[("step", 0, 1000), ("step", 1500, 1600)])  # the median of three
+    write_step(tmp_path / "rank_1", at=100, collective="ReduceScatter_Sum")
+    figure = plot.pictures_of(tmp_path)["timeline.png"]
+    (axes,), (legend,) = figure.axes, figure.legends
+    names = ("RMSNorm backward", "matrix product", "all-gather", "reduce-scatter")
+    assert legend_of(legend) == colors_of(*names)
+    own, others = "kernels of device 0", "kernels of device 1"
+    assert bars_of(axes) == [
+        ("phases (host)", 0, 0.05), ("layers (host)", 0.05, 0.25), (own, 0.1, 0.3), (others, 0.2, 0.3),
+        (own, 0.5, 0.02), (others, 0.6, 0.02), ("collectives of device 0", 0.6, 0.1),
+        ("collectives of device 1", 0.7, 0.1), ("phases (host)", 0.97, 0.03),
+    ]  # fmt: skip
+    assert [text.get_text() for text in axes.texts] == ["forward", ""]  # the other is too short for its name
+    assert plot.main([str(tmp_path), "--output", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranges", [[], [("step", 0, 1000), ("steps", 0, 1000)]])
+def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, ranges):
+    """The host's step ends before its kernels run."""
+    ranges = [Record(*r) for r in ranges]
+    records.write_rocpd(tmp_path / "a.db", Run([Record(NORM, 100, 200)], ranges, [], []))
+    assert plot.main([str(tmp_path)]) == 0
+    assert (tmp_path / "kernels.png").exists() and not (tmp_path / "timeline.png").exists()
+    assert "No timeline: it needs a recording whose ranges hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "cpu"])
+def test_the_roofline(arch):
+    """16 MFLOP on 8 MB in 4 us and 1 GFLOP on 1 MB in 10 us, below 4 TB/s and 600 TFLOP/s."""
+    figure = plot.draw_roofline(ALONE | {"environment": {"device": "GPU", "arch": arch}})
+    (axes,), (legend,) = figure.axes, figure.legends
+    roof, *points = axes.lines
+    assert [tuple(point.get_xydata()[0]) for point in points] == [pytest.approx(p) for p in ((2, 4), (1000, 100))]
+    assert roof.get_xydata().tolist() == [[2, 8], [150, 600], [1000, 600]]
     shown = legend_of(legend)
-    assert shown == {name: to_rgb(COLORS[name]) for name in names}
-    points = [{"name": name, "flop": 10, "bytes": 10, "triton": {"ms": 1.0}} for name in ("RMSNorm", "attention")]
-    result = {
-        "ceilings": {"GB/s": 1, "TFLOP/s": 1}, "kernels": points, "environment": {"device": "GPU", "arch": "gfx942"},
-    }  # fmt: skip
-    (axes,) = plot.draw_roofline(result).axes
-    shown = legend_of(axes.get_legend())
-    assert shown == {name: to_rgb(COLORS[name]) for name in ("RMSNorm", "attention")}
-    assert "interpreted" not in axes.get_title()
-    result["environment"]["arch"] = "cpu"
-    assert "interpreted: no ceiling limits them" in plot.draw_roofline(result).axes[0].get_title()
-
-
-def test_the_roofline_s_text_is_clear_of_its_lines():
-    points = [{"name": "RMSNorm", "flop": flop, "bytes": 10, "triton": {"ms": 1.0}} for flop in (10, 5000)]
-    result = {"ceilings": {"GB/s": 4277, "TFLOP/s": 680}, "environment": {"device": "GPU", "arch": "gfx942"}}
-    figure = plot.draw_roofline(result | {"kernels": points})
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    left, ridge, right = axes.lines[0].get_transform().transform(axes.lines[0].get_xydata())
-    ceiling = [*np.linspace(left, ridge, 100), *np.linspace(ridge, right, 100)]
-    assert len(axes.texts) == 2
-    for text in axes.texts:
-        box = text.get_window_extent().padded(2)
-        assert not any(box.contains(x, y) for x, y in ceiling)
+    assert shown.pop("4000 GB/s, 600 TFLOP/s") == (0, 0, 0) and shown == colors_of("RMSNorm", "attention")
+    assert ("interpreted" in axes.get_title()) == (arch == "cpu")
 
 
 def test_the_replay_adds_up_the_kernels_of_an_operation():

@@ -9,7 +9,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import traces
-from profilers.readers import read_dispatches, step_windows
+from profilers.readers import read_processes
 
 TRACES = Path(__file__).parent
 
@@ -41,7 +41,8 @@ def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
     assert {e["name"] for e in events if e["ph"] == "M"} == {"process_name"}
     assert {e.get("cat") for e in events if e["ph"] == "X"} == {"kernel", "user_annotation", "cuda_driver"}
     assert min(e["ts"] for e in events) == 0 and max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == 1000
-    assert len(read_dispatches(path)) == 8 and step_windows(path)[1] == 1  # the project's readers open it
+    (process,) = read_processes(path)  # the project's readers open it
+    assert len(process.dispatches) == 8 and process.steps == 1
 
 
 def test_what_ends_after_the_step_is_left_out(tmp_path):
