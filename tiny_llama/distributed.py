@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -32,8 +31,7 @@ from tiny_llama import hardware
 from tiny_llama_v3 import UsageError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
-REMEDY = "start the processes with torchrun, or unset it for a single one"
-STOP_SECONDS = 5  # how long a process that shall stop waits for the others to do the same
+FIND_SECONDS = llama.Config().comm_timeout  # how long processes that were started by hand wait for each other
 VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
@@ -49,13 +47,13 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 class World:
     """This process's rank among those that train together, and how it communicates with the others."""
 
-    def __init__(self, rank=0, size=1, local_rank=0):
+    def __init__(self, rank=0, size=1, local_rank=0, store=None):
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.store = None  # the key-value store of torchrun, or else of rank 0
+        self.store = store  # the key-value store of torchrun, or else of rank 0
         self.backend = None  # of weights and gradients: "nccl" or "gloo"
         self.control = None  # the process group of the hosts
         self.timeout = 0  # seconds
-        self.stop_requested = None  # when, by Ctrl-C or SIGTERM
+        self.stop_requested = None  # the signal that did, of Ctrl-C or SIGTERM
         self.votes = collections.deque()
 
     def select_device(self, requested):
@@ -69,23 +67,6 @@ class World:
                 )
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
-
-    def find_store(self, timeout):
-        """Connect to the store within a number of seconds, which its owner needs for the other processes to come."""
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        end = time.monotonic() + timeout
-        # PyTorch's own attempts log stack traces, and no signal handler runs meanwhile.
-        while self.rank:
-            try:
-                socket.create_connection(place, timeout).close()
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-        socket.getaddrinfo(*place)  # an unknown name is an error at once, and not after PyTorch's half an hour
-        if self.store is None:
-            self.store, *_ = next(dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=timeout)))
 
     def join(self, device, timeout, backend=None):
         """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
@@ -101,14 +82,9 @@ class World:
                 pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
                 device_id=torch.device("cuda", self.local_rank),
             )
-        try:
-            self.find_store(timeout)
+        with finding_each_other():
             dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size, **options)
             self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            place = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format_map(os.environ)
-            reason = f"rank {self.rank} at {place}, over {self.backend}: {first_line(error)}"
-            raise UsageError(f"the {self.size} processes do not find each other ({reason}): {REMEDY}") from error
 
     def require_same(self, config, flag_of=llama.flag_of):
         """Raise UsageError if a process was given another configuration, a dataclass."""
@@ -139,11 +115,11 @@ class World:
 
     def wait_for(self, event):
         """Wait for an event of the GPU; UsageError if it does not come. NCCL does not time out what is captured."""
-        start = time.monotonic()
+        end = time.monotonic() + self.timeout
         while not event.query():
-            limit = self.timeout if self.stop_requested is None else min(self.timeout, STOP_SECONDS)
-            if time.monotonic() - max(start, self.stop_requested or 0) > limit:
-                raise UsageError(f"the GPU has waited {limit} s for another process: it has ended or does not answer")
+            if time.monotonic() > end:
+                reason = "it has ended or does not answer"
+                raise UsageError(f"the GPU has waited {self.timeout} s for another process: {reason}")
             time.sleep(1e-5)
 
     def handle_signals(self):
@@ -152,10 +128,8 @@ class World:
             signal.signal(number, self.request_stop)
 
     def request_stop(self, number, frame):
-        """Handle a signal. A second one ends the process, unless torchrun has repeated the first one."""
-        if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
-            exit_now(130)
-        self.stop_requested = self.stop_requested or time.monotonic()
+        """Handle a signal."""
+        self.stop_requested = number
 
     def any(self, flag, under_way=0):
         """Return whether a process has set its flag, as of so many calls before. All must call this as often."""
@@ -170,31 +144,42 @@ class World:
         work.wait()
         return vote.item() > 0
 
+    def is_first_to_fail(self):
+        """Return whether no other process has called this before; True if the store has ended, too."""
+        with contextlib.suppress(RuntimeError):
+            return self.store.add("failures", 1) == 1
+        return True
+
 
 def first_line(error):
     """Return the first line of an error's text; those of PyTorch go on with a stack trace."""
     return str(error).split("\n")[0]
 
 
+@contextlib.contextmanager
+def finding_each_other():
+    """Raise UsageError for what keeps processes from finding each other: the environment, the network, the time."""
+    try:
+        yield
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        given = " ".join(f"{name}={os.environ.get(name, '')}" for name in TORCHRUN)
+        reason = f"the processes do not find each other with {given} ({first_line(error)})"
+        raise UsageError(f"{reason}: start them with torchrun, or unset these for a single one") from error
+
+
 def launched():
     """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
-    numbers = []
-    for name, default in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1").items():
-        text = os.environ.get(name, default)
-        if not re.fullmatch(r"\d{1,9}", text):  # PyTorch's have 32 bits
-            raise UsageError(f"{name}={text:.20} in the environment is no number of a process: {REMEDY}")
-        numbers.append(int(text))
-    rank, local_rank, size = numbers
-    if rank >= size:
-        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {REMEDY}")
-    if size == 1:
-        return World()
-    missing = [name for name in TORCHRUN if name not in os.environ]
-    if missing:
-        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {REMEDY}")
+    with finding_each_other():
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1:
+            return World()
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        if not 0 <= rank < size:
+            raise ValueError("RANK is not below WORLD_SIZE")
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=FIND_SECONDS)))
     if rank:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
-    return World(rank, size, local_rank)
+    return World(rank, size, local_rank, store)
 
 
 def exit_now(exit_code):
@@ -204,11 +189,20 @@ def exit_now(exit_code):
     os._exit(exit_code)
 
 
+def reason_of(error):
+    """Return what to say of an error in one line; None if it is a fault of the program."""
+    if hasattr(error, "exit_code"):  # UsageError, for example
+        return str(error)
+    if re.search(LOST_PEER, str(error)):
+        return f"another process has ended, or does not answer ({first_line(error)})"
+    return str(error) if isinstance(error, OSError) else None
+
+
 def run_together(job, program):
     """Call job(World of torchrun's processes), and return its exit code.
 
-    In one of several processes an error ends the process at once: with one line if it has an exit_code, as UsageError
-    has. The first process to fail prints it, and not those that fail as a consequence.
+    In one of several processes an error ends the process at once. The first process to fail prints it in one line, and
+    not those that fail as a consequence; a fault of the program has its traceback.
     """
     world = launched()
     if world.size == 1:
@@ -222,22 +216,13 @@ def run_together(job, program):
     except BrokenPipeError:
         exit_now(141)
     except Exception as error:
-        if not hasattr(error, "exit_code"):
-            is_lost = re.search(LOST_PEER, str(error))
-            if not is_lost and not isinstance(error, OSError):
-                traceback.print_exc()
-                exit_now(1)
-            reason = f"another process has ended, or does not answer ({first_line(error)})"
-            error = UsageError(reason if is_lost else str(error))
-        is_first = True  # also where there is no store, or it has ended or does not answer
-        with contextlib.suppress(Exception):
-            world.find_store(1 if world.timeout else STOP_SECONDS)
-            is_first = world.store.add("complaints", 1) == 1
-        if world.store is None:
-            raise error from None
-        if is_first:
-            print(f"{program}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        exit_now(error.exit_code)
+        reason = reason_of(error)
+        if reason is None:
+            traceback.print_exc()
+            exit_now(1)
+        if world.is_first_to_fail():
+            print(f"{program}: error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
+        exit_now(getattr(error, "exit_code", 2))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -303,16 +288,14 @@ class ShardedAdamW(llama.FlatAdamW):
     def weights(self):
         """Return the weights as FlatAdamW.weights; all processes must call it."""
         self.follow_model()
-        self.gather_weights(self.buckets)
-        for bucket in self.buckets:
-            self.wait_for_weights(bucket)
-        if self.remainder is None:
-            return list(self.views(self.param))
-        # int16, called bf16 because messages have no int16.
+        # bf16, or integers that are called so because messages have no int16.
         remainder = torch.empty_like(self.param)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
-            all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
-        return list(self.views(llama.join_fp32(self.param, remainder.view(torch.int16))))
+            all_gather(bucket.all_weights, bucket.own_weights)
+            if self.remainder is not None:
+                all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
+        is_whole = self.remainder is None
+        return list(self.views(self.param if is_whole else llama.join_fp32(self.param, remainder.view(torch.int16))))
 
     def zero_grad(self):
         """Let the next backward pass overwrite the gradients, and reduce them."""
@@ -445,21 +428,16 @@ class Step(llama.TrainStep):
 
     @classmethod
     def check(cls, config, device):
-        """As TrainStep.check: each process by itself, and then the mean gradients that all train with."""
+        """As TrainStep.check, of the mean gradients that all processes train with."""
         world, reference = cls.world, "fp32" if config.use_amp else "fp64"
         batch = next(own_rows(config, world))
         verdict, exact = llama.check_batch(config, device, batch)
-        verdicts = world.gather(verdict)
-        failed = [rank for rank, verdict in enumerate(verdicts) if verdict.failed]
-        for rank in failed or [0]:
-            llama.print_verdict(verdicts[rank], f"{reference}, rank {rank}")
-        if failed:
-            return False
         for tensor in exact.values():
             dist.all_reduce(tensor.div_(world.size))
         results = llama.loss_and_gradients(config, device, batch, step_class=cls)
         (results["loss"],) = world.mean([results["loss"].item()])
-        verdict = verdict._replace(errors=llama.relative_errors(results, exact))
+        # One verdict for all: what plain PyTorch allows depends on a process's rows.
+        verdict = world.gather(verdict)[0]._replace(errors=llama.relative_errors(results, exact))
         llama.print_verdict(verdict, f"{reference}, the mean of {world.size} processes")
         return not verdict.failed
 
