@@ -6,7 +6,6 @@ All messages go through torch.distributed: weights and gradients over NCCL (RCCL
 the hosts agree on, outside of what is timed, over gloo.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +16,6 @@ import re
 import signal
 import statistics
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +30,6 @@ from tiny_llama_v3 import UsageError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
 FIND_SECONDS = llama.Config().comm_timeout  # how long processes that were started by hand wait for each other
-VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
 # Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
@@ -52,19 +49,15 @@ class World:
         self.store = store  # the key-value store of torchrun, or else of rank 0
         self.backend = None  # of weights and gradients: "nccl" or "gloo"
         self.control = None  # the process group of the hosts
-        self.timeout = 0  # seconds
         self.stop_requested = None  # the signal that did, of Ctrl-C or SIGTERM
-        self.votes = collections.deque()
 
     def select_device(self, requested):
         """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
         if requested != "cpu" and torch.cuda.is_available():
             count = torch.cuda.device_count()
             if self.local_rank >= count:
-                raise UsageError(
-                    f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node: "
-                    "lower --nproc_per_node of torchrun, or give --device cpu"
-                )
+                problem = f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node"
+                raise UsageError(f"{problem}: lower --nproc_per_node of torchrun, or give --device cpu")
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
 
@@ -72,19 +65,18 @@ class World:
         """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
         if self.size == 1:
             return
-        self.backend, self.timeout = backend or ("nccl" if device.type == "cuda" else "gloo"), timeout
-        options = dict(timeout=timedelta(seconds=timeout))
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        limit, options = timedelta(seconds=timeout), {}
         if self.backend == "nccl":
-            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free. Its
-            # watchdog, whose message says less, comes after wait_for().
+            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
             options = dict(
-                timeout=timedelta(seconds=timeout + 10),
                 pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
                 device_id=torch.device("cuda", self.local_rank),
             )
         with finding_each_other():
-            dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size, **options)
-            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            options |= dict(store=self.store, rank=self.rank, world_size=self.size)
+            dist.init_process_group(self.backend, timeout=limit, **options)
+            self.control = dist.new_group(backend="gloo", timeout=limit)
 
     def require_same(self, config, flag_of=llama.flag_of):
         """Raise UsageError if a process was given another configuration, a dataclass."""
@@ -113,15 +105,6 @@ class World:
         """Average a list of numbers over the processes, added in the order of their ranks."""
         return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
 
-    def wait_for(self, event):
-        """Wait for an event of the GPU; UsageError if it does not come. NCCL does not time out what is captured."""
-        end = time.monotonic() + self.timeout
-        while not event.query():
-            if time.monotonic() > end:
-                reason = "it has ended or does not answer"
-                raise UsageError(f"the GPU has waited {self.timeout} s for another process: {reason}")
-            time.sleep(1e-5)
-
     def handle_signals(self):
         """From now on, Ctrl-C and SIGTERM only ask for all processes to stop, because they come in different steps."""
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -131,18 +114,9 @@ class World:
         """Handle a signal."""
         self.stop_requested = number
 
-    def any(self, flag, under_way=0):
-        """Return whether a process has set its flag, as of so many calls before. All must call this as often."""
-        if self.size == 1:
-            return flag
-        vote = torch.tensor(float(flag))
-        self.votes.append((vote, dist.all_reduce(vote, group=self.control, async_op=True)))
-        # The votes of the latest calls travel while the caller goes on.
-        if len(self.votes) <= under_way:
-            return False
-        vote, work = self.votes.popleft()
-        work.wait()
-        return vote.item() > 0
+    def any(self, flag):
+        """Return whether a process has set its flag. All must call this as often."""
+        return any(self.gather(flag))
 
     def is_first_to_fail(self):
         """Return whether no other process has called this before; True if the store has ended, too."""
@@ -274,7 +248,7 @@ class ShardedAdamW(llama.FlatAdamW):
 
     def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
         self.world, self.buckets = world, make_buckets(model)
-        self.ahead = None  # the number of buckets that begin_forward() gathers; None: all
+        self.overlaps = False  # whether the hooks of overlap() gather
         parameters = [bucket.parameters for bucket in self.buckets]
         share = world.rank, world.size
         super().__init__(model, lr, low_precision, buckets=parameters, share=share, **hyperparameters)
@@ -329,9 +303,8 @@ class ShardedAdamW(llama.FlatAdamW):
             if not bucket.is_reduced:
                 self.reduce_gradients(bucket)
         for bucket in reversed(self.buckets):
-            if bucket.reduction:
-                bucket.reduction.wait()
-                bucket.reduction = None
+            bucket.reduction.wait()
+            bucket.reduction = None
 
     @torch.no_grad()
     def gather_gradients(self):
@@ -343,9 +316,9 @@ class ShardedAdamW(llama.FlatAdamW):
             p.grad = None if p.grad is None else p.main_grad
 
     def begin_forward(self):
-        """Gather the weights of all buckets, or with overlap() begin with the first ones, and wait for the first."""
-        self.gather_weights(self.buckets[: self.ahead])
-        for bucket in self.buckets if self.ahead is None else self.buckets[:1]:
+        """Gather the weights of all buckets, or with overlap() begin with the first two, and wait for the first."""
+        self.gather_weights(self.buckets[:2] if self.overlaps else self.buckets)
+        for bucket in self.buckets[:1] if self.overlaps else self.buckets:
             self.wait_for_weights(bucket)
 
     def overlap(self, modules):
@@ -354,14 +327,14 @@ class ShardedAdamW(llama.FlatAdamW):
         A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
         first layer late, and the kernels that need all multiprocessors would have to wait.
         """
-        self.ahead = 2
+        self.overlaps = True
         for index, module in enumerate(modules[1:], 1):
             module.register_forward_pre_hook(functools.partial(self._before_module, index))
 
     def _before_module(self, index, module, inputs):
-        bucket, following = self.buckets[index], index + self.ahead - 1
+        bucket = self.buckets[index]
         self.wait_for_weights(bucket)
-        self.gather_weights(self.buckets[following : following + 1])
+        self.gather_weights(self.buckets[index + 1 : index + 2])
         if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
@@ -482,16 +455,6 @@ class Step(llama.TrainStep):
         pairs = zip(self.initial_weights, self.model.parameters(), strict=True)
         self.optimizer.reset([distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs])
 
-    def synchronize(self, marks=()):
-        """As TrainStep.synchronize; UsageError if another process does not answer."""
-        if self.device.type == "cuda":
-            end = torch.cuda.Event()
-            end.record()
-            # Marks of the host's clock are numbers.
-            events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
-            for event in (*events, end):
-                self.world.wait_for(event)
-
     def collect_gradients(self):
         """As TrainStep.collect_gradients; all processes must call it, once a step."""
         if self.is_sharded:
@@ -502,10 +465,9 @@ class Step(llama.TrainStep):
         return self.world.mean(values)
 
     def must_stop(self):
-        """As TrainStep.must_stop: at once, or with --timing step some steps later, so that no step waits for it."""
+        """As TrainStep.must_stop. With --timing step nobody asks the others between steps, and all steps are done."""
         self.world.handle_signals()
-        under_way = 0 if self.config.timing == "phases" else VOTES_UNDER_WAY
-        return self.world.any(self.world.stop_requested is not None, under_way)
+        return self.config.timing == "phases" and self.world.any(self.world.stop_requested is not None)
 
     def report_processes(self, summary):
         """As TrainStep.report_processes."""
@@ -542,8 +504,7 @@ class Step(llama.TrainStep):
         own_ms = columns["own_ms"]
         # A step takes as long on all processes: the slowest one is that which waits least for the others.
         if None not in own_ms:
-            rank = columns["rank"][own_ms.index(max(own_ms))]
-            slowest = {"rank": rank, "behind_ms": max(own_ms) - min(own_ms)}
+            slowest = {"rank": own_ms.index(max(own_ms)), "behind_ms": max(own_ms) - min(own_ms)}
             exposed_ms = max(columns["exposed_communication_ms"])
         return dict(
             size=world.size,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import signal
@@ -38,21 +37,15 @@ RUNS = {  # of CONFIG
     "one window": dict(timing="step"),
     "untied": dict(untied_head=True),
     "frozen": {},
+    "bf16": dict(use_amp=True),
     "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
 }
-GPU_CONFIG = dataclasses.replace(
-    CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
-)
-GPU_RUNS = {
-    "sharded": {},
-    "again": {},
-    "three graphs": dict(graph=True, warmup_steps=2),
-    "one graph": dict(graph=True, warmup_steps=2, timing="step"),
-    "ddp": dict(impl="sdpa"),
-    "full": dict(impl="sdpa", shard="full"),
-}
+ON_GPUS = torch.cuda.device_count() > 1
+if ON_GPUS:
+    CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10)
+    RUNS |= {"graphs": dict(graph=True, warmup_steps=2), "one graph": dict(graph=True, warmup_steps=2, timing="step")}
 
 
 def partly_frozen(kind):
@@ -91,31 +84,19 @@ def join(config):
     return world
 
 
-def save(folder, name, config, world, frozen=False):
-    torch.save(train(config, world, frozen), Path(folder, f"{name} {world.rank}.pt"))
-
-
 def trainings(folder):
     """Train each of RUNS, and try checks and weights; one start of the processes for all.
 
-    All but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
+    On a CPU all but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
     """
     world, kernels = join(CONFIG), llama.OPERATIONS["triton"]
     for name, changes in RUNS.items():
-        llama.OPERATIONS["triton"] = kernels if name == "kernels" else llama.OPERATIONS["torch"]
-        save(folder, name, dataclasses.replace(CONFIG, **changes), world, name == "frozen")
+        llama.OPERATIONS["triton"] = kernels if ON_GPUS or name == "kernels" else llama.OPERATIONS["torch"]
+        results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
+        torch.save(results, Path(folder, f"{name} {world.rank}.pt"))
     llama.OPERATIONS["triton"] = llama.OPERATIONS["torch"]
     outcomes = checks(world) | {"weights come back": restores_weights(world)}
     Path(folder, f"outcomes {world.rank}.json").write_text(json.dumps(outcomes))
-    world.leave()
-
-
-def gpu_trainings(folder):
-    """Train each of GPU_RUNS, in fp32 and bf16."""
-    world = join(GPU_CONFIG)
-    for use_amp in (False, True):
-        for name, changes in GPU_RUNS.items():
-            save(folder, f"{name} {use_amp}", dataclasses.replace(GPU_CONFIG, use_amp=use_amp, **changes), world)
     world.leave()
 
 
@@ -146,15 +127,8 @@ def checks(world):
 
 
 def script(folder, *arguments):
-    """Run the script. After three steps, a link called by the rank leads to this process's number."""
-    steps, handle_signals = itertools.count(), distributed.World.handle_signals
-
-    def count(world):
-        handle_signals(world)
-        if next(steps) == 3:
-            os.symlink(str(os.getpid()), Path(folder, str(world.rank)))
-
-    distributed.World.handle_signals = count
+    """Run the script; a file called by the rank has this process's number."""
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     run_script(arguments)
 
 

@@ -1,6 +1,7 @@
 """Several processes, started by torchrun: they train as one does on the batch of all, and end as one does."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -8,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,7 +18,7 @@ import torch
 import tiny_llama_v3 as llama
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
-from tests.tiny_llama.distributed_program import CONFIG, GPU_CONFIG, GPU_RUNS, RUNS
+from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import distributed
 from tiny_llama.distributed import ShardedAdamW, Step, World
 
@@ -76,26 +75,22 @@ def results_of(folder, name):
     return [torch.load(folder / f"{name} {rank}.pt") for rank in range(2)]
 
 
-def train_alone(monkeypatch, config, name, changes):
-    """What one process does with the batch of both."""
-    if config.device == "auto" and name != "kernels":
-        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
-    config = dataclasses.replace(config, **changes)
-    config = dataclasses.replace(config, batch_size=2 * config.batch_size)
-    return distributed_program.train(config, frozen=name == "frozen")
-
-
 @needs_triton
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeypatch, name):
     """The norms of the gradients tell a sum from a mean, to which AdamW is blind."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    alone, both = train_alone(monkeypatch, CONFIG, name, RUNS[name]), results_of(trainings, name)
+    if not ON_GPUS and name != "kernels":
+        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
+    config = dataclasses.replace(CONFIG, **RUNS[name])
+    config = dataclasses.replace(config, batch_size=2 * config.batch_size)
+    alone, both = distributed_program.train(config, frozen=name == "frozen"), results_of(trainings, name)
+    tolerance = 2e-2 if name == "bf16" else 1e-3 if ON_GPUS else 1e-5
     for results in both:
-        assert results["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=1e-3)
+        assert results["losses"] == pytest.approx(alone["losses"], rel=tolerance)
+        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=100 * tolerance)
         for weight, expected in zip(results["weights"], alone["weights"], strict=True):
-            assert (weight - expected).norm() <= 1e-4 * expected.norm()
+            assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
     assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
     assert name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
@@ -116,36 +111,6 @@ def test_the_check_finds_what_is_wrong_on_one_rank_and_between_ranks(trainings):
     first, second = (json.loads((trainings / f"outcomes {rank}.json").read_text()) for rank in range(2))
     passed = dict.fromkeys(("nothing", "nothing, sharded", "weights come back"), True)
     assert first == second == passed | {"an operation on rank 1": False, "the reduction": False}
-
-
-@pytest.mark.gpu
-def test_two_gpus_train_as_one_does(start, monkeypatch, tmp_path):
-    """NCCL, bf16 and graphs. In bf16 the error against fp32 may be twice that of one process, and a little."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    exit_code, out = finish(start("gpu_trainings", tmp_path))
-    assert exit_code == 0, out
-    wrong = []
-    for name, changes in GPU_RUNS.items():
-        for use_amp in (False, True):
-            fp32, alone = (
-                train_alone(monkeypatch, dataclasses.replace(GPU_CONFIG, use_amp=amp), name, changes)
-                for amp in (False, use_amp)
-            )
-            allowed = 2 * distance(alone, fp32) + (2e-2 if use_amp else 1e-3)
-            eager = results_of(tmp_path, f"sharded {use_amp}")[0]
-            for both in results_of(tmp_path, f"{name} {use_amp}"):
-                has_other_bits = "impl" not in changes and both["losses"] != eager["losses"]
-                if has_other_bits or not distance(both, fp32) <= allowed:
-                    wrong.append(f"{name}, bf16 {use_amp}: {distance(both, fp32):.1e} off, allowed {allowed:.1e}")
-    assert wrong == []
-
-
-def distance(results, reference):
-    """The larger one of the relative distances of all weights and of all losses."""
-    pairs = (results["losses"], reference["losses"]), (results["weights"], reference["weights"])
-    flat = [[torch.cat([torch.as_tensor(x).flatten() for x in side]) for side in pair] for pair in pairs]
-    return max(float((x - y).norm() / y.norm()) for x, y in flat)
 
 
 # --- a whole run
@@ -183,13 +148,13 @@ def test_a_process_alone_has_no_world(run):
 @pytest.fixture
 def endless(tmp_path, python):
     """Starts an endless run and returns when it trains: the program, the processes' numbers, the folder of results."""
-    programs, pids, links = [], [], [tmp_path / str(rank) for rank in range(2)]
+    programs, pids = [], []
 
     def run(*arguments, python=python):
         program = begin(python, "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments)
         programs.append(program)
-        wait_until(lambda: program.poll() is not None or all(map(os.path.islink, links)))
-        pids.extend(int(os.readlink(link)) for link in links)
+        next(line for line in program.stdout if line.startswith("step    4/"))
+        pids.extend(int((tmp_path / rank).read_text()) for rank in "01")
         return program, pids, tmp_path / "results"
 
     yield run
@@ -201,21 +166,9 @@ def endless(tmp_path, python):
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition):
-    for _ in range(3000):
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def has_ended(pid):
-    """Whether a process has gone, at the latest in some minutes."""
-    return wait_until(lambda: not Path(f"/proc/{pid}").exists())
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_ends_or_stops_ends_all(endless, number):
+    """The output ends when all have ended that write to it."""
     program, pids, results = endless("--comm-timeout", "5")
     os.kill(pids[1], number)
     lines = [next(line for line in program.stdout if "error:" in line)]
@@ -223,24 +176,18 @@ def test_a_process_that_ends_or_stops_ends_all(endless, number):
         os.kill(pids[1], signal.SIGKILL)  # torchrun would wait for a stopped one, half a minute
     exit_code, out = finish(program)
     (line,) = lines + error_lines(out)
-    assert exit_code != 0 and "rank 0: another process has ended, or does not answer" in line
-    assert all(map(has_ended, pids)) and not results.exists()
+    assert exit_code != 0 and "rank 0: another process has ended, or does not answer" in line and not results.exists()
 
 
-@pytest.mark.parametrize("timing, on_torchrun", [
-    ("phases", True), ("step", False),
-    pytest.param("step", True, marks=pytest.mark.slow), pytest.param("phases", False, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless, timing, on_torchrun):
-    options = {"python": sys.executable} if on_torchrun else {}
-    program, pids, results = endless("--timing", timing, *(["--num-steps", "20000"] * (timing == "step")), **options)
+@pytest.mark.parametrize("on_torchrun", [True, False])
+def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless, on_torchrun):
+    program, pids, results = endless(**({"python": sys.executable} if on_torchrun else {}))
     os.kill(program.pid if on_torchrun else pids[1], signal.SIGINT)
     _, out = finish(program)
     assert "Final loss: " in out and error_lines(out) == [], out
     (path,) = results.iterdir()
     steps = json.loads(path.read_text())["steps"]
     assert f"\nInterrupted after {len(steps)} of " in out and steps
-    assert all(map(has_ended, pids))
 
 
 @pytest.mark.parametrize("function, arguments, message", [
@@ -257,16 +204,14 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
 # --- the parts, without processes
 
 
-def make_optimizers(size, num_layers=2, low_precision=False):
-    torch.manual_seed(0)
-    config = dataclasses.replace(TINY, num_layers=num_layers)
-    models = [llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]) for _ in range(size)]
-    return [ShardedAdamW(m, 1e-3, low_precision, world=World(r, size)) for r, m in enumerate(models)]
+def make_optimizers(size, num_layers):
+    model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
+    return [ShardedAdamW(copy.deepcopy(model), 1e-3, world=World(rank, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size, low_precision", [(2, False), (3, True), (8, True)])
-def test_slices_of_all_processes_are_the_buckets(size, low_precision):
-    optimizers = make_optimizers(size, 5, low_precision)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_slices_of_all_processes_are_the_buckets(size):
+    optimizers = make_optimizers(size, 5)
     blocks = torch.cat([optimizer.own_blocks for optimizer in optimizers])
     assert sorted(blocks.tolist()) == list(range(len(optimizers[0].param) // llama.ADAMW_BLOCK))
     for rank, optimizer in enumerate(optimizers):
@@ -277,12 +222,6 @@ def test_slices_of_all_processes_are_the_buckets(size, low_precision):
             assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
             for own, all in ((bucket.own_weights, bucket.all_weights), (bucket.own_grads, bucket.all_grads)):
                 assert own.data_ptr() == all[rank * length :].data_ptr()
-        if low_precision:
-            optimizer.remainder.fill_(1)
-            optimizer.parameters[5].detach().fill_(1.0)
-            optimizer.follow_model()  # the lower halves of a weight that others write, and of no other, become 0
-            kept = torch.cat([bucket.remainder for bucket in optimizer.buckets])[:: llama.ADAMW_BLOCK]
-            assert kept.tolist() == [optimizer.owners[block] != 5 for block in optimizer.own_blocks]
 
 
 ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
@@ -312,7 +251,7 @@ def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch
 
 def test_a_second_backward_pass_is_refused(monkeypatch):
     monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
-    optimizer, *_ = make_optimizers(2)
+    optimizer, *_ = make_optimizers(2, 1)
     bucket, *_ = optimizer.buckets
     optimizer.reduce_gradients(bucket)
     with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
@@ -398,15 +337,3 @@ def test_processes_that_do_not_find_each_other(monkeypatch, capsys, environment,
     assert llama.main([]) == 2
     error = capsys.readouterr().err
     assert named in error and "torchrun" in error and error.count("\n") == 1
-
-
-def test_a_gpu_that_waits_for_a_lost_process(monkeypatch):
-    now = [1.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
-    monkeypatch.setattr(distributed, "time", clock)
-    world = World(0, 2)
-    world.timeout = 20
-    world.wait_for(SimpleNamespace(query=lambda: now[0] >= 21))  # late, but it comes
-    with pytest.raises(llama.UsageError, match="waited 20 s for another process"):
-        world.wait_for(SimpleNamespace(query=lambda: False))
-    assert now[0] == 21 + 20 + 1

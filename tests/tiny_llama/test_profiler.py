@@ -1,6 +1,5 @@
 """Profiles: the ranges that name the step, its phases and its layers, the kernels of a step, and the GPU's memory."""
 
-import functools
 import itertools
 import json
 import pickle
@@ -77,13 +76,15 @@ def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--graph"], ["--impl", "torch"]])
-def test_slices_of_the_gpu_nest_too(run, tmp_path, flags):
-    """Kernels, launches, and the copies of the ranges that the profiler draws above the kernels."""
+def test_a_profile_of_a_gpu(run, tmp_path, flags):
+    """Kernels, launches, and the copies of the ranges that the profiler draws above the kernels nest too."""
     run("--impl", "triton", "--device", "cuda", *flags, "--profile", "profile")
-    trace = read_trace(tmp_path / "profile")
-    assert {"kernel", "gpu_user_annotation"} <= {event.get("cat") for event in trace}
+    assert {"kernel", "gpu_user_annotation"} <= {event.get("cat") for event in read_trace(tmp_path / "profile")}
+    snapshot = pickle.loads((tmp_path / "profile" / "memory_snapshot.pickle").read_bytes())
+    assert any(event["action"] == "alloc" for event in sum(snapshot["device_traces"], []))
 
 
+COLUMNS = ("Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
 TOOL = "/opt/rocm/lib/librocprofiler-sdk-tool.so"
 
 
@@ -104,13 +105,12 @@ def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers,
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
     monkeypatch.setattr(profiler, "show_layers", lambda model: None)
 
-    def noted(name, original, *arguments):
-        torch.cuda.nvtx.mark(name)
-        return original(*arguments)
+    def note(owner, name):
+        called = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: torch.cuda.nvtx.mark(name) or called(*arguments))
 
-    for owner, name in ((llama.TrainStep, "synchronize"), (llama, "gradient_norm")):
-        replacement = functools.partial(noted, name, getattr(owner, name))
-        monkeypatch.setattr(owner, name, lambda *arguments, replacement=replacement: replacement(*arguments))
+    note(llama.TrainStep, "synchronize")
+    note(llama, "gradient_norm")
     run("--timing", "step")
     before, window, after = re.split(r" ?(\(steps .*\)) ?", markers())
     assert before.endswith("synchronize") and after.split().count("gradient_norm") == 1
@@ -141,6 +141,18 @@ def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timin
     assert markers() == expected
 
 
+def test_the_kernel_table_by_hand():
+    """Of a CPU's operators; what took no time, and what is no operator, is not in it."""
+    times = dict(aten__mm=(3, 1), aten__add=(2.5,), aten__view=(0,), step=(9,))
+    events = [(name.replace("__", "::"), us) for name, calls in times.items() for us in calls]
+    events = [SimpleNamespace(name=name, self_cpu_time_total=us) for name, us in events]
+    table = profiler.kernel_table(SimpleNamespace(events=lambda: events), on_gpu=False)
+    assert table.to_dict("index") == {
+        "aten::mm": dict(zip(COLUMNS, (2, 4000, 2000, 61.538462, 1000, 3000, 1414.213562), strict=True)),
+        "aten::add": dict(zip(COLUMNS, (1, 2500, 2500, 38.461538, 2500, 2500, 0), strict=True)),
+    }
+
+
 def test_exposed_communication_is_what_no_work_covers():
     assert profiler.covered([]) == 0
     assert profiler.covered([(0, 2), (1, 3), (5, 9), (6, 7), (8, 10)]) == 8  # overlapping, and within another
@@ -150,34 +162,24 @@ def test_exposed_communication_is_what_no_work_covers():
 def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, exposed_ms):
     """Messages that no work hides are told only if the profiled step, of 4 ms, was not slowed down."""
 
-    def event(type, name, start=0, end=0, is_range=False):
+    def event(name, start=0, end=0, type=DeviceType.CUDA, is_range=False):
         times = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, device_type=type, is_user_annotation=is_range, time_range=times)
 
     def profiled(step, steps, apart):
         assert (steps, apart) == (processes, False)
         calls = "cudaLaunchKernel", "cuLaunchKernelEx", "hipModuleLaunchKernel", "cudaMemcpyAsync", "aten::mm"
-        events = [event(DeviceType.CPU, name) for name in calls] * steps
+        events = [event(name, type=DeviceType.CPU) for name in calls] * steps
         for at in range(0, 10_000 * steps, 10_000):
             received = 4000 if at else 6000  # the first step waits for the other process's profiler
             spans = ("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, received), ("Memset", 0, 4000)
-            events += [event(DeviceType.CUDA, name, at + start, at + end) for name, start, end in spans]
-            events.append(event(DeviceType.CUDA, "step", at, at + 4000, is_range=True))
+            events += [event(name, at + start, at + end) for name, start, end in spans]
+            events.append(event("step", at, at + 4000, is_range=True))
         return SimpleNamespace(events=lambda: events)
 
     monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
     monkeypatch.setattr(profiler, "profiled", profiled)
-    gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
-    counts = profiler.count_kernels(SimpleNamespace(device=gpu, processes=processes), batch_ms)
+    step = SimpleNamespace(device=SimpleNamespace(type="cuda"), processes=processes)
+    counts = profiler.count_kernels(step, batch_ms)
     assert counts.pop("exposed_communication_ms", "no such key") == exposed_ms
     assert counts == {"kernels": 3, "launches": 3}
-
-
-@pytest.mark.gpu
-def test_a_profile_of_a_gpu_has_a_memory_snapshot(run, tmp_path):
-    out, folder = run("--device", "cuda", "--profile", "profile").out, tmp_path / "profile"
-    assert "profile/memory_snapshot.pickle (open in https://pytorch.org/memory_viz)" in out
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["kernel_stats.csv", "memory_snapshot.pickle", "trace.json"]
-    snapshot = pickle.loads((folder / "memory_snapshot.pickle").read_bytes())
-    assert snapshot["segments"] and any(event["action"] == "alloc" for event in sum(snapshot["device_traces"], []))
