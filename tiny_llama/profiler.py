@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import ctypes
-import functools
 import math
 import os
 import re
@@ -18,15 +17,11 @@ PROFILED_STEPS = 3
 SLOWED_DOWN = 1.25  # a profiled step that takes so many times as long is not the step that was measured
 
 
-def attached_range(name):
-    """Name a range in the traces of an attached profiler (NVTX, or roctx on ROCm)."""
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def named_range(name):
-    """Name a range in the traces of torch.profiler and of an attached profiler."""
-    with torch.profiler.record_function(name), attached_range(name):
+    """Name a range in the traces of torch.profiler and of an attached profiler (NVTX, or roctx on ROCm)."""
+    for_attached = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), for_attached:
         yield
 
 
@@ -42,37 +37,14 @@ def show_ranges(step):
         ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
     named = {"graph" if name == "step" else name: phase for name, phase in step.phases.items()}  # captured as one
     step.phases = {name: named_range(name)(phase) for name, phase in named.items()}
-    if not step.config.compile and step.model.groups:
-        # Hooks would have a group call its layers one by one.
-        for group in step.model.groups:
-            group.named_range = named_range
-    elif not step.config.compile:
-        show_layers(step.model)
-
-
-def show_layers(model):
-    """Name each layer, forward and backward. Its backward lies between the gradients of its output and of its input."""
-    current = contextlib.ExitStack()
-
-    def enter(span):
-        current.close()
-        current.enter_context(span)
-
-    def before(index, layer, inputs):
-        enter(named_range(f"layers.{index} forward"))
-        if index == 0 and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda grad: current.close())
-
-    def after(index, layer, inputs, outputs):
-        current.close()
-        if outputs[1].requires_grad:
-            # It begins in one of autograd's nodes and ends in another, which torch.profiler shows as well; viewers drop
-            # slices that do not nest.
-            outputs[1].register_hook(lambda grad: enter(attached_range(f"layers.{index} backward")))
-
-    for index, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(functools.partial(before, index))
-        layer.register_forward_hook(functools.partial(after, index))
+    if step.config.compile:
+        return
+    for group in step.model.groups or ():
+        group.named_range = named_range
+    if not step.model.groups:
+        # Their backward begins in one of autograd's nodes and ends in another: viewers drop slices that do not nest.
+        for index, layer in enumerate(step.model.layers):
+            layer.forward = named_range(f"layers.{index} forward")(layer.forward)
 
 
 def attached_profiler():
