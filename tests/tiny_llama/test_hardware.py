@@ -193,11 +193,3 @@ def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):
     tflops = hardware.model_tflops(llama.Config(**done.result["config"])) / summary["batch_ms"]["p50"] * 1e3
     assert summary["tflops_per_second"] == pytest.approx(tflops) and summary["mfu"] == pytest.approx(tflops / 1e-6)
     assert f" TFLOP/s, {100 * summary['mfu']:.1f} % of the fp32 peak\n" in done.out
-
-
-@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
-def test_a_cache_that_cannot_be_written_to_is_named(monkeypatch, tmp_path, name):
-    monkeypatch.setenv(name, "/some/cache")
-    for path, error in (("/some/cache/a", llama.UsageError), ("/some/other", PermissionError)):
-        with pytest.raises(error, match=rf"{name}=/some/cache" if error is llama.UsageError else path):
-            hardware.remedied(llama.Config(), Mock(side_effect=PermissionError(f"denied: {path}")))
