@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,8 @@ def assert_rounded(scaled, expected, dtype):
 
 @pytest.mark.parametrize("largest", [torch.finfo(dtype).max for dtype in TYPES])
 def test_the_scale_is_the_least_power_of_two_that_fits(largest):
-    for maximum in map(torch.tensor, (1.0, 3.0, largest, largest * (1 + 2**-23), largest / 2, 1e-30, 3e38)):
+    above = float(np.nextafter(np.float32(largest), np.float32(3e38)))
+    for maximum in map(torch.tensor, (1.0, 3.0, largest, above, largest / 2, 1e-30, 3e38)):
         scale = fp8.scale_of(maximum, largest)
         assert scale.frexp().mantissa == 0.5
         assert maximum.double() / scale <= largest < maximum.double() / (scale.double() / 2)
@@ -67,7 +69,7 @@ def test_rounding_is_that_of_pytorch(dtype, device, guess):
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     finite = every[every.isfinite()]  # e5m2 has infinities, and all types have NaN
     exact = torch.stack([finite[:240], finite[-240:]]).repeat(8, 1).to(device)  # -0 as well, where there is one
-    inputs = [exact * factor for factor in (1.0, 2.0**-20, 2.0**90)]
+    inputs = [exact, exact * 2.0**-20, exact * 2.0**90, torch.nextafter(exact, 2 * exact)]
     for factor, rows, cols in ((1e4, 16, 16), (1.0, 80, 48), (1e-4, 144, 208)):
         inputs.append(torch.randn(rows, cols + 32, device=device)[:, 16:-16] * factor)
     for x in inputs:
