@@ -66,16 +66,17 @@ def test_markov_tokens_are_those_of_published_results(changes, digest):
 
 def test_training_takes_all_windows_of_the_first_nine_tenths(config, text):
     text.write_bytes(bytes(range(30)))
-    seen = set()
-    config = dataclasses.replace(config, seq_len=2)
+    config, seen = dataclasses.replace(config, seq_len=2), set()
     for tokens, targets in first_batches(config, 300):
-        assert tokens.shape == targets.shape == (2, 2) and tokens.dtype == torch.int64
+        assert tokens.shape == (2, 2) and tokens.dtype == torch.int64 and torch.equal(tokens[:, 1:], targets[:, :-1])
         seen.update(map(tuple, torch.cat([tokens, targets[:, -1:]], dim=1).tolist()))
-        assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    (first, _), (again, _), (other, _) = (next(llama.batches(dataclasses.replace(config, seed=n))) for n in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
     # The last window ends with byte 26, and byte 27 is held out.
     assert seen == {(first, first + 1, first + 2) for first in range(25)}
+
+
+def test_batches_follow_the_seed(config):
+    first, again, other = (next(step_of(config).batches(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 # --- what is refused

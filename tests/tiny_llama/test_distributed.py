@@ -263,8 +263,8 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
 def test_the_slowest_process_is_told_from_the_fastest():
     """By its own time, without what it waited for messages: 5, 9 - 2 and 4 ms."""
     step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
-    names = "rank", "own_ms", "exposed_communication_ms", "tokens_per_second", "peak_memory_mib"
-    first, last = (dict(zip(names, row, strict=True)) for row in ((0, 5.0, 4.0, 2.0, 7.0), (2, 4.0, 5.0, 4.0, None)))
+    first = dict(rank=0, own_ms=5.0, exposed_communication_ms=4.0, tokens_per_second=2.0, peak_memory_mib=7.0)
+    last = dict(rank=2, own_ms=4.0, exposed_communication_ms=5.0, tokens_per_second=4.0, peak_memory_mib=None)
     step.world = World(1, 3)
     step.world.gather = lambda own: [own | first, own, own | last]
     told = step.summarize_processes(summary | {"kernels": {"exposed_communication_ms": 2.0}})
@@ -309,7 +309,7 @@ def test_what_several_processes_cannot_do(monkeypatch, flags):
     monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
     monkeypatch.setattr(llama, "INTERPRETED", False)
     with pytest.raises(llama.UsageError, match="--shard|--graph"):
-        Step.select_device(dataclasses.replace(TINY, warmup_steps=1, **flags))
+        Step.select_device(llama.Config(**flags))
 
 
 def test_more_processes_than_gpus(monkeypatch):

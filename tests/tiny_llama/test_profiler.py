@@ -161,9 +161,9 @@ def test_exposed_communication_is_what_no_work_covers():
 def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, exposed_ms):
     """Messages that no work hides are told only if the profiled step, of 4 ms, was not slowed down."""
 
-    def event(name, start=0, end=0, type=DeviceType.CUDA, is_range=False):
+    def event(name, start=0, end=0, type=DeviceType.CUDA):
         times = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(name=name, device_type=type, is_user_annotation=is_range, time_range=times)
+        return SimpleNamespace(name=name, device_type=type, is_user_annotation=name == "step", time_range=times)
 
     def profiled(step, steps, apart):
         assert (steps, apart) == (processes, False)
@@ -172,8 +172,7 @@ def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, expos
         for at in range(0, 10_000 * steps, 10_000):
             received = 4000 if at else 6000  # the first step waits for the other process's profiler
             spans = ("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, received), ("Memset", 0, 4000)
-            events += [event(name, at + start, at + end) for name, start, end in spans]
-            events.append(event("step", at, at + 4000, is_range=True))
+            events += [event(name, at + start, at + end) for name, start, end in (*spans, ("step", 0, 4000))]
         return SimpleNamespace(events=lambda: events)
 
     monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
