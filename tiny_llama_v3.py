@@ -343,7 +343,7 @@ def train(step, data, records):
                     issued.append((step.loss.detach().clone(), host_ms))  # a replay overwrites its loss
             except KeyboardInterrupt as error:  # the steps done so far count
                 interruption = error
-            step.synchronize(clock.marks)
+            step.synchronize()
             clock.synced = time.perf_counter()
         if not add_records(step, records, issued, clock, timed if by_phase else ()):
             return
@@ -523,6 +523,11 @@ class TrainStep:
         # A copy, by deepcopy or pickle, has no graphs, and no loss, whose history cannot be copied.
         return vars(self) | {"phases": self.eager_phases(), "loss": None}
 
+    def synchronize(self):
+        """Wait for the GPU, if there is one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     # What follows differs with several processes.
 
     @classmethod
@@ -542,14 +547,6 @@ class TrainStep:
     def batches(self, seed):
         """Return the batches of this process, a generator."""
         return batches(dataclasses.replace(self.config, seed=seed))
-
-    def synchronize(self, marks=()):
-        """Wait for the GPU, if there is one. marks are those of a StepClock.
-
-        tiny_llama.distributed.Step waits for one mark after the other, to notice a process that does not answer.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def collect_gradients(self):
         """Fill .grad of every parameter with the gradient that the step used. Nothing to do with one process."""

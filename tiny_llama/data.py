@@ -7,7 +7,6 @@ windows of the last tenth, which is held out, and the model continues the beginn
 import math
 import statistics
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -62,24 +61,17 @@ def markov_tokens(config):
 
 def read(config):
     """Return the bytes of the file as two arrays: the first nine tenths, and the last tenth."""
-    path, seq_len, given = Path(config.data), config.seq_len, f"--data {config.data!r}"
+    given, needed = f"--data {config.data!r}", 10 * config.seq_len + 1
     if config.vocab_size != 256:
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(0, "it is no regular file")
-        # Mapped, not copied; an empty file cannot be.
-        text = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-    except OSError as error:
-        raise UsageError(f"{given} cannot be read ({error.strerror}): give random, markov or a text file") from error
-    training, held_out = np.split(text, [len(text) * 9 // 10])
-    # If the last tenth is long enough, then so are the other nine.
-    n_bytes = len(held_out)
-    if n_bytes <= seq_len:
-        problem = f"has {len(text)} bytes, with {n_bytes} held out, and --seq-len {seq_len} needs {seq_len + 1}"
-        remedy = f"lower --seq-len to {n_bytes - 1}, or give" if n_bytes > 1 else "give"
-        raise UsageError(f"{given} {problem}: {remedy} a file of {10 * seq_len + 1} bytes or more")
-    return training, held_out
+        text = np.memmap(config.data, np.uint8, "r")  # mapped, not copied
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
+    if len(text) < needed:
+        problem = f"has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}"
+        raise UsageError(f"{given} {problem}: lower it, or give a longer file")
+    return np.split(text, [len(text) * 9 // 10])
 
 
 def windows_of(text, config):
@@ -89,8 +81,7 @@ def windows_of(text, config):
 
 def file_tokens(config):
     """Yield batches of windows at random places of the first nine tenths of the file."""
-    training, _ = read(config)
-    windows, generator = windows_of(training, config), torch.Generator().manual_seed(config.seed)
+    windows, generator = windows_of(read(config)[0], config), torch.Generator().manual_seed(config.seed)
     while True:
         starts = torch.randint(len(windows), (config.batch_size,), generator=generator)
         yield as_batch(windows[starts.numpy()])
@@ -98,8 +89,7 @@ def file_tokens(config):
 
 def held_out_batches(config):
     """Return [(tokens, targets)] of evenly spaced windows of the last tenth, which overlap only if it is short."""
-    _, held_out = read(config)
-    windows = windows_of(held_out, config)
+    windows = windows_of(read(config)[1], config)
     # As many batches as fit side by side, but at least one.
     count = min(max(1, cdiv(len(windows), config.seq_len) // config.batch_size), HELD_OUT_BATCHES)
     starts = np.linspace(0, len(windows) - 1, count * config.batch_size).astype(np.int64)
@@ -117,8 +107,7 @@ def held_out_loss(step):
 def sample(step):
     """Return the text, drawn by config.seed, with which the model continues the beginning of the last tenth."""
     config, seq_len = step.config, step.config.seq_len
-    _, held_out = read(config)
-    text = held_out[:PROMPT_BYTES].tolist()
+    text = read(config)[1][:PROMPT_BYTES].tolist()
     generator = torch.Generator().manual_seed(config.seed)
     # FP8 multiplies multiples of 16 tokens, so the window is repeated.
     rows = 16 // math.gcd(16, seq_len) if config.fp8 else 1

@@ -6,7 +6,6 @@ All messages go through torch.distributed: weights and gradients over NCCL (RCCL
 the hosts agree on, outside of what is timed, over gloo.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,10 +14,8 @@ import os
 import platform
 import re
 import signal
-import socket
 import statistics
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -32,9 +29,7 @@ from tiny_llama import hardware
 from tiny_llama_v3 import UsageError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
-REMEDY = "start the processes with torchrun, or unset it for a single one"
-STOP_SECONDS = 5  # how long a process that shall stop waits for the others to do the same
-VOTES_UNDER_WAY = 3  # steps of --timing step until all processes heed a request to stop
+FIND_SECONDS = llama.Config().comm_timeout  # how long processes that were started by hand wait for each other
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
 # Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
@@ -49,66 +44,39 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 class World:
     """This process's rank among those that train together, and how it communicates with the others."""
 
-    def __init__(self, rank=0, size=1, local_rank=0):
+    def __init__(self, rank=0, size=1, local_rank=0, store=None):
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.store = None  # the key-value store of torchrun, or else of rank 0
+        self.store = store  # the key-value store of torchrun, or else of rank 0
         self.backend = None  # of weights and gradients: "nccl" or "gloo"
         self.control = None  # the process group of the hosts
-        self.timeout = 0  # seconds
-        self.stop_requested = None  # when, by Ctrl-C or SIGTERM
-        self.votes = collections.deque()
+        self.stop_requested = None  # the signal that did, of Ctrl-C or SIGTERM
 
     def select_device(self, requested):
         """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
         if requested != "cpu" and torch.cuda.is_available():
             count = torch.cuda.device_count()
             if self.local_rank >= count:
-                raise UsageError(
-                    f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node: "
-                    "lower --nproc_per_node of torchrun, or give --device cpu"
-                )
+                problem = f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node"
+                raise UsageError(f"{problem}: lower --nproc_per_node of torchrun, or give --device cpu")
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
-
-    def find_store(self, timeout):
-        """Connect to the store within a number of seconds, which its owner needs for the other processes to come."""
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        end = time.monotonic() + timeout
-        # PyTorch's own attempts log stack traces, and no signal handler runs meanwhile.
-        while self.rank:
-            try:
-                socket.create_connection(place, timeout).close()
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-        socket.getaddrinfo(*place)  # an unknown name is an error at once, and not after PyTorch's half an hour
-        if self.store is None:
-            self.store, *_ = next(dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=timeout)))
 
     def join(self, device, timeout, backend=None):
         """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
         if self.size == 1:
             return
-        self.backend, self.timeout = backend or ("nccl" if device.type == "cuda" else "gloo"), timeout
-        options = dict(timeout=timedelta(seconds=timeout))
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        limit, options = timedelta(seconds=timeout), {}
         if self.backend == "nccl":
-            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free. Its
-            # watchdog, whose message says less, comes after wait_for().
+            # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
             options = dict(
-                timeout=timedelta(seconds=timeout + 10),
                 pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
                 device_id=torch.device("cuda", self.local_rank),
             )
-        try:
-            self.find_store(timeout)
-            dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size, **options)
-            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            place = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format_map(os.environ)
-            reason = f"rank {self.rank} at {place}, over {self.backend}: {first_line(error)}"
-            raise UsageError(f"the {self.size} processes do not find each other ({reason}): {REMEDY}") from error
+        with finding_each_other():
+            options |= dict(store=self.store, rank=self.rank, world_size=self.size)
+            dist.init_process_group(self.backend, timeout=limit, **options)
+            self.control = dist.new_group(backend="gloo", timeout=limit)
 
     def require_same(self, config, flag_of=llama.flag_of):
         """Raise UsageError if a process was given another configuration, a dataclass."""
@@ -137,38 +105,24 @@ class World:
         """Average a list of numbers over the processes, added in the order of their ranks."""
         return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
 
-    def wait_for(self, event):
-        """Wait for an event of the GPU; UsageError if it does not come. NCCL does not time out what is captured."""
-        start = time.monotonic()
-        while not event.query():
-            limit = self.timeout if self.stop_requested is None else min(self.timeout, STOP_SECONDS)
-            if time.monotonic() - max(start, self.stop_requested or 0) > limit:
-                raise UsageError(f"the GPU has waited {limit} s for another process: it has ended or does not answer")
-            time.sleep(1e-5)
-
     def handle_signals(self):
         """From now on, Ctrl-C and SIGTERM only ask for all processes to stop, because they come in different steps."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.request_stop)
 
     def request_stop(self, number, frame):
-        """Handle a signal. A second one ends the process, unless torchrun has repeated the first one."""
-        if self.stop_requested is not None and time.monotonic() - self.stop_requested > 2:
-            exit_now(130)
-        self.stop_requested = self.stop_requested or time.monotonic()
+        """Handle a signal."""
+        self.stop_requested = number
 
-    def any(self, flag, under_way=0):
-        """Return whether a process has set its flag, as of so many calls before. All must call this as often."""
-        if self.size == 1:
-            return flag
-        vote = torch.tensor(float(flag))
-        self.votes.append((vote, dist.all_reduce(vote, group=self.control, async_op=True)))
-        # The votes of the latest calls travel while the caller goes on.
-        if len(self.votes) <= under_way:
-            return False
-        vote, work = self.votes.popleft()
-        work.wait()
-        return vote.item() > 0
+    def any(self, flag):
+        """Return whether a process has set its flag. All must call this as often."""
+        return any(self.gather(flag))
+
+    def is_first_to_fail(self):
+        """Return whether no other process has called this before; True if the store has ended, too."""
+        with contextlib.suppress(RuntimeError):
+            return self.store.add("failures", 1) == 1
+        return True
 
 
 def first_line(error):
@@ -176,25 +130,30 @@ def first_line(error):
     return str(error).split("\n")[0]
 
 
+@contextlib.contextmanager
+def finding_each_other():
+    """Raise UsageError for what keeps processes from finding each other: the environment, the network, the time."""
+    try:
+        yield
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        given = " ".join(f"{name}={os.environ.get(name, '')}" for name in TORCHRUN)
+        reason = f"the processes do not find each other with {given} ({first_line(error)})"
+        raise UsageError(f"{reason}: start them with torchrun, or unset these for a single one") from error
+
+
 def launched():
     """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
-    numbers = []
-    for name, default in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1").items():
-        text = os.environ.get(name, default)
-        if not re.fullmatch(r"\d{1,9}", text):  # PyTorch's have 32 bits
-            raise UsageError(f"{name}={text:.20} in the environment is no number of a process: {REMEDY}")
-        numbers.append(int(text))
-    rank, local_rank, size = numbers
-    if rank >= size:
-        raise UsageError(f"RANK={rank} in the environment is not below WORLD_SIZE={size}: {REMEDY}")
-    if size == 1:
-        return World()
-    missing = [name for name in TORCHRUN if name not in os.environ]
-    if missing:
-        raise UsageError(f"WORLD_SIZE={size} in the environment without {', '.join(missing)}: {REMEDY}")
+    with finding_each_other():
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1:
+            return World()
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        if not 0 <= rank < size:
+            raise ValueError("RANK is not below WORLD_SIZE")
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=FIND_SECONDS)))
     if rank:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
-    return World(rank, size, local_rank)
+    return World(rank, size, local_rank, store)
 
 
 def exit_now(exit_code):
@@ -204,11 +163,20 @@ def exit_now(exit_code):
     os._exit(exit_code)
 
 
+def reason_of(error):
+    """Return what to say of an error in one line; None if it is a fault of the program."""
+    if hasattr(error, "exit_code"):  # UsageError, for example
+        return str(error)
+    if re.search(LOST_PEER, str(error)):
+        return f"another process has ended, or does not answer ({first_line(error)})"
+    return str(error) if isinstance(error, OSError) else None
+
+
 def run_together(job, program):
     """Call job(World of torchrun's processes), and return its exit code.
 
-    In one of several processes an error ends the process at once: with one line if it has an exit_code, as UsageError
-    has. The first process to fail prints it, and not those that fail as a consequence.
+    In one of several processes an error ends the process at once. The first process to fail prints it in one line, and
+    not those that fail as a consequence; a fault of the program has its traceback.
     """
     world = launched()
     if world.size == 1:
@@ -222,22 +190,13 @@ def run_together(job, program):
     except BrokenPipeError:
         exit_now(141)
     except Exception as error:
-        if not hasattr(error, "exit_code"):
-            is_lost = re.search(LOST_PEER, str(error))
-            if not is_lost and not isinstance(error, OSError):
-                traceback.print_exc()
-                exit_now(1)
-            reason = f"another process has ended, or does not answer ({first_line(error)})"
-            error = UsageError(reason if is_lost else str(error))
-        is_first = True  # also where there is no store, or it has ended or does not answer
-        with contextlib.suppress(Exception):
-            world.find_store(1 if world.timeout else STOP_SECONDS)
-            is_first = world.store.add("complaints", 1) == 1
-        if world.store is None:
-            raise error from None
-        if is_first:
-            print(f"{program}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        exit_now(error.exit_code)
+        reason = reason_of(error)
+        if reason is None:
+            traceback.print_exc()
+            exit_now(1)
+        if world.is_first_to_fail():
+            print(f"{program}: error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
+        exit_now(getattr(error, "exit_code", 2))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,7 +248,7 @@ class ShardedAdamW(llama.FlatAdamW):
 
     def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
         self.world, self.buckets = world, make_buckets(model)
-        self.ahead = None  # the number of buckets that begin_forward() gathers; None: all
+        self.overlaps = False  # whether the hooks of overlap() gather
         parameters = [bucket.parameters for bucket in self.buckets]
         share = world.rank, world.size
         super().__init__(model, lr, low_precision, buckets=parameters, share=share, **hyperparameters)
@@ -303,16 +262,14 @@ class ShardedAdamW(llama.FlatAdamW):
     def weights(self):
         """Return the weights as FlatAdamW.weights; all processes must call it."""
         self.follow_model()
-        self.gather_weights(self.buckets)
-        for bucket in self.buckets:
-            self.wait_for_weights(bucket)
-        if self.remainder is None:
-            return list(self.views(self.param))
-        # int16, called bf16 because messages have no int16.
+        # bf16, or integers that are called so because messages have no int16.
         remainder = torch.empty_like(self.param)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
-            all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
-        return list(self.views(llama.join_fp32(self.param, remainder.view(torch.int16))))
+            all_gather(bucket.all_weights, bucket.own_weights)
+            if self.remainder is not None:
+                all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
+        is_whole = self.remainder is None
+        return list(self.views(self.param if is_whole else llama.join_fp32(self.param, remainder.view(torch.int16))))
 
     def zero_grad(self):
         """Let the next backward pass overwrite the gradients, and reduce them."""
@@ -346,9 +303,8 @@ class ShardedAdamW(llama.FlatAdamW):
             if not bucket.is_reduced:
                 self.reduce_gradients(bucket)
         for bucket in reversed(self.buckets):
-            if bucket.reduction:
-                bucket.reduction.wait()
-                bucket.reduction = None
+            bucket.reduction.wait()
+            bucket.reduction = None
 
     @torch.no_grad()
     def gather_gradients(self):
@@ -360,9 +316,9 @@ class ShardedAdamW(llama.FlatAdamW):
             p.grad = None if p.grad is None else p.main_grad
 
     def begin_forward(self):
-        """Gather the weights of all buckets, or with overlap() begin with the first ones, and wait for the first."""
-        self.gather_weights(self.buckets[: self.ahead])
-        for bucket in self.buckets if self.ahead is None else self.buckets[:1]:
+        """Gather the weights of all buckets, or with overlap() begin with the first two, and wait for the first."""
+        self.gather_weights(self.buckets[:2] if self.overlaps else self.buckets)
+        for bucket in self.buckets[:1] if self.overlaps else self.buckets:
             self.wait_for_weights(bucket)
 
     def overlap(self, modules):
@@ -371,14 +327,14 @@ class ShardedAdamW(llama.FlatAdamW):
         A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
         first layer late, and the kernels that need all multiprocessors would have to wait.
         """
-        self.ahead = 2
+        self.overlaps = True
         for index, module in enumerate(modules[1:], 1):
             module.register_forward_pre_hook(functools.partial(self._before_module, index))
 
     def _before_module(self, index, module, inputs):
-        bucket, following = self.buckets[index], index + self.ahead - 1
+        bucket = self.buckets[index]
         self.wait_for_weights(bucket)
-        self.gather_weights(self.buckets[following : following + 1])
+        self.gather_weights(self.buckets[index + 1 : index + 2])
         if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
@@ -445,21 +401,16 @@ class Step(llama.TrainStep):
 
     @classmethod
     def check(cls, config, device):
-        """As TrainStep.check: each process by itself, and then the mean gradients that all train with."""
+        """As TrainStep.check, of the mean gradients that all processes train with."""
         world, reference = cls.world, "fp32" if config.use_amp else "fp64"
         batch = next(own_rows(config, world))
         verdict, exact = llama.check_batch(config, device, batch)
-        verdicts = world.gather(verdict)
-        failed = [rank for rank, verdict in enumerate(verdicts) if verdict.failed]
-        for rank in failed or [0]:
-            llama.print_verdict(verdicts[rank], f"{reference}, rank {rank}")
-        if failed:
-            return False
         for tensor in exact.values():
             dist.all_reduce(tensor.div_(world.size))
         results = llama.loss_and_gradients(config, device, batch, step_class=cls)
         (results["loss"],) = world.mean([results["loss"].item()])
-        verdict = verdict._replace(errors=llama.relative_errors(results, exact))
+        # One verdict for all: what plain PyTorch allows depends on a process's rows.
+        verdict = world.gather(verdict)[0]._replace(errors=llama.relative_errors(results, exact))
         llama.print_verdict(verdict, f"{reference}, the mean of {world.size} processes")
         return not verdict.failed
 
@@ -504,16 +455,6 @@ class Step(llama.TrainStep):
         pairs = zip(self.initial_weights, self.model.parameters(), strict=True)
         self.optimizer.reset([distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs])
 
-    def synchronize(self, marks=()):
-        """As TrainStep.synchronize; UsageError if another process does not answer."""
-        if self.device.type == "cuda":
-            end = torch.cuda.Event()
-            end.record()
-            # Marks of the host's clock are numbers.
-            events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
-            for event in (*events, end):
-                self.world.wait_for(event)
-
     def collect_gradients(self):
         """As TrainStep.collect_gradients; all processes must call it, once a step."""
         if self.is_sharded:
@@ -524,10 +465,9 @@ class Step(llama.TrainStep):
         return self.world.mean(values)
 
     def must_stop(self):
-        """As TrainStep.must_stop: at once, or with --timing step some steps later, so that no step waits for it."""
+        """As TrainStep.must_stop. With --timing step nobody asks the others between steps, and all steps are done."""
         self.world.handle_signals()
-        under_way = 0 if self.config.timing == "phases" else VOTES_UNDER_WAY
-        return self.world.any(self.world.stop_requested is not None, under_way)
+        return self.config.timing == "phases" and self.world.any(self.world.stop_requested is not None)
 
     def report_processes(self, summary):
         """As TrainStep.report_processes."""
@@ -564,8 +504,7 @@ class Step(llama.TrainStep):
         own_ms = columns["own_ms"]
         # A step takes as long on all processes: the slowest one is that which waits least for the others.
         if None not in own_ms:
-            rank = columns["rank"][own_ms.index(max(own_ms))]
-            slowest = {"rank": rank, "behind_ms": max(own_ms) - min(own_ms)}
+            slowest = {"rank": own_ms.index(max(own_ms)), "behind_ms": max(own_ms) - min(own_ms)}
             exposed_ms = max(columns["exposed_communication_ms"])
         return dict(
             size=world.size,

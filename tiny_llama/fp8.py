@@ -297,8 +297,7 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
     (n_rows, n_cols), (rows, cols, warps, programs_per_sm) = x.shape, TILES[source.value]
     # SwiGLU halves the columns, and its gradient doubles them again.
     n_cols, width = n_cols if source == MATRIX else n_cols // 2, n_cols // 2 if source == SWIGLU else n_cols
-    if n_rows % DIVISOR or width % DIVISOR:
-        raise ValueError(f"a matrix of shape ({n_rows}, {width}) has no products in FP8: give multiples of {DIVISOR}")
+    assert n_rows % DIVISOR == width % DIVISOR == 0, "the products take multiples of 16"
     data, transposed = (x.new_empty(shape, dtype=dtype) for shape in ((n_rows, width), (width, n_rows)))
     num_sms = llama.get_device(x.device.type).num_sms
     programs = min(llama.cdiv(n_rows, rows) * llama.cdiv(n_cols, cols), programs_per_sm * num_sms)

@@ -101,7 +101,7 @@ class GroupFunction(torch.autograd.Function):
         widths = width, o_weight.shape[1], width, len(gate_up_weight), down_weight.shape[1]
         inputs = [residual.new_empty(len(layers), rows, width) for width in widths]
         saved, per_layer = [], zip(layers, by_layer(weights, WEIGHTS), *inputs, strict=True)
-        for index, (layer, own_weights, x1, o, x2, gate_up, hidden) in enumerate(per_layer, group.place.start or 0):
+        for index, (layer, own_weights, x1, o, x2, gate_up, hidden) in enumerate(per_layer, group.place.start):
             norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = own_weights
             heads = layer.attention.num_heads, layer.attention.num_kv_heads
             with group.named_range(f"layers.{index} forward"):
@@ -144,7 +144,7 @@ class GroupFunction(torch.autograd.Function):
             residual1, rstd1, q, k, v, lse, residual2, rstd2 = saved[index]
             _, o, _, gate_up, _ = (stack[index] for stack in inputs)
             y_grad, branch_grad, qkv_grad, partial1, partial2 = (stack[index] for stack in grads)
-            with ctx.group.named_range(f"layers.{index + (ctx.group.place.start or 0)} backward"):
+            with ctx.group.named_range(f"layers.{index + ctx.group.place.start} backward"):
                 # gate_up becomes its own gradient.
                 llama.swiglu_activation_backward_(torch.mm(y_grad, down_weight), gate_up)
                 x_grad = torch.mm(gate_up, gate_up_weight)

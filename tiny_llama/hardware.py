@@ -150,12 +150,7 @@ def remedied(config, function, *arguments):
     """Return function(config, *arguments). Raise UsageError for an error of the libraries that the user can remedy."""
     try:
         return function(config, *arguments)
-    except (RuntimeError, MemoryError, OSError) as error:
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            folder = os.environ.get(name)
-            if folder and folder in str(error):
-                reason = f"{name}={folder} cannot be written to: unset it, or name another folder"
-                raise llama.UsageError(reason) from error
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             sizes = ("batch_size", "seq_len", "num_layers", "hidden_dim", "ffn_dim", "vocab_size")
             # What is as small as it may be cannot be lowered.

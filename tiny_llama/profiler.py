@@ -1,18 +1,11 @@
 """Profiles of a few training steps: traces, kernel tables, memory snapshots, ranges for profilers, kernels a step."""
 
-import collections
 import contextlib
 import csv
 import ctypes
-import errno
-import functools
-import json
 import math
 import os
 import re
-import statistics
-import tempfile
-from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
@@ -44,35 +37,14 @@ def show_ranges(step):
         ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
     named = {"graph" if name == "step" else name: phase for name, phase in step.phases.items()}  # captured as one
     step.phases = {name: named_range(name)(phase) for name, phase in named.items()}
-    if not step.config.compile and step.model.groups:
-        # Hooks would have a group call its layers one by one.
-        for group in step.model.groups:
-            group.named_range = named_range
-    elif not step.config.compile:
-        show_layers(step.model)
-
-
-def show_layers(model):
-    """Name each layer, forward and backward. Its backward lies between the gradients of its output and of its input."""
-    current = contextlib.ExitStack()
-
-    def enter(name):
-        current.close()
-        current.enter_context(named_range(name))
-
-    def before(index, layer, inputs):
-        enter(f"layers.{index} forward")
-        if index == 0 and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda grad: current.close())
-
-    def after(index, layer, inputs, outputs):
-        current.close()
-        if outputs[1].requires_grad:
-            outputs[1].register_hook(lambda grad: enter(f"layers.{index} backward"))
-
-    for index, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(functools.partial(before, index))
-        layer.register_forward_hook(functools.partial(after, index))
+    if step.config.compile:
+        return
+    for group in step.model.groups or ():
+        group.named_range = named_range
+    if not step.model.groups:
+        # Their backward begins in one of autograd's nodes and ends in another: viewers drop slices that do not nest.
+        for index, layer in enumerate(step.model.layers):
+            layer.forward = named_range(f"layers.{index} forward")(layer.forward)
 
 
 def attached_profiler():
@@ -136,41 +108,27 @@ def covered(spans):
     return total
 
 
-def write_kernel_table(file, durations):
-    """Write {kernel: ns of each call} as CSV with the columns of rocprofv3's kernel_stats.csv."""
-    total = sum(map(sum, durations.values()))
-    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-    writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"])
-    for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
-        mean, share = round(statistics.mean(ns), 6), round(100 * sum(ns) / total, 6)
-        spread = round(statistics.stdev(ns), 6) if len(ns) > 1 else 0.0  # of a sample, as rocprofv3's
-        writer.writerow([name, len(ns), round(sum(ns)), mean, share, round(min(ns)), round(max(ns)), spread])
+def kernel_table(profiler, on_gpu):
+    """Return a table of the kernels, with the columns of rocprofv3's kernel_stats.csv."""
+    import pandas as pd  # only profiles need it
+
+    calls = []
+    for event in profiler.events():
+        us = event.device_time_total if on_gpu else event.self_cpu_time_total
+        # A CPU has no kernels, but PyTorch's operators.
+        if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
+            calls.append((event.name, round(us * 1e3)))
+    ns = pd.DataFrame(calls, columns=["Name", "Ns"]).groupby("Name")["Ns"]
+    columns = dict(Calls="count", TotalDurationNs="sum", AverageNs="mean", MinNs="min", MaxNs="max", StdDev="std")
+    table = ns.agg(**columns).sort_values("TotalDurationNs", ascending=False)
+    table.insert(3, "Percentage", 100 * table["TotalDurationNs"] / table["TotalDurationNs"].sum())
+    return table.fillna({"StdDev": 0.0}).round(6)  # of a single call
 
 
-def separate_layers(path):
-    """Move the layers' backward ranges of a trace to a row of their own. OSError if PyTorch has left no whole trace.
-
-    Each begins in one of autograd's nodes and ends in another, and viewers drop slices of a row that do not nest.
-    """
-    try:
-        trace = json.loads(path.read_text(), strict=False)
-    except (FileNotFoundError, ValueError) as error:  # PyTorch raises nothing
-        raise OSError(errno.EIO, "PyTorch could not write it") from error
-    events = trace["traceEvents"]
-    row = 1 + max(event["tid"] for event in events if isinstance(event.get("tid"), int))
-    ranges = [event for event in events if event.get("cat") == "user_annotation"]
-    layers = [event for event in ranges if re.fullmatch(r"layers\.\d+ backward", event["name"])]
-    for event in layers:
-        event["tid"] = row
-    title = dict(ph="M", name="thread_name", tid=row, args={"name": "layers, backward"})
-    events += [title | {"pid": event["pid"]} for event in layers[:1]]
-    path.write_text(json.dumps(trace))
-
-
-def record_memory(step, path, steps):
+def record_memory(step, path):
     """Write what the GPU's allocator does in a few more steps, which recording slows, for PyTorch's viewer."""
     torch.cuda.memory._record_memory_history(stacks="python")
-    for _ in range(steps):
+    for _ in range(PROFILED_STEPS):
         step.run()
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -179,32 +137,22 @@ def record_memory(step, path, steps):
 def write_profile(step, folder):
     """Write trace.json for Perfetto, kernel_stats.csv with rocprofv3's columns and, on a GPU, memory_snapshot.pickle.
 
-    Several processes have a folder each in it. UsageError if a file cannot be written; then none is.
+    Several processes have a folder each in it. UsageError if a file cannot be written.
     """
     folder = folder / f"rank_{step.rank}" if step.processes > 1 else folder
     on_gpu, steps = step.device.type == "cuda", PROFILED_STEPS
     trace, table, memory = (folder / name for name in ("trace.json", "kernel_stats.csv", "memory_snapshot.pickle"))
     show_ranges(step)
-    profiler, durations = profiled(step, steps), collections.defaultdict(list)
-    for event in profiler.events():
-        us = event.device_time_total if on_gpu else event.self_cpu_time_total
-        # A CPU has no kernels, but PyTorch's operators.
-        if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
-            durations[event.name].append(us * 1e3)
+    profiler = profiled(step, steps)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as scratch:
-            profiler.export_chrome_trace(str(Path(scratch, trace.name)))
-            separate_layers(Path(scratch, trace.name))
-            with open(Path(scratch, table.name), "w", newline="") as file:
-                write_kernel_table(file, durations)
-            if on_gpu:
-                record_memory(step, Path(scratch, memory.name), steps)
-            for file in Path(scratch).iterdir():
-                os.replace(file, folder / file.name)
+        profiler.export_chrome_trace(str(trace))
+        kernel_table(profiler, on_gpu).to_csv(table, quoting=csv.QUOTE_NONNUMERIC)
+        if on_gpu:
+            record_memory(step, memory)
     except OSError as error:
-        reason = f"({error.strerror}): free space or give another path"
-        raise llama.UsageError(f"{trace} cannot be written {reason}") from error
+        reason = f"({error.strerror}): free space or give another folder"
+        raise llama.UsageError(f"{folder} cannot be written to {reason}") from error
     print(f"Profile of {steps} more steps: {trace} (open in https://ui.perfetto.dev) and {table}")
     if on_gpu:
         print(f"Memory of {steps} more: {memory} (open in https://pytorch.org/memory_viz)")

@@ -39,20 +39,16 @@ def test_one_wrong_element_among_many():
     assert accuracy.compare(ours, exact, exact, 1e-3, order=math.inf).failed == ["x"]
 
 
-@pytest.mark.parametrize("dtype, allowed", [("float32", 1e-6), ("float16", 1e-4), ("bfloat16", 1e-3)])
-def test_how_far_a_kernel_alone_may_be_off(dtype, allowed):
-    tolerance = accuracy.KERNEL_TOLERANCE[getattr(torch, dtype)]
-    assert not accuracy.compare(scaled(a=0.99 * allowed), scaled(), EXACT, tolerance).failed
-    assert accuracy.compare(scaled(a=1.01 * allowed), scaled(), EXACT, tolerance).failed == ["a"]
+def test_how_far_a_kernel_alone_may_be_off():
+    assert accuracy.KERNEL_TOLERANCE == {torch.float32: 1e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 
 
-@pytest.mark.parametrize("dtype, promoted", [
-    ("float32", "float64"), ("bfloat16", "float32"), ("float16", "float32"), ("int64", "int64"),
-])  # fmt: skip
-def test_promoted_tensors_are_more_precise_and_require_gradients_as_before(dtype, promoted):
-    tensor = torch.ones(2, dtype=getattr(torch, dtype), requires_grad=dtype == "bfloat16")
-    (copy,) = accuracy.promoted([tensor])
-    assert copy.dtype == getattr(torch, promoted) and copy.requires_grad == tensor.requires_grad
+def test_promoted_tensors_are_more_precise_and_require_gradients_as_before():
+    types = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+    for dtype, promoted in (types | {torch.int64: torch.int64}).items():
+        tensor = torch.ones(2, dtype=dtype, requires_grad=dtype == torch.bfloat16)
+        (copy,) = accuracy.promoted([tensor])
+        assert copy.dtype == promoted and copy.requires_grad == tensor.requires_grad
 
 
 def test_a_run_that_diverged_has_no_times():

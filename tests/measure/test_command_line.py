@@ -32,9 +32,14 @@ def start(tmp_path):
     """Start a program that writes many lines, in a Python of its own that finds the project from another folder."""
 
     def start(then="", stdout=subprocess.PIPE):
-        command, path = [sys.executable, "-c", PROGRAM.format(then=then)], {"PYTHONPATH": str(ROOT)}
-        kwargs = dict(cwd=tmp_path, env=os.environ | path, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, stdout=stdout, **kwargs)
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(then=then)],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True,
+        )
 
     return start
 
@@ -55,14 +60,11 @@ def test_an_error_of_our_own_keeps_its_traceback():
 
 def test_control_c_and_a_closed_pipe_end_a_program_without_a_word(start):
     with start(then="sys.stdout.flush()\n        time.sleep(60)") as interrupted, start() as unread:
-        for process in (interrupted, unread):
-            assert process.stdout.readline() == "line 0\n"
+        assert interrupted.stdout.readline() == unread.stdout.readline() == "line 0\n"
         interrupted.send_signal(signal.SIGINT)
         unread.stdout.close()
-        assert [(process.wait(30), process.stderr.read()) for process in (interrupted, unread)] == [
-            (130, ""),
-            (141, ""),
-        ]
+        assert (interrupted.wait(30), unread.wait(30)) == (130, 141)
+        assert interrupted.stderr.read() == unread.stderr.read() == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -85,7 +87,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(Failure, match="cannot be written .No space left"), command_line.replacing(path) as file:
         file.write_text("hal")
         raise OSError(28, "No space left on device")
-    assert [p.name for p in path.parent.iterdir()] == ["file.txt"] and path.read_text() == "one"
+    assert os.listdir(path.parent) == ["file.txt"] and path.read_text() == "one"
     assert replace(path, "two") == "two" and path.stat().st_mode & 0o777 == 0o640
 
 

@@ -23,9 +23,9 @@ def test_results_are_whole_and_never_overwritten(tmp_path):
 
 
 def test_json_has_no_nan(tmp_path):
-    results.write_json(tmp_path / "new" / "result.json", {"loss": [1.0, math.nan, math.inf, -math.inf]})
-    text = (tmp_path / "new" / "result.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
+    path = tmp_path / "new" / "result.json"
+    results.write_json(path, {"loss": [1.0, math.nan, math.inf, -math.inf]})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
 
 
 @pytest.mark.parametrize("private", [["--output-dir", "/home/me/x"], ["--output-dir=/home/my files/x"]])

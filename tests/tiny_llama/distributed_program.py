@@ -1,6 +1,5 @@
 """What the processes of test_distributed.py run: torchrun ... distributed_program.py FUNCTION ARGUMENTS."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -8,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 
@@ -37,21 +37,15 @@ RUNS = {  # of CONFIG
     "one window": dict(timing="step"),
     "untied": dict(untied_head=True),
     "frozen": {},
+    "bf16": dict(use_amp=True),
     "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
 }
-GPU_CONFIG = dataclasses.replace(
-    CONFIG, device="cuda", hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3
-)
-GPU_RUNS = {
-    "sharded": {},
-    "again": {},
-    "three graphs": dict(graph=True, warmup_steps=2),
-    "one graph": dict(graph=True, warmup_steps=2, timing="step"),
-    "ddp": dict(impl="sdpa"),
-    "full": dict(impl="sdpa", shard="full"),
-}
+ON_GPUS = torch.cuda.device_count() > 1
+if ON_GPUS:
+    CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10)
+    RUNS |= {"graphs": dict(graph=True, warmup_steps=2), "one graph": dict(graph=True, warmup_steps=2, timing="step")}
 
 
 def partly_frozen(kind):
@@ -71,17 +65,15 @@ def partly_frozen(kind):
 
 def train(config, world=None, frozen=False):
     """Return what is to be compared of a whole run."""
-    distributed.Step.world = world or distributed.Step.world
+    distributed.Step.world = world
     device, kind = (world or llama).select_device(config.device), distributed.Step if world else llama.TrainStep
     step, records = run_of(config, device, partly_frozen(kind) if frozen else kind)
     weights = step.optimizer.weights() if step.implementation == "triton" else step.model.parameters()
-    state = getattr(step.optimizer, "exp_avg", None)
     return {
         "losses": [record.loss for record in records],
         "norms": [record.grad_norm for record in records],
         "weights": [llama.whole(weight.detach()).cpu().clone() for weight in weights],
-        "state": None if state is None else state.numel(),
-        "sizes": [p.numel() for p in step.model.parameters()],
+        "state": len(getattr(step.optimizer, "exp_avg", ())),
     }
 
 
@@ -95,16 +87,15 @@ def join(config):
 def trainings(folder):
     """Train each of RUNS, and try checks and weights; one start of the processes for all.
 
-    All but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
+    On a CPU all but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
     """
     world, kernels = join(CONFIG), llama.OPERATIONS["triton"]
     for name, changes in RUNS.items():
-        llama.OPERATIONS["triton"] = kernels if name == "kernels" else llama.OPERATIONS["torch"]
+        llama.OPERATIONS["triton"] = kernels if ON_GPUS or name == "kernels" else llama.OPERATIONS["torch"]
         results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
         torch.save(results, Path(folder, f"{name} {world.rank}.pt"))
     llama.OPERATIONS["triton"] = llama.OPERATIONS["torch"]
-    with open(Path(folder, f"out {world.rank}"), "w") as file, contextlib.redirect_stdout(file):
-        outcomes = checks(world) | {"weights come back": restores_weights(world)}
+    outcomes = checks(world) | {"weights come back": restores_weights(world)}
     Path(folder, f"outcomes {world.rank}.json").write_text(json.dumps(outcomes))
     world.leave()
 
@@ -130,60 +121,33 @@ def checks(world):
     check = functools.partial(distributed.Step.check, device=world.select_device(config.device))
     outcomes = {"nothing": check(config)}
     llama.OPERATIONS["sdpa"] = wrong if world.rank == 1 else correct
-    outcomes["an operation on rank 1"] = check(config)
-    outcomes["nothing, sharded"] = check(sharded)
+    outcomes |= {"an operation on rank 1": check(config), "nothing, sharded": check(sharded)}
     distributed.reduce_scatter = lambda own, all, async_op: reduce(own, 1.001 * all, async_op=async_op)
     return outcomes | {"the reduction": check(sharded)}
 
 
-def gpu_trainings(folder):
-    """Each of GPU_RUNS, in fp32 and bf16."""
-    world = join(GPU_CONFIG)
-    for use_amp in (False, True):
-        for name, changes in GPU_RUNS.items():
-            results = train(dataclasses.replace(GPU_CONFIG, use_amp=use_amp, **changes), world)
-            torch.save(results, Path(folder, f"{name} {use_amp} {world.rank}.pt"))
-    world.leave()
-
-
 def script(folder, *arguments):
-    """Run the script. After three steps, a link called by the rank leads to this process's number."""
-    calls, handle_signals = [], distributed.World.handle_signals
-
-    def count(world):
-        handle_signals(world)
-        calls.append(world)
-        if len(calls) == 4:
-            os.symlink(str(os.getpid()), Path(folder, str(world.rank)))
-
-    distributed.World.handle_signals = count
-    sys.exit(run_script(arguments))
+    """Run the script; a file called by the rank has this process's number."""
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    run_script(arguments)
 
 
 def script_of_another_mind(folder, *arguments):
     """Run the script, with flags of its own on rank 1."""
-    own = ("--seq-len", "9", "--seed", "1") if os.environ["RANK"] == "1" else ()
-    sys.exit(run_script(arguments + own))
+    run_script(arguments + ("--seq-len", "9", "--seed", "1") * (os.environ["RANK"] == "1"))
 
 
 def script_out_of_memory(folder, *arguments):
-    """Run the script; the second step of rank 1 does not fit."""
-    calls, forward = [], llama.TrainStep.forward
-
-    def too_large(step):
-        calls.append(step)
-        if os.environ["RANK"] == "1" and len(calls) == 4:
-            raise torch.OutOfMemoryError
-        forward(step)
-
-    llama.TrainStep.forward = too_large
-    sys.exit(run_script(arguments))
+    """Run the script, whose steps do not fit on rank 1."""
+    if os.environ["RANK"] == "1":
+        llama.TrainStep.forward = Mock(side_effect=torch.OutOfMemoryError)
+    run_script(arguments)
 
 
 def run_script(arguments):
     """Do as `python tiny_llama_v3.py` does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return llama.main(arguments, "tiny_llama_v3.py")
+    sys.exit(llama.main(arguments, "tiny_llama_v3.py"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Several processes, started by torchrun: they train as one does on the batch of all, and end as one does."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -8,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,11 +18,10 @@ import torch
 import tiny_llama_v3 as llama
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
-from tests.tiny_llama.distributed_program import CONFIG, GPU_CONFIG, GPU_RUNS, RUNS
+from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import distributed
 from tiny_llama.distributed import ShardedAdamW, Step, World
 
-PROGRAM = Path(distributed_program.__file__)
 SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
 ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", "--num-steps", "1000000"]
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
@@ -33,7 +31,7 @@ def begin(python, function, *arguments):
     """Start a function of distributed_program.py in two processes of torchrun, whose output ends in one pipe."""
     command = [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.Popen(
-        [*command, str(PROGRAM), function, *map(str, arguments)],
+        [*command, distributed_program.__file__, function, *map(str, arguments)],
         env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
         text=True,
         stdout=subprocess.PIPE,
@@ -73,87 +71,46 @@ def trainings(tmp_path_factory, start):
     return folder
 
 
-@pytest.fixture(scope="module")
-def trained(trainings):
-    """{name: results of both ranks} of distributed_program.RUNS."""
-    return {name: [torch.load(trainings / f"{name} {rank}.pt") for rank in range(2)] for name in RUNS}
-
-
-def train_alone(monkeypatch, name, runs=RUNS, config=CONFIG):
-    """What one process does with the batch of both."""
-    if config.device == "auto" and name != "kernels":
-        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
-    config = dataclasses.replace(config, **runs[name])
-    config = dataclasses.replace(config, batch_size=2 * config.batch_size)
-    return distributed_program.train(config, frozen=name == "frozen")
+def results_of(folder, name):
+    return [torch.load(folder / f"{name} {rank}.pt") for rank in range(2)]
 
 
 @needs_triton
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_train_as_one_does_on_the_batch_of_both(trained, monkeypatch, name):
+def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeypatch, name):
     """The norms of the gradients tell a sum from a mean, to which AdamW is blind."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    alone, both = train_alone(monkeypatch, name), trained[name]
+    if not ON_GPUS and name != "kernels":
+        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
+    config = dataclasses.replace(CONFIG, **RUNS[name])
+    config = dataclasses.replace(config, batch_size=2 * config.batch_size)
+    alone, both = distributed_program.train(config, frozen=name == "frozen"), results_of(trainings, name)
+    tolerance = 2e-2 if name == "bf16" else 1e-3 if ON_GPUS else 1e-5
     for results in both:
-        assert results["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=1e-3)
+        assert results["losses"] == pytest.approx(alone["losses"], rel=tolerance)
+        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=100 * tolerance)
         for weight, expected in zip(results["weights"], alone["weights"], strict=True):
-            assert (weight - expected).norm() <= 1e-4 * expected.norm()
+            assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
     assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
     assert name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
 
 
 @needs_triton
-def test_two_runs_give_the_same_bits_and_divide_the_state(trained):
-    for first, second in zip(trained["sharded"], trained["one window"], strict=True):
-        assert first["losses"] == second["losses"]
-        assert all(map(torch.equal, first["weights"], second["weights"]))
-        weights = sum(first["sizes"])
-        padding = llama.ADAMW_BLOCK * (len(first["sizes"]) + 2 * CONFIG.num_layers)
-        assert weights / 2 <= first["state"] <= (weights + padding) / 2
+def test_two_runs_give_the_same_bits_and_divide_the_state(trainings):
+    first, second = (results_of(trainings, name)[0] for name in ("sharded", "one window"))
+    assert first["losses"] == second["losses"]
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+    sizes = [weight.numel() for weight in first["weights"]]
+    padding = llama.ADAMW_BLOCK * (len(sizes) + 2 * CONFIG.num_layers)
+    assert sum(sizes) / 2 <= first["state"] <= (sum(sizes) + padding) / 2
 
 
 @needs_triton
-def test_check_names_the_ranks_that_fail(trainings):
+def test_the_check_finds_what_is_wrong_on_one_rank_and_between_ranks(trainings):
     first, second = (json.loads((trainings / f"outcomes {rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    passed = {"nothing", "nothing, sharded", "weights come back"}
-    assert first == dict.fromkeys(passed, True) | {"an operation on rank 1": False, "the reduction": False}
-    lines = [line for line in (trainings / "out 0").read_text().splitlines() if line.startswith("Check")]
-    failed = [line for line in lines if "FAILED" in line]
-    assert len(lines) == 7 and ["rank 1:" in line for line in failed] == [True, False]
-
-
-@pytest.mark.gpu
-def test_two_gpus_train_as_one_does(start, monkeypatch, tmp_path):
-    """NCCL, bf16 and graphs. In bf16 the error against fp32 may be twice that of one process, and a little."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    exit_code, out = finish(start("gpu_trainings", tmp_path))
-    assert exit_code == 0, out
-    wrong = []
-    for name, changes in GPU_RUNS.items():
-        alone = {}
-        for use_amp in (False, True):
-            config = dataclasses.replace(GPU_CONFIG, use_amp=use_amp)
-            alone[use_amp] = train_alone(monkeypatch, name, GPU_RUNS, config)
-            for rank in range(2):
-                both = torch.load(tmp_path / f"{name} {use_amp} {rank}.pt")
-                error, allowed = distance(both, alone[False]), 2 * distance(alone[use_amp], alone[False])
-                if not error <= allowed + (2e-2 if use_amp else 1e-3):
-                    wrong.append(f"{name}, bf16 {use_amp}, rank {rank}: {error:.1e} off, one process {allowed / 2:.1e}")
-                same = torch.load(tmp_path / f"sharded {use_amp} {rank}.pt")
-                if "impl" not in changes and both["losses"] != same["losses"]:
-                    wrong.append(f"{name}, bf16 {use_amp}, rank {rank}: other bits than eager")
-    assert wrong == []
-
-
-def distance(results, reference):
-    """The larger one of the relative distances of all weights and of all losses."""
-    pairs = (results["losses"], reference["losses"]), (results["weights"], reference["weights"])
-    flat = [[torch.cat([torch.as_tensor(x).flatten() for x in side]) for side in pair] for pair in pairs]
-    return max(float((x - y).norm() / y.norm()) for x, y in flat)
+    passed = dict.fromkeys(("nothing", "nothing, sharded", "weights come back"), True)
+    assert first == second == passed | {"an operation on rank 1": False, "the reduction": False}
 
 
 # --- a whole run
@@ -166,12 +123,12 @@ def test_a_run_of_two_processes(start, tmp_path):
     exit_code, out = finish(start("script", tmp_path, *arguments))
     assert exit_code == 0, out
     assert out.count("Final loss:") == out.count("step    3/3") == 1
-    for label in ("Processes: 2 over gloo", "Throughput of all: ", "Peak memory of the f", "Slowest process: "):
-        assert (f"\n{label}" in out) == (label != "Slowest process: ")  # no communication is measured on a CPU
+    for label in ("Processes: 2 over gloo", "Throughput of all: ", "Peak memory of the f"):
+        assert f"\n{label}" in out
+    assert "Slowest process: " not in out  # no communication is measured on a CPU
     assert "on each of 2 processes, 3 steps" in out and "Mistakes brought back: --no-warmup" in out
-    for rank in range(2):
-        names = [path.name for path in (tmp_path / "profile" / f"rank_{rank}").iterdir()]
-        assert sorted(names) == ["kernel_stats.csv", "trace.json"]
+    profiles = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("profile/*/*"))
+    assert profiles == [f"profile/rank_{rank}/{name}" for rank in "01" for name in ("kernel_stats.csv", "trace.json")]
     (path,) = (tmp_path / "results").iterdir()
     result = json.loads(path.read_text())
     world = result["summary"]["world"]
@@ -191,13 +148,13 @@ def test_a_process_alone_has_no_world(run):
 @pytest.fixture
 def endless(tmp_path, python):
     """Starts an endless run and returns when it trains: the program, the processes' numbers, the folder of results."""
-    programs, pids, links = [], [], [tmp_path / str(rank) for rank in range(2)]
+    programs, pids = [], []
 
     def run(*arguments, python=python):
         program = begin(python, "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments)
         programs.append(program)
-        wait_until(lambda: program.poll() is not None or all(map(os.path.islink, links)))
-        pids.extend(int(os.readlink(link)) for link in links)
+        next(line for line in program.stdout if line.startswith("step    4/"))
+        pids.extend(int((tmp_path / rank).read_text()) for rank in "01")
         return program, pids, tmp_path / "results"
 
     yield run
@@ -209,27 +166,9 @@ def endless(tmp_path, python):
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition):
-    for _ in range(3000):
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def ended(pid):
-    """Whether a process has gone, at the latest in some minutes."""
-
-    def gone():
-        with contextlib.suppress(ProcessLookupError):
-            return os.kill(pid, 0)  # None: it is there
-        return True
-
-    return wait_until(gone)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_ends_or_stops_ends_all(endless, number):
+    """The output ends when all have ended that write to it."""
     program, pids, results = endless("--comm-timeout", "5")
     os.kill(pids[1], number)
     lines = [next(line for line in program.stdout if "error:" in line)]
@@ -237,24 +176,18 @@ def test_a_process_that_ends_or_stops_ends_all(endless, number):
         os.kill(pids[1], signal.SIGKILL)  # torchrun would wait for a stopped one, half a minute
     exit_code, out = finish(program)
     (line,) = lines + error_lines(out)
-    assert exit_code != 0 and "rank 0: another process has ended, or does not answer" in line
-    assert all(map(ended, pids)) and not results.exists()
+    assert exit_code != 0 and "rank 0: another process has ended, or does not answer" in line and not results.exists()
 
 
-@pytest.mark.parametrize("timing, on_torchrun", [
-    ("phases", True), ("step", False),
-    pytest.param("step", True, marks=pytest.mark.slow), pytest.param("phases", False, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless, timing, on_torchrun):
-    options = {"python": sys.executable} if on_torchrun else {}
-    program, pids, results = endless("--timing", timing, *(["--num-steps", "20000"] * (timing == "step")), **options)
+@pytest.mark.parametrize("on_torchrun", [True, False])
+def test_ctrl_c_on_torchrun_or_on_one_process_stops_all_at_the_same_step(endless, on_torchrun):
+    program, pids, results = endless(**({"python": sys.executable} if on_torchrun else {}))
     os.kill(program.pid if on_torchrun else pids[1], signal.SIGINT)
     _, out = finish(program)
     assert "Final loss: " in out and error_lines(out) == [], out
     (path,) = results.iterdir()
     steps = json.loads(path.read_text())["steps"]
     assert f"\nInterrupted after {len(steps)} of " in out and steps
-    assert all(map(ended, pids))
 
 
 @pytest.mark.parametrize("function, arguments, message", [
@@ -266,22 +199,19 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
     exit_code, out = finish(start(function, tmp_path, *arguments, "--output-dir", tmp_path / "results"))
     (line,) = error_lines(out)
     assert message in line and exit_code != 0 and not (tmp_path / "results").exists()
-    assert ("\nstep " in out) is ("memory" in message)
 
 
 # --- the parts, without processes
 
 
-def make_optimizers(size, num_layers=2, low_precision=False):
-    torch.manual_seed(0)
-    config = dataclasses.replace(TINY, num_layers=num_layers)
-    models = [llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]) for _ in range(size)]
-    return [ShardedAdamW(m, 1e-3, low_precision, world=World(r, size)) for r, m in enumerate(models)]
+def make_optimizers(size, num_layers):
+    model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
+    return [ShardedAdamW(copy.deepcopy(model), 1e-3, world=World(rank, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size, low_precision", [(2, False), (3, True), (8, True)])
-def test_slices_of_all_processes_are_the_buckets(size, low_precision):
-    optimizers = make_optimizers(size, 5, low_precision)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_slices_of_all_processes_are_the_buckets(size):
+    optimizers = make_optimizers(size, 5)
     blocks = torch.cat([optimizer.own_blocks for optimizer in optimizers])
     assert sorted(blocks.tolist()) == list(range(len(optimizers[0].param) // llama.ADAMW_BLOCK))
     for rank, optimizer in enumerate(optimizers):
@@ -289,15 +219,9 @@ def test_slices_of_all_processes_are_the_buckets(size, low_precision):
         for bucket in optimizer.buckets:
             length = len(bucket.own_weights)
             assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
-            assert bucket.own_weights.data_ptr() == bucket.all_weights[rank * length :].data_ptr()
-            assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
             assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
-        if low_precision:
-            optimizer.remainder.fill_(1)
-            optimizer.parameters[5].detach().fill_(1.0)
-            optimizer.follow_model()  # the lower halves of a weight that others write, and of no other, become 0
-            kept = torch.cat([bucket.remainder for bucket in optimizer.buckets])[:: llama.ADAMW_BLOCK]
-            assert kept.tolist() == [optimizer.owners[block] != 5 for block in optimizer.own_blocks]
+            for own, all in ((bucket.own_weights, bucket.all_weights), (bucket.own_grads, bucket.all_grads)):
+                assert own.data_ptr() == all[rank * length :].data_ptr()
 
 
 ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
@@ -308,12 +232,10 @@ ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["t
 ])  # fmt: skip
 def test_buckets_double_until_they_are_large(monkeypatch, num_layers, most, layers):
     monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", most or distributed.BUCKET_ELEMENTS)
-    config = dataclasses.replace(TINY, num_layers=num_layers)
-    model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+    model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
     buckets = distributed.make_buckets(model)
     assert [len(bucket.layers) for bucket in buckets] == layers
-    order = [p for bucket in buckets for p in bucket.parameters]
-    assert all(p is q for p, q in zip(order, model.parameters(), strict=True))
+    assert list(map(id, model.parameters())) == [id(p) for bucket in buckets for p in bucket.parameters]
 
 
 @pytest.mark.parametrize("overlaps, under_way", [(False, []), (True, [1])])
@@ -325,13 +247,11 @@ def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch
         optimizer.overlap([bucket.layers[0] for bucket in optimizer.buckets])
     optimizer.begin_forward()
     assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
-    optimizer.weights()
-    assert not any(bucket.gathering for bucket in optimizer.buckets)
 
 
 def test_a_second_backward_pass_is_refused(monkeypatch):
     monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
-    optimizer, *_ = make_optimizers(2)
+    optimizer, *_ = make_optimizers(2, 1)
     bucket, *_ = optimizer.buckets
     optimizer.reduce_gradients(bucket)
     with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
@@ -340,14 +260,13 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
     optimizer.reduce_gradients(bucket)
 
 
-def test_the_slowest_process_is_told_from_the_fastest(monkeypatch):
+def test_the_slowest_process_is_told_from_the_fastest():
     """By its own time, without what it waited for messages: 5, 9 - 2 and 4 ms."""
     step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
-    world = World(1, 3)
-    names = "rank", "own_ms", "exposed_communication_ms", "tokens_per_second", "peak_memory_mib"
-    first, last = (dict(zip(names, row, strict=True)) for row in ((0, 5.0, 4.0, 2.0, 7.0), (2, 4.0, 5.0, 4.0, None)))
-    world.gather = lambda own: [own | first, own, own | last]
-    monkeypatch.setattr(step, "world", world, raising=False)
+    first = dict(rank=0, own_ms=5.0, exposed_communication_ms=4.0, tokens_per_second=2.0, peak_memory_mib=7.0)
+    last = dict(rank=2, own_ms=4.0, exposed_communication_ms=5.0, tokens_per_second=4.0, peak_memory_mib=None)
+    step.world = World(1, 3)
+    step.world.gather = lambda own: [own | first, own, own | last]
     told = step.summarize_processes(summary | {"kernels": {"exposed_communication_ms": 2.0}})
     assert told["slowest"] == {"rank": 1, "behind_ms": 3.0} and told["exposed_communication_ms"] == 5.0
     assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
@@ -355,21 +274,30 @@ def test_the_slowest_process_is_told_from_the_fastest(monkeypatch):
 
 @pytest.mark.parametrize("error, exit_code, told", [
     (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""),
-    (llama.UsageError("the disk is full"), 2, "program: error: rank 1: the disk is full\n"),
-    (OSError("the disk is full"), 2, "program: error: rank 1: the disk is full\n"),
+    (llama.UsageError("no NCCL"), 2, "no NCCL"), (OSError("the disk is full"), 2, "the disk is full"),
     (RuntimeError("Connection closed by peer\nmore"), 2,
-     "program: error: rank 1: another process has ended, or does not answer (Connection closed by peer)\n"),
-    (ValueError("a fault"), 1, "Traceback"),
+     "another process has ended, or does not answer (Connection closed by peer)"),
 ])  # fmt: skip
-def test_an_error_is_told_where_no_store_says_that_another_was(monkeypatch, capsys, error, exit_code, told):
-    world = World(1, 2)
-    world.store, world.find_store = Mock(add=Mock(side_effect=RuntimeError)), Mock()
-    monkeypatch.setattr(distributed, "launched", lambda: world)
+@pytest.mark.parametrize("failures", [1, 2, None])
+def test_the_first_process_to_fail_tells_why(monkeypatch, capsys, error, exit_code, told, failures):
+    """Also where there is no store any more to say that it is the first."""
+    add = Mock(return_value=failures, side_effect=None if failures else RuntimeError)
+    assert end_of(monkeypatch, error, SimpleNamespace(add=add)) == exit_code
+    assert capsys.readouterr().err == f"program: error: rank 1: {told}\n" * bool(told and failures != 2)
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, capsys):
+    assert end_of(monkeypatch, ZeroDivisionError("a fault")) == 1
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
+def end_of(monkeypatch, error, store=None):
+    """The exit code of rank 1 of two after this error."""
+    monkeypatch.setattr(distributed, "launched", lambda: World(1, 2, store=store))
     monkeypatch.setattr(distributed, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as end:
         distributed.run_together(Mock(side_effect=error), "program")
-    printed = capsys.readouterr().err
-    assert end.value.code == exit_code and (printed.startswith(told) if exit_code == 1 else printed == told)
+    return end.value.code
 
 
 @pytest.mark.parametrize("flags", [
@@ -381,7 +309,7 @@ def test_what_several_processes_cannot_do(monkeypatch, flags):
     monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
     monkeypatch.setattr(llama, "INTERPRETED", False)
     with pytest.raises(llama.UsageError, match="--shard|--graph"):
-        Step.select_device(dataclasses.replace(TINY, warmup_steps=1, **flags))
+        Step.select_device(llama.Config(**flags))
 
 
 def test_more_processes_than_gpus(monkeypatch):
@@ -392,31 +320,20 @@ def test_more_processes_than_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("environment, named", [
-    (dict(WORLD_SIZE="2"), "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-    (dict(WORLD_SIZE="x", RANK="0"), "WORLD_SIZE=x "), (dict(WORLD_SIZE="", RANK="0"), "WORLD_SIZE= "),
-    (dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="-1"), "LOCAL_RANK=-1 "), (dict(WORLD_SIZE="2", RANK="2"), "RANK=2 "),
-    (dict(WORLD_SIZE="0"), "WORLD_SIZE=0"), (dict(WORLD_SIZE="10000000000"), "WORLD_SIZE=10000000000 "),
-    (dict(zip(distributed.TORCHRUN, ("0", "0", "2", "localhost", "x"), strict=True)), "MASTER_PORT=x"),
+    ("WORLD_SIZE=2", "'RANK'"), ("WORLD_SIZE=2 RANK=0", "'LOCAL_RANK'"), ("WORLD_SIZE=x", "WORLD_SIZE=x "),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0", "MASTER_ADDR expected"), ("WORLD_SIZE=0 RANK=0 LOCAL_RANK=0", "not below"),
+    ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0", "RANK is not below"), ("WORLD_SIZE=2 RANK=-1 LOCAL_RANK=0", "not below"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x"),
+    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=0", "1/2 clients joined"),
 ])  # fmt: skip
-def test_a_half_set_environment_of_torchrun(monkeypatch, capsys, environment, named):
+def test_processes_that_do_not_find_each_other(monkeypatch, capsys, environment, named):
+    """They were started by hand, without all that torchrun sets, or one of them is missing."""
+    monkeypatch.setattr(distributed, "FIND_SECONDS", 0.1)
+    given = dict(part.split("=") for part in environment.split())
     for name in distributed.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
+    for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert llama.main([]) == 2
     error = capsys.readouterr().err
     assert named in error and "torchrun" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("stops, seconds", [(False, 20), (True, distributed.STOP_SECONDS)])
-def test_a_gpu_that_waits_for_a_lost_process(monkeypatch, stops, seconds):
-    now = [1.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
-    monkeypatch.setattr(distributed, "time", clock)
-    world = World(0, 2)
-    world.timeout, world.stop_requested = 20, now[0] if stops else None
-    world.wait_for(SimpleNamespace(query=lambda: now[0] >= seconds))  # late, but it comes
-    start = now[0]
-    with pytest.raises(llama.UsageError, match=f"waited {seconds} s for another process"):
-        world.wait_for(SimpleNamespace(query=lambda: False))
-    assert now[0] - start == seconds + 1

@@ -1,6 +1,7 @@
 """A LLaMA of transformers with our kernels: the same loss and gradients, the same parameters, refusals by name."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -52,25 +53,25 @@ def test_loss_and_gradients_are_those_of_transformers(models, tokens, keywords):
 def test_weights_are_stacked_once_and_stay_those_of_transformers(models, tokens, tmp_path):
     theirs, ours = models
     mlp, tokens = ours.model.layers[0].mlp, tokens[:, :4]
-
-    def same(other):
-        torch.testing.assert_close(ours(tokens).logits, other(tokens).logits, rtol=1e-4, atol=1e-5)
-
     with torch.inference_mode():
         ours(tokens)
     stack = mlp.stack
     for model in models:
         loss_and_gradients(model, tokens)
         torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert_same(ours, theirs, tokens)
+    assert mlp.stack is stack and stack.data_ptr() == mlp.gate_proj.weight.data_ptr()
+    assert [name for name, _ in ours.named_parameters()] == list(theirs.state_dict())
+    ours.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(tokens.device)
+    mlp.up_proj.weight = torch.nn.Parameter(2 * mlp.up_proj.weight.detach())  # what was stacked is old
     with torch.no_grad():
-        same(theirs)
-        assert mlp.stack is stack and stack.data_ptr() == mlp.gate_proj.weight.data_ptr()
-        assert [name for name, _ in ours.named_parameters()] == list(theirs.state_dict())
-        ours.save_pretrained(tmp_path)
-        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).to(tokens.device)
-        mlp.up_proj.weight = torch.nn.Parameter(2 * mlp.up_proj.weight)  # replaced: what was stacked is old
         again.model.layers[0].mlp.up_proj.weight *= 2
-        same(again)
+    assert_same(ours, again, tokens)
+
+
+def assert_same(ours, theirs, tokens):
+    torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("operations", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -82,13 +83,11 @@ def test_autocast_rounds_as_with_transformers(models, tokens, monkeypatch, opera
     assert not llama.judge(ours, plain, llama.CHECK_ATOL["bf16"]).failed
 
 
-def test_tensors_are_cast_where_the_kernels_refuse_autocast():
-    def seen(x):
-        return x.dtype, torch.is_autocast_enabled("cpu")
-
+@pytest.mark.parametrize("cast, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_tensors_are_cast_where_the_kernels_refuse_autocast(cast, dtype):
     with torch.autocast("cpu", torch.bfloat16):
-        types = [hugging_face.outside_autocast(seen, torch.ones(3), cast=cast) for cast in (True, False)]
-    assert types == [(torch.bfloat16, False), (torch.float32, False)]
+        x, y = hugging_face.outside_autocast(lambda x: (x, x @ x), torch.ones(3, 3), cast=cast)
+    assert x.dtype == y.dtype == dtype  # autocast would have cast the product
 
 
 @pytest.mark.parametrize("changes", [
@@ -102,15 +101,15 @@ def test_another_model_is_refused(changes):
 def test_what_our_attention_lacks_is_refused(models, tokens, monkeypatch):
     masks = transformers.masking_utils.create_causal_mask  # which benchmarks.steps replaces
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", masks)
-    _, ours = models
     positions = torch.arange(17, device=tokens.device)
-    padded, shifted = (positions > 2).long().repeat(2, 1), positions + positions[:2, None]
-    for keywords in (dict(attention_mask=padded), dict(use_cache=True), dict(position_ids=shifted)):
-        with pytest.raises(ValueError, match="no padding, packing or cache|same positions in all rows"):
-            ours(input_ids=tokens, **keywords)
+    lacking = dict(attention_mask=(positions > 2).long().repeat(2, 1), use_cache=True)
+    lacking["position_ids"] = positions + positions[:2, None]
+    calls = [functools.partial(models[1], input_ids=tokens, **{name: value}) for name, value in lacking.items()]
     for name in ("past_key_values", "cache", "cu_seq_lens_q"):  # whichever this release has
-        with pytest.raises(ValueError, match="no padding, packing or cache"):
-            ours.model.layers[0].self_attn(None, None, **{name: 0})
+        calls.append(functools.partial(models[1].model.layers[0].self_attn, None, None, **{name: 0}))
+    for call in calls:
+        with pytest.raises(ValueError, match="no padding, packing or cache|same positions in all rows"):
+            call()
 
 
 def test_a_model_continues_a_text(models, tokens):
