@@ -60,11 +60,7 @@ UNCOUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
-# Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
-SLOW_TESTS = {
-    "tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow",
-    "tests/core/test_cli.py::test_compile_without_a_compiler",
-}
+SLOW_TESTS = {"tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow"}  # whatever the case
 
 
 def files_in(folder):
