@@ -5,8 +5,6 @@ import collections
 import functools
 import graphlib
 import io
-import json
-import os
 import subprocess
 import sys
 import tokenize
@@ -235,25 +233,18 @@ def test_the_script_is_written_for_a_reader():
     assert not [name for name in many if not name.endswith(("_kernel", "_gradient"))]
 
 
-COLLECTED = """
-import json, os
-def pytest_collection_finish(session):
-    marked = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in session.items]
-    open(os.environ["COLLECTED"], "w").write(json.dumps(marked))
-"""
+def collected(*flags):
+    """The functions of the tests that pytest selects."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "--collect-only", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
 @pytest.mark.slow
-def test_every_test_has_a_case_that_is_not_slow(tmp_path):
+def test_every_test_has_a_case_that_is_not_slow():
     """Except in files that say at their top that they are slow."""
-    (tmp_path / "plugin_of_layout.py").write_text(COLLECTED)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLLECTED": str(tmp_path / "collected")}
-    command = [sys.executable, "-m", "pytest", "-p", "plugin_of_layout", "-p", "no:cacheprovider", "-n", "0"]
-    done = subprocess.run([*command, "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    collected = json.loads((tmp_path / "collected").read_text())
-    functions = {node.split("[")[0] for node, _ in collected}
-    fast = {node.split("[")[0] for node, is_slow in collected if not is_slow}
+    functions, fast = collected(), collected("-m", "not slow")
     slow_files = {name for name in PATHS if name.startswith("tests/") and "\npytestmark = " in PATHS[name].read_text()}
     slow = {function for function in functions - fast if function.split("::")[0] not in slow_files}
     assert len(functions) > 500 and slow == SLOW_TESTS
