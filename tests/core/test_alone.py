@@ -115,19 +115,19 @@ def test_it_trains_to_the_same_bits_or_losses(alone, folder, tmp_path, monkeypat
     assert summary["gpu"] == dict.fromkeys(("idle", "busy"), {"power_w": None})
 
 
-@pytest.mark.parametrize(
-    "name, needs",
-    [
-        ("two processes of torchrun", "WORLD_SIZE=2 needs tiny_llama/distributed.py"),
-        ("profile", "--profile needs tiny_llama/profiler.py"),
-        ("fp8", "--fp8 needs tiny_llama/fp8.py"),
-        ("markov", "--data markov needs tiny_llama/data.py"),
-        ("text", "--data tiny_llama_v3.py needs tiny_llama/data.py"),
-    ],
-)
-def test_what_needs_a_companion_is_refused(alone, name, needs):
+NEEDS = {
+    "two processes of torchrun": "WORLD_SIZE=2 needs tiny_llama/distributed.py",
+    "profile": "--profile needs tiny_llama/profiler.py",
+    "fp8": "--fp8 needs tiny_llama/fp8.py",
+    "markov": "--data markov needs tiny_llama/data.py",
+    "text": "--data tiny_llama_v3.py needs tiny_llama/data.py",
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_needs_a_companion_is_refused(alone, name):
     code, out, err, files = alone[name]
-    error = f"tiny_llama_v3.py: error: {needs}: copy tiny_llama/ beside the script\n"
+    error = f"tiny_llama_v3.py: error: {NEEDS[name]}: copy tiny_llama/ beside the script\n"
     assert (code, out, err) == (2, "", error)
     assert name not in files and "profile" not in files
 
