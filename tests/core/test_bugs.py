@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import os
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -176,15 +174,6 @@ def test_a_link_that_contradicts_or_of_an_unknown_stage_is_refused(capsys, monke
     assert llama.main(flags, link) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and all(word in err for word in words)
-
-
-def test_symbolic_link_on_disk(tmp_path, python):
-    link = tmp_path / "v3_stage3_fake_timing.py"
-    os.symlink(SCRIPT, link)
-    command = [python, link, *FLAGS_OF_A_TINY_RUN]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Mistakes brought back: --unsynced-timing, --triton-matmul-swiglu\n" in done.stdout
 
 
 def test_list_stages_prints_all(capsys):

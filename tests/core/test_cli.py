@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,13 +39,20 @@ TINIER = (  # a quarter of the time in Triton's interpreter
     "--hidden-dim 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 16 --vocab-size 11 --batch-size 1 "
     "--seq-len 5"
 ).split()
-LABELS = {  # of the summary: label, what follows it
-    "Final loss": r"[\d.]+ ", "Average training speed": r"[\d.]+ samples/sec$", "Throughput": r"[\d,]+ tokens/sec$",
-    "Average batch time": r"[\d.]+ ms \(p20 [\d.]+, p50 [\d.]+, p80 [\d.]+\)$", "Average forward time": r"[\d.]+ ms$",
-    "Average backward time": r"[\d.]+ ms$", "Average optimizer time": r"[\d.]+ ms$", "Peak memory usage": r"[\d.]+ MiB",
-    "Parameters with a gradient": r"[\d,]+ of [\d,]+ \([\d.]+ %\)$", "Model arithmetic": r"[\d.]+ TFLOP/s",
-    "Compilation and warm-up": r"[\d.]+ s", "Results": r".+\.json$",
-}  # fmt: skip
+LABELS = r"""
+Final loss: [\d.]+ \(first
+Average training speed: [\d.]+ samples/sec$
+Throughput: [\d,]+ tokens/sec$
+Average batch time: [\d.]+ ms \(p20 [\d.]+, p50 [\d.]+, p80 [\d.]+\)$
+Average forward time: [\d.]+ ms$
+Average backward time: [\d.]+ ms$
+Average optimizer time: [\d.]+ ms$
+Peak memory usage: [\d.]+ MiB
+Parameters with a gradient: [\d,]+ of [\d,]+ \([\d.]+ %\)$
+Model arithmetic: [\d.]+ TFLOP/s
+Compilation and warm-up: [\d.]+ s
+Results: .+\.json$
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +116,8 @@ def files(folder):
 def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     run = cli("--impl", impl, "--device", device, "--data", "markov", "--seed", 5, "--num-layers", 1)
     assert run.code == 0 and run.err == ""
-    for label, pattern in LABELS.items():
-        assert len(re.findall(rf"^{label}: {pattern}", run.out, re.M)) == 1, label
+    for line in LABELS.strip().splitlines():
+        assert len(re.findall(f"^{line}", run.out, re.M)) == 1, line
     assert run.out.count("warm-up 1/1") == 1 and len(run.losses) == 3
     assert f"Implementation: {impl}\n" in run.out
     (path,) = (tmp_path / "triton_profiles").iterdir()
@@ -135,9 +141,8 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     assert all(step["grad_norm"] > 0 and step["host_ms"] > 0 for step in steps)
     batch = [step["batch_ms"] for step in steps]
     assert batch == pytest.approx([sum(step["phase_ms"].values()) for step in steps])
-    for phase in ("forward", "backward", "optimizer"):
-        mean = statistics.fmean(step["phase_ms"][phase] for step in steps)
-        assert printed(run.out, f"Average {phase} time") == pytest.approx(mean, abs=0.00051)
+    phases = {name: statistics.fmean(step["phase_ms"][name] for step in steps) for name in summary["phase_ms"]}
+    assert summary["phase_ms"] == pytest.approx(phases)
     mean, (p20, p50, p80) = statistics.fmean(batch), numpy.percentile(batch, [20, 50, 80])
     assert summary["batch_ms"] == pytest.approx(dict(mean=mean, p20=p20, p50=p50, p80=p80))
     expected = dict(
@@ -155,6 +160,7 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
         ("Average training speed", summary["samples_per_second"], 0.051),
         ("Throughput", summary["tokens_per_second"], 0.51),
         ("Average batch time", mean, 0.00051),
+        *((f"Average {name} time", phases[name], 0.00051) for name in ("forward", "backward", "optimizer")),
         ("Final loss", run.losses[-1], 0),
         ("Peak memory usage", summary["peak_memory_mib"], 0.051),
         ("Parameters with a gradient", summary["parameters"], 0),
@@ -228,9 +234,7 @@ def test_peak_memory_is_in_mib():
 # --- files: each is whole or not there, and none is overwritten
 
 
-def test_results_written_at_once_all_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama.os, "getpid", threading.get_ident)  # each thread is a process
-
+def test_results_written_at_once_all_arrive(tmp_path):
     def save(number):
         return llama.write_new_json(tmp_path, "same_second", {"number": number})
 
@@ -455,7 +459,6 @@ def test_what_a_gpu_cannot_do_is_refused(monkeypatch, case):
 def test_cuda_without_a_gpu(cli, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(cli("--device", "cuda"), "--device cuda", torch.__version__, "--device cpu")
-    assert_refused(cli("--device", "auto", "--graph"), "--graph", "GPU", "drop")
 
 
 FOLDERS = ["file", "file/below", "dangling", "dangling/below", "x" * 300, "n/" + "x" * 300, ""]
@@ -469,11 +472,6 @@ def test_folder_that_cannot_be_written_to(cli, tmp_path, flag, name):
     shown = f"{flag} {name} cannot be written to" if name else f"{flag} '' names no folder"
     remedy = "another folder" if name else "give one"
     assert_refused(cli(flag, name), shown, remedy, left=["dangling", "file"])
-
-
-def test_folder_is_not_created_before_there_is_a_result(tmp_path):
-    assert llama.writable_folder("--output-dir", str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
-    assert not files(tmp_path)
 
 
 ERRORS = dict(
@@ -553,15 +551,15 @@ def default_sigint():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-@pytest.mark.parametrize("signals", [
-    [signal.SIGTERM], *(pytest.param([signal.SIGINT] * count, marks=pytest.mark.slow) for count in (1, 3)),
-], ids=["SIGTERM", "SIGINT", "three SIGINT"])  # fmt: skip
-def test_signals(tmp_path, signals):
+@pytest.mark.parametrize("number, times", [
+    (signal.SIGTERM, 1), pytest.param(signal.SIGINT, 3, marks=pytest.mark.slow)
+])  # fmt: skip
+def test_signals(tmp_path, number, times):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with start(tmp_path, *A_RUN, **pipes, preexec_fn=default_sigint) as process:
         try:
             next(line for line in process.stdout if line.startswith("step    2/"))
-            for number in signals:
+            for _ in range(times):
                 process.send_signal(number)
                 time.sleep(0.02)
             out, err = process.communicate(timeout=300)
@@ -569,6 +567,6 @@ def test_signals(tmp_path, signals):
             process.kill()
     assert process.returncode == 130 and "Traceback" not in err
     results = [strict_json(path) for path in tmp_path.rglob("*") if path.is_file()]
-    if len(signals) == 1:  # others may have ended the report of the steps done
+    if times == 1:  # others may have ended the report of the steps done
         done = int(re.search(r"Interrupted after (\d+) of 1000000 steps", out)[1])
         assert done >= 2 and [len(result["steps"]) for result in results] == [done]

@@ -80,7 +80,7 @@ def test_weight_gradients_of_a_group_are_one_product(grouped, monkeypatch, size)
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_backward_passes_add_up(grouped, size):
-    """Also where the gradient of one layer's weight is missing, or those of all weights came by another way."""
+    """Also where the gradient of one layer's weight is missing."""
     step = grouped(size)
     weights, name = dict(step.model.named_parameters()), "layers.1.attention.qkv_proj.weight"
     first, second = batches_of(step, 2)
@@ -96,13 +96,6 @@ def test_backward_passes_add_up(grouped, size):
     expected = total | {name: alone[1][name]}
     assert_close(pass_over(step, *second), expected)
     assert all(p.grad is p.main_grad for p in weights.values())
-
-    step.optimizer.zero_grad()
-    for batch in (first, second):  # each behind gradients that are autograd's own
-        sum(p.sum() for p in weights.values()).backward()
-        pass_over(step, *batch)
-    gradients = {name: p.grad for name, p in weights.items()}
-    assert_close(gradients, {name: total[name] + 2 for name in total})
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["residual", "branch"])

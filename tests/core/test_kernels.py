@@ -86,14 +86,12 @@ def largest(x):
     return x.abs().max()
 
 
-def assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype, place=as_given, factor=1, floor=0.0):
-    """The rule, with an atol that may be larger by a factor, and that counts the largest element as floor more."""
+def assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype, place=as_given):
     runs = (ours, dtype), (reference, dtype), (reference, torch.float64)
     results = [run(function, inputs, upstream, kind, place) for function, kind in runs]
     for index, (actual, plain, exact) in enumerate(zip(*results, strict=True)):
         assert actual.shape == exact.shape
-        atol = factor * ATOL[dtype] * (largest(exact) + floor)
-        error, allowed = largest(actual - exact), 2 * largest(plain - exact) + atol
+        error, allowed = largest(actual - exact), 2 * largest(plain - exact) + ATOL[dtype] * largest(exact)
         assert error <= allowed, f"tensor {index}: error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -278,9 +276,7 @@ def test_any_layout(randn, name, sizes, place):
     def placed(number, x):
         return place(number, x) if x.dim() else x
 
-    operation = make(randn, name, sizes)
-    # Where terms of about 1 cancel to nothing, their rounding remains.
-    assert_as_accurate_as_torch(*operation, torch.float32, placed, factor=2, floor=0.1)
+    assert_as_accurate_as_torch(*make(randn, name, sizes), torch.float32, placed)
 
 
 # --- what every operation does
@@ -611,23 +607,13 @@ def loss_and_gradient(cross_entropy, logits, targets, *ignored):
     return loss.detach().double(), logits.grad.double()
 
 
-def assert_cross_entropy_is_exact(logits, targets):
-    targets = torch.tensor(targets, device=logits.device)
+def test_cross_entropy_of_a_masked_stretch(randn, device):
+    """Of more than a tile, which has no maximum."""
+    logits, targets = randn(2, 20000), torch.tensor([9000, 19999], device=device)
+    logits[:, :9000] = -float("inf")
     expected = loss_and_gradient(llama.torch_cross_entropy, logits.double(), targets)
     actual = loss_and_gradient(llama.triton_cross_entropy, logits, targets)
     assert_close(actual, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_cross_entropy_of_large_logits_is_finite(device):
-    logits = [[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]]
-    assert_cross_entropy_is_exact(torch.tensor(logits, device=device), [1, 2])
-
-
-def test_cross_entropy_of_a_masked_stretch(randn):
-    """Of more than a tile, which has no maximum."""
-    logits = randn(2, 20000)
-    logits[:, :9000] = -float("inf")
-    assert_cross_entropy_is_exact(logits, [9000, 19999])
 
 
 @pytest.mark.parametrize("vocab", [1000, 8193, 20000])
@@ -792,22 +778,12 @@ def test_adamw_keeps_what_is_no_number(device, low_precision):
 
     optimizer.exp_avg.copy_(floats([0x7FFFFFFF], device))  # the NaN that a GPU makes
     assert_that_a_step_gives_nan()
-    for not_a_number in (NAN, float("inf")):
-        weight.grad = torch.full_like(weight, not_a_number)
-        assert_that_a_step_gives_nan()
+    weight.grad = torch.full_like(weight, float("inf"))
+    assert_that_a_step_gives_nan()
 
 
-def loads(model, weight):
-    model.load_state_dict({"weight": weight})
-
-
-def copies(model, weight):
-    model.weight.detach().copy_(weight)
-
-
-@pytest.mark.parametrize("write", [loads, copies])
 @pytest.mark.parametrize("low_precision", [False, True])
-def test_weights_that_are_written_are_those_that_are_updated(device, low_precision, write):
+def test_weights_that_are_written_are_those_that_are_updated(device, low_precision):
     """In bf16 the lower halves of the old weights must not be added to new ones."""
     model = torch.nn.Linear(3, 50, bias=False).to(device)
     optimizer = llama.FlatAdamW(model, 1e-3, low_precision)
@@ -816,5 +792,5 @@ def test_weights_that_are_written_are_those_that_are_updated(device, low_precisi
     (own,), (copied,) = optimizer.weights(), copy.deepcopy(optimizer).weights()
     assert torch.equal(own, copied)
     written = torch.arange(150.0, device=device).view(50, 3) / 64
-    write(model, written)
+    model.load_state_dict({"weight": written})
     assert torch.equal(optimizer.weights()[0], written)

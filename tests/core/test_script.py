@@ -1,28 +1,11 @@
-"""The script as a text, and how it launches kernels without a GPU at hand."""
+"""How the script launches kernels, without a GPU at hand."""
 
-import ast
 import collections
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
-
-LINES = Path(llama.__file__).read_text().split("\n")
-KERNELS = [node for node in ast.parse("\n".join(LINES)).body if getattr(node, "name", "").endswith("_kernel")]
-
-
-def test_kernels_give_their_grid_and_the_shape_of_what_each_pointer_points_to():
-    for node in KERNELS:
-        text = ast.get_docstring(node)
-        assert "Grid: " in text or "Each program walks" in text, node.name
-        pointers = [argument for argument in node.args.args if argument.arg.endswith("_ptr")]
-        assert pointers
-        for argument in pointers:
-            assert re.search(r"_ptr,  # .*(\(.*\)|like )", LINES[argument.lineno - 1]), (node.name, argument.arg)
-    assert len(KERNELS) > 10
 
 
 def test_what_other_code_may_import_is_there():
