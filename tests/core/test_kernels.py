@@ -44,10 +44,7 @@ def poisoned_memory(monkeypatch):
 def randn(device):
     generator = torch.Generator(device).manual_seed(0)
 
-    def randn(*shape, dtype=torch.float32):
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    return randn
+    return functools.partial(torch.randn, generator=generator, device=device)
 
 
 # --- the rule
@@ -75,7 +72,8 @@ def run(function, inputs, upstream, dtype, place=as_given):
     outputs = function(*leaves)
     if torch.is_tensor(outputs):
         outputs = (outputs,)
-    typed = (u.to(o.dtype) for u, o in zip(upstream, outputs, strict=False))
+    pairs = zip(upstream, outputs, strict=False)
+    typed = (u.to(output.dtype) for u, output in pairs)
     placed = [place(number, u) for number, u in enumerate(typed, len(inputs))]
     torch.autograd.backward(outputs, placed)
     gradients = [x.grad for x in leaves if x is not None and x.requires_grad]
@@ -91,7 +89,8 @@ def assert_as_accurate_as_torch(ours, reference, inputs, upstream, dtype, place=
     results = [run(function, inputs, upstream, kind, place) for function, kind in runs]
     for index, (actual, plain, exact) in enumerate(zip(*results, strict=True)):
         assert actual.shape == exact.shape
-        error, allowed = largest(actual - exact), 2 * largest(plain - exact) + ATOL[dtype] * largest(exact)
+        error, plain_error = largest(actual - exact), largest(plain - exact)
+        allowed = 2 * plain_error + ATOL[dtype] * largest(exact)
         assert error <= allowed, f"tensor {index}: error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -153,15 +152,15 @@ def attention(randn, batch, seq_len, heads, kv_heads, head_dim, bugs=()):
     qkv = randn(batch, seq_len, width + 2 * kv_heads * head_dim)
     tables = llama.rope_tables(seq_len, head_dim, qkv.device)
 
-    def of(attention):
+    def of(attention, **kwargs):
         def function(qkv):
-            eyes = (torch.eye(n, device=qkv.device, dtype=qkv.dtype) for n in (qkv.shape[-1], width))
-            return attention(qkv, *eyes, *tables, heads, kv_heads)
+            eyes = (torch.eye(n).to(qkv) for n in (qkv.shape[-1], width))
+            return attention(qkv, *eyes, *tables, heads, kv_heads, **kwargs)
 
         return function
 
-    ours = functools.partial(llama.triton_attention, bugs=bugs)
-    return of(ours), of(llama.torch_attention), [qkv], [randn(batch, seq_len, width)]
+    functions = of(llama.triton_attention, bugs=bugs), of(llama.torch_attention)
+    return *functions, [qkv], [randn(batch, seq_len, width)]
 
 
 OPERATIONS = dict(
@@ -191,9 +190,11 @@ cross_entropy_ignoring | 4x11 3x8200 2x81920
 attention              | 1x37x2x1x16 1x1x1x1x16 2x15x3x1x6 1x64x4x2x64 1x65x2x2x96 1x40x2x1x40 1x48x2x1x80 \
     1x96x2x1x128 | 2x37x4x4x32 2x33x8x2x40 1x50x8x1x16 1x130x2x1x32 1x200x4x1x24 \
     | 2x128x8x4x64 2x512x8x4x64 1x1024x8x2x128 2x1000x4x4x80 1x2048x4x2x64 2x1000x4x2x128
-attention_badly_strided | 2x33x4x2x10
+attention_badly_strided | 2x17x2x1x10
 """
-ROWS = [re.split(r" *\| *", line) for line in SIZES.strip().splitlines()[1:]]
+_, *LINES = SIZES.strip().splitlines()
+ROWS = [re.split(r" *\| *", line) for line in LINES]
+MARKS = None, pytest.mark.slow, pytest.mark.gpu  # of the columns
 
 
 def case(name, sizes, dtype, mark, is_first):
@@ -209,7 +210,7 @@ def case(name, sizes, dtype, mark, is_first):
 CASES = [
     case(name, sizes, dtype, mark, number == 0)
     for name, *columns in ROWS
-    for column, mark in zip(columns, (None, pytest.mark.slow, pytest.mark.gpu), strict=False)
+    for column, mark in zip(columns, MARKS, strict=False)
     for number, sizes in enumerate(column.split())
     for dtype in ALL_DTYPES
 ]
@@ -226,7 +227,8 @@ def test_values_and_gradients(randn, name, sizes, dtype):
     assert_as_accurate_as_torch(*make(randn, name, sizes), dtype)
 
 
-each_operation = pytest.mark.parametrize("name, sizes", [(row[0], row[1].split()[0]) for row in ROWS])
+FIRST = [(name, sizes.split()[0]) for name, sizes, *_ in ROWS]
+each_operation = pytest.mark.parametrize("name, sizes", FIRST)
 
 
 # --- any layout
@@ -303,7 +305,8 @@ def test_a_second_derivative_is_refused(randn, name, sizes):
 
 @pytest.mark.parametrize("name", ["swiglu", "cross_entropy_ignoring"])
 def test_a_second_pass_over_what_was_overwritten_is_refused(randn, name):
-    ours, _, (x, *others), upstream = make(randn, name, "4x11" if "cross" in name else "3x16x8")
+    sizes = "4x11" if "cross" in name else "3x16x8"
+    ours, _, (x, *others), upstream = make(randn, name, sizes)
     output = ours(x.requires_grad_() * 1, *others)
     output.backward(*upstream, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -312,7 +315,8 @@ def test_a_second_pass_over_what_was_overwritten_is_refused(randn, name):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_tokens_may_have_32_bits(randn, device, dtype):
-    tokens, weight = torch.tensor([3, 0, 2], device=device), randn(4, 5)
+    tokens = torch.tensor([3, 0, 2], device=device)
+    weight = randn(4, 5)
     assert torch.equal(llama.triton_embedding(tokens.to(dtype), weight), weight[tokens])
     loss = llama.triton_cross_entropy(weight[1:].clone(), tokens.to(dtype))
     assert_close(loss, F.cross_entropy(weight[1:], tokens))
@@ -348,8 +352,9 @@ REFUSED = {  # what the message has: a call with x (3, 8), weights (12, 8) and t
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_would_be_read_wrongly_is_refused(randn, device, message):
+    tensors = randn(3, 8), randn(12, 8), torch.arange(3, device=device)
     with pytest.raises((ValueError, TypeError, AssertionError), match=message):
-        REFUSED[message](randn(3, 8), randn(12, 8), torch.arange(3, device=device))
+        REFUSED[message](*tensors)
 
 
 def test_strided_tables_are_copied_or_refused(randn):
@@ -400,7 +405,8 @@ def test_rmsnorm_block_smaller_than_the_row(randn, block_size, has_branch):
     x, weight = randn(5, 600), randn(600)
     branch = x.flip(0) if has_branch else None
     residual, y, rstd = llama.rmsnorm_forward(x, branch, weight, 1e-5, block_size)
-    assert_close((y, residual), llama.torch_rmsnorm(x, branch, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    expected = llama.torch_rmsnorm(x, branch, weight, 1e-5)
+    assert_close((y, residual), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_branch", [True, False])
@@ -416,12 +422,13 @@ def test_rmsnorm_of_which_only_the_residual_is_used(randn, has_branch):
 # --- attention
 
 
-@pytest.fixture(params=[(40, 128), (40, 0), pytest.param((150, 128), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(params=["40 in one", "40 in two", pytest.param("150 in two", marks=pytest.mark.slow)])
 def seq_len(request, monkeypatch):
     """The length of a sequence for attention, whose backward pass is one launch or two."""
-    length, limit = request.param
+    length, _, launches = request.param.split()
+    limit = 128 if launches == "one" else 0
     monkeypatch.setattr(llama, "FUSED_BACKWARD_SEQ_LEN", limit)
-    return length
+    return int(length)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -495,19 +502,21 @@ def before_nan(name, t):
 
 # Tiles that are not square, and those of AMD's GPUs. Only the smaller of both blocks divides the fast lengths of the
 # former, and none those of the latter, of one backward launch and of two.
-TILES = {size: [(*map(int, size.split("x")), 4, 1)] * 4 for size in ("16x32", "32x16", "16x64", "64x16")}
-TILES |= {" ".join(map(str, key)): tiles for key, tiles in llama.ATTENTION_TILES.items() if key[0] == "amd"}
+UNEVEN = "16x32", "32x16", "16x64", "64x16"
+TILES = {size: [(*map(int, size.split("x")), 4, 1)] * 4 for size in UNEVEN}
+for (device, *key), tiles in llama.ATTENTION_TILES.items():
+    if device == "amd":
+        TILES["amd {} {}".format(*key)] = tiles
 FAST = """
 16x32 48 128, 16x32 48 0, 32x16 48 128, 32x16 48 0, 16x64 80 128, 16x64 80 0, 64x16 80 128, 64x16 80 0,
 amd half 64 100 128, amd half 64 150 128, amd any 128 100 128, amd any 128 150 128
 """
-TILED = [f"{name} {size}" for name in TILES for size in ("40 128", "48 128", "48 0", "64 0", "80 128", "80 0")]
-TILED += [f"{name} {size}" for name in TILES for size in ("100 128", "144 128", "150 128")]
+FAST = re.split(r",\s", FAST.strip())
+LENGTHS = "40 128", "48 128", "48 0", "64 0", "80 128", "80 0", "100 128", "144 128", "150 128"
+SLOW = {f"{name} {length}" for name in TILES for length in LENGTHS} - set(FAST)
 
 
-@pytest.mark.parametrize("row", [
-    pytest.param(row, marks=[pytest.mark.slow] * (row not in re.split(r",\s", FAST.strip()))) for row in TILED
-])  # fmt: skip
+@pytest.mark.parametrize("row", [*FAST, *(pytest.param(row, marks=pytest.mark.slow) for row in sorted(SLOW))])
 def test_attention_with_other_tiles(randn, monkeypatch, row):
     name, seq_len, fused_seq_len = row.rsplit(maxsplit=2)
     monkeypatch.setattr(llama, "FUSED_BACKWARD_SEQ_LEN", int(fused_seq_len))
@@ -576,7 +585,8 @@ def test_rotary_embedding(randn, device):
     x = randn(2, 200, 3, 4).double()
     turn = torch.polar(torch.ones_like(angles), angles)
     turned = torch.complex(*x.chunk(2, dim=-1)) * turn[:, None]
-    assert_close(llama.torch_rope(x, *tables), torch.cat((turned.real, turned.imag), dim=-1))
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    assert_close(llama.torch_rope(x, *tables), expected)
 
 
 # --- SwiGLU and embedding
@@ -619,7 +629,8 @@ def test_cross_entropy_of_a_masked_stretch(randn, device):
 @pytest.mark.parametrize("vocab", [1000, 8193, 20000])
 def test_cross_entropy_of_peaked_logits(randn, device, vocab):
     """As accurate as PyTorch's where the log-sum is large: its rounding must not reach the probabilities."""
-    logits, targets = 60 * randn(2, vocab), torch.tensor([3, vocab - 1], device=device)
+    logits = 60 * randn(2, vocab)
+    targets = torch.tensor([3, vocab - 1], device=device)
     ours = loss_and_gradient(llama.triton_cross_entropy, logits, targets)
     plain = loss_and_gradient(llama.torch_cross_entropy, logits, targets)
     exact = loss_and_gradient(llama.torch_cross_entropy, logits.double(), targets)
@@ -719,7 +730,8 @@ def test_adamw(randn, low_precision):
         for index, (p, q) in enumerate(zip(ours, theirs, strict=True), number):
             p.grad = q.grad = None
             if index % 4:  # now and then it has none, and stays as it is
-                p.grad = randn(*p.shape, dtype=p.dtype) * [1e-7, 1.0, 1e4][index % 3]
+                scale = [1e-7, 1.0, 1e4][index % 3]
+                p.grad = scale * randn(*p.shape).to(p)
                 q.grad = p.grad.double()
         optimizer.step()
         reference.step()
@@ -732,7 +744,8 @@ def test_adamw(randn, low_precision):
 def test_adamw_loses_no_digits_of_a_small_learning_rate(randn, lr):
     """1 - lr * weight_decay would: PyTorch's weights shrink by a tenth too much at 1e-5."""
     initial = randn(3000)
-    ours, theirs = (torch.nn.ParameterList([initial.to(dtype)]) for dtype in (torch.float32, torch.float64))
+    ours = torch.nn.ParameterList([initial.clone()])
+    theirs = torch.nn.ParameterList([initial.double()])
     optimizers = llama.FlatAdamW(ours, lr), torch.optim.AdamW(theirs, lr)
     for (weight,), optimizer in zip((ours, theirs), optimizers, strict=True):
         for _ in range(20):
@@ -743,25 +756,26 @@ def test_adamw_loses_no_digits_of_a_small_learning_rate(randn, lr):
     assert drift.mean().abs() < 0.05 * (exact - initial).abs().mean()
 
 
-UNUSUAL = (  # bit patterns: the NaN of a GPU, quiet and signalling ones, infinities, the largest and smallest numbers,
-    # and numbers that are rounded to bf16 up, down, away from zero, and not at all
-    0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0xFFC00000, 0xFF800001, 0x7F800000, 0xFF800000,
-    0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0xFF7F7FFF, 0x00000001, 0x80000001, 0x007FFFFF,
-    0x3F807FFF, 0x3F808001, 0x3F80FFFF, 0xBF818000, 0x3F818000, 0x3F810000,
-)  # fmt: skip
+# Bit patterns: the NaN of a GPU, quiet and signalling ones, infinities, the largest and smallest numbers, and numbers
+# that are rounded to bf16 up, down, away from zero, and not at all.
+UNUSUAL = """
+7FFFFFFF 7FC00000 7F800001 FFFFFFFF FFC00000 FF800001 7F800000 FF800000
+7F7FFFFF FF7FFFFF 7F7F8000 7F7F7FFF FF7F7FFF 00000001 80000001 007FFFFF
+3F807FFF 3F808001 3F80FFFF BF818000 3F818000 3F810000
+"""
 
 
 def floats(patterns, device):
-    bits = np.array(patterns, np.uint32)
+    bits = np.array([int(word, 16) for word in patterns.split()], np.uint32)
     return torch.from_numpy(bits.view(np.float32)).to(device)
 
 
 @pytest.mark.parametrize("low_precision", [False, True])
 def test_adamw_keeps_what_is_no_number(device, low_precision):
-    model = torch.nn.Linear(len(UNUSUAL), 1, bias=False).to(device)
-    weight = model.weight
+    expected = floats(UNUSUAL, device)
+    model = torch.nn.ParameterList([torch.zeros_like(expected)])
     optimizer = llama.FlatAdamW(model, 1e-3, low_precision, weight_decay=0.0)
-    expected = floats(UNUSUAL, device)[None]
+    (weight,) = model
     in_use = expected.bfloat16() if low_precision else expected
     equal = functools.partial(assert_close, rtol=0, atol=0, equal_nan=True)
     optimizer.reset([expected])
@@ -776,7 +790,7 @@ def test_adamw_keeps_what_is_no_number(device, low_precision):
         assert weight.isnan().all() and optimizer.weights()[0].isnan().all()
         optimizer.reset([torch.ones_like(expected)])
 
-    optimizer.exp_avg.copy_(floats([0x7FFFFFFF], device))  # the NaN that a GPU makes
+    optimizer.exp_avg.copy_(floats("7FFFFFFF", device))  # the NaN that a GPU makes
     assert_that_a_step_gives_nan()
     weight.grad = torch.full_like(weight, float("inf"))
     assert_that_a_step_gives_nan()
