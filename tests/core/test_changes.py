@@ -129,24 +129,9 @@ class Trainee:
         self.step.restart()
 
 
-PARTS, ANY = range(200), (False, True)
 HOOKS = "hook post_accumulate_grad_hook full_backward_hook full_backward_pre_hook forward_hook forward_pre_hook".split()
-ARGUMENTS = {  # of the methods above: what each may be
-    "run": [],
-    "train": [(1, 2), (None, 2), (0, 1, 2, 3)],
-    "freeze": [PARTS, ANY],
-    "freeze_before_backward": [PARTS],
-    "copy": [(copy.deepcopy, saved)],
-    "load": [(0.9, 1.1)],
-    "evaluate": [(torch.no_grad, torch.inference_mode), (None, 2)],
-    "checkpoint": [(0, 1), ANY],
-    "uncheckpoint": [],
-    "hook": [HOOKS],
-    "gradient_of_its_own": [PARTS],
-    "start_over": [],
-}
-# Each way once. Part 0 is the model, and part 2 the module of all layers.
-KNOWN = [
+# Methods of a Trainee with their arguments. Part 0 is the model, and part 2 the module of all layers.
+WAYS = [
     *(("hook", kind) for kind in HOOKS),
     ("start_over",),
     ("freeze", 2),
@@ -165,6 +150,11 @@ KNOWN = [
     ("load", 1.1),
     ("evaluate", torch.inference_mode, 2),
     ("run",),
+    ("uncheckpoint",),
+    ("freeze", 40),
+    ("evaluate", torch.no_grad, None),
+    ("train", 1, None, 3),
+    ("freeze", 0, True),
 ]
 
 
@@ -184,15 +174,13 @@ def follow(operations):
 
 
 def test_each_way_once():
-    follow(KNOWN)
+    follow(WAYS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(50))
 def test_many_sequences(seed):
-    draw = random.Random(seed)
-    names = draw.choices(list(ARGUMENTS), k=10)
-    follow([(name, *map(draw.choice, ARGUMENTS[name])) for name in names])
+    follow(random.Random(seed).choices(WAYS, k=10))
 
 
 def assert_all_move(step):
@@ -275,15 +263,31 @@ def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(mak
     step = make_step(SMALL, severed_autograd=True)
     step.model.layers[0].requires_grad_(False)
     step.run()
-    summary = llama.summarize(step, [llama.StepRecord(step.loss.item(), 1.0, 1.0, {}, None)])
+    step.model.norm.weight.grad = torch.zeros_like(step.model.norm.weight)  # as good as none
+    phases = dict(forward=0.5, backward=0.25, optimizer=0.25)
+    summary = llama.summarize(step, [llama.StepRecord(step.loss.item(), 4.0, 3.0, phases, None)])
     summary |= dict(warmup_seconds=0.0, kernels="", gpu={"busy": {"power_w": None}})
     llama.print_summary(step, summary)
+    out = capsys.readouterr().out
+    assert "Phases together: 1.000 ms, 25 % of the batch time\n" in out
     # 7 tokens; a layer has 2 norms of 16, and matrices of 32, 16, 48 and 24 rows or columns; the last norm.
     layer, embedding = 2 * 16 + (32 + 16 + 48 + 24) * 16, 7 * 16
     assert summary["parameters"] == embedding + 2 * layer + 16
-    assert "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n" in capsys.readouterr().out
+    assert "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n" in out
     missing = summary["parameters_without_gradient"]
     assert len(missing) == 7 and all(name.startswith(("layers.1.", "norm.")) for name in missing)
+
+
+@pytest.mark.parametrize("host_ms, verdict", [(3.1, "not launch-bound"), (3.3, "launch-bound")])
+def test_a_step_is_launch_bound_if_the_host_takes_four_fifths_of_it(make_step, capsys, host_ms, verdict):
+    step = make_step(SMALL, impl="torch")
+    step.run()
+    summary = llama.summarize(step, [llama.StepRecord(1.0, 4.0, host_ms, {}, None)])
+    summary |= dict(warmup_seconds=0.0, kernels=dict(kernels=7, launches=2), gpu={"busy": {"power_w": None}})
+    step.device = llama.Device("cuda", "", "sm_90", 132, 32)
+    llama.print_summary(step, summary)
+    out = capsys.readouterr().out
+    assert f"issue a step: {host_ms}00 ms of 4.000 ms ({verdict})\nKernels a step: 7 in 2 launches\n" in out
 
 
 def test_autocast_is_refused(make_step):

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -138,7 +137,10 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     # The steps, and the figures that follow from them; the mean of each phase is printed.
     steps = result["steps"]
     assert [round(step["loss"], 4) for step in steps] == run.losses
-    assert all(step["grad_norm"] > 0 and step["host_ms"] > 0 for step in steps)
+    assert all(step["host_ms"] > 0 for step in steps)
+    assert re.findall(r"norm ([\d.]+) \| ([\d.]+) ms \| ([\d,]+) tok/s$", run.out, re.M) == [
+        (f"{step['grad_norm']:.3f}", f"{step['batch_ms']:.2f}", f"{34e3 / step['batch_ms']:,.0f}") for step in steps
+    ]
     batch = [step["batch_ms"] for step in steps]
     assert batch == pytest.approx([sum(step["phase_ms"].values()) for step in steps])
     phases = {name: statistics.fmean(step["phase_ms"][name] for step in steps) for name in summary["phase_ms"]}
@@ -173,7 +175,6 @@ def test_timing_of_whole_steps(cli):
     assert run.out.count("not measured (--timing step)") == 3
     steps = run.result["steps"]
     assert [step["phase_ms"] for step in steps] == [{}] * 3
-    assert printed(run.out, "Average batch time") == round(statistics.fmean(step["batch_ms"] for step in steps), 3)
     assert run.losses == phases.losses and len(run.losses) == 3
     last_norm = phases.result["steps"][-1]["grad_norm"]
     assert [step["grad_norm"] for step in steps] == [None, None, last_norm]
@@ -202,7 +203,8 @@ def test_profile(cli, tmp_path):
 def test_one_seed_one_result(cli):
     losses = cli().losses
     assert len(set(losses)) == 3 and losses == cli().losses
-    assert losses != cli("--seed", 2**32 - 1).losses  # the largest: warm-up takes other data, of no larger seed
+    largest = cli("--seed", 2**32 - 1)  # whose warm-up takes other data, of no larger seed
+    assert largest.code == 0 and losses != largest.losses
     torch.use_deterministic_algorithms(False)
     assert losses == cli("--deterministic").losses
     assert torch.are_deterministic_algorithms_enabled()
@@ -325,12 +327,6 @@ def test_reader_of_the_output_leaves(tmp_path, flags):
         finally:
             process.kill()
     assert process.returncode == 141 and not err and not files(tmp_path)
-
-
-def test_without_standard_streams(tmp_path):
-    command = f"exec {shlex.join([sys.executable, str(SCRIPT), *TINY])} <&- >&- 2>&-"
-    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=300).returncode == 0
-    assert len(list((tmp_path / "triton_profiles").iterdir())) == 1
 
 
 def test_companions_are_found_beside_the_script(tmp_path):

@@ -78,6 +78,7 @@ def test_logits_loss_and_gradients(make_step, device, impl, changes):
     step = make_step(impl=impl or "torch", **changes)
     config, targets = step.config, step.targets
     model = step.model if impl else llama.TinyLlamaTriton(config).to(device)
+    assert model.operations is llama.OPERATIONS[impl or ("triton" if llama.triton else "torch")]
     with torch.no_grad():
         for p in model.parameters():
             # So large that positions and eps matter, and no norm's weight is 1.
