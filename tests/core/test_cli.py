@@ -454,7 +454,7 @@ def test_what_a_gpu_cannot_do_is_refused(monkeypatch, case):
 
 def test_cuda_without_a_gpu(cli, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert_refused(cli("--device", "cuda"), "--device cuda", torch.__version__, "--device cpu")
+    assert_refused(cli("--device", "cuda"), "--device cuda", "--device cpu")
 
 
 FOLDERS = ["file", "file/below", "dangling", "dangling/below", "x" * 300, "n/" + "x" * 300, ""]
@@ -546,7 +546,6 @@ def default_sigint():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job ignores
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize("number, times", [
     (signal.SIGTERM, 1), pytest.param(signal.SIGINT, 3, marks=pytest.mark.slow)
 ])  # fmt: skip

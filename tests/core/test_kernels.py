@@ -232,6 +232,7 @@ each_operation = pytest.mark.parametrize("name, sizes", FIRST)
 
 
 # --- any layout
+# Kernels read activations by their strides; one stride taken for another shows only where all differ.
 
 
 def like_nan(x, shape):
@@ -282,6 +283,7 @@ def test_any_layout(randn, name, sizes, place):
 
 
 # --- what every operation does
+# A sum in an order that depends on timing shows as other bits; autograd must not use what a kernel has overwritten.
 
 
 @each_operation
@@ -323,6 +325,7 @@ def test_tokens_may_have_32_bits(randn, device, dtype):
 
 
 # --- what would be read wrongly is refused
+# Kernels have no bounds: a wrong shape, type or layout would give numbers, and not an error.
 
 
 def attend_to(x, rows=64, positions=3, layout=torch.clone):
@@ -372,6 +375,7 @@ def test_strided_tables_are_copied_or_refused(randn):
 
 
 # --- column sums and RMSNorm
+# What the table above does not reach: several matrices, the value that is normalized, rows of several tiles.
 
 
 @pytest.mark.parametrize("rows", [1, 127, 129, 300])
@@ -420,6 +424,7 @@ def test_rmsnorm_of_which_only_the_residual_is_used(randn, has_branch):
 
 
 # --- attention
+# The launchers by themselves, where every tensor may lie anywhere and tiles are those of other GPUs.
 
 
 @pytest.fixture(params=["40 in one", "40 in two", pytest.param("150 in two", marks=pytest.mark.slow)])
@@ -590,6 +595,7 @@ def test_rotary_embedding(randn, device):
 
 
 # --- SwiGLU and embedding
+# Numbers whose exponential overflows, and a search that needs more than one tile.
 
 
 def test_swiglu_activation_at_extreme_gates(device):
@@ -608,6 +614,7 @@ def test_embedding_in_several_tiles(randn, monkeypatch):
 
 
 # --- cross-entropy
+# What gives NaN, infinity, or a gradient to a target that does not count, if it is computed in the plain way.
 
 
 def loss_and_gradient(cross_entropy, logits, targets, *ignored):
@@ -668,6 +675,7 @@ def test_cross_entropy_tells_who_kept_the_logits(randn, device, needs_gradient):
 
 
 # --- many elements, whose offsets have 64 bits
+# A product of 32 bits wraps around beyond them, and reads and writes the memory of somebody else.
 
 
 @pytest.fixture
@@ -709,6 +717,7 @@ def test_more_than_two_to_the_31_elements(many, function):
 
 
 # --- AdamW
+# Against float64, since PyTorch's own update in fp32 loses digits that ours keeps.
 
 
 @pytest.mark.parametrize("low_precision", [False, True])

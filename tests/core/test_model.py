@@ -32,6 +32,7 @@ def train(device, config=TINY, **changes):
 
 
 # --- the model
+# Written twice: here once more, in float64 and from other functions, so that a wrong wire shows in every gradient.
 
 
 def llama_again(model, config, tokens):
@@ -128,6 +129,7 @@ def test_initial_weights(make_step):
 
 
 # --- the data
+# Published losses hold for these tokens, whatever the device.
 
 
 @pytest.mark.parametrize("kind", ["random", "markov"])
@@ -160,13 +162,13 @@ def test_model_learns_the_chain_and_stays_above_its_entropy():
 
 
 # --- the check
+# It is what makes a figure count: it must see a kernel that is wrong by a thousandth, and let rounding pass.
 
 
 @needs_triton
 @pytest.mark.parametrize("changes", [{}, dict(num_kv_heads=4), dict(num_kv_heads=1, seq_len=1)], ids=str)
-def test_check_passes(device, capsys, changes):
+def test_check_passes(device, changes):
     assert llama.TrainStep.check(dataclasses.replace(TINY, **changes), llama.get_device(device))
-    assert "passed" in capsys.readouterr().out
 
 
 OUTPUTS = """
@@ -179,7 +181,7 @@ embedding_backward_kernel.weight_grad_ptr
 
 @needs_triton
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, capsys, output):
+def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, output):
     name, argument = output.split(".")
     target = getattr(llama, name)
     position = list(inspect.signature(target.fn).parameters).index(argument)
@@ -192,7 +194,6 @@ def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, 
 
     monkeypatch.setattr(llama, "launch", sabotaged)
     assert not llama.TrainStep.check(TINIER, llama.get_device(device))
-    assert "FAILED" in capsys.readouterr().out
 
 
 @needs_triton
@@ -202,6 +203,7 @@ def test_check_sees_severed_autograd(device, capsys):
 
 
 # --- on a GPU
+# Only a GPU captures graphs, and multiplies in bf16.
 
 
 @pytest.mark.gpu
@@ -244,6 +246,7 @@ def test_bf16_check_passes(heads):
 
 
 # --- the clock and the check's rule, without a GPU
+# What is timed shows in the order of marks and waits, which a fake GPU keeps.
 
 
 @pytest.fixture
