@@ -3,29 +3,25 @@
 import copy
 import dataclasses
 import functools
-import io
+import pickle
+import random
 import runpy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import tiny_llama_v3 as llama
-from tests.core.test_properties import DEVICE, fast
 from tests.core.tiny import SMALL
 
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def saved(step):
     """Return the step, by way of a file."""
-    file = io.BytesIO()
-    torch.save(step, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return pickle.loads(pickle.dumps(step))
 
 
 class Trainee:
@@ -98,23 +94,26 @@ class Trainee:
             vars(layer).pop("forward", None)
 
     def hook(self, kind):
-        """Train with a hook, which keeps what it is given, or doubles it."""
+        """Train with a hook, which keeps what it is given, and doubles the gradient of a weight."""
         layer = self.step.model.layers[1]
         feed_forward = layer.feed_forward
         p = feed_forward.down_proj.weight.requires_grad_(True)  # PyTorch refuses hooks on frozen weights
 
-        def see(*gradients):
-            gradient = gradients[-1]
-            self.seen.append(gradient if torch.is_tensor(gradient) else gradient[0])
+        def see(*given):
+            last = given[-1] if torch.is_tensor(given[-1]) else given[-1][0]
+            self.seen.append(last.detach().clone())
 
-        handle = {
-            "tensor": lambda: p.register_hook(lambda gradient: (see(gradient), 2 * gradient)[1]),
-            "accumulated": lambda: p.register_post_accumulate_grad_hook(lambda p: (see(p.grad), p.grad.mul_(2))[0]),
-            "module": lambda: layer.register_full_backward_hook(see),
-            "before module": lambda: layer.register_full_backward_pre_hook(see),
-            "before forward": lambda: feed_forward.register_forward_pre_hook(lambda module, args: 2 * args[0]),
-            "forward": lambda: feed_forward.register_forward_hook(lambda *args: 2 * args[-1]),
-        }[kind]()
+        def double(gradient):
+            see(gradient)
+            return 2 * gradient
+
+        def double_own(p):
+            see(p.grad)
+            p.grad.mul_(2)
+
+        of_weights = {"hook": double, "post_accumulate_grad_hook": double_own}
+        owner = p if kind in of_weights else layer if "backward" in kind else feed_forward
+        handle = getattr(owner, f"register_{kind}")(of_weights.get(kind, see))
         self.train()
         handle.remove()
 
@@ -130,24 +129,9 @@ class Trainee:
         self.step.restart()
 
 
-PARTS = st.integers(0, 200)
-HOOKS = "tensor", "accumulated", "module", "before module", "forward", "before forward"
-ARGUMENTS = {  # of the methods above
-    "run": [],
-    "train": [st.integers(1, 2), st.sampled_from([None, 2]), st.integers(0, 3)],
-    "freeze": [PARTS, st.booleans()],
-    "freeze_before_backward": [PARTS],
-    "copy": [st.sampled_from([copy.deepcopy, saved])],
-    "load": [st.sampled_from([0.9, 1.1])],
-    "evaluate": [st.sampled_from([torch.no_grad, torch.inference_mode]), st.sampled_from([None, 2])],
-    "checkpoint": [st.integers(0, 1), st.booleans()],
-    "uncheckpoint": [],
-    "hook": [st.sampled_from(HOOKS)],
-    "gradient_of_its_own": [PARTS],
-    "start_over": [],
-}
-# Each way once. Part 0 is the model, and part 2 the module of all layers.
-KNOWN = [
+HOOKS = "hook post_accumulate_grad_hook full_backward_hook full_backward_pre_hook forward_hook forward_pre_hook".split()
+# Methods of a Trainee with their arguments. Part 0 is the model, and part 2 the module of all layers.
+WAYS = [
     *(("hook", kind) for kind in HOOKS),
     ("start_over",),
     ("freeze", 2),
@@ -166,36 +150,37 @@ KNOWN = [
     ("load", 1.1),
     ("evaluate", torch.inference_mode, 2),
     ("run",),
+    ("uncheckpoint",),
+    ("freeze", 40),
+    ("evaluate", torch.no_grad, None),
+    ("train", 1, None, 3),
+    ("freeze", 0, True),
 ]
 
 
 def follow(operations):
-    """After each operation losses, weights and gradients are those of the same sequence in PyTorch."""
-    ours, theirs = Trainee("triton"), Trainee("torch")
+    """After each operation losses, gradients and weights are those of the same sequence in PyTorch."""
+    each = ours, _ = Trainee("triton"), Trainee("torch")
     assert ours.step.model.groups
     for name, *arguments in operations:
-        for each in (ours, theirs):
-            getattr(each, name)(*arguments)
-        parameters = [[*each.step.model.parameters()] for each in (ours, theirs)]
-        gradients = [[p.grad for p in each] for each in parameters]
-        assert [g is None for g in gradients[0]] == [g is None for g in gradients[1]], name
+        for trainee in each:
+            getattr(trainee, name)(*arguments)
         compare = functools.partial(torch.testing.assert_close, rtol=1e-3, equal_nan=True, msg=f"{name}: {{}}".format)
-        compare(ours.seen, theirs.seen, atol=1e-6)
-        compare(*([g for g in each if g is not None] for each in gradients), atol=1e-6)
+        compare(*(trainee.seen for trainee in each), atol=1e-6)
+        weights = [list(trainee.step.model.parameters()) for trainee in each]
+        compare(*([w.grad for w in own] for own in weights), atol=1e-6)
         # Of steps of 1e-3, which AdamW also takes where a gradient is mere rounding.
-        compare(*([p.detach() for p in each] for each in parameters), atol=3e-4)
+        compare(*([w.detach() for w in own] for own in weights), atol=3e-4)
 
 
-CALLS = st.one_of(*(st.tuples(st.just(name), *arguments) for name, arguments in ARGUMENTS.items()))
-SEQUENCES = given(st.lists(CALLS, min_size=10, max_size=10))
-test_sequences = settings(fast, max_examples=2)(example(KNOWN)(SEQUENCES(follow)))
+def test_each_way_once():
+    follow(WAYS)
 
 
 @pytest.mark.slow
-@settings(fast, max_examples=50)
-@SEQUENCES
-def test_many_sequences(operations):
-    follow(operations)
+@pytest.mark.parametrize("seed", range(50))
+def test_many_sequences(seed):
+    follow(random.Random(seed).choices(WAYS, k=10))
 
 
 def assert_all_move(step):
@@ -252,9 +237,6 @@ def test_replaced_layers_are_computed(make_step):
     def new_weight(layers):
         layers[0].attention.o_proj.weight = torch.nn.Parameter(2 * layers[0].attention.o_proj.weight.detach())
 
-    def new_module(layers):
-        layers[0].feed_forward = torch.nn.Sequential(layers[0].feed_forward, torch.nn.Identity())
-
     def new_layers(layers):
         torch.manual_seed(1)
         layers[0] = llama.TransformerBlock(SMALL).to(DEVICE)
@@ -267,7 +249,6 @@ def test_replaced_layers_are_computed(make_step):
         lambda layers: setattr(layers[1].ffn_norm, "eps", 0.1),
         new_weight,
         lambda layers: setattr(layers[0].attention, "__class__", Doubled),
-        new_module,
         new_layers,
     ):
         for each in (step, plain):
@@ -275,22 +256,38 @@ def test_replaced_layers_are_computed(make_step):
             each.forward()
         torch.testing.assert_close(step.loss, plain.loss)
         losses.append(step.loss.item())
-    assert len(set(losses)) == 4  # all but new_module change it
+    assert len(set(losses)) == 4
 
 
 def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(make_step, capsys):
     step = make_step(SMALL, severed_autograd=True)
     step.model.layers[0].requires_grad_(False)
     step.run()
-    summary = llama.summarize(step, [llama.StepRecord(step.loss.item(), 1.0, 1.0, {}, None)])
+    step.model.norm.weight.grad = torch.zeros_like(step.model.norm.weight)  # as good as none
+    phases = dict(forward=0.5, backward=0.25, optimizer=0.25)
+    summary = llama.summarize(step, [llama.StepRecord(step.loss.item(), 4.0, 3.0, phases, None)])
     summary |= dict(warmup_seconds=0.0, kernels="", gpu={"busy": {"power_w": None}})
     llama.print_summary(step, summary)
+    out = capsys.readouterr().out
+    assert "Phases together: 1.000 ms, 25 % of the batch time\n" in out
     # 7 tokens; a layer has 2 norms of 16, and matrices of 32, 16, 48 and 24 rows or columns; the last norm.
     layer, embedding = 2 * 16 + (32 + 16 + 48 + 24) * 16, 7 * 16
     assert summary["parameters"] == embedding + 2 * layer + 16
-    assert "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n" in capsys.readouterr().out
-    names = [name for name, _ in step.model.named_parameters()]
-    assert summary["parameters_without_gradient"] == [n for n in names if not n.startswith(("embed", "layers.0"))]
+    assert "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n" in out
+    missing = summary["parameters_without_gradient"]
+    assert len(missing) == 7 and all(name.startswith(("layers.1.", "norm.")) for name in missing)
+
+
+@pytest.mark.parametrize("host_ms, verdict", [(3.1, "not launch-bound"), (3.3, "launch-bound")])
+def test_a_step_is_launch_bound_if_the_host_takes_four_fifths_of_it(make_step, capsys, host_ms, verdict):
+    step = make_step(SMALL, impl="torch")
+    step.run()
+    summary = llama.summarize(step, [llama.StepRecord(1.0, 4.0, host_ms, {}, None)])
+    summary |= dict(warmup_seconds=0.0, kernels=dict(kernels=7, launches=2), gpu={"busy": {"power_w": None}})
+    step.device = llama.Device("cuda", "", "sm_90", 132, 32)
+    llama.print_summary(step, summary)
+    out = capsys.readouterr().out
+    assert f"issue a step: {host_ms}00 ms of 4.000 ms ({verdict})\nKernels a step: 7 in 2 launches\n" in out
 
 
 def test_autocast_is_refused(make_step):
@@ -317,12 +314,11 @@ def test_precision_by_its_new_name(setting):
     assert llama.dot_precision(llama.Device("cuda", "", "sm_90", 132, 32)) == setting
 
 
-@pytest.mark.parametrize("value, obstacle", [("0", "there is no GPU (TRITON_INTERPRET=1 interprets"), ("true", "")])
-def test_triton_decides_whether_it_interprets(monkeypatch, value, obstacle):
+def test_triton_decides_whether_it_interprets(monkeypatch):
     """ "true" is what Triton takes for true, and only Triton knows."""
-    monkeypatch.setenv("TRITON_INTERPRET", value)
+    monkeypatch.setenv("TRITON_INTERPRET", "true")
     script = runpy.run_path(llama.__file__)
-    assert (script["triton_obstacle"](script["get_device"]("cpu")) or "").startswith(obstacle)
+    assert script["triton_obstacle"](script["get_device"]("cpu")) is None
 
 
 def test_a_kernel_without_a_gpu_or_the_interpreter(monkeypatch):
@@ -343,7 +339,6 @@ def test_the_model_names_what_it_cannot_take():
 def test_a_copied_model_trains_with_another_optimizer(make_step, copied):
     """And leaves the model alone from which it was copied."""
     step = make_step(SMALL)
-    step.run()
     model, weights = copied(step.model), [w.clone() for w in step.optimizer.weights()]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []

@@ -10,18 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers".split()
 WITHOUT_FLAGS = {"profilers/host_profile.py", "examples/tritonbench_rows.py"}  # what they are given is another's
-NEEDED = {  # beside the flag
-    "benchmarks/diff.py": "before after",
-    "examples/hf_weights.py": "folder",
-    "exercises/check.py": "exercise1",
-    "exercises/scoreboard.py": "class",
-    "profilers/compare.py": "before after",
-    "profilers/counters.py": "profile",
-    "profilers/hotspots.py": "profile",
-    "profilers/plot.py": "profile",
-    "profilers/summary.py": "session --tool ncu",
-    "profilers/rocprof_compute_kernels.py": "workload",
-}
+NEEDED = """
+benchmarks/diff.py: before after
+examples/hf_weights.py: folder
+exercises/check.py: exercise1
+exercises/scoreboard.py: class
+profilers/compare.py: before after
+profilers/counters.py: profile
+profilers/hotspots.py: profile
+profilers/plot.py: profile
+profilers/summary.py: session --tool ncu
+profilers/rocprof_compute_kernels.py: workload
+"""
+NEEDED = dict(line.split(": ") for line in NEEDED.strip().splitlines())  # beside the flag
 BY_PATH = ("exercises/check.py", "nanogpt_triton/", "run_triton_profiling.py", "tiny_llama_v3.py")  # others: python -m
 
 

@@ -5,8 +5,7 @@ import collections
 import functools
 import graphlib
 import io
-import json
-import os
+import re
 import subprocess
 import sys
 import tokenize
@@ -29,10 +28,11 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
     "examples": BELOW | {"nanogpt_triton", "benchmarks"},
     "exercises": BELOW | {"nanogpt_triton", "profilers", "offline", "benchmarks"},
 }
-MAY_EDIT_PATH = {  # what people start by its path, and what starts another's program as if by its path
-    "tiny_llama_v3.py", "nanogpt_triton/train.py", "nanogpt_triton/sample.py", "nanogpt_triton/model.py",
-    "nanogpt_triton/kernels/__init__.py", "exercises/check.py", "profilers/host_profile.py",
-}  # fmt: skip
+# What people start by its path, what starts another's program so, and what writes notebooks.
+MAY_EDIT_PATH = """
+tiny_llama_v3.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
+nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/host_profile.py
+""".split()
 # What a reader meets: names, numbers, operators and strings, each once; comments and docstrings cost nothing.
 # These limits may be lowered, never raised.
 MOST_TOKENS = {
@@ -59,11 +59,7 @@ UNCOUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
-# Compilers and kernels that are started as they are take longer than a few seconds, whatever the case.
-SLOW_TESTS = {
-    "tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow",
-    "tests/core/test_cli.py::test_compile_without_a_compiler",
-}
+SLOW_TESTS = {"tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow"}  # whatever the case
 
 
 def files_in(folder):
@@ -98,24 +94,21 @@ def part_of(name):
     return name.split("/")[0].removesuffix(".py")
 
 
-def test_everything_public_of_script_and_companions_is_described():
-    undescribed = []
-    for name, tree in TREES.items():
-        nodes = [(tree, "module")]
-        if part_of(name) in (SCRIPT, COMPANIONS):
-            top = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            nodes += [(node, node.name) for node in top]
+def undescribed(name, tree):
+    """What is public and has no docstring: modules, and in script and companions what they and their classes define."""
+    nodes = {name: tree}
+    if part_of(name) in (SCRIPT, COMPANIONS):
+        for node in tree.body:
             # A Function is described by what applies it.
-            classes = (c for c in top if isinstance(c, ast.ClassDef) and not c.name.endswith("Function"))
-            nodes += [
-                (node, f"{c.name}.{node.name}") for c in classes for node in c.body if hasattr(node, "decorator_list")
-            ]
-        undescribed += [
-            f"{name}: {label}"
-            for node, label in nodes
-            if not ast.get_docstring(node) and not label.split(".")[-1].startswith("_")
-        ]
-    assert undescribed == []
+            is_function = getattr(node, "name", "").endswith("Function")
+            inner = node.body if isinstance(node, ast.ClassDef) and not is_function else []
+            nodes |= {each.name: each for each in (node, *inner) if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    return [label for label, node in nodes.items() if not label.startswith("_") and not ast.get_docstring(node)]
+
+
+def test_everything_public_of_script_and_companions_is_described():
+    missing = {name: undescribed(name, tree) for name, tree in TREES.items()}
+    assert not {name: labels for name, labels in missing.items() if labels}
 
 
 def test_imports_point_down():
@@ -143,32 +136,16 @@ def test_the_script_imports_companions_in_one_place_only():
     assert names and all(f"{COMPANIONS}/{name}.py" in PATHS for name in names), names
 
 
-def edits_of_sys_path(tree):
-    """The lines that change sys.path, by a method of its or by assignment."""
-    for node in ast.walk(tree):
-        targets = [node.func.value] if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else []
-        targets += node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
-            target = target.value if isinstance(target, ast.Subscript) else target
-            if ast.unparse(target) == "sys.path":
-                yield node.lineno
-
-
 def test_sys_path_is_edited_only_where_a_file_is_started_by_its_path():
-    edits = {file: list(edits_of_sys_path(tree)) for file, tree in TREES.items()}
-    allowed = MAY_EDIT_PATH | {file for file in TREES if file.startswith("nanogpt_triton/data/")}
-    assert not {file: lines for file, lines in edits.items() if lines and (file not in allowed or len(lines) > 1)}
+    edit = re.compile(r"^ *sys\.path(?:\.\w+\(|\[.*\] = | = )", re.M)
+    edits = {name: edit.findall(PATHS[name].read_text()) for name in TREES}
+    allowed = {file for file in TREES if file in MAY_EDIT_PATH or file.startswith("nanogpt_triton/data/")}
+    assert not {file: found for file, found in edits.items() if len(found) > (file in allowed)}
 
 
 def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
     programs = [name for name in TREES if "ArgumentParser" in PATHS[name].read_text()]
     assert programs == ["measure/command_line.py", f"{SCRIPT}.py"]
-
-
-def test_no_package_has_a_name_of_the_standard_library():
-    """ "profiling" is one from Python 3.15 on."""
-    names = {part_of(name) for name in TREES} | {PATHS[name].stem for name in TREES if "/" not in name}
-    assert names & (sys.stdlib_module_names | {"profiling"}) == set()
 
 
 def docstring_starts(source):
@@ -238,25 +215,18 @@ def test_the_script_is_written_for_a_reader():
     assert not [name for name in many if not name.endswith(("_kernel", "_gradient"))]
 
 
-COLLECTED = """
-import json, os
-def pytest_collection_finish(session):
-    marked = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in session.items]
-    open(os.environ["COLLECTED"], "w").write(json.dumps(marked))
-"""
+def collected(*flags):
+    """The functions of the tests that pytest selects."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "--collect-only", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
 @pytest.mark.slow
-def test_every_test_has_a_case_that_is_not_slow(tmp_path):
+def test_every_test_has_a_case_that_is_not_slow():
     """Except in files that say at their top that they are slow."""
-    (tmp_path / "plugin_of_layout.py").write_text(COLLECTED)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLLECTED": str(tmp_path / "collected")}
-    command = [sys.executable, "-m", "pytest", "-p", "plugin_of_layout", "-p", "no:cacheprovider", "-n", "0"]
-    done = subprocess.run([*command, "--collect-only"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    collected = json.loads((tmp_path / "collected").read_text())
-    functions = {node.split("[")[0] for node, _ in collected}
-    fast = {node.split("[")[0] for node, is_slow in collected if not is_slow}
+    functions, fast = collected(), collected("-m", "not slow")
     slow_files = {name for name in PATHS if name.startswith("tests/") and "\npytestmark = " in PATHS[name].read_text()}
     slow = {function for function in functions - fast if function.split("::")[0] not in slow_files}
     assert len(functions) > 500 and slow == SLOW_TESTS

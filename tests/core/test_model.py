@@ -1,6 +1,7 @@
 """The model as a whole: the implementations agree, it learns what can be learnt, and the check sees what is wrong."""
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -9,14 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
 
 import tiny_llama_v3 as llama
-from tests.core.tiny import TINY, run_of
+from tests.core.tiny import SMALL, TINY, run_of
 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 
-TINIER = dataclasses.replace(TINY, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, seq_len=8)
+TINIER = dataclasses.replace(SMALL, num_layers=1, vocab_size=37, batch_size=2, seq_len=8)
+
+
+STEP = ["forward", "backward", "optimizer"]
 
 
 def train(device, config=TINY, **changes):
@@ -25,25 +31,81 @@ def train(device, config=TINY, **changes):
     return step, [record.loss for record in records]
 
 
-def loss_and_gradients(step):
-    step.forward()
-    step.backward()
-    return {"loss": step.loss.detach()} | {name: p.grad for name, p in step.model.named_parameters()}
+# --- the model
+# Written twice: here once more, in float64 and from other functions, so that a wrong wire shows in every gradient.
 
 
-# --- the implementations agree
+def llama_again(model, config, tokens):
+    """The logits, from PyTorch's functions alone, and in the order of a textbook."""
+    positions = torch.arange(tokens.shape[1], dtype=torch.float64, device=tokens.device)
+    dims = torch.arange(0, config.head_dim, 2, device=tokens.device)
+    angles = positions.outer(config.rope_theta ** (-dims / config.head_dim))
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def norm(x, module):
+        return F.rms_norm(x, x.shape[-1:], module.weight, config.norm_eps)
+
+    def rotated(x):  # (batch, seq, heads, head_dim)
+        first, second = x.chunk(2, dim=-1)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        turned = torch.complex(first, second) * turn[:, None]
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def multiplied(x, module):
+        return F.linear(x, module.weight)
+
+    x = F.embedding(tokens, model.embed_tokens.weight)
+    for layer in model.layers:
+        qkv = multiplied(norm(x, layer.attention_norm), layer.attention.qkv_proj)
+        qkv = qkv.unflatten(-1, (-1, config.head_dim))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = o.transpose(1, 2).flatten(2)
+        x = x + multiplied(o, layer.attention.o_proj)
+        gate_up = multiplied(norm(x, layer.ffn_norm), layer.feed_forward.gate_up_proj)
+        gate, up = gate_up.chunk(2, dim=-1)
+        x = x + multiplied(F.silu(gate) * up, layer.feed_forward.down_proj)
+    return multiplied(norm(x, model.norm), model.lm_head if config.untied_head else model.embed_tokens)
 
 
-@pytest.mark.parametrize("impl", [pytest.param("triton", marks=needs_triton), "sdpa"])
-def test_loss_and_gradients(make_step, impl):
-    """Errors against float64 at most twice those of plain PyTorch in fp32, plus 2e-6 of the largest element."""
-    double = make_step(impl="torch")
-    double.model.double()
-    exact, plain, actual = map(loss_and_gradients, (double, make_step(impl="torch"), make_step(impl=impl)))
-    assert actual.keys() == exact.keys() and len(exact) == 2 + 6 * TINY.num_layers + 1
-    for name, e in exact.items():
-        error, allowed = (actual[name] - e).abs().max(), 2 * (plain[name] - e).abs().max() + 2e-6 * e.abs().max()
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+OTHER = dict(untied_head=True, rope_theta=50.0, norm_eps=0.1, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER], ids=["default", "other"])
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, None])
+def test_logits_loss_and_gradients(make_step, device, impl, changes):
+    """In fp32 as in float64. Without an implementation, the model is built by itself."""
+    step = make_step(impl=impl or "torch", **changes)
+    config, targets = step.config, step.targets
+    model = step.model if impl else llama.TinyLlamaTriton(config).to(device)
+    assert model.operations is llama.OPERATIONS[impl or ("triton" if llama.triton else "torch")]
+    with torch.no_grad():
+        for p in model.parameters():
+            # So large that positions and eps matter, and no norm's weight is 1.
+            p.mul_(10) if p.dim() == 2 else p.uniform_(0.5, 1.5)
+    exact = copy.deepcopy(model).double()
+    expected = llama_again(exact, config, step.tokens)
+    with torch.no_grad():
+        logits = model(step.tokens)
+        short = model(step.tokens[:, :5].contiguous())
+    assert_close(logits.double(), expected.detach(), rtol=1e-4, atol=1e-4)
+    assert_close(short, logits[:, :5], rtol=1e-4, atol=1e-4)
+    expected_loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    loss = model(step.tokens, targets)
+    assert_close(loss.detach().double(), expected_loss.detach(), rtol=1e-5, atol=0)
+    loss.backward()
+    expected_loss.backward()
+    for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+        error, norm = (p.grad - q.grad).norm(), q.grad.norm()
+        assert norm > 0 and error < 2e-5 * norm, name
+
+
+def test_a_norm_by_itself(device):
+    """Of numbers so small that the default of eps counts."""
+    x = torch.linspace(-1e-3, 1e-3, 64, device=device).view(2, 32)
+    expected = F.rms_norm(x, (32,), eps=1e-5)
+    assert_close(llama.TritonRMSNorm(32).to(device)(x), expected, rtol=1e-5, atol=1e-6)
 
 
 @needs_triton
@@ -56,91 +118,6 @@ def test_one_seed_gives_all_implementations_the_same_weights(make_step):
     assert not torch.equal(weights(impl="torch"), weights(impl="torch", seed=7))
 
 
-@needs_triton
-def test_training_follows_the_same_curve(make_step):
-    curves = []
-    for impl in ("triton", "torch"):
-        step = make_step(TINIER, impl=impl, learning_rate=1e-2)
-        batches = list(itertools.islice(step.batches(1), 2))
-        losses = []
-        for batch in batches * 4:
-            step.load(*batch)
-            step.run()
-            losses.append(step.loss.detach().cpu())
-        curves.append(torch.stack(losses))
-    torch.testing.assert_close(*curves, rtol=3e-5, atol=0)
-    assert curves[1][-1] < curves[1][0] - 0.2  # the curve is not a flat line
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_every_parameter_receives_a_gradient_and_moves(make_step, impl):
-    step = make_step(impl=impl, learning_rate=1e-3)
-    step.run()
-    for (name, p), before in zip(step.model.named_parameters(), step.initial_weights, strict=True):
-        assert p.grad.any(), name
-        moved = (p.detach().cpu() - before).abs().mean().item()
-        assert moved == pytest.approx(1e-3, rel=0.1), name  # AdamW's first step moves each weight by about lr
-
-
-# --- the model
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_logits(make_step, impl):
-    """Of the right shape, the same as those under the loss, for sequences shorter than the longest as well."""
-    step = make_step(impl=impl)
-    with torch.no_grad():
-        logits = step.model(step.tokens)
-        loss = step.model(step.tokens, step.targets)
-        short = step.model(step.tokens[:, :5].contiguous())
-    assert logits.shape == (2, 17, 37)
-    torch.testing.assert_close(llama.torch_cross_entropy(logits, step.targets), loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(short, logits[:, :5], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_logits_depend_on_the_tokens_up_to_theirs(make_step, impl):
-    step = make_step(impl=impl)
-    for first, last, least in ((9, 16, 1e-3), (0, 0, 0)):  # changed, each in turn; what comes after them looks back
-        changed = step.tokens.clone()
-        changed[:, first : last + 1] = (changed[:, first : last + 1] + 1) % TINY.vocab_size
-        with torch.no_grad():
-            change = (step.model(step.tokens) - step.model(changed)).abs().amax(-1)
-        assert (change[:, :first] <= 1e-6).all() and (change[:, first:] > least).all()
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_head_is_tied_to_the_embedding(make_step, impl):
-    step = make_step(impl=impl)
-    step.tokens.fill_(3)  # the rows of other tokens have a gradient from the head alone
-    gradients = loss_and_gradients(step)["embed_tokens.weight"].abs().amax(dim=1)
-    assert (gradients > 0).all()
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_another_head_rotary_embedding_and_norm(make_step, impl):
-    step = make_step(impl=impl, untied_head=True, rope_theta=50.0, norm_eps=0.1)
-    verdict, _ = llama.check_batch(step.config, step.device, (step.tokens, step.targets))
-    assert not verdict.failed and "lm_head.weight" in verdict.errors
-    default, angles = (
-        make_step(impl=impl, untied_head=True).model,
-        torch.arange(17.0).outer(50.0 ** -torch.arange(0, 1, 0.25)),
-    )
-    with torch.no_grad():
-        for parameter in (*default.parameters(), *step.model.parameters()):
-            parameter.mul_(10)  # so that positions matter
-        logits = step.model(step.tokens)
-        default.cos.copy_(angles.cos()), default.sin.copy_(angles.sin())
-        assert (default(step.tokens) - logits).abs().max() > 0.01  # by eps
-        for norm in [module for module in default.modules() if isinstance(module, llama.TritonRMSNorm)]:
-            norm.eps = 0.1
-        torch.testing.assert_close(default(step.tokens), logits, rtol=1e-4, atol=1e-4)
-    step.tokens.fill_(3)
-    gradients = loss_and_gradients(step)
-    assert gradients["embed_tokens.weight"].any(dim=1).nonzero().tolist() == [[3]]
-    assert gradients["lm_head.weight"].any(dim=1).all()
-
-
 def test_initial_weights(make_step):
     model = make_step(impl="torch", hidden_dim=128, num_heads=8, num_layers=8).model
     for name, p in model.named_parameters():
@@ -151,98 +128,28 @@ def test_initial_weights(make_step):
             assert p.std().item() == pytest.approx(wanted, rel=0.1), name
 
 
-@pytest.mark.parametrize("operations", [None, llama.OPERATIONS["torch"]], ids=["default", "torch"])
-def test_modules_work_by_themselves(device, operations):
-    torch.manual_seed(0)
-    with torch.device(device):
-        x = torch.randn(2, 17, 32)
-        cos, sin = llama.rope_tables(17, TINY.head_dim, x.device)
-        norm = llama.TritonRMSNorm(32, operations=operations)
-        attention, swiglu = llama.TritonAttention(TINY, operations), llama.TritonSwiGLU(TINY, operations)
-        block, model = llama.TransformerBlock(TINY, operations), llama.TinyLlamaTriton(TINY, operations)
-
-    def torch_attention(module, x):
-        return llama.torch_attention(x, module.qkv_proj.weight, module.o_proj.weight, cos, sin, 4, 2)
-
-    def torch_swiglu(module, x):
-        return llama.torch_swiglu(x, module.gate_up_proj.weight, module.down_proj.weight)
-
-    def torch_block(x, branch):
-        residual = x + branch
-        y = torch.nn.functional.rms_norm(residual, (32,), eps=1e-5)
-        residual = residual + torch_attention(block.attention, y)
-        return residual, torch_swiglu(block.feed_forward, torch.nn.functional.rms_norm(residual, (32,), eps=1e-5))
-
-    def assert_close(actual, expected):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-    assert_close(norm(x), torch.nn.functional.rms_norm(x, (32,), eps=1e-5))
-    assert_close(attention(x, cos, sin), torch_attention(attention, x))
-    assert_close(swiglu(x), torch_swiglu(swiglu, x))
-    branch = x.flip(0)
-    outputs = block(x, branch, cos, sin)
-    assert_close(outputs, torch_block(x, branch))
-    assert_close(block(x, None, cos, sin), torch_block(x, torch.zeros_like(x)))
-    tokens = torch.arange(34, device=device).view(2, 17)
-    assert model(tokens).shape == (2, 17, 37)
-
-    (outputs[0] * outputs[1]).sum().backward()
-    actual = [p.grad for p in block.parameters()]
-    block.zero_grad(set_to_none=True)
-    residual, y = torch_block(x, branch)
-    (residual * y).sum().backward()
-    for (name, p), a in zip(block.named_parameters(), actual, strict=True):
-        assert a is not None and a.any(), name
-        if not name.endswith("norm.weight"):  # torch_block takes the norms' weights, which are 1, as given
-            torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-4)
-
-
 # --- the data
+# Published losses hold for these tokens, whatever the device.
 
 
 @pytest.mark.parametrize("kind", ["random", "markov"])
 def test_batches_are_reproducible(kind):
     def batches(seed):
         data = llama.batches(dataclasses.replace(TINY, data=kind, seed=seed))
-        return list(itertools.islice(data, 2))
+        return torch.stack([torch.stack(batch) for batch in itertools.islice(data, 2)])
 
     (tokens, targets), (later_tokens, _) = batches(1)
-    assert tokens.shape == targets.shape == (2, 17) and tokens.dtype == targets.dtype == torch.int64
+    assert tokens.shape == targets.shape == (2, 17) and tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert 0 <= tokens.min() and tokens.max() < TINY.vocab_size
-    again = batches(1)
-    assert torch.equal(tokens, again[0][0]) and torch.equal(targets, again[0][1])
-    assert torch.equal(later_tokens, again[1][0])
-    assert not torch.equal(tokens, later_tokens)
-    assert not torch.equal(tokens, batches(2)[0][0])
-
-
-def test_the_largest_seed_has_a_warm_up(make_step):
-    llama.warm_up(make_step(num_layers=1, seed=2**32 - 1, warmup_steps=1))
+    assert torch.equal(batches(1), batches(1))
+    assert not torch.equal(tokens, later_tokens) and not torch.equal(batches(1), batches(2))
 
 
 def test_random_tokens_are_uniform_and_independent():
     config = dataclasses.replace(TINY, vocab_size=5, batch_size=50, seq_len=2000)
-    batch = torch.stack(next(llama.random_tokens(config)))
-    pairs = torch.bincount(batch.mul(torch.tensor([5, 1])[:, None, None]).sum(0).flatten())
-    assert pairs.shape == (25,)
-    torch.testing.assert_close(pairs / pairs.sum(), torch.full((25,), 1 / 25), rtol=0, atol=0.003)
-    assert llama.entropy(config) == pytest.approx(math.log(5))
-
-
-@pytest.mark.parametrize("vocab_size", [4, 11])
-def test_markov_chain_is_what_it_claims(vocab_size):
-    config = dataclasses.replace(TINY, data="markov", vocab_size=vocab_size, batch_size=100, seq_len=2000)
-    tokens, targets = (t.flatten() for t in next(llama.batches(config)))
-    counts = torch.zeros(vocab_size, vocab_size).index_put_((tokens, targets), torch.tensor(1.0), accumulate=True)
-    transitions = counts / counts.sum(dim=1, keepdim=True)
-    claimed = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(vocab_size, 4)
-    torch.testing.assert_close(transitions.sort(descending=True).values[:, :4], claimed, rtol=0, atol=0.02)
-    frequencies = counts.sum(dim=1) / counts.sum()
-    torch.testing.assert_close(frequencies, torch.full((vocab_size,), 1 / vocab_size), rtol=0, atol=0.01)
-    entropy = (frequencies * torch.special.entr(transitions).sum(dim=1)).sum().item()
-    assert llama.entropy(config) == pytest.approx(entropy, abs=0.01)
-    assert llama.entropy(config) == pytest.approx(1.75 * math.log(2))
+    tokens, targets = next(llama.random_tokens(config))
+    pairs = torch.bincount((5 * tokens + targets).flatten())
+    assert_close(pairs / pairs.sum(), torch.full((25,), 1 / 25), rtol=0, atol=0.003)
 
 
 def test_model_learns_the_chain_and_stays_above_its_entropy():
@@ -255,26 +162,29 @@ def test_model_learns_the_chain_and_stays_above_its_entropy():
 
 
 # --- the check
+# It is what makes a figure count: it must see a kernel that is wrong by a thousandth, and let rounding pass.
 
 
 @needs_triton
 @pytest.mark.parametrize("changes", [{}, dict(num_kv_heads=4), dict(num_kv_heads=1, seq_len=1)], ids=str)
-def test_check_passes(device, capsys, changes):
+def test_check_passes(device, changes):
     assert llama.TrainStep.check(dataclasses.replace(TINY, **changes), llama.get_device(device))
-    assert "passed" in capsys.readouterr().out
+
+
+OUTPUTS = """
+rmsnorm_kernel.y_ptr rmsnorm_backward_kernel.x_grad_ptr column_sum_kernel.sum_ptr rope_kernel.x_ptr
+flash_attention_kernel.o_ptr flash_attention_backward_kernel.v_grad_ptr swiglu_activation_kernel.hidden_ptr
+swiglu_activation_backward_kernel.gate_up_ptr cross_entropy_kernel.loss_ptr cross_entropy_kernel.logits_ptr
+embedding_backward_kernel.weight_grad_ptr
+""".split()
 
 
 @needs_triton
-@pytest.mark.parametrize("kernel, output", [
-    ("rmsnorm_kernel", "y_ptr"), ("rmsnorm_backward_kernel", "x_grad_ptr"), ("column_sum_kernel", "sum_ptr"),
-    ("rope_kernel", "x_ptr"), ("flash_attention_kernel", "o_ptr"), ("flash_attention_backward_kernel", "v_grad_ptr"),
-    ("swiglu_activation_kernel", "hidden_ptr"), ("swiglu_activation_backward_kernel", "gate_up_ptr"),
-    ("cross_entropy_kernel", "loss_ptr"), ("cross_entropy_kernel", "logits_ptr"),
-    ("embedding_backward_kernel", "weight_grad_ptr"),
-])  # fmt: skip
-def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, capsys, kernel, output):
-    target = getattr(llama, kernel)
-    position = list(inspect.signature(target.fn).parameters).index(output)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, output):
+    name, argument = output.split(".")
+    target = getattr(llama, name)
+    position = list(inspect.signature(target.fn).parameters).index(argument)
     launch = llama.launch
 
     def sabotaged(kernel, grid, tensors, *args, **kwargs):
@@ -284,21 +194,6 @@ def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, 
 
     monkeypatch.setattr(llama, "launch", sabotaged)
     assert not llama.TrainStep.check(TINIER, llama.get_device(device))
-    assert "FAILED" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("operation", ["rmsnorm", "attention", "swiglu", "cross_entropy"])
-def test_check_sees_a_wrong_operation(device, monkeypatch, operation):
-    correct = llama.OPERATIONS["sdpa"]
-
-    def scaled(*args):
-        y = getattr(correct, operation)(*args)
-        return (1.001 * y[0], *y[1:]) if isinstance(y, tuple) else 1.001 * y
-
-    config, hardware = dataclasses.replace(TINIER, impl="sdpa"), llama.get_device(device)
-    assert llama.TrainStep.check(config, hardware)
-    monkeypatch.setitem(llama.OPERATIONS, "sdpa", correct._replace(**{operation: scaled}))
-    assert not llama.TrainStep.check(config, hardware)
 
 
 @needs_triton
@@ -308,6 +203,7 @@ def test_check_sees_severed_autograd(device, capsys):
 
 
 # --- on a GPU
+# Only a GPU captures graphs, and multiplies in bf16.
 
 
 @pytest.mark.gpu
@@ -317,65 +213,48 @@ def test_graphs_give_the_same_bits(use_amp, timing):
     run = dict(use_amp=use_amp, timing=timing, num_steps=5, warmup_steps=2, learning_rate=1e-2)
     eager, eager_losses = train("cuda", **run)
     captured, captured_losses = train("cuda", graph=True, **run)
-    assert list(captured.phases) == (["forward", "backward", "optimizer"] if timing == "phases" else ["step"])
+    assert list(captured.phases) == (STEP if timing == "phases" else ["step"])
     assert len(set(eager_losses)) == 5  # they are losses of different batches
     assert eager_losses == captured_losses
     assert all(map(torch.equal, eager.optimizer.weights(), captured.optimizer.weights()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("use_amp", [False, True])
-def test_graphs_read_the_learning_rate_from_the_device(make_step, use_amp):
-    step = make_step(use_amp=use_amp)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+def test_a_graph_reads_the_learning_rate_from_the_device(make_step):
+    step = make_step()
+    with torch.cuda.stream(torch.cuda.Stream()):
         step.run()
     torch.cuda.synchronize()
     step.capture()
+    step.optimizer.lr.fill_(0.0)
+    before = [w.clone() for w in step.optimizer.weights()]
+    step.run()
+    assert all(map(torch.equal, step.optimizer.weights(), before))
 
-    def movement(lr):
-        step.optimizer.lr.fill_(lr)
-        before = [w.clone() for w in step.optimizer.weights()]
-        step.run()
-        return sum((w - b).abs().sum() for w, b in zip(step.optimizer.weights(), before, strict=True)).item()
 
-    assert movement(0.0) == 0
-    assert movement(1e-2) == pytest.approx(10 * movement(1e-3), rel=0.5)
+HEADS = "40/1/1 80/2/17 96/4/129 64/8/300 16/8/129 128/2/300 40/8/300 96/1/17"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim, group, seq_len", [
-    (40, 1, 1), (80, 2, 17), (96, 4, 129), (64, 8, 300), (16, 8, 129), (128, 2, 300), (40, 8, 300), (96, 1, 17),
-])  # fmt: skip
-def test_bf16_check_passes(head_dim, group, seq_len):
-    sizes = dict(hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200, seq_len=seq_len)
-    config = dataclasses.replace(TINY, **sizes, use_amp=True)
+@pytest.mark.parametrize("heads", HEADS.split())
+def test_bf16_check_passes(heads):
+    """Of heads of so many dimensions, query heads for each of k and v, and positions."""
+    head_dim, group, seq_len = map(int, heads.split("/"))
+    sizes = dict(hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200)
+    config = dataclasses.replace(TINY, **sizes, seq_len=seq_len, use_amp=True)
     assert llama.TrainStep.check(config, llama.get_device("cuda"))
 
 
-@pytest.mark.gpu
-def test_memory_of_attention_grows_linearly(device):
-    def peak_growth(seq_len):
-        x = torch.randn(1, seq_len, 128, device=device, requires_grad=True)
-        weights = [torch.randn(n, 128, device=device) * 0.1 for n in (256, 128)]
-        tables = llama.rope_tables(seq_len, 64, device)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        llama.triton_attention(x, *weights, *tables, 2, 1).sum().backward()
-        return torch.cuda.max_memory_allocated() - before
-
-    peak_growth(2048)  # the library's workspace
-    assert peak_growth(16384) < 5 * peak_growth(4096)  # a score matrix would make it 16 times as much
-
-
 # --- the clock and the check's rule, without a GPU
+# What is timed shows in the order of marks and waits, which a fake GPU keeps.
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A fake GPU: log has what was asked of it in order, and what costs time moves the clock by seconds."""
     seconds = {"load": 1, "forward": 2, "backward": 4, "optimizer": 8, "sync": 16}
-    gpu = SimpleNamespace(log=[], now=0, device=llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32))
+    device = llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32)
+    gpu = SimpleNamespace(log=[], now=0, device=device)
 
     def does(entry):
         def act(*args, **kwargs):
@@ -403,14 +282,14 @@ def gpu(monkeypatch):
         yield
         gpu.log.append("main stream")
 
-    for name, value in {
-        "Event": Event, "synchronize": does("sync"), "stream": stream, "Stream": object,
-        "empty_cache": does("empty cache"), "reset_peak_memory_stats": does("reset peak"),
-    }.items():  # fmt: skip
+    fakes = dict(Event=Event, synchronize=does("sync"), stream=stream, Stream=object)
+    fakes |= dict(empty_cache=does("empty cache"), reset_peak_memory_stats=does("reset peak"))
+    for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(llama, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
     gpu.step = llama.TrainStep.__new__(llama.TrainStep)  # which has yet to get its config
-    gpu.step.device, gpu.step.tokens, gpu.step.loss = gpu.device, torch.zeros(1), torch.tensor(1.0)
+    gpu.step.device, gpu.step.tokens = device, torch.zeros(1)
+    gpu.step.loss = torch.tensor(1.0)
     gpu.step.model = torch.nn.Linear(1, 1)
     for p in gpu.step.model.parameters():
         p.grad = torch.full_like(p, 3.0)
@@ -418,9 +297,6 @@ def gpu(monkeypatch):
         setattr(gpu.step, method, does(method.removesuffix("_step")))
     gpu.step.phases = gpu.step.eager_phases()
     return gpu
-
-
-STEP = ["forward", "backward", "optimizer"]
 
 
 def run_on(gpu, **changes):
@@ -442,13 +318,15 @@ def test_phases_are_timed_between_synchronizations(gpu):
 def test_unsynced_timing_leaves_out_what_runs_behind_the_host(gpu):
     records = run_on(gpu, unsynced_timing=True)
     assert gpu.log == 2 * ["load", "sync", *STEP, "sync"]
-    assert [(record.batch_ms, sum(record.phase_ms.values())) for record in records] == 2 * [(30000, 14000)]
+    for record in records:
+        assert (record.batch_ms, sum(record.phase_ms.values())) == (30000, 14000)
 
 
 def test_window_is_timed_between_two_synchronizations(gpu):
     records = run_on(gpu, timing="step")
     assert gpu.log == ["sync", "mark", *2 * ["load", *STEP, "mark"], "sync", "elapsed", "elapsed"]
-    assert [(record.batch_ms, record.host_ms, record.phase_ms) for record in records] == 2 * [(15000, 14000, {})]
+    for record in records:
+        assert (record.batch_ms, record.host_ms, record.phase_ms) == (15000, 14000, {})
 
 
 @pytest.mark.parametrize("timing", ["phases", "step"])
@@ -471,37 +349,46 @@ def test_warm_up_ends_before_the_clock_starts(gpu, capsys, graph, timing):
     assert seconds == 16 + 2 * 31 + 16 and "warm-up 2/2 | 78.0 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("over", [False, True])
+RULES = [
+    ("fp32", {}, 1e-5),
+    ("tf32", dict(matmul_precision="high"), 2e-3),
+    ("bf16", dict(use_amp=True), 1e-2),
+]
+
+
 @pytest.mark.parametrize("which", ["loss", "weight"])
-@pytest.mark.parametrize("precision, changes, rounding", [
-    ("fp32", {}, 1e-5), ("tf32", dict(matmul_precision="high"), 2e-3), ("bf16", dict(use_amp=True), 1e-2),
-])  # fmt: skip
+@pytest.mark.parametrize("precision, changes, rounding", RULES)
 def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
-    monkeypatch, capsys, gpu, precision, changes, rounding, which, over
+    monkeypatch, capsys, gpu, precision, changes, rounding, which
 ):
-    plain_error = 0.3 * rounding
-    allowed = 2 * plain_error + rounding
-    errors = {"exact": 0, "plain": plain_error, "ours": allowed * (1.02 if over else 0.98)}
-    asked = []
+    config, amp = dataclasses.replace(TINY, **changes), precision == "bf16"
+    plain, allowed = 0.3 * rounding, 1.6 * rounding
+    passes = []  # of the model: its implementation, how it computes, its error
+    for ours in (0.98 * allowed, 1.02 * allowed):
+        passes += [
+            ("torch", False, not amp, "highest", 0),
+            ("triton", amp, False, config.matmul_precision, ours),
+            ("torch", amp, False, config.matmul_precision, plain),
+        ]
 
     def loss_and_gradients(config, device, batch, double=False):
-        kind = ("exact", "ours", "plain")[len(asked)]
-        asked.append((kind, config.impl, config.use_amp, double, torch.get_float32_matmul_precision()))
+        *expected, error = passes.pop(0)
+        assert expected == [config.impl, config.use_amp, double, torch.get_float32_matmul_precision()]
         exact = {"loss": torch.tensor(5.0).double(), "weight": torch.tensor([3.0, 4.0]).double()}
-        return exact | {which: exact[which] * (1 + errors[kind])}
+        return exact | {which: exact[which] * (1 + error)}
 
     monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
-    config = dataclasses.replace(TINY, **changes)
-    assert llama.TrainStep.check(config, gpu.device) != over
-    amp = precision == "bf16"
-    assert asked == [
-        ("exact", "torch", False, not amp, "highest"),
-        ("ours", "triton", amp, False, config.matmul_precision),
-        ("plain", "torch", amp, False, config.matmul_precision),
-    ]
-    out = capsys.readouterr().out
-    assert f"worst, {which}: error {errors['ours']:.1e}, allowed {allowed:.1e}" in out
-    assert ("FAILED in 1 of 2" in out) == over and (f"    {which}: " in out) == over
+    for ours, outcome in ((0.98 * allowed, "passed"), (1.02 * allowed, "FAILED in 1 of 2")):
+        assert llama.TrainStep.check(config, gpu.device) == (outcome == "passed")
+        out = capsys.readouterr().out
+        assert outcome in out and f"worst, {which}: error {ours:.1e}, allowed {allowed:.1e}" in out
+
+
+def test_check_fails_where_there_is_no_gradient_or_no_number():
+    ones = torch.ones(2)
+    exact = dict(missing=ones, spoilt=ones, right=ones)
+    errors = llama.relative_errors(dict(missing=None, spoilt=ones / 0 * 0, right=ones), exact)
+    assert llama.judge(errors, dict.fromkeys(errors, 0.0), 1e-5).failed == ["missing", "spoilt"]
 
 
 def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp_path):
@@ -511,23 +398,8 @@ def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp
         select_device = classmethod(lambda cls, config: gpu.device)
         check = classmethod(lambda cls, *what: checked.append(what))  # None: it fails
 
-        def __init__(self, config, device):
-            raise AssertionError("the run goes on")
-
-    config = dataclasses.replace(TINY, batch_size=7, compile=True, graph=True, warmup_steps=1, check=True)
-    assert llama.train_and_report(dataclasses.replace(config, output_dir=str(tmp_path / "new")), Step) == 1
-    ((small, device),) = checked
-    assert device == gpu.device and not any(tmp_path.iterdir())
-    assert (small.batch_size, small.compile, small.graph, small.seq_len) == (2, False, False, TINY.seq_len)
-
-
-def test_check_fails_where_there_is_no_gradient_or_no_number(monkeypatch, gpu):
-    for spoilt in (None, torch.full((2,), math.nan)):
-        calls = []
-
-        def loss_and_gradients(*args, spoilt=spoilt, calls=calls, **kwargs):
-            calls.append(args)  # exact, ours and plain, in turn
-            return {"loss": torch.tensor(1.0), "weight": spoilt if len(calls) == 2 else torch.ones(2)}
-
-        monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
-        assert not llama.TrainStep.check(TINY, gpu.device)
+    config = dataclasses.replace(TINY, check=True, warmup_steps=1, output_dir=str(tmp_path / "new"))
+    asked = dataclasses.replace(config, batch_size=7, compile=True, graph=True)
+    assert llama.train_and_report(asked, Step) == 1
+    assert not any(tmp_path.iterdir())
+    assert checked == [(dataclasses.replace(config, batch_size=2), gpu.device)]

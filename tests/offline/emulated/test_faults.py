@@ -42,10 +42,8 @@ def plant(tmp_path, monkeypatch):
 
 
 def attention(randn, seq_len, head_dim=24):
-    qkv, upstream, arguments = test_kernels.attention_inputs(randn, 1, seq_len, 4, 2, head_dim)
-    functions = test_kernels.llama.triton_attention, test_kernels.llama.torch_attention
-    ours, reference = (test_kernels.on_qkv(function, arguments) for function in functions)
-    test_kernels.assert_as_accurate_as_torch(ours, reference, [qkv], [upstream], torch.bfloat16)
+    operation = test_kernels.attention(randn, 1, seq_len, 4, 2, head_dim)
+    test_kernels.assert_as_accurate_as_torch(*operation, torch.bfloat16)
 
 
 def rmsnorm(randn):
