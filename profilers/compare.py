@@ -42,6 +42,7 @@ def side_of(path):
     single = [within(process.dispatches, window) for process in read_processes(path) for window in process.windows]
     # A window may hold all steps of a run.
     if len(single) == steps and steps >= FEWEST_STEPS:
+        # A kernel that does not run in a step took no time in it.
         ns = [(step["End"] - step["Start"]).groupby(step["Name"]).sum() for step in single]
         ms = pd.DataFrame(ns, columns=side.index).fillna(0) / 1e6
         side["ms"] = ms.median()
@@ -69,6 +70,7 @@ def compare(before, after):
     )
     change = (table["ms after"].fillna(0) - table["ms before"].fillna(0)).abs()
     is_small = table["ratio"].between(1 / (1 + SAME), 1 + SAME) | (change <= table["ms noise"])
+    # The last that holds decides: a change within the noise is none, whatever its sign.
     table.loc[table["ratio"] > 1, "change"] = "slower"
     table.loc[is_small, "change"] = "same"
     table.loc[table["ms before"].isna(), "change"] = "appeared"

@@ -60,6 +60,7 @@ def draw_phases(axes, start, end, ranges, level):
 
 def draw_operations(axes, start, kernels):
     """Draw kernels as bars, in ms since start, coloured by operation, each at the level in its column row."""
+    # The longest first, as in the table, so that the legend begins with what matters.
     operations = kernels["Name"].map(operation_of)
     totals = (kernels["End"] - kernels["Start"]).groupby(operations).sum().sort_values(ascending=False)
     for name in totals.index:
@@ -102,6 +103,7 @@ def draw_roofline(result):
     points = rates(kernels_alone(result), ceilings).set_index("kernel")
     figure, axes = plt.subplots(figsize=(10, 5))
     intensity = np.sort([*points["FLOP a byte"], 1e3 * arithmetic / bandwidth])
+    # At x FLOP a byte, memory feeds x * bandwidth FLOP a second; from the ridge on, the units limit.
     reachable = (intensity * bandwidth / 1e3).clip(max=arithmetic)
     axes.loglog(intensity, reachable, "k", label=f"{bandwidth:.4g} GB/s, {arithmetic:,.3g} TFLOP/s")
     for name, x, y in points[["FLOP a byte", "TFLOP/s"]].itertuples():

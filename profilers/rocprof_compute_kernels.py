@@ -49,6 +49,7 @@ def rank_kernels(paths, table):
     if not passes:
         again = f"rocprof-compute analyze -p {table.parent} --list-stats writes it"
         raise NothingRecorded(f"{table} does not exist: {again}")
+    # A dispatch has a row for each counter, and again in each pass, which replays the program.
     rows = pd.concat(passes)
     rows = rows.drop_duplicates(rows.columns.intersection(DISPATCH))
     kernels = rows.groupby("Kernel_Name", sort=False)["Time"].agg(Count="count", Time="sum")

@@ -84,6 +84,7 @@ def summary(path, tool):
     table, steps = read_step_stats(path)
     counters, is_of_steps = read_step_counters(path)
     spots, figures = hotspots(table, steps), step_figures(path)
+    # Counting slows kernels down: bytes come from the passes that counted, times from the run that did not.
     derived = derive(counters, table).sort_values("ns", ascending=False)
     derived["kernel"] = [short_name(name, 50) for name in derived.index]
     in_training = rates(derived, ceilings)
@@ -91,6 +92,7 @@ def summary(path, tool):
     note = ""
     if len(counters) and not is_of_steps:
         note = "**The counters are means of the whole run, warm-up included.**\n\n"
+    # Interpreted kernels take a thousand times as long, so that only the columns without times mean something.
     alone = rates(kernels_alone(result), ceilings)
     if environment["arch"] == "cpu":
         note += "**No GPU: the kernels ran in Triton's interpreter, and times mean nothing.**\n\n"

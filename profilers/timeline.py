@@ -9,6 +9,7 @@ LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
 def typical_step(ranges):
     """Return (start, end) in ns of the step with the median duration."""
+    # The mean of few steps follows a slow one, the median does not; of an even number it is the longer of the two.
     steps = steps_of(ranges)
     order = (steps["End"] - steps["Start"]).sort_values().index
     return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
@@ -21,7 +22,8 @@ def sum_us(rows):
 
 def busy_us(dispatches):
     """Return how long at least one kernel ran; dispatches are in the order of Start."""
-    reached = dispatches["End"].cummax().shift(fill_value=0)  # by all earlier kernels
+    # Kernels may overlap: of each, only what runs after the end of all earlier ones adds to the time.
+    reached = dispatches["End"].cummax().shift(fill_value=0)
     alone = dispatches.assign(Start=dispatches["Start"].clip(lower=reached))
     return sum_us(alone[alone["End"] > alone["Start"]])
 

@@ -29,8 +29,9 @@ def reported(path):
 
 def read_csv(path, columns):
     """Read the columns {name in the file: new name} of a CSV file; all but a Name and a Counter are numbers."""
+    # A number that is cut off is still one: without its newline the last line cannot be trusted.
     text = path.read_text(**TEXT)
-    if not text.endswith("\n"):  # the profilers end every line
+    if not text.endswith("\n"):
         raise ValueError("its last line is cut off")
     words = {name: str for name, new in columns.items() if new in ("Name", "Counter")}
     table = pd.read_csv(io.StringIO(text), dtype=words, keep_default_na=False)  # a name may be "nan"

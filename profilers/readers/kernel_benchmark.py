@@ -28,6 +28,7 @@ def kernels_alone(result):
 
 def rates(kernels, ceilings):
     """Return what follows from a table of kernel, bytes, flop and ns, beside the ceilings of a result."""
+    # Bytes a ns are GB/s, and FLOP a ns GFLOP/s. Below the ridge, arithmetic / bandwidth, memory limits a kernel.
     bandwidth, arithmetic = ceilings["GB/s"] / 1e3, ceilings["TFLOP/s"]
     moved, computed = kernels["bytes"] / kernels["ns"], kernels["flop"] / kernels["ns"] / 1e3
     intensity = kernels["flop"] / kernels["bytes"]

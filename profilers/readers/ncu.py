@@ -7,6 +7,7 @@ PATTERNS = {"counters": "ncu_raw.csv"}
 
 def read(path, content):
     """Read lines of names and of units, and a line for each kernel run; names of metrics contain "__"."""
+    # The second line holds the units, which are base units: bytes and ns.
     table = pd.read_csv(path, skiprows=[1], dtype=str, keep_default_na=False, encoding_errors="replace")
     rows = table.melt("Kernel Name", [name for name in table if "__" in name], "Counter", "Value")
     rows["Value"] = pd.to_numeric(rows["Value"].str.replace(",", ""), errors="coerce")  # some are words

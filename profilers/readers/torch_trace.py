@@ -38,6 +38,7 @@ def events_of(path):
 
 def outermost(events):
     """Return the events that are not inside another event of their thread."""
+    # aten::linear calls aten::addmm: the time of the inner one is in that of the outer one already.
     found, ends = [], {}
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= ends.get(event["tid"], 0):
