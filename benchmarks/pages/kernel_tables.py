@@ -79,6 +79,23 @@ def layer_norm_section(rows):
     return paragraphs(markdown(table.reset_index()), not_timed(rows, "case"), ceiling, provenance(rows))
 
 
+def median_and_range(us):
+    return f"{number(us.median())} us ({number(us.min())} – {number(us.max())})"
+
+
+@of_each_device(*KERNELS)
+def heads_128_section(rows):
+    """Show the times of each contender in all rounds of a result, and ours as a part of their median."""
+    rows, _ = of_group(rows, "heads-128")
+    if rows.empty:
+        return ""
+    us = rows.groupby(["case", "row"], sort=False)["us"].agg([median_and_range, "median"]).reset_index()
+    ours = us["median"].where(us["row"] == OURS).groupby(us["case"]).transform("first")
+    us["text"] = us["median_and_range"] + ", " + texts(ours / us["median"], "{:.2f}".format)
+    table = us.pivot_table("text", "case", "row", aggfunc="first", sort=False)
+    return paragraphs(markdown(table.reset_index(names="")), not_timed(rows, "case"), provenance(rows))
+
+
 PLAIN = "plain PyTorch (products: bf16)"
 # A row that is not named here gets a column of its own.
 COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}

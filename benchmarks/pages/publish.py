@@ -42,6 +42,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "kernels": kernel_tables.kernels_section,
     "stages": replays.stages_section,
     "layer_norm": kernel_tables.layer_norm_section,
+    "heads-128": kernel_tables.heads_128_section,
     "gpt": training_steps.gpt_section,
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,

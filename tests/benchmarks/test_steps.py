@@ -259,7 +259,7 @@ def test_each_group_has_the_anchor_and_what_it_is_timed_against():
 
 
 @pytest.mark.parametrize("flags, found", [
-    ([], ["small", "medium", "large"]), (["--sizes", "large", "small"], ["large", "small"]),
+    ([], ["small", "medium", "large", "large-128"]), (["--sizes", "large", "small"], ["large", "small"]),
     (["--sweep", "width"], list(steps.SWEEPS["width"])),
     (["--sweep", "vocab", "--sizes", "vocab 32,000"], ["vocab 32,000"]), (["--tiny"], ["tiny"]),
 ])  # fmt: skip
