@@ -80,7 +80,7 @@ def layer_norm_section(rows):
 
 
 def median_and_range(us):
-    return f"{number(us.median())} us ({number(us.min())} – {number(us.max())})"
+    return f"{number(us.median())} ({number(us.min())} – {number(us.max())})"
 
 
 @of_each_device(*KERNELS)
@@ -92,7 +92,7 @@ def heads_128_section(rows):
     us = rows.groupby(["case", "row"], sort=False)["us"].agg([median_and_range, "median"])
     ours = us["median"].xs(OURS, level="row")
     text = us["median_and_range"] + ", " + texts(us["median"].rdiv(ours, level="case"), "{:.2f}".format)
-    table = text.unstack("case", sort=False).reset_index(names="")
+    table = text.unstack("case", sort=False).reset_index(names="us (range), ours / its")
     return paragraphs(markdown(table), not_timed(rows, "case"), provenance(rows))
 
 
