@@ -4,6 +4,7 @@
     python -m benchmarks.kernels --only attention
     python -m benchmarks.kernels --only layer-norm      nanogpt_triton's LayerNorm, fp32 and bf16, widths 256 to 16384
     python -m benchmarks.kernels --only fp8-layer       what --fp8 saves and costs in a layer of the large model
+    python -m benchmarks.kernels --only heads-128 heads-128     with and without Hopper's kernel, in two rounds
 
 Several calls are captured in one graph, and the time is that of the median replay, without launches. Buffers exceed the
 L2 cache, except for attention, which has the sizes of models. Bandwidth counts the least bytes that must be moved; the
@@ -12,7 +13,7 @@ rule of tiny_llama_v3.py --check.
 
 The peers are eager PyTorch; torch.compile of the same function ("compile"); two backends of PyTorch's attention
 ("flash", which is AOTriton on AMD, and "cudnn"); Liger-Kernel, QuACK and FlashAttention 4 ("liger", "quack", "fa4");
-and on AMD the attention of AMD's own library ("aiter").
+and on AMD the attention of AMD's own library ("aiter"). "plain triton" is ours without the kernel for Hopper.
 
 Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -20,9 +21,11 @@ Exit codes: 0 done, 1 a result is wrong, 2 the request cannot be met, 130 interr
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -396,6 +399,16 @@ def attention_cases(bench, batch, seq_len, heads, kv_heads, head_dim):
     yield from directions(bench, *names, torch_attention, inputs, [(o_grad,)], works, peers, ours)
 
 
+def heads_128_cases(bench, *shape):
+    """Yield attention with another contender: the kernels that all GPUs have."""
+    # No sequence is long enough for the kernel for Hopper.
+    patch = mock.patch.object(llama.companion("attention_hopper"), "SHORTEST", math.inf)
+    for case in attention_cases(bench, *shape):
+        plain = dataclasses.replace(case, ours=[*map(patch, case.ours)])
+        contenders = case.contenders | {"plain triton": plain.contenders[OURS]}
+        yield Timed(case.name, case.size, case.work, case.unit, contenders)
+
+
 class Group(NamedTuple):
     """Cases of one operation: their generator, and its arguments on a GPU and in the interpreter."""
 
@@ -421,8 +434,6 @@ GROUPS = {
             (8, 128, 8, 4, 64),
             (16, 512, 16, 8, 64),
             (4, 2048, 32, 16, 64),
-            (4, 2048, 16, 4, 128),
-            (1, 8192, 16, 4, 128),
         ],
         [(1, 32, 2, 1, 16)],
     ),
@@ -436,8 +447,13 @@ GROUPS = {
         [(8, 16, torch.float32)],
     ),
     "fp8-layer": Group(fp8_layer_cases, [(8192, 2048, 8192)], [(32, 16, 48)]),  # of the large model
+    "heads-128": Group(
+        heads_128_cases,
+        [(batch, 8192 // batch, 16, 4, 128) for batch in (4, 2, 1)],
+        [(1, 32, 2, 1, 16)],
+    ),
 }
-APART = "layer-norm", "fp8-layer"  # with tables of their own
+APART = "layer-norm", "fp8-layer", "heads-128"  # with tables of their own
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring

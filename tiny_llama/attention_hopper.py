@@ -12,7 +12,7 @@ The design is that of FlashAttention 3 (Shah et al., arXiv:2407.08608). docs/hop
 
 import functools
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
@@ -72,7 +72,7 @@ def count_tiles(num_blocks, batch_heads):
     """Return how many tiles the program has: in all rounds but perhaps the last one, everybody has one."""
     num_tiles = num_blocks * batch_heads
     rounds = num_tiles // gl.num_programs(0)
-    return rounds + (dealt(rounds) < num_tiles).to(gl.int32)
+    return rounds + (dealt(rounds) < num_tiles)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,9 +103,9 @@ def produce(descs, tiles, barriers, sizes):
     q_tiles, k_tiles, v_tiles, _ = tiles
     q_full, q_empty, full, empty = barriers
     num_heads, group_size, batch_heads, num_blocks, _ = sizes
-    zero = gl.to_tensor(0)
-    # The first step has no values before it: it loads some that no result depends on.
-    step, v_batch, v_row, v_head = zero, zero, zero, zero
+    step = gl.to_tensor(0)
+    # The first step has no values before it: it loads the first ones, on which no result depends.
+    v_batch, v_row, v_head = step, step, step
     turns = count_tiles(num_blocks, batch_heads)
     for turn in range(turns):
         block, batch_head = tile_of(turn, num_blocks, batch_heads)
@@ -156,16 +156,16 @@ def start_output(p, v, acc):
 def mask(scores, own_rows):
     """Hide the keys of a tile's diagonal block that come after the rows' queries."""
     # Queries and keys begin at the same place of the sequence.
-    keys = gl.arange(0, BLOCK, COLS)
-    return gl.where(keys[None, :] <= own_rows[:, None], scores, float("-inf"))
+    return gl.where(gl.arange(0, BLOCK, COLS)[None, :] <= own_rows[:, None], scores, float("-inf"))
 
 
 @gluon.jit
 def softmax(scores, m, qk_scale):
-    """Return the new maximum of each row, the probabilities in fp32 and their sum."""
+    """Return the new maximum of each row, the probabilities in fp32, and eight sums of each row of these."""
     m = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     p = gl.exp2(scores * qk_scale - m[:, None])
-    return m, p, gl.sum(p, 1)
+    # Each is of every eighth element, which one thread has: threads add up theirs at the end of a tile only.
+    return m, p, gl.convert_layout(gl.sum(p.reshape([HALF, 16, 8]), 1), TILE)
 
 
 @gluon.jit
@@ -179,9 +179,9 @@ def as_operand(p, dtype: gl.constexpr):
 @gluon.jit
 def store_output(o_desc, o_tiles, lse_ptr, acc, m, l, batch_head, block, num_heads, seq_len, PART: gl.constexpr):
     """Store a finished half of a tile, by the copy engine, and its lse."""
-    o_tile, row = o_tiles.index(PART), block * BLOCK + PART * HALF
+    o_tile, row, l = o_tiles.index(PART), block * BLOCK + PART * HALF, gl.sum(l, 1)
     tma.store_wait(0)  # the tile before has left shared memory
-    o_tile.reshape([HALF, HEAD_DIM]).store((acc / l[:, None]).to(o_desc.dtype))
+    o_tile.reshape([HALF, HEAD_DIM]).store((acc * (1 / l)[:, None]).to(o_desc.dtype))
     fence_async_shared()
     # It leaves out rows past the end of the sequence.
     store_tile(o_desc, [batch_head // num_heads, row, batch_head % num_heads, 0], o_tile)
@@ -204,7 +204,8 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
     mbarrier.arrive(empty.index(0))
     m, p, l = softmax(mask(scores, own_rows), unknown, qk_scale)
     p, step = as_operand(p, o_desc.dtype), gl.to_tensor(1)
-    acc = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+    zeros = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+    acc = zeros
     for turn in range(count_tiles(num_blocks, batch_heads)):
         block, batch_head = tile_of(turn, num_blocks, batch_heads)
         q = q_tiles.index(turn % RING * 2 + PART)
@@ -220,7 +221,7 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
             mbarrier.arrive(empty.index(stage))
             # What was summed under the old maximum shrinks to the new one.
             rescale = gl.exp2(m - m_new)
-            acc, l = acc * rescale[:, None], l * rescale + total
+            acc, l = acc * rescale[:, None], l * rescale[:, None] + total
             m, p = m_new, as_operand(p_new, o_desc.dtype)
             step += 1
         # The last product of this tile, beside the first scores of the next one. After the last tile there is none:
@@ -236,8 +237,7 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
         acc = warpgroup_mma_wait(0, [acc_token])
         mbarrier.arrive(empty.index(stage))
         store_output(o_desc, o_tiles, lse_ptr, acc, m, l, batch_head, block, num_heads, seq_len, PART)
-        acc = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
-        m, l, p = m_new, total, as_operand(p_new, o_desc.dtype)
+        acc, m, l, p = zeros, m_new, total, as_operand(p_new, o_desc.dtype)
         step += 1
     tma.store_wait(0)
 
@@ -293,23 +293,14 @@ def flash_attention_hopper_kernel(
 # Launch
 
 
-class Address(NamedTuple):
-    """What a descriptor keeps of a tensor: not the tensor, whose memory would never be freed."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self):
-        """Return the address, as a tensor does."""
-        return self.address
-
-
 @functools.lru_cache(maxsize=4096)
 def descriptor(address, dtype, shape, strides, rows):
     """Return the TensorDescriptor of (batch, seq, heads, 128), which the copy engine reads in tiles of rows."""
     block = [1, rows, 1, HEAD_DIM.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
-    return TensorDescriptor(Address(address, dtype), list(shape), list(strides), block, layout)
+    # It keeps what it needs of the tensor, not the tensor, whose memory would never be freed.
+    base = SimpleNamespace(dtype=dtype, data_ptr=lambda: address)
+    return TensorDescriptor(base, list(shape), list(strides), block, layout)
 
 
 COMPILED = {}  # {what a launch was compiled for: Triton's CompiledKernel}
@@ -334,9 +325,8 @@ def launch_forward(q, k, v, o, lse):
     # As llama.launch() does, which has no descriptors.
     key = q.get_device(), q.dtype, scalars
     if compiled := COMPILED.get(key):
-        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-        own = compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*grid, stream, *own, *descs, lse, *scalars)
+        own = torch._C._cuda_getCurrentRawStream(q.get_device()), compiled.function, compiled.packed_metadata
+        compiled.run(*grid, *own, None, None, None, *descs, lse, *scalars)
     else:
         COMPILED[key] = flash_attention_hopper_kernel[grid](*descs, lse, *scalars, num_warps=4)
     return True

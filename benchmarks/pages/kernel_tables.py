@@ -83,6 +83,27 @@ def layer_norm_section(rows):
     return paragraphs(markdown(table.reset_index()), not_timed(rows, "case"), ceiling, provenance(rows))
 
 
+def median_and_range(us):
+    return f"{number(us.median())} ({number(us.min())} – {number(us.max())})"
+
+
+@of_each_device(*KERNELS)
+def heads_128_section(rows):
+    """Show the times of each contender in all rounds of a result, and ours as a part of their median."""
+    rows, _ = of_group(rows, "heads-128")
+    if rows.empty:
+        return ""
+    us = rows.groupby(["case", "row"], sort=False)["us"].agg([median_and_range, "median"])
+    ours = us["median"].xs(OURS, level="row")
+    text = us["median_and_range"] + ", " + texts(us["median"].rdiv(ours, level="case"), "{:.2f}".format)
+    table = text.unstack("case", sort=False).reset_index(names="us (range), ours / its")
+    return paragraphs(markdown(table), not_timed(rows, "case"), provenance(rows))
+
+
+# The same of variants of the kernel, which were measured once.
+hopper_steps_section = of_each_device("hopper_steps", KERNELS[1])(heads_128_section.__wrapped__)
+
+
 PLAIN = "plain PyTorch (products: bf16)"
 # A row that is not named here gets a column of its own.
 COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}

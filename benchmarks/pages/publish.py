@@ -42,6 +42,8 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "kernels": kernel_tables.kernels_section,
     "stages": replays.stages_section,
     "layer_norm": kernel_tables.layer_norm_section,
+    "heads-128": kernel_tables.heads_128_section,
+    "hopper-steps": kernel_tables.hopper_steps_section,
     "gpt": training_steps.gpt_section,
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,
@@ -54,7 +56,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "claims": replays.claims_section,
 }
 # The pages that have markers; a test compares them with the results.
-PAGES = [ROOT / name for name in ("README.md", "README_WORKSHOP.md", "docs/measured.md", "docs/fp8.md")]
+PAGES = [ROOT / f"{name}.md" for name in "README README_WORKSHOP docs/measured docs/fp8 docs/hopper".split()]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,
     "learning": pictures.draw_learning,

@@ -1,6 +1,7 @@
 """benchmarks.kernels: the work of each case, and that what is wrong or missing has a reason in the place of a time."""
 
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -46,6 +47,8 @@ def test_the_work_of_each_case_by_hand():
         ("adamw", "AdamW"): 28 * 2 * llama.ADAMW_BLOCK,  # a matrix of 16 x 16 has a block to itself
         ("attention", "attention"): 2 * product,
         ("attention", "attention backward"): 5 * product,
+        ("heads-128", "attention"): 2 * product,
+        ("heads-128", "attention backward"): 5 * product,
         ("layer-norm", "LayerNorm"): 2 * 8 * 16 * 4 + 2 * 8 * 4 + 2 * 16 * 4,  # weight and bias
         ("layer-norm", "LayerNorm backward"): 3 * 8 * 16 * 4 + 2 * 8 * 4 + 16 * 4,
         # Read in fp32, written twice in a byte; SwiGLU reads two and its gradient three numbers for each of ffn.
@@ -109,6 +112,19 @@ def test_a_group_that_fails_has_its_reason_and_the_others_continue(monkeypatch, 
     assert code == 0 and [case["case"] for case in others] == [
         "LayerNorm, float32, 8 x 16", "LayerNorm backward, float32, 8 x 16"
     ]  # fmt: skip
+
+
+def test_plain_triton_is_ours_without_the_kernel_for_hopper(monkeypatch):
+    hopper, seen = llama.companion("attention_hopper"), []
+    if hopper is None:
+        pytest.skip("Triton is older than 3.6")
+    monkeypatch.setattr(hopper, "launch_forward", lambda *tensors: seen.append(hopper.SHORTEST))
+    forward, _ = kernels.heads_128_cases(Bench(llama.get_device("cpu")), 1, 16, 2, 1, 16)
+    for name, shortest in (("triton", hopper.SHORTEST), ("plain triton", math.inf), ("triton", hopper.SHORTEST)):
+        seen.clear()
+        (call,) = forward.contenders[name]()
+        call()
+        assert seen == [shortest] * 2, "when it is checked, and when it is timed"
 
 
 # --- a layer in FP8

@@ -86,7 +86,8 @@ def test_results_of_another_device_stand_behind_ours(ours_and_both, name):
     ours, both = map(publish.SECTIONS[name], ours_and_both)
     assert both.startswith(ours) and ours != NOT_MEASURED
     assert ("Sent GPU" in both) == (name not in ("front", "claims"))
-    with_peers = "steps", "sweeps", "kernels", "layer_norm", "gpt", "fp8-layer", "scaling"
+    with_kernels = "kernels", "layer_norm", "heads-128", "hopper-steps", "fp8-layer"
+    with_peers = *with_kernels, "steps", "sweeps", "gpt", "scaling"
     assert ("new peer" in both) == (name in with_peers)
 
 
@@ -117,7 +118,7 @@ def test_where_all_rows_failed_tables_say_why_and_no_picture_is_drawn(ours_and_b
             path.write_text(json.dumps(failed(json.loads(path.read_text()))))
     texts = {name: section(folder) for name, section in publish.SECTIONS.items()}
     assert {name for name, text in texts.items() if "no room" in text} == {
-        "kernels", "layer_norm", "gpt", "fp8-layer", "fp8-learning",
+        "kernels", "layer_norm", "heads-128", "hopper-steps", "gpt", "fp8-layer", "fp8-learning",
     }  # fmt: skip
     for name in ("front_page", "fp8_layer", "fp8_learning"):
         publish.PICTURES[name](folder, folder / "picture.png")
