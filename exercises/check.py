@@ -78,8 +78,8 @@ SOLUTIONS = HERE / "solutions"
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
 ADDRESSES = "a pointer is one address, pointer + offsets a block of them: tl.load(x_ptr + offsets, mask=mask)"
 ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usual cause}
-    # Triton before 3.9; and before 3.7, NumPy from 2.4 on
-    r"create_dot_scaled|only 0-dimensional arrays": INTERPRETER_FAILS,
+    # Triton before 3.7, NumPy from 2.4 on
+    r"only 0-dimensional arrays": INTERPRETER_FAILS,
     r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
     r"illegal memory access|misaligned address": OUTSIDE,
     r"incompatible dimensions|Inner dimensions|for dot|inner shape": "rows[:, None] is a column, keys[None, :] a row, "

@@ -1,4 +1,4 @@
-"""Puzzles: from a block that is copied to a product in 8 bits, one idea each.
+"""Puzzles: from a block that is copied to a product whose tile is tuned, one idea each.
 
 Check with: python exercises/check.py puzzles
 """
@@ -168,31 +168,3 @@ def tuned_matmul_kernel(
 ):
     """As grouped_matmul_kernel, with the fastest of several tiles: Triton times them for each new size."""
     grouped_matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
-
-
-@triton.jit
-def scaled_matmul_kernel(
-    x_ptr,
-    x_scale_ptr,
-    y_ptr,
-    y_scale_ptr,
-    z_ptr,
-    n_cols,
-    n_inner,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """z = x @ y^T of numbers in 8 bits (e4m3), 32 of which share a scale. Grid: (blocks of rows, blocks of columns).
-
-    x (n_rows, n_inner), y (n_cols, n_inner); x_scale (n_rows, n_inner / 32), y_scale (n_cols, n_inner / 32), each a
-    byte that stands for 2^(byte - 127); z (n_rows, n_cols), fp32. All sizes are multiples of the blocks.
-    """
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, n_inner, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        scales = start // 32 + tl.arange(0, BLOCK_K // 32)
-        # FILL ME IN (5 lines): load both tiles, y's transposed, and their scales; add tl.dot_scaled to z.
-    tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)

@@ -195,39 +195,7 @@ def tuned_matmul_kernel(puzzles):
         expect_close(z, x.double() @ y.double(), 1e-4, "are these names of constants?", f"z with {config}")
 
 
-def quantised(x):
-    """Return bytes of e4m3, bytes of the scales of 32 each, and the numbers that they stand for in fp64."""
-    blocks = x.unflatten(1, (-1, 32))
-    # The smallest power of two under which no number exceeds 448, the largest of e4m3.
-    exponents = torch.ceil(torch.log2(blocks.abs().amax(2) / 448))
-    numbers = (blocks * 2.0 ** -exponents[:, :, None]).to(torch.float8_e4m3fn)
-    exact = numbers.double() * 2.0 ** exponents[:, :, None].double()
-    return numbers.flatten(1).view(torch.uint8), (exponents + 127).to(torch.uint8), exact.flatten(1)
-
-
-@task((16, 16, 64, 64), (32, 16, 192, 64), (16, 48, 128, 32))  # n_rows, n_cols, n_inner, BLOCK_K
-def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
-    spread = torch.logspace(-2, 2, n_inner, base=2, device=DEVICE)
-    (x, x_scale, exact_x), (y, y_scale, exact_y) = (quantised(randn(n, n_inner) * spread) for n in (n_rows, n_cols))
-    z = launch(
-        puzzles.scaled_matmul_kernel,
-        (n_rows // BLOCK, n_cols // BLOCK),
-        x,
-        x_scale,
-        y,
-        y_scale,
-        unwritten(n_rows, n_cols),
-        n_cols,
-        n_inner,
-        **square(BLOCK) | {"BLOCK_K": block_k},
-        share=TILE,
-    )
-    hint = 'z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z), and scales are 2^(byte - 127) of 32 numbers'
-    expect_close(z, exact_x @ exact_y.T, 1e-4, hint)
-
-
 TASKS = tasks_of(
     *(copy_kernel, masked_copy_kernel, grid_copy_kernel, outer_sum_kernel, transpose_kernel, row_sum_kernel),
     *(softmax_kernel, row_max_kernel, multiply_tile, grouped_matmul_kernel, tuned_matmul_kernel),
-    scaled_matmul_kernel,
 )

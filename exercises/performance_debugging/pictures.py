@@ -73,20 +73,23 @@ def attention_calls(replay):
     return Chart("One call of the attention kernel", rows, "us")
 
 
-def in_step(stage, name, parts):
+def in_step(name, run, parts):
     """Return a Bar of parts of a step, [(ms, Filling)], inside an outline of the length of the step."""
-    together, step = sum(ms for ms, _ in parts), stage["batch_ms"]["p50"]
-    label = f"stage {stage['stage']}: {name} {number(together)} of {number(step)} ms, {percent(together / step)}"
+    together, step = sum(ms for ms, _ in parts), run["batch_ms"]["p50"]
+    label = f"{name} {number(together)} of {number(step)} ms, {percent(together / step)}"
     return Bar(label, parts, outline=step)
+
+
+def phases_of(run):
+    return [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
 
 
 def phases_in_step(replay):
     """The phases inside their step; what is left was not timed. Stage 4 has the same kernels, and the right clock."""
     if replay.stage(3)["phases_share"] is None:
         raise NotMeasured("--timing step does not time phases")
-    rows = []
-    for stage in filter(None, map(replay.stages.get, (3, 4))):
-        rows.append(in_step(stage, "phases", [(stage["phase_ms"][name], PHASES[name]) for name in PHASES]))
+    pair = ((n, replay.stages[n]) for n in (3, 4) if n in replay.stages)
+    rows = [in_step(f"stage {n}: phases", run, phases_of(run)) for n, run in pair]
     return Chart("The phases, inside the outline of their step", rows, "ms", PHASES)
 
 
@@ -110,7 +113,7 @@ def kernel_shares(replay):
 
 
 def steps(replay):
-    """The phases of a step of plain PyTorch and of every stage, with p20 to p80 of the step."""
+    """The phases of a step of plain PyTorch and of every stage, inside its median."""
     replay.stage(OPTIMIZED)
     if replay.on_cpu:
         raise NotMeasured("on a CPU times do not tell the stages apart")
@@ -119,10 +122,9 @@ def steps(replay):
     for name, run in runs.items():
         if run:
             low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
-            parts = [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
             label = f"{name}: {number(middle)} ms ({number(low)} – {number(high)})"
-            rows.append(Bar(label, parts or [(middle, REFERENCE)], spread=(low, high)))
-    return Chart("A step by its phases: median, and p20 to p80", rows, "ms", PHASES)
+            rows.append(Bar(label, phases_of(run), outline=middle))
+    return Chart("The phases, inside the outline of the median step (and p20 – p80)", rows, "ms", PHASES)
 
 
 def gradient_shares(config, without_gradient):
@@ -162,10 +164,10 @@ def first_steps(replay):
 
 def host_in_step(replay):
     """The time that the host needs to launch a step's kernels, inside the step."""
-    replay.stage(8)
     rows = []
-    for stage in filter(None, map(replay.stages.get, (OPTIMIZED, 8))):
-        rows.append(in_step(stage, "host", [(stage["host_ms"], WRONG if host_share(stage) > 0.8 else RIGHT)]))
+    for n in (OPTIMIZED, 8):
+        run = replay.stage(n)
+        rows.append(in_step(f"stage {n}: host", run, [(run["host_ms"], WRONG if host_share(run) > 0.8 else RIGHT)]))
     return Chart("The host's time to launch a step, inside the outline of the step", rows, "ms")
 
 

@@ -1,4 +1,4 @@
-"""Puzzles: from a block that is copied to a product in 8 bits, one idea each."""
+"""Puzzles: from a block that is copied to a product whose tile is tuned, one idea each."""
 
 import triton
 import triton.language as tl
@@ -163,31 +163,3 @@ def tuned_matmul_kernel(
     GROUP: tl.constexpr,
 ):
     grouped_matmul_kernel(x_ptr, y_ptr, z_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
-
-
-@triton.jit
-def scaled_matmul_kernel(
-    x_ptr,
-    x_scale_ptr,
-    y_ptr,
-    y_scale_ptr,
-    z_ptr,
-    n_cols,
-    n_inner,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, n_inner, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        scales = start // 32 + tl.arange(0, BLOCK_K // 32)
-        x = tl.load(x_ptr + rows[:, None] * n_inner + inner[None, :])
-        y = tl.load(y_ptr + cols[None, :] * n_inner + inner[:, None])
-        x_scale = tl.load(x_scale_ptr + rows[:, None] * (n_inner // 32) + scales[None, :])
-        y_scale = tl.load(y_scale_ptr + cols[:, None] * (n_inner // 32) + scales[None, :])
-        # Scales are not transposed: a row of them for each row of x, and for each column of z.
-        z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z)
-    tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)

@@ -51,10 +51,8 @@ def stopping(x_ptr, BLOCK_SIZE: tl.constexpr):
 kernels = {name: kernel for name, kernel in vars(puzzles).items() if name.endswith("_kernel")}
 kernels["tuned_matmul_kernel"] = kernels["tuned_matmul_kernel"].fn  # without the autotuner
 for kernel in (*kernels.values(), printing, printing_without_a_string, stopping):
-    scaled = "x_scale_ptr" in kernel.arg_names
-    blocks = {name: 64 if scaled else 16 for name in kernel.arg_names if name.startswith(("BLOCK", "GROUP"))}
-    pointer = {name: "*u8" if scaled and name != "z_ptr" else "*fp32" for name in kernel.arg_names}
-    signature = {name: "constexpr" if name in blocks else pointer[name] if name.endswith("_ptr") else "i32"
+    blocks = {name: 16 for name in kernel.arg_names if name.startswith(("BLOCK", "GROUP"))}
+    signature = {name: "constexpr" if name in blocks else "*fp32" if name.endswith("_ptr") else "i32"
                  for name in kernel.arg_names}
     for target in TARGETS:
         try:

@@ -4,11 +4,11 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -17,8 +17,6 @@ from benchmarks.pages.replays import table_of
 from exercises.performance_debugging import replay
 from exercises.performance_debugging.report import console
 from exercises.performance_debugging.results import kernel_figures, run_figures
-from profilers.readers import read_kernel_stats
-from tests.fakes import records
 from tests.workshop.summaries import RECORDED, SIGNS, WIDE, cpu_summary, gpu_summary, laptop_summary, taking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,15 +35,15 @@ def test_every_stage_has_its_link():
 
 
 @pytest.fixture
-def dry_run(capsys):
-    """dry_run(options) returns {title: [commands]}."""
+def planned(capsys):
+    """planned(options): {title of a run: its command, or ""}, as --dry-run prints them."""
 
-    def run(options):
+    def dry_run(options):
         assert replay.main(["--dry-run", *options.split()]) == 0
-        parts = re.split(r"^# (.*)\n", capsys.readouterr().out, flags=re.M)
-        return {title: block.splitlines() for title, block in zip(parts[1::2], parts[2::2], strict=True)}
+        parts = re.split(r"^# (.*)\n", capsys.readouterr().out, flags=re.M)[1:]
+        return {title.split(",")[0]: command.strip() for title, command in zip(parts[::2], parts[1::2], strict=True)}
 
-    return run
+    return dry_run
 
 
 def config_of(command):
@@ -54,47 +52,27 @@ def config_of(command):
     return llama.parse_config(arguments, script)
 
 
-def test_dry_run_prints_commands_that_parse_and_writes_nothing(dry_run, tmp_path):
-    planned = dry_run(f"--beyond --batch-size 3 --output {tmp_path / 'results'} -- --seed 7")
-    assert not (tmp_path / "results").exists() and "--impl torch" in planned.pop("baseline, plain PyTorch")[0]
-    assert len(planned) == len(llama.STAGES)
-    for number, (title, commands) in enumerate(planned.items(), 1):
-        assert title.startswith(f"stage {number}") and bool(commands) == (number != 8 or ON_GPU)
-        for command in commands:
-            config = config_of(command)
-            assert (config.stage, config.batch_size, config.seed, config.seq_len) == (number, 3, 7, 128)
-            assert ("TRITON_CACHE_DIR" in command) == (number == 7)
+def test_dry_run_prints_commands_that_parse_and_writes_nothing(planned, tmp_path):
+    runs = planned(f"--beyond --batch-size 3 --output {tmp_path / 'results'} -- --seed 7")
+    baseline = config_of(runs.pop("baseline"))
+    assert not (tmp_path / "results").exists() and (baseline.impl, baseline.profile) == ("torch", None)
+    assert list(runs) == [f"stage {number}" for number in llama.STAGES] and (ON_GPU or not runs.pop("stage 8"))
+    for title, command in runs.items():
+        config, number = config_of(command), int(title[-1])
+        assert (config.stage, config.batch_size, config.seed, config.seq_len) == (number, 3, 7, 128)
+        assert config.profile == replay.PROFILE and ("TRITON_CACHE_DIR" in command) == (number == 7)
+    runs = planned("--stages 4,2 --no-profile")
+    assert list(runs) == ["baseline", "stage 2", "stage 4"] and "--profile" not in "".join(runs.values())
 
 
-def test_stages_and_profiles_are_chosen(dry_run):
-    planned = dry_run("--stages 4,2 --no-profile")
-    assert [title.split(",")[0] for title in planned] == ["baseline", "stage 2", "stage 4"]
-    assert not any("--profile" in command for (command,) in planned.values())
-
-
-def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(dry_run, monkeypatch):
+def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(planned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    planned = {title.split(",")[0]: commands for title, commands in dry_run("--laptop").items()}
-    assert [title for title, commands in planned.items() if commands] == ["stage 1", "stage 5", "stage 6"]
-    for number in (1, 5, 6):
-        (command,) = planned[f"stage {number}"]
+    runs = {title: command for title, command in planned("--laptop").items() if command}
+    assert list(runs) == ["stage 1", "stage 5", "stage 6"]
+    for title, command in runs.items():
         config = config_of(command)
         assert "TRITON_INTERPRET=1" in command and config.device == "cpu" and config.profile is None
-        assert (config.impl, config.hidden_dim) == (("torch", 512) if number == 1 else ("triton", 64))
-
-
-def test_rocprofv3_profiles_on_amd_only(dry_run, monkeypatch):
-    title = "stage 2, slow performance"
-    monkeypatch.setattr(shutil, "which", lambda name: f"/opt/rocm/bin/{name}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (command,) = dry_run("--stages 2")[title]
-    assert not command.startswith("rocprofv3") and "--profile" in command
-    monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    measured, command = dry_run("--stages 2")[title]
-    assert "rocprofv3" not in measured and "--profile" not in measured
-    assert command.startswith("rocprofv3 --kernel-trace --marker-trace --output-format csv ")
-    assert "--profile" not in command and "--num-steps 3 " in f"{command} "  # as many as --profile records
-    assert len(dry_run("--stages 2 -- --device cpu")[title]) == 1
+        assert (config.impl, config.hidden_dim) == (("torch", 512) if title == "stage 1" else ("triton", 64))
 
 
 @pytest.mark.parametrize("argv, named", [
@@ -104,6 +82,7 @@ def test_rocprofv3_profiles_on_amd_only(dry_run, monkeypatch):
     ("--laptop -- --device=cuda", "--device"), ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
     ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir"),
     ("-- --hidden-dim 63", "--hidden-dim 63"), ("--output /dev/null/x --num-steps 1", "--output"),
+    ("--output /proc/x", "--output /proc/x cannot be made"),
 ])  # fmt: skip
 def test_bad_requests_get_one_line_and_exit_code_2(capsys, argv, named):
     assert replay.main(argv.split()) == 2
@@ -126,21 +105,20 @@ def test_the_script_names_the_python_that_does_not_serve(body, told, tmp_path):
 WRITES = "open(folder + '/out.json', 'w').write('{}')"
 
 
-def script_run(name, *scripts, arguments=()):
-    """Return a Run of small Python programs."""
-    commands = [[sys.executable, "-c", f"folder = {replay.FOLDER!r}\n{script}", *arguments] for script in scripts]
-    return replay.Run(name, name, commands)
+def script_run(name, script, *arguments):
+    """Return a Run of a small Python program."""
+    return replay.Run(name, name, [sys.executable, "-c", f"folder = {replay.FOLDER!r}\n{script}", *arguments])
 
 
 def test_a_failing_run_is_told_and_the_others_go_on(capsys, tmp_path):
     runs = [
-        script_run("stage1", "print('reading'); raise SystemExit('no such tensor')", WRITES),
+        script_run("stage1", "print('reading'); raise SystemExit('no such tensor')"),
         script_run("stage2", "pass"),
-        script_run("stage3", WRITES, "pass"),
+        script_run("stage3", WRITES),
     ]
     assert replay.execute_all(runs, tmp_path)
     assert "exit status 1" in runs[0].error and "no such tensor" in runs[0].error
-    assert "no result was written" in runs[1].error and runs[2].error is None
+    assert "exit status 0, and no result was written" in runs[1].error and runs[2].error is None
     assert "    no such tensor" in capsys.readouterr().err
     logs = [f"stage{number}_output.log" for number in (1, 2, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {*logs, "stage3.json"}
@@ -149,10 +127,16 @@ def test_a_failing_run_is_told_and_the_others_go_on(capsys, tmp_path):
 
 @pytest.mark.parametrize("ends, told", [("; raise SystemExit('no profile')", "no profile"), ("", "holds no kernel")])
 def test_a_process_that_fails_in_its_profile_keeps_what_it_measured(tmp_path, ends, told):
-    makes = f"import os; os.mkdir(folder + '/profile'); {WRITES}{ends}"
-    run = script_run("stage1", makes, arguments=["--profile", replay.PROFILE])
+    run = script_run("stage1", f"import os; os.mkdir(folder + '/profile'); {WRITES}{ends}", "--profile", replay.PROFILE)
     assert replay.execute_all([run], tmp_path) and told in run.error
     assert {path.name for path in tmp_path.iterdir()} == {"stage1.json", "stage1_output.log"}
+
+
+@pytest.mark.parametrize("rows, steps", [([], 3), ([1], 0)])
+def test_a_profile_without_kernels_of_steps_is_refused(tmp_path, monkeypatch, rows, steps):
+    monkeypatch.setattr(replay, "read_step_stats", lambda recording: (pd.DataFrame({"Name": rows}), steps))
+    with pytest.raises(RuntimeError, match="no kernels within a range named step"):
+        replay.write_kernels(tmp_path, tmp_path / "profile.csv")
 
 
 def test_an_interruption_keeps_what_is_done(tmp_path):
@@ -170,42 +154,6 @@ def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
     (aside,) = tmp_path.glob("previous_*")
     assert {path.name for path in aside.iterdir()} == written
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", aside.name}
-
-
-@pytest.fixture
-def rocprofv3(tmp_path, monkeypatch):
-    """rocprofv3(release) returns the kernels of a program that does nothing, in the fake profiler of a release."""
-
-    def profiled(release, **environment):
-        fake = tmp_path / "bin" / "rocprofv3"
-        fake.parent.mkdir()
-        program = shlex.join([sys.executable, str(ROOT / "tests" / "fakes" / "rocprofv3.py")])
-        fake.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-        fake.chmod(0o755)
-        path = f"{fake.parent}:{os.environ['PATH']}"
-        for name, value in (environment | {"FAKE_ROCM": release, "PATH": path}).items():
-            monkeypatch.setenv(name, value)
-        (tmp_path / "program.py").touch()
-        commands = replay.training_commands(tmp_path / "program.py", [], "rocprofv3")
-        run = script_run("stage2", WRITES)
-        run.commands.append(commands[1])
-        replay.execute(run, tmp_path)
-        return read_kernel_stats(tmp_path / "stage2_profile.csv").set_index("Name")
-
-    return profiled
-
-
-@pytest.mark.parametrize("release", ["6.4", "7.0"])
-def test_a_profile_of_rocprofv3_holds_the_kernels_of_the_steps_alone(rocprofv3, release):
-    """Warm-up, compilation and tuning run before the first step; torch.profiler's tables lack them as well."""
-    calls = rocprofv3(release, FAKE_STEPS="4")["Calls"]
-    assert calls.to_dict() == {name: 4 * count for name, (count, _) in records.KERNELS.items()}
-
-
-def test_a_profile_without_steps_is_refused(rocprofv3, monkeypatch):
-    monkeypatch.setattr(replay, "ROCPROFV3", replay.ROCPROFV3.replace("--marker-trace ", ""))
-    with pytest.raises(RuntimeError, match="no kernels within a range named step"):
-        rocprofv3("7.0")
 
 
 # --- a whole replay
