@@ -85,8 +85,6 @@ PARTS = sum(CALLS, [])
 RARE = [
     *steps_of("fp8", 160, 190, 280),
     *steps_of("autotuned", 320, 360, 370),  # whose search takes minutes
-    *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
-    Part("python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000", 240),
 ]
 
 

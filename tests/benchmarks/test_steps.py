@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from benchmarks import fp8_learning, gpt, harness, kernels, scaling, steps
+from benchmarks import gpt, harness, kernels, scaling, steps
 from benchmarks.pages import publish
 from measure.results import Unavailable
 from tests.core.tiny import TINY
@@ -223,7 +223,6 @@ def test_hugging_face_names_cover_the_model():
 @pytest.mark.parametrize("program, flags", [
     (steps, "--rows fastest"), (steps, "--windows 0"), (steps, "--time-limit nan"), (steps, "--time-limit -5"),
     (steps, "--tiny --sizes small"), (gpt, "--windows 0"), (kernels, "--only fft"), (scaling, "--sizes huge"),
-    (fp8_learning, "--num-steps 0"),
 ])  # fmt: skip
 def test_wrong_flags_end_in_one_line_that_names_one(capsys, program, flags):
     assert program.main(flags.split()) == 2
@@ -233,7 +232,6 @@ def test_wrong_flags_end_in_one_line_that_names_one(capsys, program, flags):
 
 @pytest.mark.parametrize("program, flags, words", [
     (kernels, "", "need a GPU"), (steps, "--sizes small large", "need a GPU.*--tiny"), (gpt, "", "needs a GPU.*--tiny"),
-    (fp8_learning, "--sizes large", "--sizes large needs a GPU.*--tiny"),
 ])  # fmt: skip
 def test_what_needs_a_gpu_is_refused_before_any_work(capsys, monkeypatch, tmp_path, program, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
