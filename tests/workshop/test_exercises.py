@@ -214,7 +214,7 @@ def numbers(body):
     ("raise ValueError('x ' * 10**6)", "ValueError in line 3 of .*: [x ]{900,1000}\n"),
     ("os._exit(0)", "ended with exit code 0 before it was judged: what ends the process"),
     ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
-    ("import bdb; raise bdb.BdbQuit", "breakpoint.. was reached: --debug gives it the terminal"),
+    ("import bdb; raise bdb.BdbQuit", "BdbQuit in line 3 of .*; breakpoint.. was reached: --debug"),
     ("raise AttributeError('only 0-dimensional arrays')", "AttributeError in line 3 .*; Triton's interpreter cannot"),
     ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
 ])  # fmt: skip
@@ -298,7 +298,6 @@ def test_what_is_not_installed_is_named():
     (check.Verdict(True), None, "right in the interpreter, but: no", ["forkserver None 1", "spawn None 1"]),
     (check.Verdict(True), "show", "right in the interpreter, but: no", ["forkserver show 1", "spawn None 1"]),
     (check.Verdict(True), "time", "right in the interpreter, but: no", ["forkserver None 1", "spawn time 5"]),
-    (check.Verdict(False, f"E: {check.INTERPRETER_FAILS}"), None, "no", ["forkserver None 1", "spawn None 1"]),
     (check.Verdict(False, "wrong"), None, "wrong", ["forkserver None 1"]),
 ])  # fmt: skip
 def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(interpreted, extra, told, asked, monkeypatch):
