@@ -20,24 +20,12 @@ LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
 BLANK = {"passed": False, "attempts": 0, "message": None}
-KINDS = {  # of the values of a state
-    "passed": bool,
-    "attempts": int,
-    "message": str | None,
-    "us": int | float | None,
-    "device": str | None,
-}
+OPTIONAL = {"us": int | float | None, "device": str | None}
+KINDS = {"passed": bool, "attempts": int, "message": str | None} | OPTIONAL  # of the values of a state
 
 
 def now():
     return datetime.now().isoformat(timespec="seconds")
-
-
-def user_name():
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        return "participant"
 
 
 def is_name(text):
@@ -72,7 +60,11 @@ class Progress:
 
     def __init__(self, path, name=None):
         self.path = path
-        self.content = {"participant": user_name(), "date": now(), "exercises": {}}
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container whose user has no name
+            user = "participant"
+        self.content = {"participant": user, "date": now(), "exercises": {}}
         try:
             self.content = read(path)
         except FileNotFoundError:
@@ -93,7 +85,7 @@ class Progress:
         # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
             return
-        time = time or {name: before[name] for name in ("us", "device") if name in before}
+        time = time or {name: before[name] for name in OPTIONAL if name in before}
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),
