@@ -126,7 +126,7 @@ class Verdict(NamedTuple):
     message: str | None = None  # the reason why it fails
     begun: bool = True  # False if the function is not filled in
     imported: bool = True  # False if the file cannot be
-    report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
+    report: tuple = (), None  # of --time or --show: lines, SVG or None
 
 
 def blanks_of(function):
@@ -174,14 +174,11 @@ def report(path, exercise, task, extra):
     if extra == "time":
         try:
             reference = load(SOLUTIONS / exercise.file)  # before the participant's
-            lines, us = own_kernels.report(task, load(path), reference)
-            return lines, None, us
+            return own_kernels.report(task, load(path), reference), None
         except Exception as error:
-            return [f"no time: {describe(error, path)}"], None, None
+            return [f"no time: {describe(error, path)}"], None
     watch = touched.watched(exercise.checks.TASKS[task], load(path))
-    if not watch:
-        return ["it loads and stores nothing"], None, None
-    return [], touched.picture(watch, task), None
+    return ([], touched.picture(watch, task)) if watch else (["it loads and stores nothing"], None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -358,7 +355,7 @@ def tasks_asked_for(options, tasks):
 def show_verdict(verdict, task, options):
     """Print a verdict and its report, whose picture becomes a file."""
     show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
-    lines, svg, _ = verdict.report
+    lines, svg = verdict.report
     if options.extra == "time" and not verdict.passed:
         lines = ["no time: a wrong kernel is not timed"]
     if svg:
@@ -394,9 +391,7 @@ def main(argv):
         passed += verdict.passed
         show_verdict(verdict, task, options)
         if progress:
-            us = verdict.report[2]
-            time = {"us": us, "device": llama.select_device("auto").name} if us else {}
-            progress.record(options.exercise, task, *verdict[:3], **time)
+            progress.record(options.exercise, task, *verdict[:3])
     # Of a single task, the line above says it all.
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)

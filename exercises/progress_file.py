@@ -1,11 +1,10 @@
 """What a participant has done, as a file: which tasks of the exercises pass, and after how many attempts.
 
     {"participant": name, "date": of the last check,
-     "exercises": {exercise: {task: {"passed", "attempts", "message", "us", "device"}}}}
+     "exercises": {exercise: {task: {"passed", "attempts", "message"}}}}
 
 An attempt is a check of something that was written, up to the first that passes. message is why the task failed when it
-was last checked. us is the time that was measured last, on the device; without one, neither is there. The date is
-ISO's, in local time.
+was last checked. The date is ISO's, in local time.
 """
 
 import argparse
@@ -20,8 +19,7 @@ LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
 BLANK = {"passed": False, "attempts": 0, "message": None}
-OPTIONAL = {"us": int | float | None, "device": str | None}
-KINDS = {"passed": bool, "attempts": int, "message": str | None} | OPTIONAL  # of the values of a state
+KINDS = {"passed": bool, "attempts": int, "message": str | None}  # of the values of a state
 
 
 def now():
@@ -79,17 +77,16 @@ class Progress:
     def state(self, exercise, task):
         return self.content["exercises"].get(exercise, {}).get(task, BLANK)
 
-    def record(self, exercise, task, passed, message, begun=True, **time):
+    def record(self, exercise, task, passed, message, begun=True):
         """Write the file with what a check has found. begun: whether there was anything to check."""
         before = self.state(exercise, task)
         # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
             return
-        time = time or {name: before[name] for name in OPTIONAL if name in before}
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),
             "message": None if passed else message,
-        } | time
+        }
         self.content["date"] = now()
         write_json(self.path, self.content, follow=True)

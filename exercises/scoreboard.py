@@ -1,12 +1,13 @@
-"""Show the progress of a class: the tasks that each participant has passed, frequent failures, the fastest kernels.
+"""Show the progress of a class: the tasks that each participant has passed, and frequent failures.
 
     python -m exercises.scoreboard class/                        every JSON file below a folder
     python -m exercises.scoreboard class/ --html board.html      also as a page, which a browser reloads
     watch -n 30 python -m exercises.scoreboard class/            repeat every 30 seconds, until Ctrl-C
 
-The program reads the files of `exercises/check.py`: progress.json, one for each participant. Times are those of
---time. It uses the newest file of a participant, and names the files that it leaves out.
-Files of `root` and other names that everybody has in a container count as different participants.
+The program reads the files of `exercises/check.py`: progress.json, one for each participant. It uses
+the newest file of a participant, and names the files that it leaves out. Files of `root` and other names that everybody
+has in a container count as different participants.
+
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
@@ -35,9 +36,9 @@ def rows_of(file):
     who = content["participant"]
     if who.lower() in progress_file.NOBODY:
         who = f"{who} ({file})"
-    own = {"who": who, "file": file, "date": content["date"], "us": None, "device": None}
-    exercises = content["exercises"].items()
-    return [own | state | {"exercise": name, "task": task} for name, tasks in exercises for task, state in tasks.items()]
+    own = {"who": who, "file": file, "date": content["date"]}
+    states = [(name, task, tasks[task]) for name, tasks in content["exercises"].items() for task in tasks]
+    return [own | state | {"exercise": name, "task": task} for name, task, state in states]
 
 
 def stuck_at(states):
@@ -55,13 +56,6 @@ def stuck_at(states):
         stuck = {"task": " ".join(task), "participants": list(here.who), "attempts": here.attempts.median()}
         found.append(stuck | {"message": alike.iloc[0], "count": len(alike)})
     return sorted(found, key=lambda stuck: -len(stuck["participants"]))
-
-
-def fastest(states):
-    """Return lines with the fastest kernel of each task on each device."""
-    timed = states[(states.mark == PASSED) & (states.us.astype(float) > 0)]  # not NaN either
-    best = timed.sort_values("us").drop_duplicates(["task", "device"]).sort_values(["task", "device"])
-    return [f"{row.task}: {row.us:.1f} us, {row.who} ({row.device})" for row in best.itertuples()]
 
 
 def board_of(paths):
@@ -88,7 +82,6 @@ def board_of(paths):
     return {
         "marks": marks[pandas.MultiIndex.from_frame(order)],
         "stuck": stuck_at(states),
-        "fastest": fastest(states),
         "left_out": left_out,
         "several": [f"{count} files of {who}: {hint}" for who, count in several[several > 1].items()],
     }
@@ -114,8 +107,6 @@ def text_of(board):
         who = stuck["participants"]
         lines += [f"  {stuck['task']}: {', '.join(who)}; median of attempts {stuck['attempts']:g}"]
         lines += [f"    {stuck['count']} of {len(who)}: {stuck['message']}"]
-    if board["fastest"]:
-        lines += ["", "The fastest kernels:", *(f"  {line}" for line in board["fastest"])]
     return "\n".join(lines)
 
 

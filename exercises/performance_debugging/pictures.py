@@ -1,9 +1,8 @@
-"""Draw a picture of bars for each stage.
+"""Draw a picture of bars for the stages whose sentence does not say it all.
 
 Each function of STAGES takes a Replay and returns a Chart, or raises NotMeasured with the reason why there is none.
 """
 
-import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,12 +10,12 @@ import tiny_llama_v3 as llama
 from exercises.performance_debugging.evidence import NotMeasured, host_share
 from exercises.performance_debugging.results import OPTIMIZED
 from measure import drawing
-from measure.drawing import BLUE, GREEN, LINE, RED, Bar, Filling
+from measure.drawing import BLUE, GREEN, RED, Bar, Filling
 from measure.results import recorded_config
 from measure.tables import number, percent
 from profilers.kernel_names import operation_of
 
-WRONG, RIGHT, REFERENCE = Filling(RED, "////"), Filling(BLUE), Filling(LINE)
+WRONG, RIGHT = Filling(RED, "////"), Filling(BLUE)
 PHASES = {"forward": RIGHT, "backward": WRONG, "optimizer": Filling(GREEN, "----")}
 MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attention", "": "feed-forward"}
 
@@ -24,53 +23,21 @@ MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attentio
 class Chart(NamedTuple):
     title: str
     rows: list  # of drawing.Bar
-    axis: str | None = None  # its unit; lengths that are compared with each other only need none
+    axis: str  # its unit
     fillings: dict = {}  # {name: Filling} that a legend explains
 
 
 def draw(chart, name):
     """Return the SVG of a Chart for a page on which no other has its name."""
-    height = drawing.bars_height(len(chart.rows), (34 if chart.axis else 6) + (22 if chart.fillings else 0))
+    height = drawing.bars_height(len(chart.rows), 56 if chart.fillings else 34)
     with drawing.style():
         figure = drawing.new_figure(height)
         axes = figure.subplots()
         drawing.bars(axes, chart.rows)
-        if chart.axis:
-            axes.set_xlabel(chart.axis)
-        else:
-            axes.set_xticks([])
-            axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel(chart.axis)
         if chart.fillings:
             drawing.legend_below(figure, chart.fillings)
         return drawing.svg(figure, name, chart.title, "; ".join(row.label for row in chart.rows))
-
-
-def simple_bar(name, value, filling, unit=""):
-    return Bar(f"{name}: {number(value)}{unit}", [(value, filling)])
-
-
-def first_loss(replay):
-    """The first loss beside the hidden size, with which it grows, and beside that of guessing."""
-    first, config = replay.stage(1)["first_loss"], replay.config(1)
-    if first is None:
-        raise NotMeasured("the first loss is not a number")
-    rows = [
-        simple_bar("first loss", first, WRONG),
-        simple_bar("hidden size", config["hidden_dim"], REFERENCE),
-        simple_bar(f"ln {config['vocab_size']}, of guessing", math.log(config["vocab_size"]), REFERENCE),
-    ]
-    return Chart("The first loss, the hidden size, and the loss of guessing", rows)
-
-
-def attention_calls(replay):
-    """One call of the attention kernel in each stage, whose layout changes with stage 3."""
-    replay.kernels(2)
-    rows = []
-    for n, stage in replay.stages.items():
-        if stage["attention_us"]:
-            filling = WRONG if "noncontiguous_kv" in llama.stage_flags(n) else RIGHT
-            rows.append(simple_bar(f"stage {n}", stage["attention_us"], filling, " us"))
-    return Chart("One call of the attention kernel", rows, "us")
 
 
 def in_step(name, run, parts):
@@ -151,17 +118,6 @@ def gradients_by_module(replay):
     return Chart("Weights with a gradient, by module", rows, "%")
 
 
-def first_steps(replay):
-    """The first step, which compiles, beside the median."""
-    stage = replay.stage(7)
-    rows = [
-        simple_bar("first step", stage["step_ms"][0], WRONG, " ms"),
-        simple_bar("mean", stage["batch_ms"]["mean"], REFERENCE, " ms"),
-        simple_bar("median", stage["batch_ms"]["p50"], RIGHT, " ms"),
-    ]
-    return Chart("The first step of stage 7, the mean and the median", rows)
-
-
 def host_in_step(replay):
     """The time that the host needs to launch a step's kernels, inside the step."""
     rows = []
@@ -172,12 +128,9 @@ def host_in_step(replay):
 
 
 STAGES = {
-    1: first_loss,
-    2: attention_calls,
     3: phases_in_step,
     4: kernel_shares,
     5: steps,
     6: gradients_by_module,
-    7: first_steps,
     8: host_in_step,
 }

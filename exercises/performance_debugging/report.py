@@ -1,6 +1,6 @@
 """Write the results of a replay: summary.json, summary.md and report.html.
 
-The report has a card for each stage: the symptom, the picture and the figures that show it, the lines of code, the fix.
+The report has a card for each stage: the symptom, the figures and the picture that show it, the lines of code, the fix.
 Every number is taken from the summary, and every line of code from the script.
 """
 
@@ -104,6 +104,8 @@ def excerpts(mark):
 def picture_of(summary, stage):
     """Return (title, SVG, source) of the picture of a stage: from the first source that can show it, or None."""
     replays = sources(summary)
+    if stage not in pictures.STAGES:
+        return None
     # What shows the sign comes first. Of a CPU nothing else is used: its times tell nothing.
     shows = [each["source"] for each in summary["observations"] if each["stage"] == stage and each["shown"]]
     others = [source for source, replay in replays.items() if not replay.on_cpu and stage in replay.stages]
@@ -153,15 +155,6 @@ def setting(summary):
     )
 
 
-def tables(summary):
-    """Return [(heading, text, DataFrame with a column for each run)] of all figures, those of recordings last."""
-    found = [("This replay", LAPTOP if summary["laptop"] else "", table_of(summary))]
-    for replay in summary["recorded"]:
-        text = f"Recorded in {replay['file']}, and not measured here: {setting(replay)}."
-        found.append((f"Recorded: {sizes(replay)}", text, table_of(replay)))
-    return found
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -180,7 +173,8 @@ def texts(summary):
         "cards": [card(summary, stage["stage"]) for stage in summary["stages"]],
         "marks": MARKS,
         "colors": drawing.css(),
-        "tables": tables(summary),
+        "laptop": LAPTOP if summary["laptop"] else "",
+        "table": table_of(summary),
         "notes": NOTES,
     }
     names = "summary.md", "report.html"
@@ -189,9 +183,8 @@ def texts(summary):
 
 def console(summary):
     """Return the main figures and the observations for a terminal."""
-    lines = [wrapped(setting(summary))]
-    for heading, text, table in tables(summary):
-        lines += ["", wrapped(f"{heading}. {text}"), "", table.T.filter(SHORT).rename(columns=SHORT).to_string()]
+    table = table_of(summary).T.filter(SHORT).rename(columns=SHORT)
+    lines = [wrapped(setting(summary)), *[wrapped(LAPTOP)] * summary["laptop"], "", table.to_string()]
     for seen in summary["observations"]:
         source = "" if seen["source"] == "measured" else f", {seen['source']}"
         lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
-def test_pictures_and_notebooks_are_what_their_sources_make(tmp_path, monkeypatch):
+def test_notebooks_are_what_their_sources_make(tmp_path, monkeypatch):
     texts = generate.published()
     assert [path.name for path, text in texts.items() if path.read_text() != text] == [], "make notebooks"
     written = {tmp_path / path.name: text for path, text in texts.items()}
