@@ -61,10 +61,6 @@ class Exercise(NamedTuple):
     file: str  # the participant's, in this folder; its solution has the same name
     checks: ModuleType
 
-    @property
-    def solution(self):
-        return f"solutions/{self.file}"
-
 
 EXERCISES = {
     "puzzles": Exercise("puzzles.py", puzzles),
@@ -267,8 +263,8 @@ def judge_everywhere(path, exercise, task, extra=None):
 
 def show(text):
     """Print a paragraph of lines of at most WIDTH characters."""
-    lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
-    print("\n".join(lines), flush=True)
+    layout = dict(subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    print(textwrap.fill(text, WIDTH, **layout), flush=True)
 
 
 def all_tasks():

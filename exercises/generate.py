@@ -59,7 +59,7 @@ jupyter:
 
 def parts_of(exercise, folder="."):
     """Return (imports, {name: source} of functions and classes) of a file to complete, or of a solution."""
-    text = (HERE / folder / Path(check.EXERCISES[exercise].file).name).read_text()
+    text = (HERE / folder / check.EXERCISES[exercise].file).read_text()
     found = definitions([text])
     imports = "\n".join(source for name, source in found.items() if name == source)
     return imports, {name: source for name, source in found.items() if source.startswith(("@", "def ", "class "))}
@@ -134,8 +134,8 @@ def notebook(exercise):
 
 def published():
     """Return {path: text} of all files to write."""
-    names = {name: Path(exercise.file).with_suffix(".ipynb") for name, exercise in check.EXERCISES.items()}
-    return {HERE / "notebooks" / path: notebook(name) for name, path in names.items()}
+    folder = HERE / "notebooks"
+    return {(folder / each.file).with_suffix(".ipynb"): notebook(name) for name, each in check.EXERCISES.items()}
 
 
 @program("generate.py")

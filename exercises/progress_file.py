@@ -17,7 +17,7 @@ from measure.results import write_json
 
 LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
-NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
+NOBODY = "root participant user ubuntu jovyan vscode codespace ec2-user admin".split()
 BLANK = {"passed": False, "attempts": 0, "message": None}
 KINDS = {"passed": bool, "attempts": int, "message": str | None}  # of the values of a state
 

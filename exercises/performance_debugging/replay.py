@@ -5,7 +5,9 @@
     ./run_all_stages.sh --laptop                   no GPU: measured and recorded; minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
     ./run_all_stages.sh --dry-run                  print the commands only
-    ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
+    ./run_all_stages.sh --stages 2,3 --seq-len 2048 -- --use-amp
+
+Options that are not listed below, and all that follows --, go to tiny_llama_v3.py.
 
 Each stage runs in a process of its own and is profiled afterwards by the script's --profile, whose
 table has the kernels of the steps, without the warm-up; plain PyTorch (--impl torch) runs first, as
@@ -54,8 +56,8 @@ from profilers.readers import Unreadable, read_step_stats
 HERE = Path(__file__).resolve().parent
 SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
-HISTORY = [1, 2, 3, 4, 5]
-SIZES = {"--batch-size": 8, "--seq-len": 128, "--num-steps": 20}
+HISTORY = range(1, 6)
+SIZES = "--batch-size 8 --seq-len 128 --num-steps 20"
 # On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
@@ -86,11 +88,6 @@ class Run:
     error: str | None = None
 
 
-def flags_of(values):
-    """Return the command line of {flag: value}, without those whose value is None."""
-    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-
-
 def command_of(script, arguments):
     return [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
 
@@ -115,7 +112,7 @@ def stage_run(stage, arguments, variables=()):
 
 def plan(options):
     """Return the Runs of a replay: the baseline and the stages."""
-    arguments = [*flags_of(SIZES), *options.given]
+    arguments = [*SIZES.split(), *options.given]
     baseline = Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments]))
     if not options.no_profile:
         arguments += ["--profile", PROFILE]
@@ -203,38 +200,36 @@ def put_aside(output):
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
-RESERVED = {"--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h"}
+RESERVED = "--impl --stage --list-stages --output-dir --profile --help -h".split()
 
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
-    stages = {int(number) if number.isdecimal() else number for number in text.split(",")}
-    if unknown := stages - llama.STAGES.keys():
+    known = {str(number): number for number in llama.STAGES}
+    if unknown := set(text.split(",")) - known.keys():
         raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
-    return sorted(stages)
+    return sorted(known[number] for number in text.split(","))
 
 
 def parse(argv):
-    """Parse the options; `given` are the sizes, and what stands after --."""
-    # Everything after -- belongs to the script, whose parser checks it when the runs are planned.
+    """Parse the options; `given` are those of the script."""
+    # Its parser checks them when the runs are planned. Everything after -- belongs to it.
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     parser.add_argument("--laptop", action="store_true", help="no GPU: measure on the CPU, show a recording")
-    for flag, default in SIZES.items():
-        parser.add_argument(flag, type=int, dest=flag, metavar="N", help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
-    options = parser.parse_args(argv[:end])
-    options.given = [*flags_of({flag: getattr(options, flag) for flag in SIZES}), *argv[end + 1 :]]
+    options, given = parser.parse_known_args(argv[:end])
+    options.given = [*given, *argv[end + 1 :]]
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
-    reserved = RESERVED | ({"--device", "--use-amp", "--graph"} if options.laptop else set())
-    for option in argv[end + 1 :]:
+    reserved = RESERVED + ["--device", "--use-amp", "--graph"] * options.laptop
+    for option in options.given:
         if option.split("=")[0] in reserved:
-            raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
+            raise llama.UsageError(f"{option} is set by the replay itself: leave it out")
     return options
 
 
@@ -260,11 +255,8 @@ def main(argv):
         "date": datetime.now().isoformat(timespec="seconds"),
         "profiler": None if options.no_profile or options.laptop else "torch.profiler",
         "laptop": options.laptop,
-        "recorded": [],
+        "recorded": newest_replays(RESULTS) if options.laptop else [],
     }
-    if options.laptop:
-        folder = RESULTS.relative_to(ROOT)
-        header["recorded"] = [{"file": f"{folder}/{name}"} | replay for name, replay in newest_replays(RESULTS).items()]
     completed = execute_all(runs, output)
     summary = header | {"interrupted": not completed} | summarize(output, runs)
     summary["observations"] = observations(summary) if summary["environment"] else []
