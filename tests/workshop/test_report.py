@@ -81,38 +81,6 @@ def test_without_its_figure_there_is_no_picture(stage, lacking):
     assert report.card(summary, stage)["picture"] is None
 
 
-def luminance(color):
-    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(color, ground):
-    """As WCAG 2 defines it."""
-    darker, lighter = sorted(map(luminance, (color, ground)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("shade", [0, 1])
-def test_colours_stand_out_from_their_ground(shade):
-    colors = {name: pair[shade] for name, pair in drawing.COLORS.items()}
-    assert contrast("#ffffff", "#000000") == 21 and contrast(colors["ink"], colors["ground"]) > 7
-    for name, color in colors.items():
-        if name.startswith("tint"):
-            assert contrast(colors["ink"], color) > 4.5
-        elif name not in ("line", "ground"):
-            assert contrast(color, colors["ground"]) > 4.5
-
-
-def test_a_picture_tells_nothing_by_colour_alone():
-    for fillings in (pictures.PHASES.values(), (pictures.WRONG, pictures.RIGHT)):
-        assert len({filling.hatch for filling in fillings}) == len(fillings)
-    with drawing.style(), pytest.raises(KeyError, match="#123456"):  # it has no colour for the dark
-        figure = drawing.new_figure(100)
-        figure.subplots().plot([1, 2], color="#123456")
-        drawing.svg(figure, "one", "title", "text")
-
-
 # --- the cards
 
 
@@ -152,20 +120,14 @@ def test_the_report_is_one_page_without_network_or_script_whose_structure_can_be
     summary, page = whole
     links = re.sub(r'xmlns(:xlink)?="[^"]+"', "", page)
     assert not re.search(r"https?://|<script|@import|<img|url\((?!#)|src=|javascript:|<[^>]*\son\w+=", links)
-    assert "default-src 'none'" in page and len(page) < 1_000_000
     assert {seen["text"] in html.unescape(page) for seen in summary["observations"]} == {True}
-    levels = [int(level) for level in re.findall(r"<h(\d)[ >]", page)]
-    assert levels[0] == 1 and max(map(int.__sub__, levels[1:], levels)) == 1
-    assert all('scope="' in head for head in re.findall(r"<th\b[^>]*>", page)) and '<html lang="en">' in page
     # Every picture has a name and a description, and whatever is referred to is there, once.
     ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids)) and {f"stage{n}" for n in llama.STAGES} < {*ids}
     used = re.findall(r"url\(#([^)]+)\)", page) + " ".join(re.findall(r'aria-labelledby="([^"]+)"', page)).split()
-    assert {f"picture{n}-title" for n in pictures.STAGES} < {*used} <= {*ids}
+    assert len(ids) == len({*ids}) and {f"picture{n}-title" for n in pictures.STAGES} < {*used} <= {*ids}
     # Colours are variables, so that they follow the reader's screen; paper stays white.
     assert not re.search(r"#[0-9a-f]{6}\b", page.replace(drawing.css(), "")) and "DejaVu" not in page
-    assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= set(re.findall(r"(--[\w-]+):", drawing.css()))
-    assert set(re.findall(r"@media (\w+) and \(prefers-color-scheme: dark\)", page)) == {"screen"}
+    assert {*re.findall(r"@media (\w+) and \(prefers-color-scheme: dark\)", page)} == {"screen"}
 
 
 def test_the_report_of_an_interrupted_replay_says_so(tmp_path):
