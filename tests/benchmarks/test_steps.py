@@ -14,7 +14,6 @@ from benchmarks import gpt, harness, kernels, scaling, steps
 from benchmarks.pages import publish
 from measure.results import Unavailable
 from tests.core.tiny import TINY
-from tiny_llama import fp8
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
@@ -105,34 +104,15 @@ def test_the_model_with_flash_attention_4_is_checked(run, monkeypatch, factor, p
     assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
 
 
-class Float8Linear(torch.nn.Linear):
-    """What torchao makes of a module; wrong rounds badly."""
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_a_row_in_fp8_may_err_as_plain_pytorch_in_fp8(run, monkeypatch, in_fp8):
+    def rounded(config, device):
+        return llama.TrainStep(dataclasses.replace(config, impl="torch", fp8=True), device)
 
-    wrong = False
-
-    def forward(self, x):
-        return fp8.emulated_linear(x, self.weight) * (4 if self.wrong else 1)
-
-
-@pytest.mark.parametrize("recipe, wrong", [*((recipe, False) for recipe in steps.TORCHAO_RECIPES), ("rowwise", True)])
-def test_every_projection_is_torchao_s(run, monkeypatch, recipe, wrong):
-    recipes = []
-
-    def convert_to_float8_training(model, config):
-        recipes.append(config)
-        for module in model.modules():
-            if type(module) is torch.nn.Linear:
-                module.__class__ = Float8Linear
-
-    config = SimpleNamespace(from_recipe_name=lambda name: name)
-    module = SimpleNamespace(Float8LinearConfig=config, convert_to_float8_training=convert_to_float8_training)
-    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=module))
-    monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    monkeypatch.setattr(Float8Linear, "wrong", wrong)
-    gates = steps.check(run, ["sdpa", f"sdpa {recipe}"], IN_FP8)
-    gate = gates[f"sdpa {recipe}"]
-    assert gates["sdpa"]["passed"] and gate["passed"] == (not wrong) and recipes == [recipe]
-    assert wrong or gate["relative_error"] > 0.05  # that of FP8, which bf16 would not be allowed
+    name = "sdpa rowwise" if in_fp8 else "sdpa"
+    monkeypatch.setitem(steps.IMPLEMENTATIONS, name, rounded)
+    gate = steps.check(run, [name], IN_FP8)[name]
+    assert gate["passed"] == in_fp8 and (not in_fp8 or gate["relative_error"] > 0.05)
 
 
 @pytest.mark.parametrize("row, arch, use_amp, words", [

@@ -75,8 +75,8 @@ BROKEN = [
     "[" * 100_000,
     {"participant": "eve", "exercises": {"exercise1": {}}},
     {"participant": "eve", "date": "", "exercises": {"exercise1": {KERNEL: True}}},
-    *(progress(name, memory_lines=state(True)) for name in ("x" * 101, 7, "eve\n", "")),
-    *(progress("eve", memory_lines=one) for one in (state(1), state(True, "1"), state(True, message=["a"]), {})),
+    *(progress(name, memory_lines=state(True)) for name in ("x" * 101, 7, "eve\n")),
+    *(progress("eve", memory_lines=one) for one in (state(1), state(True, "1"), state(True, message=["a"]))),
 ]
 
 
