@@ -15,9 +15,8 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import table_of
 from exercises.performance_debugging import replay
-from exercises.performance_debugging.report import console
 from exercises.performance_debugging.results import kernel_figures, run_figures
-from tests.workshop.summaries import RECORDED, SIGNS, WIDE, cpu_summary, gpu_summary, laptop_summary, taking
+from tests.workshop.summaries import RECORDED, SIGNS, WIDE, cpu_summary, gpu_summary, taking
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
@@ -205,8 +204,8 @@ def test_figures_of_a_run_by_hand(tmp_path):
     figures = run_figures(run)
     assert figures["phase_ms"] == {"forward": 4.0, "backward": 2.0}  # of the median step
     assert figures["phases_share"] == 1.0 and figures["step_ms"] == [10.0, 4.0, 6.0]
-    partly = [*run["steps"][:2], run["steps"][2] | {"batch_ms": 12.0}]
-    assert run_figures(run | {"steps": partly})["phases_share"] == 1.0  # the median of 1, 1 and 0.5
+    partly = [step | {"batch_ms": ms} for step, ms in zip(run["steps"], (10.0, 8.0, 8.0), strict=True)]
+    assert run_figures(run | {"steps": partly})["phases_share"] == 0.75  # the median of 1, 0.5 and 0.75
     even = run_figures(run | {"steps": [*run["steps"], run["steps"][0]]})["phase_ms"]  # the median is between two
     assert even == {"forward": 3.0, "backward": 5.0}
     assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
@@ -231,12 +230,6 @@ QUIET = dict.fromkeys((1, 2), taking(6.0)) | dict.fromkeys((3, 4), taking(5.5)) 
 ])  # fmt: skip
 def test_only_a_difference_is_shown_as_a_ratio(changes, run, expected):
     assert table_of(gpu_summary(changes)).loc["speed / previous", run] == expected
-
-
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_times_of_a_cpu_are_not_compared(implementation):
-    """There all stages run the same operations, or the interpreter: here those of stage 4 met a neighbour."""
-    assert not table_of(cpu_summary(implementation, {4: taking(27.25)})).filter(like="speed /", axis="index").size
 
 
 def test_plain_pytorch_in_all_stages_is_the_same_work():
@@ -291,12 +284,3 @@ def test_a_cpu_shows_no_sign_that_is_a_time(implementation, shown):
     # As noise may have it, every time looks like the sign of its stage.
     summary = cpu_summary(implementation, SIGNS | {4: taking(20.0)})
     assert {seen["stage"] for seen in summary["observations"] if seen["shown"]} == shown
-
-
-def test_a_laptop_says_of_each_observation_where_it_comes_from():
-    summary = laptop_summary()
-    seen = " ".join(f"{line['stage']}{line['source'][0]}" for line in summary["observations"] if line["shown"])
-    assert seen == "1m 1r 2r 3r 4r 5m 5r 6m 6r 7r 8r"  # measured, recorded
-    shown = console(summary)
-    assert "Measured on this CPU" in shown and "1 broken loss, hidden 512" in shown
-    assert max(map(len, shown.splitlines())) <= 100

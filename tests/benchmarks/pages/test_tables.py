@@ -40,54 +40,6 @@ def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
     assert list(training_steps.comparisons(pd.DataFrame(rows | {"file": "a.json"}))) == pairs[:1]
 
 
-PEAKS = {"mfu": None, "peak_memory_mib": None, "peaks": [None, None]}
-
-
-def sent(part):
-    """Return what another device's benchmark writes: no peaks, some other rows, and in another order."""
-    if isinstance(part, list):
-        return [sent(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    rows = [row for row in part.values() if isinstance(row, dict) and "error" in row]
-    names = [name for name in reversed(part) if not (rows and name in ("torch", "hf", "DDP", "compile"))]
-    return {name: PEAKS.get(name, sent(part[name])) for name in names} | ({"new peer": sent(rows[0])} if rows else {})
-
-
-@pytest.fixture
-def ours_and_both(tmp_path):
-    """Folders with our results of one device, and with these and newer ones of another device."""
-    ours, both = tmp_path / "ours", tmp_path / "both"
-    for folder in (ours, both):
-        folder.mkdir()
-        for path in RESULTS.glob("*_some-gpu_*"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    for path in ours.glob("*.json"):
-        result = json.loads(path.read_text())
-        if "benchmark" in result:
-            result = sent(result) | {"date": result["date"].replace("20", "21", 1)}
-            result["environment"]["device"] = "Sent GPU"
-            (both / f"{path.stem}_sent.json").write_text(json.dumps(result))
-    return ours, both
-
-
-@pytest.mark.parametrize("name", publish.SECTIONS)
-def test_results_of_another_device_stand_behind_ours(ours_and_both, name):
-    ours, both = map(publish.SECTIONS[name], ours_and_both)
-    assert both.startswith(ours) and ours != NOT_MEASURED
-    assert ("Sent GPU" in both) == (name not in ("front", "claims"))
-    with_peers = "steps", "sweeps", "kernels", "layer_norm", "gpt", "fp8-layer", "scaling"
-    assert ("new peer" in both) == (name in with_peers)
-
-
-@pytest.mark.parametrize("name", publish.PICTURES)
-def test_a_picture_shows_one_device(ours_and_both, name):
-    if not name.startswith("trace"):
-        for folder in ours_and_both:
-            publish.PICTURES[name](folder, folder / "picture.png")
-        assert len({(folder / "picture.png").read_bytes() for folder in ours_and_both}) == 1
-
-
 def test_without_times_no_picture_is_drawn(tmp_path):
     for path in RESULTS.glob("learning_*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
