@@ -80,8 +80,8 @@ def profile(bench, case, ceilings):
     if bench.on_gpu:
         print(f"  Memory: {ours['memory_mib']:.1f} MiB (PyTorch {theirs['memory_mib']:.1f})")
     print(f"  {label}: {rate:.4g} {unit}, {100 * rate / ceiling:.0f} % of the {ceiling:.4g} {unit} measured here\n")
-    accuracy = {"name": case.name, "error": error, "allowed": allowed}
-    return accuracy | case.work._asdict() | {"triton": ours, "torch": theirs}
+    own = {"name": case.name, "error": error, "allowed": allowed, "triton": ours, "torch": theirs}
+    return own | case.work._asdict()
 
 
 def resources(arch, compiled, warps):
@@ -104,9 +104,16 @@ def sweep_block_sizes(bench, config):
         ms = bench.flushed_ms(lambda size=size: llama.rmsnorm_forward(x, None, weight, kernels.EPS, size))
         tile = llama.norm_tile(*shape, False, bench.device.type, size)
         (compiled,) = llama.COMPILED.values()
-        found = resources(bench.device.arch, compiled, tile.warps)
-        rate = 2 * x.nbytes / ms / 1e6
-        rows.append({"block_size": size, "rows": tile.rows, "warps": tile.warps, **found, "ms": ms, "GB/s": rate})
+        rows.append(
+            {
+                "block_size": size,
+                "rows": tile.rows,
+                "warps": tile.warps,
+                **resources(bench.device.arch, compiled, tile.warps),
+                "ms": ms,
+                "GB/s": 2 * x.nbytes / ms / 1e6,
+            }
+        )
     print(pd.DataFrame(rows).fillna("-").to_string(index=False, float_format="{:.4g}".format), flush=True)
     return rows
 
