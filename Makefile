@@ -49,7 +49,7 @@ lint: .venv/dev.stamp ## check the Python and shell code
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
 	$(VENV_PYTHON) -m benchmarks.pages.publish
 
-notebooks: .venv/dev.stamp ## write the exercises' notebooks and pictures from their pages, stubs and checks
+notebooks: .venv/dev.stamp ## write the exercises' notebooks from their pages, stubs and checks
 	$(VENV_PYTHON) -m exercises.generate
 
 kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into a page of docs/

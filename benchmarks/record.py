@@ -88,8 +88,6 @@ RARE = [
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 150),
     Part(f"{STEPS} --rows autotuned --sizes large-128", 370),
-    *(Part(f"python -m benchmarks.fp8_learning --sizes medium --data {data}", 300) for data in ("text", "markov")),
-    Part("python -m benchmarks.fp8_learning --sizes large --data text --seeds 1 --num-steps 1000", 240),
 ]
 
 

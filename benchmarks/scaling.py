@@ -35,7 +35,6 @@ ROWS = {  # flags of tiny_llama_v3.py
     "DDP": dict(impl="sdpa", compile=True),
     "FSDP2": dict(impl="sdpa", compile=True, shard="full"),
 }
-REFERENCE = "triton graph"  # timed in turns with every other row
 SCALED = ("small", "medium", "large")
 MODES = ("weak", "strong")
 # At 3e-4 the large model overshoots in its first steps, and the rounding of bf16 makes correct runs diverge.
@@ -117,21 +116,19 @@ class Run(harness.Run):
         self.world.gather(None)
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
-    def time(self, contender, config, factor, reference=None):
+    def time(self, contender, config, factor):
         """Return the fields of a row: a contender of all processes, beside one process with factor times its batch."""
         # The same work in one process: all of the batch that strong scaling divides.
         single = dataclasses.replace(config, shard=None, batch_size=factor * config.batch_size)
-        # All of these in turns, so that they see the same state of the machine.
+        # Both in turns, so that they see the same state of the machine.
         functions = {"exchanging": contender.window}
-        if reference:
-            functions["reference"] = reference.window
         if single not in self.alone_ms:
             functions["alone"] = functools.partial(self.alone, self.build(single))
         windows = dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
         ms = {mode: statistics.median(values) for mode, values in windows.items()}
         alone_ms = self.alone_ms.setdefault(single, ms.get("alone"))
         memory = self.world.gather(contender.results["peak_memory_mib"])
-        row = {
+        return {
             "losses": contender.losses,
             "windows_ms": windows,
             "ms": {"alone": alone_ms, **ms},
@@ -139,9 +136,6 @@ class Run(harness.Run):
             "efficiency": alone_ms / factor / ms["exchanging"],
             "peak_memory_mib": max(memory) if all(memory) else None,
         }
-        if reference:
-            row["ratio"] = harness.compare_windows("", windows["reference"], windows["exchanging"])["ratio"]["median"]
-        return row
 
     def record(self, rows, name, measure):
         """Put the fields that measure() returns, or why there are none, into rows, print a line and save."""
@@ -167,7 +161,6 @@ def measure_mode(run, mode, config, result):
         return
     config = dataclasses.replace(config, batch_size=config.batch_size // factor)
     result[mode] = measured = {"batch_size": config.batch_size, "rows": {}}
-    reference = []  # the Contender that is timed in turns with all others, once it is there
 
     def measure(name):
         if "expected_losses" not in measured:
@@ -179,10 +172,7 @@ def measure_mode(run, mode, config, result):
         own = dataclasses.replace(own, compile=own.compile and run.on_gpu)
         contender = run.build(own, run.world)
         require_losses(contender.losses, measured["expected_losses"], llama.precision_name(own, run.device))
-        row = run.time(contender, own, factor, *reference)
-        if name == REFERENCE:
-            reference.append(contender)
-        return row
+        return run.time(contender, own, factor)
 
     for name in ROWS:
         if name in run.options.rows:

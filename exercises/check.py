@@ -13,7 +13,6 @@ there. Each task has a process of its own, so that a crash or an endless loop en
 tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 """
 
-import bdb
 import faulthandler
 import inspect
 import multiprocessing
@@ -40,7 +39,7 @@ try:
     import tiny_llama_v3 as llama
     from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
     from exercises.checks.common import NotYet, Wrong, load
-    from exercises.checks.mutants import explain
+    from exercises.checks.mutants import MISTAKES, explain
     from exercises.progress_file import Progress, participant_name
     from measure.command_line import Parser, program, replacing
     from measure.device import require_triton
@@ -51,16 +50,16 @@ except ImportError as error:
 WIDTH = 100  # of a line on the terminal
 LIMIT = 60  # seconds for a task
 LONGEST = 1000  # characters of a message
-INTERPRETER_FAILS = "Triton's interpreter cannot run this kernel here: install numpy<2.4, or a newer Triton"
+EXTRAS = {
+    "time": "time your kernels that pass beside others; without a GPU, count",
+    "show": "draw which elements each program of a kernel touches",
+    "debug": "run in this process without a limit, so that breakpoint() works",
+}
 
 
 class Exercise(NamedTuple):
     file: str  # the participant's, in this folder; its solution has the same name
     checks: ModuleType
-
-    @property
-    def solution(self):
-        return f"solutions/{self.file}"
 
 
 EXERCISES = {
@@ -76,33 +75,15 @@ SOLUTIONS = HERE / "solutions"
 # Errors of the participant's code
 
 OUTSIDE = "a load or store went outside of its tensor: is there a mask, and are the strides right?"
-ADDRESSES = "a pointer is one address, pointer + offsets a block of them: tl.load(x_ptr + offsets, mask=mask)"
-ERROR_HINTS = {  # {pattern of an error, or of the line that raised it: its usual cause}
-    # Triton before 3.9; and before 3.7, NumPy from 2.4 on
-    r"create_dot_scaled|only 0-dimensional arrays": INTERPRETER_FAILS,
-    r"Expected dtype \['fp32', 'fp64'\]": "is .to(tl.float32) missing behind a load?",
-    r"illegal memory access|misaligned address": OUTSIDE,
-    r"incompatible dimensions|Inner dimensions|for dot|inner shape": "rows[:, None] is a column, keys[None, :] a row, "
-    "and both together are a tile; what is stored, its addresses and its mask have one shape",
-    r"cannot be block type": "a block is stored at one address: is tl.sum missing, or + offsets behind the pointer?",
-    r"_ptr\[|Unsupported ptr type|pointer argument is not a block|pointer<": ADDRESSES,
-    r"cannot cast": f"an address is not a value: is a tl.load missing? {ADDRESSES}",
-    r"'range' object": "tl.arange(0, BLOCK_SIZE) is a block of numbers, range is Python's",
-    r"axis .*out of bounds": "a block of one dimension has axis 0 alone, a tile axis 0 and 1",
-    r"axis \[|m(ax|in)imum\(\) got an unexpected": "tl.max(x, axis=0) finds the largest of a "
-    "block, tl.maximum(a, b) takes the larger of two",
-    r"must be Tensor, not tensor|\bmath\.|name 'torch'": "in a kernel, use tl: tl.sigmoid, tl.exp, tl.sqrt, tl.arange",
-    r"pow\(\)": "write x * x",
-    r"for @": "tl.dot multiplies tiles",
-    r"eduction dimension": "tl.dot multiplies (M, K) with (K, N): does one of them need tl.trans?",
-    r"same dtype": "tl.dot takes two tiles of one type: p.to(v.dtype)",
-    r"return_types": ".max(dim=1) gives the values and their indices: .max(dim=1).values",
-    r"size of tensor a": "[:, None] makes a column of one number for each row",
-    r"not SiluMul": "SiluMul.apply(gate, up) runs it, SiluMul(gate, up) makes an object",
-    r"shapes cannot be multiplied": "F.linear(x, weight) is x @ weight.T",
-    r"is invalid for input": "take sizes from the arguments: the check has several",
-    r"unpack|not iterable|NoneType": "does the function return what its docstring says?",
-}
+
+
+def cause_of(text):
+    """Return the usual cause of an error, which exercises/mistakes/errors.txt finds by patterns of its text; or ""."""
+    for entry in (MISTAKES / "errors.txt").read_text().strip().split("\n\n")[1:]:
+        *patterns, cause = entry.splitlines()
+        if re.search("|".join(patterns), text):
+            return f"; {cause}"
+    return ""
 
 
 def line_of(error, path):
@@ -124,13 +105,12 @@ def describe(error, path):
     while chain[-1].__cause__ is not None:  # of an InterpreterError it is the original error
         chain.append(chain[-1].__cause__)
     error, line = chain[-1], next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
-    said = str(getattr(error, "error_message", None) or error).strip()
-    place, found = "", said
+    kind, said, place = type(error).__name__, str(getattr(error, "error_message", None) or error).strip(), ""
+    found = f"{kind}: {said}"
     if line:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        place, found = f" in line {line} of {path.name}", "\n".join([*lines[line - 1 : line], said])
-    hint = next((f"; {hint}" for pattern, hint in ERROR_HINTS.items() if re.search(pattern, found)), "")
-    return f"{type(error).__name__}{place}: {''.join(said.splitlines()[:1])}{hint}"
+        place, found = f" in line {line} of {path.name}", "\n".join([*lines[line - 1 : line], found])
+    return f"{kind}{place}: {''.join(said.splitlines()[:1])}{cause_of(found)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,7 +122,7 @@ class Verdict(NamedTuple):
     message: str | None = None  # the reason why it fails
     begun: bool = True  # False if the function is not filled in
     imported: bool = True  # False if the file cannot be
-    report: tuple = (), None, None  # of --time or --show: lines, SVG or None, the best time in us or None
+    report: tuple = (), None  # of --time or --show: lines, SVG or None
 
 
 def blanks_of(function):
@@ -176,11 +156,9 @@ def judge(path, exercise, name):
         return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
     except NotImplementedError as blank:
         return Verdict(False, f"not written yet, {blank}", begun=False)
-    except bdb.BdbQuit:
-        return Verdict(False, "breakpoint() was reached: --debug gives it the terminal")
+    except NotYet as reason:
+        return Verdict(False, str(reason), begun=False)
     except (Exception, SystemExit) as error:
-        if isinstance(error, NotYet):
-            return Verdict(False, str(error), begun=False)
         return Verdict(False, describe(error, path))
     return Verdict(True)
 
@@ -192,14 +170,11 @@ def report(path, exercise, task, extra):
     if extra == "time":
         try:
             reference = load(SOLUTIONS / exercise.file)  # before the participant's
-            lines, us = own_kernels.report(task, load(path), reference)
-            return lines, None, us
+            return own_kernels.report(task, load(path), reference), None
         except Exception as error:
-            return [f"no time: {describe(error, path)}"], None, None
+            return [f"no time: {describe(error, path)}"], None
     watch = touched.watched(exercise.checks.TASKS[task], load(path))
-    if not watch:
-        return ["it loads and stores nothing"], None, None
-    return [], touched.picture(watch, task), None
+    return ([], touched.picture(watch, task)) if watch else (["it loads and stores nothing"], None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -272,12 +247,12 @@ def judge_everywhere(path, exercise, task, extra=None):
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
     to_time = to_compile and extra == "time"
     verdict = judge_apart(interpreting(), path, exercise, task, LIMIT, None if to_time else extra)
-    if not (to_compile and (verdict.passed or verdict.message.endswith(INTERPRETER_FAILS))):
+    if not (to_compile and verdict.passed):
         return verdict
     # Compilers take their time, and each of the tiles that are timed is another kernel.
     context, limit = multiprocessing.get_context("spawn"), LIMIT * (5 if to_time else 1)
     compiled = judge_apart(context, path, exercise, task, limit, "time" if to_time else None)
-    if verdict.passed and not compiled.passed:
+    if not compiled.passed:
         compiled = compiled._replace(message=f"right in the interpreter, but: {compiled.message}")
     return compiled if to_time else compiled._replace(report=verdict.report)
 
@@ -288,8 +263,8 @@ def judge_everywhere(path, exercise, task, extra=None):
 
 def show(text):
     """Print a paragraph of lines of at most WIDTH characters."""
-    lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
-    print("\n".join(lines), flush=True)
+    layout = dict(subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    print(textwrap.fill(text, WIDTH, **layout), flush=True)
 
 
 def all_tasks():
@@ -333,12 +308,8 @@ def parse(argv):
     add("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
     add("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
     extra = parser.add_mutually_exclusive_group()
-    count = "time your kernels that pass beside others; without a GPU, count"
-    extra.add_argument("--time", dest="extra", action="store_const", const="time", help=count)
-    draw = "draw which elements each program of a kernel touches"
-    extra.add_argument("--show", dest="extra", action="store_const", const="show", help=draw)
-    stop = "run in this process without a limit, so that breakpoint() works"
-    extra.add_argument("--debug", dest="extra", action="store_const", const="debug", help=stop)
+    for name, what in EXTRAS.items():
+        extra.add_argument(f"--{name}", dest="extra", action="store_const", const=name, help=what)
     folder = "for the pictures of --show (default: the current folder)"
     add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
     source = parser.add_mutually_exclusive_group()
@@ -380,7 +351,7 @@ def tasks_asked_for(options, tasks):
 def show_verdict(verdict, task, options):
     """Print a verdict and its report, whose picture becomes a file."""
     show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
-    lines, svg, _ = verdict.report
+    lines, svg = verdict.report
     if options.extra == "time" and not verdict.passed:
         lines = ["no time: a wrong kernel is not timed"]
     if svg:
@@ -416,9 +387,7 @@ def main(argv):
         passed += verdict.passed
         show_verdict(verdict, task, options)
         if progress:
-            us = verdict.report[2]
-            time = {"us": us, "device": llama.select_device("auto").name} if us else {}
-            progress.record(options.exercise, task, *verdict[:3], **time)
+            progress.record(options.exercise, task, *verdict[:3])
     # Of a single task, the line above says it all.
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)

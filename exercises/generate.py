@@ -1,6 +1,6 @@
-"""Write a picture of what each puzzle's solution touches, and a notebook from each exercise's page and file.
+"""Write a notebook from each exercise's page and file.
 
-    python -m exercises.generate      exercises/pictures/puzzle*.svg and exercises/notebooks/; the other pictures stay
+    python -m exercises.generate      writes exercises/notebooks/
 
 A notebook has the text of the page, its `python` blocks as cells, and its `sh` blocks as cells of the magic %%terminal.
 After each paragraph that contains **Write** or **Mend** come the functions that it names, to be completed, and a check.
@@ -8,7 +8,6 @@ After each paragraph that contains **Write** or **Mend** come the functions that
 Exit codes: 0 done, 2 the request cannot be met.
 """
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -16,16 +15,12 @@ from pathlib import Path
 if not __package__:
     print("run it from the root as python -m exercises.generate", file=sys.stderr)
     sys.exit(2)
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: what kernels touch is seen in the interpreter
 import jupytext  # `make test` and `make notebooks` install it
 import nbformat
 
 import tiny_llama_v3 as llama
-from exercises import check, touched
-from exercises.checks import puzzles
+from exercises import check
 from exercises.jupyter import definitions
-from exercises.solutions import puzzles as solutions
 from measure.command_line import Parser, program, replacing
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +59,7 @@ jupyter:
 
 def parts_of(exercise, folder="."):
     """Return (imports, {name: source} of functions and classes) of a file to complete, or of a solution."""
-    text = (HERE / folder / Path(check.EXERCISES[exercise].file).name).read_text()
+    text = (HERE / folder / check.EXERCISES[exercise].file).read_text()
     found = definitions([text])
     imports = "\n".join(source for name, source in found.items() if name == source)
     return imports, {name: source for name, source in found.items() if source.startswith(("@", "def ", "class "))}
@@ -137,28 +132,10 @@ def notebook(exercise):
     return nbformat.writes(made) + "\n"
 
 
-# The other pictures are drawn by hand.
-DRAWN = {
-    1: "copy_kernel",
-    2: "masked_copy_kernel",
-    3: "grid_copy_kernel",
-    4: "outer_sum_kernel",
-    5: "transpose_kernel",
-    6: "row_sum_kernel",
-    8: "row_max_kernel",
-}
-
-
 def published():
     """Return {path: text} of all files to write."""
-    texts = {}
-    for number, task in DRAWN.items():
-        watch = touched.watched(puzzles.TASKS[task], solutions)
-        texts[HERE / "pictures" / f"puzzle{number}.svg"] = touched.picture(watch, task, with_lines=False)
-    for name, exercise in check.EXERCISES.items():
-        path = HERE / "notebooks" / Path(exercise.file).with_suffix(".ipynb")
-        texts[path] = notebook(name)
-    return texts
+    folder = HERE / "notebooks"
+    return {(folder / each.file).with_suffix(".ipynb"): notebook(name) for name, each in check.EXERCISES.items()}
 
 
 @program("generate.py")

@@ -1,11 +1,10 @@
 """What a participant has done, as a file: which tasks of the exercises pass, and after how many attempts.
 
     {"participant": name, "date": of the last check,
-     "exercises": {exercise: {task: {"passed", "attempts", "message", "us", "device"}}}}
+     "exercises": {exercise: {task: {"passed", "attempts", "message"}}}}
 
 An attempt is a check of something that was written, up to the first that passes. message is why the task failed when it
-was last checked. us is the time that was measured last, on the device; without one, neither is there. The date is
-ISO's, in local time.
+was last checked. The date is ISO's, in local time.
 """
 
 import argparse
@@ -18,26 +17,13 @@ from measure.results import write_json
 
 LONGEST_NAME = 100
 # As users in containers and on cloud machines are called: these names tell nobody from another.
-NOBODY = ("root", "participant", "user", "ubuntu", "jovyan", "vscode", "codespace", "ec2-user", "admin")
+NOBODY = "root participant user ubuntu jovyan vscode codespace ec2-user admin".split()
 BLANK = {"passed": False, "attempts": 0, "message": None}
-KINDS = {  # of the values of a state
-    "passed": bool,
-    "attempts": int,
-    "message": str | None,
-    "us": int | float | None,
-    "device": str | None,
-}
+KINDS = {"passed": bool, "attempts": int, "message": str | None}  # of the values of a state
 
 
 def now():
     return datetime.now().isoformat(timespec="seconds")
-
-
-def user_name():
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        return "participant"
 
 
 def is_name(text):
@@ -72,7 +58,11 @@ class Progress:
 
     def __init__(self, path, name=None):
         self.path = path
-        self.content = {"participant": user_name(), "date": now(), "exercises": {}}
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container whose user has no name
+            user = "participant"
+        self.content = {"participant": user, "date": now(), "exercises": {}}
         try:
             self.content = read(path)
         except FileNotFoundError:
@@ -87,17 +77,16 @@ class Progress:
     def state(self, exercise, task):
         return self.content["exercises"].get(exercise, {}).get(task, BLANK)
 
-    def record(self, exercise, task, passed, message, begun=True, **time):
+    def record(self, exercise, task, passed, message, begun=True):
         """Write the file with what a check has found. begun: whether there was anything to check."""
         before = self.state(exercise, task)
         # The blanks of a notebook that is opened anew do not take back what has passed.
         if before["passed"] and not begun:
             return
-        time = time or {name: before[name] for name in ("us", "device") if name in before}
         self.content["exercises"].setdefault(exercise, {})[task] = {
             "passed": passed,
             "attempts": before["attempts"] + (begun and not before["passed"]),
             "message": None if passed else message,
-        } | time
+        }
         self.content["date"] = now()
         write_json(self.path, self.content, follow=True)

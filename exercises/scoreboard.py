@@ -1,12 +1,13 @@
-"""Show the progress of a class: the tasks that each participant has passed, frequent failures, the fastest kernels.
+"""Show the progress of a class: the tasks that each participant has passed, and frequent failures.
 
     python -m exercises.scoreboard class/                        every JSON file below a folder
     python -m exercises.scoreboard class/ --html board.html      also as a page, which a browser reloads
     watch -n 30 python -m exercises.scoreboard class/            repeat every 30 seconds, until Ctrl-C
 
-The program reads the files of `exercises/check.py`: progress.json, one for each participant. Times are those of
---time. It uses the newest file of a participant, and names the files that it leaves out.
-Files of `root` and other names that everybody has in a container count as different participants.
+The program reads the files of `exercises/check.py`: progress.json, one for each participant. It uses
+the newest file of a participant, and names the files that it leaves out. Files of `root` and other names that everybody
+has in a container count as different participants.
+
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
@@ -36,15 +37,8 @@ def rows_of(file):
     if who.lower() in progress_file.NOBODY:
         who = f"{who} ({file})"
     own = {"who": who, "file": file, "date": content["date"]}
-    rows = []
-    for exercise, tasks in content["exercises"].items():
-        for task, state in tasks.items():
-            mark = PASSED if state["passed"] else TRIED if state["attempts"] else UNTRIED
-            message = " ".join((state["message"] or "no message").split())
-            timed = {"us": state.get("us"), "device": state.get("device") or "unknown device"}
-            attempts = state["attempts"]
-            rows.append(own | timed | dict(exercise=exercise, task=task, mark=mark, attempts=attempts, message=message))
-    return rows
+    states = [(name, task, tasks[task]) for name, tasks in content["exercises"].items() for task in tasks]
+    return [own | state | {"exercise": name, "task": task} for name, task, state in states]
 
 
 def stuck_at(states):
@@ -53,21 +47,15 @@ def stuck_at(states):
     Messages that differ only in numbers count as the same.
     """
     tried = states[states.mark == TRIED]
-    tried = tried.assign(kind=tried.message.str.replace(NUMBER, "#", regex=True))
+    messages = tried.message.fillna("no message").str.split().str.join(" ")
+    tried = tried.assign(message=messages, kind=messages.str.replace(NUMBER, "#", regex=True))
     found = []
     for task, here in tried.groupby(TASK):
         # The message that most of them see, in the words of the first of them.
-        alike = here[here.kind == here.kind.mode()[0]]
+        alike = here.message[here.kind == here.kind.mode()[0]]
         stuck = {"task": " ".join(task), "participants": list(here.who), "attempts": here.attempts.median()}
-        found.append(stuck | {"message": alike.message.iloc[0], "count": len(alike)})
+        found.append(stuck | {"message": alike.iloc[0], "count": len(alike)})
     return sorted(found, key=lambda stuck: -len(stuck["participants"]))
-
-
-def fastest(states):
-    """Return lines with the fastest kernel of each task on each device."""
-    timed = states[(states.mark == PASSED) & (states.us.astype(float) > 0)]  # not NaN either
-    best = timed.sort_values("us").drop_duplicates(["task", "device"]).sort_values(["task", "device"])
-    return [f"{row.task}: {row.us:.1f} us, {row.who} ({row.device})" for row in best.itertuples()]
 
 
 def board_of(paths):
@@ -83,20 +71,19 @@ def board_of(paths):
         given = "; ".join([", ".join(map(str, paths)), *left_out])
         raise Failure(f"no progress.json in {given}: have the class run exercises/check.py first")
     states = pandas.DataFrame(rows).sort_values(["who", "date"], kind="stable")
-    several = states.groupby("who").file.nunique()
-    states = states[states.file == states.groupby("who").file.transform("last")]
+    states["mark"] = states.passed.map({True: PASSED, False: TRIED}).where(states.passed | states.attempts, UNTRIED)
+    files = states.groupby("who").file
+    several = files.nunique()
+    states = states[states.file == files.transform("last")]
     # Exercises by name, and tasks in the order in which they first appear, which is that of the page.
     order = states[TASK].drop_duplicates().sort_values("exercise", kind="stable")
     marks = states.pivot(index="who", columns=TASK, values="mark").fillna(UNTRIED)
+    hint = "the newest counts. Several people? Each has to give a --name."
     return {
         "marks": marks[pandas.MultiIndex.from_frame(order)],
         "stuck": stuck_at(states),
-        "fastest": fastest(states),
         "left_out": left_out,
-        "several": [
-            f"{count} files of {who}: the newest counts. Several people? Each has to give a --name."
-            for who, count in several[several > 1].items()
-        ],
+        "several": [f"{count} files of {who}: {hint}" for who, count in several[several > 1].items()],
     }
 
 
@@ -120,8 +107,6 @@ def text_of(board):
         who = stuck["participants"]
         lines += [f"  {stuck['task']}: {', '.join(who)}; median of attempts {stuck['attempts']:g}"]
         lines += [f"    {stuck['count']} of {len(who)}: {stuck['message']}"]
-    if board["fastest"]:
-        lines += ["", "The fastest kernels:", *(f"  {line}" for line in board["fastest"])]
     return "\n".join(lines)
 
 

@@ -78,11 +78,10 @@ def panel(sheet, top, tensor, words, accesses):
     return top + 26 + size * rows + 18
 
 
-def picture(watch, task, with_lines=True):
+def picture(watch, task):
     """Return the SVG of all loads and stores of a launch."""
     sheet, top = Sheet(task), 62
     sheet.text(12, 48, "a program has a color; in a cell: offset, and small the lane", color=MUTED)
     for (line, verb, name), accesses in panels(watch).items():
-        words = f"line {line} " * with_lines + f"{verb} {name}"
-        top = panel(sheet, top, watch.tensors[name], words, accesses)
+        top = panel(sheet, top, watch.tensors[name], f"line {line} {verb} {name}", accesses)
     return sheet.svg(top)

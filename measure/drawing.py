@@ -79,7 +79,6 @@ class Bar(NamedTuple):
 
     label: str
     parts: list
-    spread: tuple | None = None  # (from, to), drawn as a whisker
     outline: float | None = None  # the length of a frame around it
     mark: float | None = None  # the place of a diamond
 
@@ -102,8 +101,6 @@ def bars(axes, rows, height=0.5):
             left += length
         if row.outline is not None:
             axes.barh(y, row.outline, height, fill=False, edgecolor=INK, linewidth=1)
-        if row.spread is not None:
-            axes.plot(row.spread, (y, y), "|-", color=INK, markersize=6, linewidth=1.2)
         if row.mark is not None:
             axes.plot(row.mark, y, "D", color=INK, markeredgecolor=GROUND, markersize=6, clip_on=False, zorder=3)
         axes.annotate(row.label, (0, y - height / 2), (0, 3), textcoords="offset points", va="bottom")

@@ -1,4 +1,4 @@
-"""Write the tables of kernels, of FP8's products and recipes, and of what profiling costs.
+"""Write the tables of kernels, of FP8's products, and of what profiling costs.
 
 Each section shows the newest result of a device as it was recorded, with all rows that it has.
 """
@@ -109,21 +109,16 @@ PLAIN = "plain PyTorch (products: bf16)"
 COLUMN = {"triton": "--fp8", "fp8": "--fp8", "torch": PLAIN, "bf16": PLAIN, "compile": "torch.compile"}
 
 
-def layer_in_fp8(rows):
-    """Return one device's rows of a layer, and the rate that the roofline allows: a copy's, or the datasheet's."""
-    rows, copy_rate = of_group(rows, "fp8-layer")
-    peaks = [dict(zip(("fp8", "bf16"), peaks, strict=True)) for peaks in rows.get("peaks", ())]
-    ceilings = [own.get(row, copy_rate) for own, row in zip(peaks, rows["row"], strict=True)]
-    return rows.assign(ceiling=pd.Series(ceilings, rows.index, dtype=float))
-
-
 @of_each_device(*KERNELS)
 def fp8_layer_section(rows):
     """Show each part of a layer, in FP8 and as others compute it, with its share of the roofline."""
-    rows = layer_in_fp8(rows)
+    rows, copy_rate = of_group(rows, "fp8-layer")
     if rows.empty:
         return ""
-    rates = us_and_rate(rows) + in_brackets(rows["rate"] / rows["ceiling"])
+    # The rate that the roofline allows: a copy's, or the datasheet's.
+    peaks = [dict(zip(("fp8", "bf16"), peaks, strict=True)) for peaks in rows["peaks"]]
+    ceilings = [own.get(row, copy_rate) for own, row in zip(peaks, rows["row"], strict=True)]
+    rates = us_and_rate(rows) + in_brackets(rows["rate"] / pd.Series(ceilings, rows.index, dtype=float))
     of_bytes = (rows["amount"] / 1e6).map(number) + " MB"
     of_products = (rows["amount"] / 1e12).map(number) + " TFLOP"
     work = of_bytes.where(rows["unit"] == "TB/s", of_products)
@@ -131,16 +126,6 @@ def fp8_layer_section(rows):
     table = rows.pivot_table("text", ["case", "work"], "column", aggfunc="first", sort=False)
     table = table.reset_index().rename(columns={"case": "of one layer"})
     return paragraphs(markdown(table), provenance(rows))
-
-
-@of_each_device("fp8_recipes", "sizes {size} {row}")
-def fp8_recipes_section(rows):
-    """Show the error of the gradients of each recipe and size, the median and the worst."""
-    rows = newest(rows, "device")
-    median, worst = (texts(rows[name], "{:.3f}".format) for name in ("median", "worst"))
-    rows = rows.assign(text=median + " (" + worst + ")", **{"": rows["row"]})
-    table = rows.pivot_table("text", "", "size", aggfunc="first", sort=False)
-    return paragraphs(markdown(table.reset_index()), provenance(rows))
 
 
 @of_each_device("overhead", "scripts {row}")

@@ -15,8 +15,7 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
 # Every long table has these columns, also if there is no result, or if all that was measured has failed.
 COLUMNS = """
     file result device date group case row error size precision config tflop_per_step sweep comparisons strongest_peer
-    us rate ratio reference tokens_per_second mfu peak_memory_mib mode processes efficiency data baseline stages
-    final_loss
+    us rate ratio reference tokens_per_second mfu peak_memory_mib mode processes efficiency baseline stages
 """.split()
 # The same of fields within fields, see rows_below().
 NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging,speedup median,speedup peer".split(",")

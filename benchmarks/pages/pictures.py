@@ -8,15 +8,10 @@ import contextlib
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from benchmarks.fp8_learning import SMOOTHED, smoothed
-from benchmarks.pages.kernel_tables import KERNELS, layer_in_fp8
-from benchmarks.pages.learning_tables import RUNS, newest_runs
 from benchmarks.pages.long_table import first_device, long_table
 from benchmarks.pages.training_steps import OURS, PLAIN, complete_sizes, strongest_peer
-from measure.drawing import BLUE, GREEN, GROUND, INK, LINE, MUTED, RED, VIOLET, save_png, style
+from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
 from measure.tables import number, percent
-
-COLORS = BLUE, RED, GREEN, VIOLET, MUTED, INK
 
 
 @contextlib.contextmanager
@@ -26,12 +21,6 @@ def picture(path, height, *panels, **options):
         figure, axes = plt.subplots(*panels, figsize=(12, height), layout="constrained", squeeze=False, **options)
         yield axes
         save_png(figure, path, dpi=100)
-
-
-def legend_below(axes):
-    """Say below all panels what the colours of one stand for."""
-    handles, labels = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,58 +94,3 @@ def draw_learning(folder, path):
     if runs := learning_runs(folder):
         with picture(path, 6) as ((axes,),):
             draw_losses(axes, *runs)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# FP8
-
-
-def draw_fp8_layer(folder, path):
-    """Draw the times of a layer's products in bf16, and in FP8 with rounding; a diamond marks the roofline."""
-    rows = layer_in_fp8(first_device(long_table(folder, *KERNELS)))
-    if not rows["us"].count():
-        return
-    # Ours rounds for FP8; other rows have no bar.
-    rows = rows.assign(
-        bar=rows["row"].map({"bf16": "bf16", "fp8": "FP8", "triton": "FP8"}),
-        floor=rows["amount"] / rows["ceiling"] / 1e6,
-    )
-    us = rows.pivot_table("us", "bar", "case", sort=False).iloc[:, ::-1]  # the products first
-    floors = rows.groupby("bar")["floor"].sum(skipna=False)[us.index]
-    with picture(path, 2.3) as ((axes,),):
-        us.plot.barh(ax=axes, stacked=True, color=COLORS, edgecolor=GROUND, legend=False)
-        axes.plot(floors, range(len(us)), "D", color=INK, label="what the roofline allows")
-        axes.set(xlabel="us a layer, forward and backward", ylabel="")
-        legend_below(axes)
-
-
-def draw_fp8_learning(folder, path):
-    """Draw the smoothed losses of each size's runs on a text, over time."""
-    rows = newest_runs(first_device(long_table(folder, *RUNS)))
-    rows = rows[(rows["data"] == "text") & rows["error"].isna()]
-    sizes = rows.groupby("size", sort=False)
-    if not sizes.ngroups:
-        return
-    with picture(path, 4.2, 1, sizes.ngroups) as (panels,):
-        for axes, (size, runs) in zip(panels, sizes, strict=True):
-            axes.set(
-                xlabel="minutes of training",
-                title=size,
-                ylabel=f"loss, nats a byte (mean of {SMOOTHED} steps)",
-            )
-            for run in runs.to_dict("records"):
-                draw_smoothed(axes, run)
-            # One entry of the legend for all seeds.
-            handles, labels = axes.get_legend_handles_labels()
-            entries = dict(zip(labels, handles, strict=True))
-            axes.legend(entries.values(), entries)
-
-
-def draw_smoothed(axes, run):
-    """Draw the smoothed losses of a run over its minutes."""
-    # Smoothed losses begin at the step that has enough of them.
-    means = pd.Series(smoothed(run["losses"]))
-    steps = means.index + len(run["losses"]) - len(means) + 1
-    color, look = (BLUE, "-") if run["precision"] == "bf16" else (RED, "--")
-    axes.plot(steps * run["ms median"] / 6e4, means, look, color=color, label=run["precision"])
-    axes.set_ylim(top=means[len(means) // 20])  # without the first steep fall

@@ -24,7 +24,6 @@ if not __package__:
 import tiny_llama_v3 as llama
 from benchmarks.pages import (
     kernel_tables,
-    learning_tables,
     pictures,
     replays,
     scaling_tables,
@@ -48,8 +47,6 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,
     "fp8-layer": kernel_tables.fp8_layer_section,
-    "fp8-recipes": kernel_tables.fp8_recipes_section,
-    "fp8-learning": learning_tables.learning_section,
     "overhead": kernel_tables.overhead_section,
     "front": training_steps.front_section,
     "published": replays.published_section,
@@ -60,8 +57,6 @@ PAGES = [ROOT / f"{name}.md" for name in "README README_WORKSHOP docs/measured d
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,
     "learning": pictures.draw_learning,
-    "fp8_layer": pictures.draw_fp8_layer,
-    "fp8_learning": pictures.draw_fp8_learning,
     **{name: functools.partial(traces.draw, name=name) for name in traces.PICTURES},
 }
 

@@ -111,9 +111,9 @@ def newest_of_settings(rows):
 
 
 def newest_replays(folder):
-    """Return {file: summary} of the first device's newest replays in a folder."""
+    """Return the summaries of the first device's newest replays in a folder."""
     rows = first_device(long_table(folder, "stages"))
-    return dict(newest_of_settings(rows)[["file", "result"]].to_numpy()) if len(rows) else {}
+    return list(newest_of_settings(rows)["result"]) if len(rows) else []
 
 
 @of_each_device("stages", "")

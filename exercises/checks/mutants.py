@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from exercises.checks.common import Wrong, load
 
-FOLDER = Path(__file__).resolve().parents[1] / "mistakes"
+MISTAKES = Path(__file__).resolve().parents[1] / "mistakes"
 # == task | words | lines of old text and lines of new text
 ENTRY = re.compile(r"^== (\w+)|^([^-+=#\n].*)|((?:^-\d* .*\n)+)((?:^\+.*\n)+)", re.M)
 
@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
 def mistakes_of(solution):
     """Return {task: [Mistake]} of the exercise whose solution has this path."""
     found, words = {}, ""
-    for task, said, *edit in ENTRY.findall((FOLDER / f"{solution.stem}.txt").read_text()):
+    for task, said, *edit in ENTRY.findall((MISTAKES / f"{solution.stem}.txt").read_text()):
         if task:
             mistakes = found[task] = []
         elif said:
@@ -49,7 +49,7 @@ def edited(mistake, name, solution):
     times = bare.count(mistake.old)
     if times != mistake.times:
         raise ValueError(
-            f"{FOLDER.name}/{solution.stem}.txt: {name} has {mistake.old!r} {times} times, not {mistake.times}"
+            f"{MISTAKES.name}/{solution.stem}.txt: {name} has {mistake.old!r} {times} times, not {mistake.times}"
         )
     return code.replace(function, bare.replace(mistake.old, mistake.new))
 

@@ -1,9 +1,8 @@
-"""Draw a picture of bars for each stage.
+"""Draw a picture of bars for the stages whose sentence does not say it all.
 
 Each function of STAGES takes a Replay and returns a Chart, or raises NotMeasured with the reason why there is none.
 """
 
-import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,12 +10,12 @@ import tiny_llama_v3 as llama
 from exercises.performance_debugging.evidence import NotMeasured, host_share
 from exercises.performance_debugging.results import OPTIMIZED
 from measure import drawing
-from measure.drawing import BLUE, GREEN, LINE, RED, Bar, Filling
+from measure.drawing import BLUE, GREEN, RED, Bar, Filling
 from measure.results import recorded_config
 from measure.tables import number, percent
 from profilers.kernel_names import operation_of
 
-WRONG, RIGHT, REFERENCE = Filling(RED, "////"), Filling(BLUE), Filling(LINE)
+WRONG, RIGHT = Filling(RED, "////"), Filling(BLUE)
 PHASES = {"forward": RIGHT, "backward": WRONG, "optimizer": Filling(GREEN, "----")}
 MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attention", "": "feed-forward"}
 
@@ -24,69 +23,40 @@ MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attentio
 class Chart(NamedTuple):
     title: str
     rows: list  # of drawing.Bar
-    axis: str | None = None  # its unit; lengths that are compared with each other only need none
+    axis: str  # its unit
     fillings: dict = {}  # {name: Filling} that a legend explains
 
 
 def draw(chart, name):
     """Return the SVG of a Chart for a page on which no other has its name."""
-    height = drawing.bars_height(len(chart.rows), (34 if chart.axis else 6) + (22 if chart.fillings else 0))
+    height = drawing.bars_height(len(chart.rows), 56 if chart.fillings else 34)
     with drawing.style():
         figure = drawing.new_figure(height)
         axes = figure.subplots()
         drawing.bars(axes, chart.rows)
-        if chart.axis:
-            axes.set_xlabel(chart.axis)
-        else:
-            axes.set_xticks([])
-            axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel(chart.axis)
         if chart.fillings:
             drawing.legend_below(figure, chart.fillings)
         return drawing.svg(figure, name, chart.title, "; ".join(row.label for row in chart.rows))
 
 
-def simple_bar(name, value, filling, unit=""):
-    return Bar(f"{name}: {number(value)}{unit}", [(value, filling)])
-
-
-def first_loss(replay):
-    """The first loss beside the hidden size, with which it grows, and beside that of guessing."""
-    first, config = replay.stage(1)["first_loss"], replay.config(1)
-    if first is None:
-        raise NotMeasured("the first loss is not a number")
-    rows = [
-        simple_bar("first loss", first, WRONG),
-        simple_bar("hidden size", config["hidden_dim"], REFERENCE),
-        simple_bar(f"ln {config['vocab_size']}, of guessing", math.log(config["vocab_size"]), REFERENCE),
-    ]
-    return Chart("The first loss, the hidden size, and the loss of guessing", rows)
-
-
-def attention_calls(replay):
-    """One call of the attention kernel in each stage, whose layout changes with stage 3."""
-    replay.kernels(2)
-    rows = []
-    for n, stage in replay.stages.items():
-        if stage["attention_us"]:
-            filling = WRONG if "noncontiguous_kv" in llama.stage_flags(n) else RIGHT
-            rows.append(simple_bar(f"stage {n}", stage["attention_us"], filling, " us"))
-    return Chart("One call of the attention kernel", rows, "us")
-
-
-def in_step(stage, name, parts):
+def in_step(name, run, parts):
     """Return a Bar of parts of a step, [(ms, Filling)], inside an outline of the length of the step."""
-    together, step = sum(ms for ms, _ in parts), stage["batch_ms"]["p50"]
-    label = f"stage {stage['stage']}: {name} {number(together)} of {number(step)} ms, {percent(together / step)}"
+    together, step = sum(ms for ms, _ in parts), run["batch_ms"]["p50"]
+    label = f"{name} {number(together)} of {number(step)} ms, {percent(together / step)}"
     return Bar(label, parts, outline=step)
+
+
+def phases_of(run):
+    return [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
 
 
 def phases_in_step(replay):
     """The phases inside their step; what is left was not timed. Stage 4 has the same kernels, and the right clock."""
     if replay.stage(3)["phases_share"] is None:
         raise NotMeasured("--timing step does not time phases")
-    rows = []
-    for stage in filter(None, map(replay.stages.get, (3, 4))):
-        rows.append(in_step(stage, "phases", [(stage["phase_ms"][name], PHASES[name]) for name in PHASES]))
+    pair = ((n, replay.stages[n]) for n in (3, 4) if n in replay.stages)
+    rows = [in_step(f"stage {n}: phases", run, phases_of(run)) for n, run in pair]
     return Chart("The phases, inside the outline of their step", rows, "ms", PHASES)
 
 
@@ -110,7 +80,7 @@ def kernel_shares(replay):
 
 
 def steps(replay):
-    """The phases of a step of plain PyTorch and of every stage, with p20 to p80 of the step."""
+    """The phases of a step of plain PyTorch and of every stage, inside its median."""
     replay.stage(OPTIMIZED)
     if replay.on_cpu:
         raise NotMeasured("on a CPU times do not tell the stages apart")
@@ -119,10 +89,9 @@ def steps(replay):
     for name, run in runs.items():
         if run:
             low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
-            parts = [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
             label = f"{name}: {number(middle)} ms ({number(low)} – {number(high)})"
-            rows.append(Bar(label, parts or [(middle, REFERENCE)], spread=(low, high)))
-    return Chart("A step by its phases: median, and p20 to p80", rows, "ms", PHASES)
+            rows.append(Bar(label, phases_of(run), outline=middle))
+    return Chart("The phases, inside the outline of the median step (and p20 – p80)", rows, "ms", PHASES)
 
 
 def gradient_shares(config, without_gradient):
@@ -149,33 +118,19 @@ def gradients_by_module(replay):
     return Chart("Weights with a gradient, by module", rows, "%")
 
 
-def first_steps(replay):
-    """The first step, which compiles, beside the median."""
-    stage = replay.stage(7)
-    rows = [
-        simple_bar("first step", stage["step_ms"][0], WRONG, " ms"),
-        simple_bar("mean", stage["batch_ms"]["mean"], REFERENCE, " ms"),
-        simple_bar("median", stage["batch_ms"]["p50"], RIGHT, " ms"),
-    ]
-    return Chart("The first step of stage 7, the mean and the median", rows)
-
-
 def host_in_step(replay):
     """The time that the host needs to launch a step's kernels, inside the step."""
-    replay.stage(8)
     rows = []
-    for stage in filter(None, map(replay.stages.get, (OPTIMIZED, 8))):
-        rows.append(in_step(stage, "host", [(stage["host_ms"], WRONG if host_share(stage) > 0.8 else RIGHT)]))
+    for n in (OPTIMIZED, 8):
+        run = replay.stage(n)
+        rows.append(in_step(f"stage {n}: host", run, [(run["host_ms"], WRONG if host_share(run) > 0.8 else RIGHT)]))
     return Chart("The host's time to launch a step, inside the outline of the step", rows, "ms")
 
 
 STAGES = {
-    1: first_loss,
-    2: attention_calls,
     3: phases_in_step,
     4: kernel_shares,
     5: steps,
     6: gradients_by_module,
-    7: first_steps,
     8: host_in_step,
 }

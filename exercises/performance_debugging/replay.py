@@ -5,11 +5,13 @@
     ./run_all_stages.sh --laptop                   no GPU: measured and recorded; minutes
     ./run_all_stages.sh --stages 2,4 --no-profile
     ./run_all_stages.sh --dry-run                  print the commands only
-    ./run_all_stages.sh --stages 5,8 -- --use-amp  what follows -- goes to tiny_llama_v3.py
+    ./run_all_stages.sh --stages 2,3 --seq-len 2048 -- --use-amp
 
-Each stage runs in a process of its own and is profiled afterwards; plain PyTorch (--impl torch)
-runs first, as the baseline. The profiler is rocprofv3 if it is on the PATH and there is an AMD GPU,
-otherwise the script's --profile. Its table has the kernels of the steps, without the warm-up.
+Options that are not listed below, and all that follows --, go to tiny_llama_v3.py.
+
+Each stage runs in a process of its own and is profiled afterwards by the script's --profile, whose
+table has the kernels of the steps, without the warm-up; plain PyTorch (--impl torch) runs first, as
+the baseline.
 --laptop runs on the CPU what a CPU can show: the loss, and the weights that receive a gradient, with
 a tiny model in Triton's interpreter. For the rest it shows replays that were recorded on a GPU, and
 marks them. The output folder then contains
@@ -28,13 +30,12 @@ interrupted (the finished runs are kept and compared).
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -55,8 +56,8 @@ from profilers.readers import Unreadable, read_step_stats
 HERE = Path(__file__).resolve().parent
 SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
-HISTORY = [1, 2, 3, 4, 5]
-SIZES = {"--batch-size": 8, "--seq-len": 128, "--num-steps": 20}
+HISTORY = range(1, 6)
+SIZES = "--batch-size 8 --seq-len 128 --num-steps 20"
 # On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
 LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
 LAPTOP_TINY = (
@@ -64,9 +65,6 @@ LAPTOP_TINY = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
-# rocprofv3 slows the steps down, so they are recorded in a run of their own: as many as the script's --profile records.
-ROCPROFV3 = "rocprofv3 --kernel-trace --marker-trace --output-format csv -o profile -d"
-PROFILED_STEPS = "--num-steps 3 --warmup-steps 1"
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
@@ -80,54 +78,32 @@ PROFILE = f"{FOLDER}/profile"
 
 @dataclass
 class Run:
-    """The baseline or a stage: its commands and its outcome."""
+    """The baseline or a stage: its command and its outcome."""
 
     name: str  # the prefix of its files
     title: str
-    commands: list = field(default_factory=list)  # the first writes the result into FOLDER, the last may profile
+    command: list  # writes the result, and perhaps a profile, into FOLDER
     stage: int | None = None
     obstacle: str | None = None  # why it cannot run here
     error: str | None = None
 
 
-def flags_of(values):
-    """Return the command line of {flag: value}, without those whose value is None."""
-    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+def command_of(script, arguments):
+    return [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
 
 
-def on_gpu(config):
-    """Tell whether there is a GPU to run on, without a query, which would occupy it for the stages."""
-    return config.device != "cpu" and torch.cuda.is_available()
-
-
-def profiler_of(config):
-    with_rocprofv3 = on_gpu(config) and torch.version.hip is not None and shutil.which("rocprofv3")
-    return "rocprofv3" if with_rocprofv3 else "torch.profiler"
-
-
-def training_commands(script, arguments, profiler=None, variables=()):
-    """Return the commands that measure a run of the script, and profile it."""
-    command = [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
-    # As a part of the command, variables are printed with it and reach what a profiler starts.
-    command[:0] = ["env", *variables] if variables else []
-    if profiler == "torch.profiler":
-        return [[*command, "--profile", PROFILE]]
-    if profiler == "rocprofv3":
-        return [command, [*ROCPROFV3.split(), PROFILE, "--", *command, *PROFILED_STEPS.split()]]
-    return [command]
-
-
-def stage_run(stage, arguments, profiler=None, variables=()):
+def stage_run(stage, arguments, variables=()):
     """Return the Run of a stage, with an obstacle if this machine cannot run it."""
     (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-    # Stage 7 shows compilation, which a cache would hide.
+    # Stage 7 shows compilation, which a cache would hide. As a part of the command, variables are printed with it.
     if stage == 7:
         variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
-    commands = training_commands(link, arguments, profiler, variables)
-    run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", commands, stage)
+    prefix = ["env", *variables] if variables else []
+    run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [*prefix, *command_of(link, arguments)], stage)
     config = llama.parse_config(arguments, link.name)
     try:
-        if not on_gpu(config):
+        # A query of the GPU would occupy it for the stages.
+        if config.device == "cpu" or not torch.cuda.is_available():
             llama.validate_on_device(config, llama.get_device("cpu"))
     except llama.UsageError as error:
         run.obstacle = str(error)
@@ -135,26 +111,24 @@ def stage_run(stage, arguments, profiler=None, variables=()):
 
 
 def plan(options):
-    """Return the profiler and the Runs of a replay: the baseline and the stages."""
-    arguments = [*flags_of(SIZES), *options.sizes, *options.script_options]
-    profiler = None if options.no_profile else profiler_of(llama.parse_config(arguments, SCRIPT.name))
-    baseline = Run("baseline", "baseline, plain PyTorch", training_commands(SCRIPT, ["--impl", "torch", *arguments]))
-    return profiler, [baseline, *(stage_run(stage, arguments, profiler) for stage in options.stages)]
+    """Return the Runs of a replay: the baseline and the stages."""
+    arguments = [*SIZES.split(), *options.given]
+    baseline = Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments]))
+    if not options.no_profile:
+        arguments += ["--profile", PROFILE]
+    return [baseline, *(stage_run(stage, arguments) for stage in options.stages)]
 
 
 def plan_laptop(options):
-    """Return no profiler, and the Runs of --laptop: some stages on the CPU."""
+    """Return the Runs of --laptop: some stages on the CPU."""
     runs = []
     for stage in options.stages:
         flags = LAPTOP_RUNS.get(stage, LAPTOP_TINY)
-        arguments = [*flags.split(), *options.sizes, *options.script_options]
-        run = stage_run(stage, arguments, variables=["TRITON_INTERPRET=1"])
+        run = stage_run(stage, [*flags.split(), *options.given], ["TRITON_INTERPRET=1"])
         if stage not in LAPTOP_RUNS:
             run.obstacle = "its sign needs a GPU"
-        elif run.obstacle:
-            raise llama.UsageError(run.obstacle)
         runs.append(run)
-    return None, runs
+    return runs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,25 +145,22 @@ def write_kernels(recording, path):
 
 
 def execute(run, output):
-    """Run the commands of a run, and move their results into the folder output. RuntimeError if one fails."""
+    """Run a command, and move its results into the folder output. RuntimeError if it fails."""
     log_path = output / f"{run.name}_output.log"
-    for command in run.commands:
-        with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "a") as log:
-            words = [word.replace(FOLDER, work) for word in command]
-            print(f"$ {shlex.join(words)}", file=log, flush=True)
-            status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
-            if command is run.commands[0]:
-                # The result is kept also if the process failed afterwards, in its profile.
-                written = next(Path(work).glob("*.json"), None)
-                if written:
-                    os.replace(written, output / f"{run.name}.json")
-                else:
-                    status = status or "0, and no result was written"
-            if status:
-                tail = textwrap.indent("\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]), "    ")
-                raise RuntimeError(f"exit status {status}; {log_path.name} ends\n{tail}")
-            if any(PROFILE in word for word in command):
-                write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
+    with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "w") as log:
+        words = [word.replace(FOLDER, work) for word in run.command]
+        print(f"$ {shlex.join(words)}", file=log, flush=True)
+        status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+        # The result is kept also if the process failed afterwards, in its profile.
+        written = next(Path(work).glob("*.json"), None)
+        if written:
+            os.replace(written, output / f"{run.name}.json")
+        if status or not written:
+            tail = textwrap.indent("\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]), "    ")
+            ended = f"exit status {status}{', and no result was written' * (not written)}"
+            raise RuntimeError(f"{ended}; {log_path.name} ends\n{tail}")
+        if PROFILE in run.command:
+            write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
 def left_out(run):
@@ -229,39 +200,36 @@ def put_aside(output):
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
-RESERVED = {"--impl", "--stage", "--list-stages", "--output-dir", "--profile", "--help", "-h"}
+RESERVED = "--impl --stage --list-stages --output-dir --profile --help -h".split()
 
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
-    stages = {int(number) if number.isdecimal() else number for number in text.split(",")}
-    if unknown := stages - llama.STAGES.keys():
+    known = {str(number): number for number in llama.STAGES}
+    if unknown := set(text.split(",")) - known.keys():
         raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
-    return sorted(stages)
+    return sorted(known[number] for number in text.split(","))
 
 
 def parse(argv):
-    """Parse the options; script_options are those after --, sizes those that were given."""
-    # Everything after -- belongs to the script, whose parser checks it when the runs are planned.
+    """Parse the options; `given` are those of the script."""
+    # Its parser checks them when the runs are planned. Everything after -- belongs to it.
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(PROGRAM, __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stages", type=stage_numbers, metavar="2,4", help="which stages (default: 1,2,3,4,5)")
     which.add_argument("--beyond", action="store_true", help="stages 6 to 8 as well")
     parser.add_argument("--laptop", action="store_true", help="no GPU: measure on the CPU, show a recording")
-    for flag, default in SIZES.items():
-        parser.add_argument(flag, type=int, dest=flag, metavar="N", help=f"as of tiny_llama_v3.py (default: {default})")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="(default: results/ here)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiled runs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
-    options = parser.parse_args(argv[:end])
-    options.script_options = argv[end + 1 :]
-    options.sizes = flags_of({flag: getattr(options, flag) for flag in SIZES})
+    options, given = parser.parse_known_args(argv[:end])
+    options.given = [*given, *argv[end + 1 :]]
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
-    reserved = RESERVED | ({"--device", "--use-amp"} if options.laptop else set())
-    for option in options.script_options:
+    reserved = RESERVED + ["--device", "--use-amp", "--graph"] * options.laptop
+    for option in options.given:
         if option.split("=")[0] in reserved:
-            raise llama.UsageError(f"{option} after -- is set by the replay itself: leave it out")
+            raise llama.UsageError(f"{option} is set by the replay itself: leave it out")
     return options
 
 
@@ -270,26 +238,25 @@ def main(argv):
     # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(argv)
-    profiler, runs = plan_laptop(options) if options.laptop else plan(options)
+    runs = plan_laptop(options) if options.laptop else plan(options)
     if options.dry_run:
         for run in runs:
-            commands = [] if run.obstacle else map(shlex.join, run.commands)
-            print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}", *commands, sep="\n")
+            print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}\n{shlex.join(run.command)}")
         return 0
     output = llama.writable_folder("--output", options.output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise llama.UsageError(f"--output {output} cannot be made ({error.strerror}): give another folder") from error
     put_aside(output)
     header = {
         "benchmark": "stages",
         "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
         "date": datetime.now().isoformat(timespec="seconds"),
-        "profiler": profiler,
+        "profiler": None if options.no_profile or options.laptop else "torch.profiler",
         "laptop": options.laptop,
-        "recorded": [],
+        "recorded": newest_replays(RESULTS) if options.laptop else [],
     }
-    if options.laptop:
-        folder = RESULTS.relative_to(ROOT)
-        header["recorded"] = [{"file": f"{folder}/{name}"} | replay for name, replay in newest_replays(RESULTS).items()]
     completed = execute_all(runs, output)
     summary = header | {"interrupted": not completed} | summarize(output, runs)
     summary["observations"] = observations(summary) if summary["environment"] else []

@@ -1,17 +1,28 @@
-"""Write the results of a replay: summary.json, summary.md and report.html."""
+"""Write the results of a replay: summary.json, summary.md and report.html.
 
+The report has a card for each stage: the symptom, the figures and the picture that show it, the lines of code, the fix.
+Every number is taken from the summary, and every line of code from the script.
+"""
+
+import ast
+import contextlib
+import inspect
 import textwrap
 from pathlib import Path
 
 import jinja2
 
+import tiny_llama_v3 as llama
 from benchmarks.pages.replays import NOTES, sizes, table_of
-from exercises.performance_debugging.cards import MARKS, card
+from exercises.performance_debugging import pictures
+from exercises.performance_debugging.evidence import NotMeasured, sources
+from exercises.performance_debugging.results import OPTIMIZED, short_title
 from measure import drawing
 from measure.command_line import replacing
 from measure.results import write_json
 
 WIDTH = 100  # of a terminal
+MARKS = {True: "shows", False: "does not show", None: "not measured"}
 LAPTOP = (
     "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
     "Triton's interpreter where Triton is installed. Its times say nothing about the kernels on a GPU."
@@ -27,6 +38,108 @@ SHORT = {  # {figure: its name in a terminal, which has room for those that tell
 }
 
 
+LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
+    1: (
+        "The first loss is in the hundreds, where a model that knows nothing should begin at ln(vocab).",
+        "init_weights draws every matrix from N(0, 0.02), and less for the layers that add to the residual stream. In "
+        "a model with a tied head it counts twice: for what comes in and for what goes out.",
+    ),
+    2: (
+        "The loss is right and the step tells nothing, but one call of the attention kernel takes longer than its work "
+        "explains.",
+        "Hand the kernel K and V whose last dimension has stride 1: here the views that split_heads makes. Ask for "
+        "stride(), not for is_contiguous().",
+    ),
+    3: (
+        "Forward, backward and optimizer look very fast, but add up to a fraction of the step.",
+        "Events on the device around each phase, and one synchronization a step to read them. The flag changes no "
+        "speed: it changes what you believe about it.",
+    ),
+    4: (
+        "Now that the times are true, forward is slower than plain PyTorch's.",
+        "The library multiplies the matrices, a small kernel of ours does silu(gate) * up.",
+    ),
+    5: (
+        "None: the first loss is ln(vocab), the phases add up, and every weight receives a gradient.",
+        "Nothing left to mend by a flag. The comparison counts because the gradients agree (--check), and because "
+        "plain PyTorch was measured in the same replay, on the same data, from the same weights.",
+    ),
+    6: (
+        "The first loss shows nothing, but backward is many times faster than in stage 5.",
+        "An autograd.Function around every kernel, and a test of every gradient. Count the weights that receive one.",
+    ),
+    7: (
+        "The average step is slow, although the run feels fast.",
+        "Warm-up steps that are not measured, and the median beside the mean.",
+    ),
+    8: (
+        "In stage 5 the host needs about as long to launch the kernels of a step as the step takes.",
+        "No mistake but a remedy: the step is captured once and replayed with one launch a phase. It helps if the "
+        "device waits for the host.",
+    ),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cards
+
+
+def excerpts(mark):
+    """Yield (the number of the first line, lines) of what the lines with a mark stand before or in.
+
+    That is the function of a docstring, and otherwise the next statement.
+    """
+    # A mark is a comment at the end of a line, a line of its own, or in a docstring.
+    text = inspect.getsource(llama)
+    lines, nodes = text.splitlines(), [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    nodes.sort(key=lambda node: node.lineno)
+    for at, line in enumerate(lines, 1):
+        if mark in line:
+            around = [node for node in nodes if hasattr(node, "name") and node.lineno <= at <= node.end_lineno]
+            node = around[-1] if '"""' in line else next(node for node in nodes if node.lineno >= at)
+            first = min(at, node.lineno)
+            yield first, textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).splitlines()
+
+
+def picture_of(summary, stage):
+    """Return (title, SVG, source) of the picture of a stage: from the first source that can show it, or None."""
+    replays = sources(summary)
+    if stage not in pictures.STAGES:
+        return None
+    # What shows the sign comes first. Of a CPU nothing else is used: its times tell nothing.
+    shows = [each["source"] for each in summary["observations"] if each["stage"] == stage and each["shown"]]
+    others = [source for source, replay in replays.items() if not replay.on_cpu and stage in replay.stages]
+    for source in dict.fromkeys([*shows, *others]):
+        with contextlib.suppress(NotMeasured):
+            chart = pictures.STAGES[stage](replays[source])
+            return chart.title, pictures.draw(chart, f"picture{stage}"), source
+    return None
+
+
+def card(summary, stage):
+    """Return the card of a stage, as report.html.jinja shows it."""
+    symptom, fix = LESSONS[stage]
+    seen = [each for each in summary["observations"] if each["stage"] == stage]
+    flag = next((name for name, bug in llama.BUGS.items() if stage in bug.stages[-1:]), None)
+    # Stage 8 has no mistake: its lines are those of the remedy.
+    mark = f"BUG {flag}:" if flag else "def capture("
+    return {
+        "number": stage,
+        "title": short_title(stage),
+        "best": max(seen, key=lambda each: (each["shown"] is not None, bool(each["shown"]))),
+        "symptom": symptom,
+        "picture": picture_of(summary, stage),
+        "evidence": seen,
+        "flag": flag and llama.flag_of(flag),
+        "excerpts": list(excerpts(mark)) if stage != OPTIMIZED else [],
+        "fix": fix,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
 def wrapped(text, indent=""):
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
@@ -37,17 +150,13 @@ def setting(summary):
     triton = f", Triton {environment['triton']}" if environment["triton"] else ""
     return (
         f"{environment['device']}, PyTorch {environment['torch']}{triton}, {summary['date'][:10]}; batch "
-        f"{sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; {config['num_steps']} steps"
+        f"{sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; "
+        f"{config['num_steps']} step{'s' * (config['num_steps'] != 1)}"
     )
 
 
-def tables(summary):
-    """Return [(heading, text, DataFrame with a column for each run)] of all figures, those of recordings last."""
-    found = [("This replay", LAPTOP if summary["laptop"] else "", table_of(summary))]
-    for replay in summary["recorded"]:
-        text = f"Recorded in {replay['file']}, and not measured here: {setting(replay)}."
-        found.append((f"Recorded: {sizes(replay)}", text, table_of(replay)))
-    return found
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def texts(summary):
@@ -64,7 +173,8 @@ def texts(summary):
         "cards": [card(summary, stage["stage"]) for stage in summary["stages"]],
         "marks": MARKS,
         "colors": drawing.css(),
-        "tables": tables(summary),
+        "laptop": LAPTOP if summary["laptop"] else "",
+        "table": table_of(summary),
         "notes": NOTES,
     }
     names = "summary.md", "report.html"
@@ -73,9 +183,8 @@ def texts(summary):
 
 def console(summary):
     """Return the main figures and the observations for a terminal."""
-    lines = [wrapped(setting(summary))]
-    for heading, text, table in tables(summary):
-        lines += ["", wrapped(f"{heading}. {text}"), "", table.T.filter(SHORT).rename(columns=SHORT).to_string()]
+    table = table_of(summary).T.filter(SHORT).rename(columns=SHORT)
+    lines = [wrapped(setting(summary)), *[wrapped(LAPTOP)] * summary["laptop"], "", table.to_string()]
     for seen in summary["observations"]:
         source = "" if seen["source"] == "measured" else f", {seen['source']}"
         lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]

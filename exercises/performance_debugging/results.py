@@ -6,7 +6,7 @@ It has header, environment, config and
     laptop          whether it is a replay with --laptop
     stages          [{stage, title, obstacle, error, and of a measured one: figures, kernels, attention_us, swiglu_us,
                     over_previous, over_baseline, and a config if its sizes differ}]
-    recorded        with --laptop: [{file, and a summary like this one}], measured on another machine; else []
+    recorded        with --laptop: summaries like this one, measured on another machine; else []
     observations    [{stage, source, shown, text}], source "measured" or "recorded on ..."
 
 figures: first_loss, final_loss, step_ms (of every step), phase_ms {phase: of the median step}, batch_ms {mean, p20,

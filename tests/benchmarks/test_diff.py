@@ -12,30 +12,33 @@ ENVIRONMENT = {"device": "Some GPU", "arch": "sm_90", "torch": "2.11.0", "commit
 STEPS = [10.0, 10.1, 10.2, 10.3, 10.4, 10.5]
 
 
-def write(path, ms, phase=0.5, config=None, environment=None, **summary):
-    """A result of tiny_llama_v3.py whose steps take these times."""
-    shares = {"forward": phase, "backward": 1 - phase}
-    times = [
-        {"batch_ms": t, "host_ms": 1.0, "phase_ms": {name: t * share for name, share in shares.items()}} for t in ms
-    ]
+def run_of(ms=STEPS, forward=0.5, config=(), environment=(), **summary):
+    """Return a result of tiny_llama_v3.py whose steps take these times."""
+    shares = {"forward": forward, "backward": 1 - forward}
     figures = dict(diverged=None, phase_ms=shares, first_loss=6.9, final_loss=2.0, peak_memory_mib=100.0)
-    figures |= dict(kernels={"kernels": 9, "launches": 3}) | summary
-    result = dict(implementation="triton", precision="fp32", operations={}, summary=figures, steps=times)
-    result["config"] = {"seed": 1, "output_dir": str(path)} | (config or {})
-    result["environment"] = ENVIRONMENT | (environment or {})
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result))
-    return path
+    return {
+        "implementation": "triton",
+        "precision": "fp32",
+        "operations": {},
+        "config": {"seed": 1} | dict(config),
+        "environment": ENVIRONMENT | dict(environment),
+        "summary": figures | dict(kernels={"kernels": 9, "launches": 3}) | summary,
+        "steps": [
+            {"batch_ms": t, "host_ms": 1.0, "phase_ms": {name: t * share for name, share in shares.items()}} for t in ms
+        ],
+    }
 
 
 @pytest.fixture
 def compare(tmp_path, capsys):
-    """A function of the runs of two sides, each the arguments of write(): (exit code, {figure: its words}, output)."""
+    """compare(results before, after, *flags): (exit code, {figure: its words}, output)."""
 
-    def compared(before, after, *flags):
-        for side, runs in (("before", before), ("after", after)):
-            for number, (ms, more) in enumerate(runs):
-                write(tmp_path / side / f"{number}.json", ms, **more)
+    def compared(*sides):
+        *sides, flags = (*sides, []) if len(sides) == 2 else sides
+        for side, runs in zip(("before", "after"), sides, strict=True):
+            (tmp_path / side).mkdir(exist_ok=True)
+            for number, run in enumerate(runs):
+                (tmp_path / side / f"{number}.json").write_text(json.dumps(run))
         code = diff.main([str(tmp_path / "before"), str(tmp_path / "after"), *flags])
         out, error = capsys.readouterr()
         return code, {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}, out + error
@@ -44,13 +47,13 @@ def compare(tmp_path, capsys):
 
 
 def test_changes_beyond_the_noise_are_told(compare):
-    changes = dict(final_loss=2.5, first_loss=6.9 + 1e-9, environment={"commit": "b"})  # the last digits may differ
-    after = [0.9 * t for t in STEPS], dict(phase=0.45) | changes
-    code, found, out = compare([(STEPS, {})], [after])
+    after = run_of([0.9 * t for t in STEPS], 0.45, environment={"commit": "b"}, final_loss=2.5, first_loss=6.9 + 1e-9)
+    code, found, out = compare([run_of()], [after])
     assert code == 0 and "commit: a / b\n" in out and "One run a side" in out and "held-out" not in out
     assert found["step, ms"][2:] == "10.2 (10.1 – 10.4) 9.23 (9.09 – 9.36) 0.900 faster (0.857 – 0.945)".split()
     assert [found[f"{phase}, ms"][-4] for phase in ("forward", "backward", "host")] == ["faster", "same", "same"]
     assert found["final loss"][2:] == ["2.00000", "2.50000", "1.25", "higher"]
+    # Of the first loss the last digits may differ.
     assert [found[name][-1] for name in ("first loss", "peak memory MiB", "kernels", "launches")] == ["same"] * 4
 
 
@@ -65,58 +68,54 @@ def test_changes_beyond_the_noise_are_told(compare):
     ([[1.0] * 3], [[5.0] * 3], "5.00 unknown: fewer than 4 times"),
 ])  # fmt: skip
 def test_runs_of_one_side_that_differ_widen_the_bounds(compare, before, after, cells):
-    sides = [[(times, dict(final_loss=9.5 + number)) for number, times in enumerate(runs)] for runs in (before, after)]
-    code, found, out = compare(*sides)
-    assert code == 0 and " ".join(found["step, ms"]).endswith(cells) and found["final loss"][-1] == "same"
-    assert f"runs: {len(before)} / {len(after)}\n" in out
-    assert ("9.50000 – 10.5000" in out) == (len(before + after) > 2) == ("One run a side" not in out)
+    code, found, out = compare(*([run_of(times) for times in runs] for runs in (before, after)))
+    assert code == 0 and " ".join(found["step, ms"]).endswith(cells)
+    assert f"runs: {len(before)} / {len(after)}\n" in out and ("One run a side" in out) == (len(before + after) == 2)
 
 
-@pytest.mark.parametrize("before, after, word", [
-    ((2.0, 2.4), (2.1, 2.5), "same"), ((2.1, 2.5), (2.0, 2.4), "same"),  # the ranges overlap
-    ((2.1, 2.5), (1.9, 2.0), "lower"), ((1.9, 2.0), (2.1, 2.5), "higher"),
+@pytest.mark.parametrize("before, after, cells", [
+    ((2.0, 2.4), (2.1, 2.5), "2.00000 – 2.40000 2.10000 – 2.50000 1.05 same"),  # the ranges overlap
+    ((2.1, 2.5), (2.0, 2.4), "same"), ((2.1, 2.5), (1.9, 2.0), "lower"), ((1.9, 2.0), (2.1, 2.5), "higher"),
 ])  # fmt: skip
-def test_a_figure_differs_if_no_run_has_one_of_the_other_side(compare, before, after, word):
-    _, found, _ = compare(*([(STEPS, dict(final_loss=loss)) for loss in side] for side in (before, after)))
-    assert found["final loss"][-1] == word
+def test_a_figure_differs_if_no_run_has_one_of_the_other_side(compare, before, after, cells):
+    _, found, _ = compare(*([run_of(final_loss=loss) for loss in side] for side in (before, after)))
+    assert " ".join(found["final loss"]).endswith(cells)
 
 
 @pytest.mark.parametrize("changes, words", [
     (dict(config={"seed": 2}), "differ in seed \\(1 / 2\\): give --anyway"),
     (dict(environment={"device": "Other GPU"}), "device \\(Some GPU / Other GPU\\)"),
     (dict(diverged={"step": 1}), "0.json: the run diverged"),
-    (dict(kernels="not counted", config={"output_dir": "x", "check": True}), None),
 ])  # fmt: skip
 def test_what_was_made_in_another_way_is_refused(compare, changes, words):
-    sides = [(STEPS, {})], [(STEPS, changes)]
+    sides = [run_of()], [run_of(**changes)]
     code, _, out = compare(*sides)
-    assert code == (2 if words else 0) and (words is None or re.search(words, out) and out.count("\n") == 1)
-    if words and "diverged" not in words:
-        code, _, out = compare(*sides, "--anyway")
+    assert code == 2 and re.search(words, out) and out.count("\n") == 1
+    if "diverged" not in words:
+        code, _, out = compare(*sides, ["--anyway"])
         assert code == 0 and " / " in out
 
 
-def test_times_of_the_interpreter_are_not_compared(compare):
-    side = [(STEPS, dict(environment={"arch": "cpu"}))]
-    code, found, _ = compare(side, side)
-    assert code == 0 and "step, ms" not in found and "first loss" in found
+def test_what_has_no_effect_or_was_not_counted_is_not_compared(compare):
+    other = run_of(kernels="not counted", config={"output_dir": "x", "check": True}, environment={"arch": "cpu"})
+    code, found, _ = compare([run_of(environment={"arch": "cpu"})], [other])
+    # Nor are the times of the interpreter.
+    assert code == 0 and not {"kernels", "step, ms"} & found.keys() and "first loss" in found
 
 
 def test_real_results(tmp_path, capsys):
-    assert llama.main("--hidden-dim 16 --num-layers 1 --num-heads 2 --seq-len 8 --num-steps 4 --impl torch "
-                      f"--device cpu --output-dir {tmp_path}".split()) == 0  # fmt: skip
+    sizes = "--hidden-dim 16 --num-layers 1 --num-heads 2 --seq-len 8 --num-steps 4 --impl torch --device cpu"
+    assert llama.main([*sizes.split(), "--output-dir", str(tmp_path)]) == 0
     (run,) = tmp_path.glob("*.json")
     row = {"error": None, "windows_ms": [1.0] * 4, "peak_memory_mib": 9.0}
     size = {"config": {}, "rows": {"sdpa": row, "hf": {"error": "not there"}}}
-    steps, gpt = tmp_path / "steps.json", tmp_path / "gpt.json"
+    steps, gpt, empty = tmp_path / "steps.json", tmp_path / "gpt.json", tmp_path / "empty"
+    empty.mkdir()
     gpt.write_text('{"benchmark": "gpt"}')
     steps.write_text(json.dumps({"benchmark": "steps", "environment": ENVIRONMENT, "sizes": {"small": size}}))
     for path, figures in ((run, ["first loss", "step, ms"]), (steps, ["small: sdpa, MiB", "small: sdpa, ms"])):
         assert diff.main([str(path), str(path)]) == 0
         out = capsys.readouterr().out
         assert all(f"\n{figure} " in out for figure in figures) and "hf" not in out
-    assert diff.main([str(steps), str(run), "--anyway"]) == 0
-    (tmp_path / "empty").mkdir()
-    capsys.readouterr()
-    for path in (gpt, tmp_path / "none.json", tmp_path / "empty"):
+    for path in (gpt, tmp_path / "none.json", empty):
         assert diff.main([str(path), str(run)]) == 2 and str(path) in capsys.readouterr().err

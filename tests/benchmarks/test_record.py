@@ -75,17 +75,14 @@ def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, m
     ("--all", result("python -m one"), ["two"]),  # it is current
     ("--all", result("python -m one", BEFORE), ["one", "two"]),
     ("--all", result("python -m one", device="Another GPU"), ["one", "two"]),
-    ("--all --time-limit 15", {}, ["one"]),
-    ("--all --time-limit 9", {}, []),
-    ("--rare", {}, ["rare"]),
-    ("", {}, []),
+    ("--all --time-limit 15", {}, ["one"]), ("--all --time-limit 9", {}, []), ("--rare", {}, ["rare"]), ("", {}, []),
 ])  # fmt: skip
 def test_what_is_not_current_is_measured_in_time(recording, capsys, flags, one, expected):
     folder, commands = recording
     save(folder, a=one)
     assert record.main(flags.split()) == 0 and commands == [f"python -m {name}" for name in expected]
-    late = [name for name in ("one", "two") if "limit" in flags and name not in expected]
-    assert all(f"Left for the next time: python -m {name}\n" in capsys.readouterr().out for name in late[:1])
+    is_late = "--time-limit" in flags
+    assert ("Left for the next time: python -m two\n" in capsys.readouterr().out) == is_late
 
 
 def test_a_part_that_fails_is_named(recording, capsys, monkeypatch):
@@ -100,26 +97,23 @@ def test_listing_needs_no_gpu_and_measuring_does(recording, capsys, monkeypatch)
     assert record.main(["--all"]) == 2 and "measuring needs a GPU, and there is none" in capsys.readouterr().err
 
 
-def test_a_run_of_the_script_becomes_a_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    tiny = "--device cpu --hidden-dim 32 --num-layers 1 --num-heads 2 --vocab-size 32 --batch-size 1 --seq-len 8"
-    part = record.Part(f"python tiny_llama_v3.py {tiny} --num-steps 2", 1, "learning_correct")
-    assert record.measure(part, llama.get_device("cpu"))
-    (path,) = tmp_path.iterdir()
-    kept = json.loads(path.read_text())
-    assert path.name.startswith("learning_correct_") and len(kept["steps"]) == 2
-    assert kept["command"] == part.command and kept["date"] and kept["environment"]["torch"]
-
-
-def test_results_of_a_benchmark_are_kept_as_they_are_and_only_if_it_succeeds(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part, written, kept", [
+    # Results of a benchmark stay as they are; a run of the script gets its fields.
+    (record.Part("python -m one", 1), {"one": result("python -m one", benchmark="one"), "two": {"benchmark": "two",
+     "environment": {"device": "A"}}}, [("one", "python -m one", GPU.name), ("two", None, "A")]),
+    (record.Part("python run", 1, "run"), {"a": {"steps": []}}, [("run", "python run", "CPU")]),
+])  # fmt: skip
+def test_results_are_kept_if_the_command_succeeds(tmp_path, monkeypatch, part, written, kept):
     def run(command, cwd):
-        folder = Path(command[command.index("--output-dir") + 1])
-        save(folder, **{name: result("python -m one", benchmark=name) for name in ("one", "two")})
+        save(Path(command[command.index("--output-dir") + 1]), **written)
         return subprocess.CompletedProcess(command, returncode)
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record.subprocess, "run", run)
-    for returncode, names in ((1, []), (0, ["one", "two"])):
-        assert record.measure(record.Part("python -m one", 1), GPU) == (returncode == 0)
-        assert [path.name.split("_")[0] for path in sorted(tmp_path.iterdir())] == names
-    assert json.loads(next(tmp_path.glob("one_*.json")).read_text()) == result("python -m one", benchmark="one")
+    monkeypatch.setattr(record.hardware, "environment", lambda device: {"device": device.name})
+    for returncode, expected in ((1, []), (0, kept)):
+        assert record.measure(part, CPU) == (returncode == 0)
+        found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+        assert [(r["benchmark"], r.get("command"), r["environment"]["device"]) for r in found] == expected
+    assert [path.name.split("_")[0] for path in sorted(tmp_path.iterdir())] == [name for name, *_ in kept]
+    assert "date" in found[0]

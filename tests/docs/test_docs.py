@@ -90,7 +90,7 @@ def run(tmp_path_factory, python):
     ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     for exercise in EXERCISES.values():
-        shutil.copy(copy / "exercises" / exercise.solution, copy / "exercises" / exercise.file)
+        shutil.copy(copy / "exercises" / "solutions" / exercise.file, copy / "exercises" / exercise.file)
     venv.create(copy / ".venv")
     for name in ("python", "python3", "torchrun"):
         (copy / ".venv/bin" / name).unlink(missing_ok=True)

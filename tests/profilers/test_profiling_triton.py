@@ -80,16 +80,16 @@ def test_a_wrong_kernel_is_found(run, monkeypatch):
         return residual, y, rstd
 
     monkeypatch.setattr(llama, "rmsnorm_forward", wrong)
-    code, out, err, _ = run("--only", "rmsnorm")
-    assert code == 1 and out.count("WRONG") == 1 and err.endswith("wrong: RMSNorm\n")
+    code, out, _, _ = run("--only", "rmsnorm")
+    assert code == 1 and out.count("WRONG") == 1
     monkeypatch.setattr(llama, "rmsnorm_forward", lambda *args: tuple(x * float("nan") for x in forward(*args)))
     assert run("--only", "rmsnorm")[0] == 1
 
 
 @pytest.mark.parametrize("width, heads", [("4096", 256), ("96", 6), ("8", 1)])
 def test_heads_of_another_width_are_as_wide(width, heads):
-    config = program.config_of(program.parse(["--hidden-dim", width]), llama.get_device("cpu"))
-    assert config.num_heads == heads and config.seq_len == program.SIZES["cpu"]["seq_len"]
+    usual = program.SIZES["cpu"]
+    assert program.parse(["--hidden-dim", width], usual).sizes == usual | {"hidden_dim": int(width), "num_heads": heads}
 
 
 @pytest.mark.parametrize("flags, complaint", [

@@ -23,9 +23,9 @@ def solution_of(task):
 
 def counts_of(task):
     """The lines of the report as {name: its figures}."""
-    lines, us = own_kernels.report(task, solution_of(task), solution_of(task))
+    lines = own_kernels.report(task, solution_of(task), solution_of(task))
     found = [re.split(r" {2,}", line) for line in lines[2:]]
-    assert us is None and "counted in Triton's interpreter" in lines[0]
+    assert "counted in Triton's interpreter" in lines[0]
     return {name: [float(figure.replace(",", "")) for figure in figures] for name, *figures in found}
 
 
@@ -54,8 +54,8 @@ def timing(monkeypatch):
 
 @pytest.mark.parametrize("task", own_kernels.CASES)
 def test_every_case_counts_at_least_what_must_move_and_every_tile_is_compared(task, timing, monkeypatch):
-    lines, us = own_kernels.report(task, solution_of(task), solution_of(task))
-    assert us == 500 and sum(line.startswith("yours") for line in lines) == len(own_kernels.CASES[task].sizes)
+    lines = own_kernels.report(task, solution_of(task), solution_of(task))
+    assert sum(line.startswith("yours") for line in lines) == len(own_kernels.CASES[task].sizes)
     monkeypatch.setattr(own_kernels, "ON_GPU", False)
     counts = counts_of(task)
     assert {"PyTorch eager", "solution", "bound"} <= counts.keys() and counts["bound"][1] == 1
@@ -72,6 +72,9 @@ def test_the_counts_are_exact():
     # each operand for two tiles, z once; in lines of 128 bytes, of which half a row of 64 elements has one
     assert counts["yours, 32 x 32"] == [4 * 64**2 * 5, 1.67, 4 * 64**2 * 5 / 128, 64**3]
     assert counts["bound"] == [4 * 64**2 * 3, 1, 4 * 64**2 * 3 / 128, 64**3]
+    # A wave has eight rows of eight columns, of 32 bytes each; of the odd rows three in twelve lie in two lines. Loads
+    # read along rows, and stores write along columns.
+    assert counts_of("transpose_kernel")["yours, 8 x 8"][2] == 2 * (100 * 13 + 50 * 3)
     # Half of the pairs of two heads, two products of 64; PyTorch's operators multiply all pairs.
     # Of 48 queries a program of 16 has one, two or three tiles of keys.
     counts = counts_of("attention_kernel")
@@ -84,7 +87,7 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, mo
         raise Unavailable("no compiler")
 
     def times():
-        lines, _ = own_kernels.report("rmsnorm_kernel", solution_of("rmsnorm_kernel"), solution_of("rmsnorm_kernel"))
+        lines = own_kernels.report("rmsnorm_kernel", solution_of("rmsnorm_kernel"), solution_of("rmsnorm_kernel"))
         return {name: figures for name, *figures in (re.split(r" {2,}", line) for line in lines[2:])}
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
@@ -99,18 +102,11 @@ def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, mo
         times()
 
 
-def test_a_wrong_kernel_gets_no_time_and_a_time_is_remembered(tmp_path, monkeypatch, capsys):
+def test_a_wrong_kernel_gets_no_time(tmp_path, capsys):
     mine = tmp_path / "mine.py"
     mine.write_text((check.SOLUTIONS / "exercise1_triton_basics.py").read_text().replace("rstd * weight", "rstd"))
-    options = ["exercise1", "--time", "--progress", str(tmp_path / "p.json")]
-    assert check.main([*options, "--file", str(mine)]) == 1
+    assert check.main(["exercise1", "--time", "--progress", str(tmp_path / "p.json"), "--file", str(mine)]) == 1
     assert "the weight is missing\n      no time: a wrong kernel is not timed\n" in capsys.readouterr().out
-    for us in (12.5, None):  # later another check without a time
-        verdict = check.Verdict(True, report=(["a table"], None, us))
-        monkeypatch.setattr(check, "judge_everywhere", lambda *arguments, verdict=verdict: verdict)
-        assert check.main(options) == 0
-        state = check.Progress(tmp_path / "p.json").state("exercise1", "rmsnorm_kernel")
-        assert state["us"] == 12.5 and state["device"]
 
 
 def show(task, tmp_path, old="", new=""):
@@ -120,16 +116,16 @@ def show(task, tmp_path, old="", new=""):
 
 
 def test_what_each_program_touches_is_drawn(tmp_path):
-    _, picture, _ = show("grid_copy_kernel", tmp_path)
+    _, picture = show("grid_copy_kernel", tmp_path)
     colors = re.findall(r'style="fill: (?:var\(--tint-(\w+)|none; stroke-dash)', picture)
     assert colors == 2 * (4 * ["blue"] + 4 * ["orange"] + 2 * ["green"] + 2 * [""])
     cells = re.findall(r">(\d+)</text>", picture)[:20]  # of the load: offsets, and the lanes of those that exist
     assert cells == [str(number) for offset in range(10) for number in (offset, offset % 4)]
-    _, picture, _ = show("transpose_kernel", tmp_path)
+    _, picture = show("transpose_kernel", tmp_path)
     assert re.search(r'var\(--muted\)"[^>]*>12</text>', picture)  # between two rows
 
 
 def test_a_wrong_kernel_is_drawn_as_well_and_an_empty_one_said_to_be_empty(tmp_path):
-    _, picture, _ = show("masked_copy_kernel", tmp_path, "x_ptr + offsets, mask", "x_ptr + offsets + 1, mask")
+    _, picture = show("masked_copy_kernel", tmp_path, "x_ptr + offsets, mask", "x_ptr + offsets + 1, mask")
     assert "reads x and OUTSIDE of it (!)" in picture and ">5!</text>" in picture and "writes y and" not in picture
-    assert show("memory_lines", tmp_path) == (["it loads and stores nothing"], None, None)
+    assert show("memory_lines", tmp_path) == (["it loads and stores nothing"], None)

@@ -1,20 +1,18 @@
-"""The puzzles: what their page says about debugging is so, solutions compile, and the pictures are true."""
+"""The puzzles: what their page says about debugging is so, solutions compile, and pictures are shown."""
 
-import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import tiny_llama_v3 as llama
 from exercises.checks import puzzles
 
 ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "exercises" / "pictures"
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
@@ -108,46 +106,15 @@ def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path, python):
     assert "array([4., 5., 6., 7.]" in done.stdout and "array([ 8., 10., 12., 14.]" in done.stdout
 
 
-# --- pictures
-
-PICTURES = {path.stem: path.read_text() for path in (ROOT / "exercises" / "pictures").glob("*.svg")}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_fits_and_follows_the_screen(name):
-    root = ElementTree.fromstring(PICTURES[name])
-    assert root.find("{*}title").text and "prefers-color-scheme: dark" in PICTURES[name]
-    right, bottom = int(root.get("width")), int(root.get("height"))
-    for shape in root.findall(".//{*}path"):
-        places = [float(number) for number in re.findall(r"-?[\d.]+", shape.get("d"))]
-        assert all(0 <= x <= right for x in places[::2]) and all(0 <= y <= bottom for y in places[1::2])
-    for text in root.findall(".//{*}text"):
-        assert 0 <= float(text.get("x")) <= right and 16 <= float(text.get("y")) <= bottom - 2
-
-
 def test_every_picture_stands_on_a_page_with_words_for_those_who_do_not_see_it():
     pages = "".join(page.read_text() for page in ROOT.glob("[de]*/*.md"))
     shown = {name: words for words, name in re.findall(r"!\[(.+?)\]\(\S*pictures/(\w+)\.svg\)", pages)}
-    assert shown.keys() == PICTURES.keys() and all(len(words) > 20 for words in shown.values())
-
-
-@pytest.mark.parametrize("name, shown", [("", range(4)), (1, [0]), (2, [1]), (4, [3])])
-def test_the_online_softmax_is_drawn_as_it_is_computed(name, shown):
-    scores = torch.tensor([1.0, 3, 5, 2, 0, 4, 6, 1], dtype=torch.float64)
-    values = torch.arange(10.0, 90, 10, dtype=torch.float64)
-    picture = PICTURES[f"online_softmax{name}"]
-    for end in (2 * tile + 2 for tile in shown):
-        m = scores[:end].max()
-        p = torch.exp(scores[:end] - m)
-        before = scores[: end - 2].max() if end > 2 else -math.inf
-        sums = [f"m = {m:g}", f"x e^({before:g} - {m:g})", f"l = {p.sum():.3f}", f"acc = {p @ values[:end]:.2f}"]
-        assert all(words in picture for words in sums)
-    assert name or f"acc / l = {p @ values / p.sum():.3f}," in picture
+    assert shown.keys() == {path.stem for path in PICTURES.iterdir()} and min(map(len, shown.values())) > 20
 
 
 def test_the_order_of_programs_is_drawn_as_it_is_checked():
     # Five rows and three columns of tiles, row after row and in groups of two rows: nobody draws this one anew.
     in_groups = [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11], [12, 13, 14]]
     assert puzzles.order_of_programs(5, 3, 2).tolist() == in_groups
-    numbers = [int(number) for number in re.findall(r">(\d+)</text>", PICTURES["puzzle10"])]
+    numbers = [int(number) for number in re.findall(r">(\d+)</text>", (PICTURES / "puzzle10.svg").read_text())]
     assert numbers == [*range(15), *sum(in_groups, [])]

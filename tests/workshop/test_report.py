@@ -1,17 +1,15 @@
-"""report.html: cards and pictures carry the summary's own numbers, and read on any screen and on paper."""
+"""report.html: cards and pictures carry the summary's own numbers."""
 
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 import tiny_llama_v3 as llama
-from exercises.performance_debugging import cards, pictures, report
+from exercises.performance_debugging import pictures, report
 from exercises.performance_debugging.evidence import NotMeasured, Replay
 from measure import drawing
 from tests.workshop.summaries import SIGNS, cpu_summary, gpu_summary, laptop_summary, taking
@@ -29,13 +27,10 @@ def whole():
 # --- the pictures
 
 SHOWN = {  # words that the picture itself must carry, and how long its bars are, from SIGNS
-    1: (["first loss: 470", "hidden size: 512", "ln 1000, of guessing: 6.91"], [470, 512, 6.9078]),
-    2: (["stage 2: 25.0 us", "stage 3: 5.00 us"], [5, 25, 5, 5, 5, 5, 5, 5]),
     3: (["stage 3: phases 6.30 of 21.0 ms, 30 %", "stage 4: phases 19.5 of 21.0 ms, 93 %"], [6.3, 19.5]),
     4: (["SwiGLU matrix product, naive: 80 %; stage 5: 0.0 %", "matrix product: 20 %; stage 5: 77 %"], [80, 20]),
     5: (["plain PyTorch: 10.0 ms (10.0 – 10.0)"], [5, 5, 5, 6.3, 19.5, 5, 0.2, 5, 5]),
     6: (["embedding: 512,000 of 512,000 weights", "attention: 0 of 6,291,456 weights"], [100, 0, 0, 0]),
-    7: (["first step: 7,340 ms", "mean: 354 ms", "median: 5.06 ms"], [7340, 354.34, 5.05918]),
     8: (["stage 5: host 2.00 of 5.00 ms, 40 %", "stage 8: host 2.00 of 1.25 ms, 160 %"], [2, 2]),
 }
 
@@ -50,15 +45,15 @@ def test_a_picture_carries_the_numbers_of_the_summary(whole, stage):
     assert {row.label for row in chart.rows} <= {text.text for text in root.findall(".//{*}text")}
 
 
-def test_marks_outlines_and_spreads_are_in_their_places(whole):
+def test_marks_and_outlines_are_in_their_places(whole):
     rows = {stage: function(Replay(whole[0])).rows for stage, function in pictures.STAGES.items()}
     assert [row.outline for row in rows[3] + rows[8]] == [21, 21, 5, 1.25]
+    assert [row.outline for row in rows[5]][:4] == [10, 21, 21, 21]
     assert [row.mark for row in rows[4]] == pytest.approx([0, 76.9231])
-    fillings = {stage: [row.parts[0][1] for row in rows[stage]] for stage in (2, 8)}
-    # Stages 1 and 2 have the bad layout; stage 8's host takes longer than its step.
-    assert fillings == {2: [pictures.WRONG] * 2 + [pictures.RIGHT] * 6, 8: [pictures.RIGHT, pictures.WRONG]}
+    # Stage 8's host takes longer than its step.
+    assert [row.parts[0][1] for row in rows[8]] == [pictures.RIGHT, pictures.WRONG]
     slow = gpu_summary({5: taking(4.0, 5.0, 6.0, 7.0, 8.0, 9.0)})
-    assert pictures.steps(Replay(slow)).rows[5].spread == (5, 8)
+    assert pictures.steps(Replay(slow)).rows[5].label == "stage 5: 6.50 ms (5.00 – 8.00)"
 
 
 def test_the_parts_of_a_bar_follow_each_other():
@@ -75,45 +70,13 @@ def test_gradients_are_counted_by_module():
 
 
 @pytest.mark.parametrize("stage, lacking", [
-    (1, "first_loss"), (2, "kernels"), (3, "phases_share"), (4, "kernels"), (6, "without_gradient"),
+    (3, "phases_share"), (4, "kernels"), (6, "without_gradient"),
 ])  # fmt: skip
 def test_without_its_figure_there_is_no_picture(stage, lacking):
     summary = gpu_summary({stage: {lacking: None}})
     with pytest.raises(NotMeasured):
         pictures.STAGES[stage](Replay(summary))
-    assert "picture" not in cards.card(summary, stage)
-
-
-def luminance(color):
-    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(color, ground):
-    """As WCAG 2 defines it."""
-    darker, lighter = sorted(map(luminance, (color, ground)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("shade", [0, 1])
-def test_colours_stand_out_from_their_ground(shade):
-    colors = {name: pair[shade] for name, pair in drawing.COLORS.items()}
-    assert contrast("#ffffff", "#000000") == 21 and contrast(colors["ink"], colors["ground"]) > 7
-    for name, color in colors.items():
-        if name.startswith("tint"):
-            assert contrast(colors["ink"], color) > 4.5
-        elif name not in ("line", "ground"):
-            assert contrast(color, colors["ground"]) > 4.5
-
-
-def test_a_picture_tells_nothing_by_colour_alone():
-    for fillings in (pictures.PHASES.values(), (pictures.WRONG, pictures.RIGHT)):
-        assert len({filling.hatch for filling in fillings}) == len(fillings)
-    with drawing.style(), pytest.raises(KeyError, match="#123456"):  # it has no colour for the dark
-        figure = drawing.new_figure(100)
-        figure.subplots().plot([1, 2], color="#123456")
-        drawing.svg(figure, "one", "title", "text")
+    assert report.card(summary, stage)["picture"] is None
 
 
 # --- the cards
@@ -121,46 +84,29 @@ def test_a_picture_tells_nothing_by_colour_alone():
 
 @pytest.mark.parametrize("flag", [name for name, bug in llama.BUGS.items() if bug.stages])
 def test_an_excerpt_is_the_script_s_own_lines(flag):
-    found = list(cards.excerpts(f"BUG {flag}:"))
     marks = [n for n, line in enumerate(SCRIPT, 1) if f"BUG {flag}:" in line]
-    for (first, lines), mark in zip(found, marks, strict=True):
+    for (first, lines), mark in zip(report.excerpts(f"BUG {flag}:"), marks, strict=True):
         assert first <= mark < first + len(lines) > 1
-        assert [line.strip() for line in SCRIPT[first - 1 : first - 1 + len(lines)]] == [line.strip() for line in lines]
+        assert [*map(str.strip, SCRIPT[first - 1 : first - 1 + len(lines)])] == [*map(str.strip, lines)]
         compile("\n".join(lines), flag, "exec", flags=0x400)  # a whole statement, for ast alone
 
 
-def test_what_changed_stands_beside_what_it_was(whole):
-    summary, _ = whole
-    changed = {stage: cards.card(summary, stage)["changes"][0] for stage in llama.STAGES}
-    assert changed[4].to_dict("split") == {
-        "index": ["forward, ms", "step, median, ms", "speed / previous"],
-        "columns": ["4 slow kernels", "5 optimized"],
-        "data": [["16.0", "1.50"], ["21.0", "5.00"], ["", "4.20"]],
-    }
-    assert changed[6].loc["speed / previous"].to_dict() == {"6 severed autograd": "same", "5 optimized": ""}
-    assert changed[5].loc["speed / baseline"].to_dict() == {"baseline": "", "5 optimized": "2.00"}
-    assert list(changed[8]) == ["5 optimized", "8 one graph launch"]
-
-
-@pytest.mark.parametrize("implementation, expected", [("torch", {1}), ("triton", {1, 6})])
+@pytest.mark.parametrize("implementation, expected", [("torch", set()), ("triton", {6})])
 def test_the_report_of_a_cpu_draws_nothing_that_a_cpu_cannot_show(implementation, expected):
     summary = cpu_summary(implementation, SIGNS)
-    made = [cards.card(summary, stage) for stage in llama.STAGES]
-    assert {card["number"] for card in made if "picture" in card} == expected
-    assert all(card["best"]["shown"] for card in made if "changes" in card)
+    assert {stage for stage in llama.STAGES if report.card(summary, stage)["picture"]} == expected
 
 
 def test_a_laptop_s_cards_say_what_was_recorded_and_where():
-    other = gpu_summary(file="other.json", precision="bf16")
-    summary = laptop_summary(other, gpu_summary(SIGNS, file="some.json"))
-    made = {stage: cards.card(summary, stage) for stage in llama.STAGES}
+    summary = laptop_summary(gpu_summary(precision="bf16"), gpu_summary(SIGNS))
+    made = {stage: report.card(summary, stage) for stage in llama.STAGES}
     there = "recorded on NVIDIA H200, 2026-11-21, 8 x 128 tokens, fp32"  # the first that shows the sign
-    places = [made[stage]["picture"][2] for stage in llama.STAGES]
-    assert places == ["measured", there, there, there, there.replace("fp32", "bf16"), "measured", there, there]
+    places = [made[stage]["picture"][2] for stage in pictures.STAGES]
+    assert places == [there, there, there.replace("fp32", "bf16"), "measured", there]
     best = [made[stage]["best"]["source"] for stage in llama.STAGES]
     assert best == ["measured", there, there, there, "measured", "measured", there, there]
     page = html.unescape(report.texts(summary)["report.html"])
-    assert "recorded on a GPU says so" in page and "<h3>Recorded: 8 x 128 tokens, bf16</h3>" in page
+    assert "recorded on a GPU says so" in page
 
 
 # --- the page
@@ -170,75 +116,18 @@ def test_the_report_is_one_page_without_network_or_script_whose_structure_can_be
     summary, page = whole
     links = re.sub(r'xmlns(:xlink)?="[^"]+"', "", page)
     assert not re.search(r"https?://|<script|@import|<img|url\((?!#)|src=|javascript:|<[^>]*\son\w+=", links)
-    assert "default-src 'none'" in page and len(page) < 1_000_000
     assert {seen["text"] in html.unescape(page) for seen in summary["observations"]} == {True}
-    levels = [int(level) for level in re.findall(r"<h(\d)[ >]", page)]
-    assert levels[0] == 1 and max(map(int.__sub__, levels[1:], levels)) == 1
-    assert all('scope="' in head for head in re.findall(r"<th\b[^>]*>", page)) and '<html lang="en">' in page
     # Every picture has a name and a description, and whatever is referred to is there, once.
     ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids)) and {f"stage{n}" for n in llama.STAGES} < {*ids}
     used = re.findall(r"url\(#([^)]+)\)", page) + " ".join(re.findall(r'aria-labelledby="([^"]+)"', page)).split()
-    assert {f"picture{n}-title" for n in llama.STAGES} < {*used} <= {*ids}
+    assert len(ids) == len({*ids}) and {f"picture{n}-title" for n in pictures.STAGES} < {*used} <= {*ids}
     # Colours are variables, so that they follow the reader's screen; paper stays white.
     assert not re.search(r"#[0-9a-f]{6}\b", page.replace(drawing.css(), "")) and "DejaVu" not in page
-    assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= set(re.findall(r"(--[\w-]+):", drawing.css()))
-    assert set(re.findall(r"@media (\w+) and \(prefers-color-scheme: dark\)", page)) == {"screen"}
+    assert {*re.findall(r"@media (\w+) and \(prefers-color-scheme: dark\)", page)} == {"screen"}
 
 
 def test_the_report_of_an_interrupted_replay_says_so(tmp_path):
-    left_out = {"stage": 2, "title": "slow performance", "obstacle": None, "error": None}
-    summary = gpu_summary(interrupted=True, stages=[gpu_summary()["stages"][0], left_out])
+    summary = gpu_summary(interrupted=True, stages=gpu_summary()["stages"][:1])
     report.write(summary, tmp_path)
     assert "was interrupted" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HARNESS = """<!DOCTYPE html><title>frames</title><pre id="result"></pre>
-<script>
-onload = () => {
-  const seen = [...document.querySelectorAll("iframe")].map(frame => {
-    const page = frame.contentDocument, width = page.documentElement.clientWidth;
-    const boxes = [...page.body.querySelectorAll("*")].filter(e => e.getClientRects().length && !e.closest("svg *"));
-    const overflows = e => e.clientWidth && e.scrollWidth > e.clientWidth + 1;
-    const cut = boxes.filter(e => e.getBoundingClientRect().right > width + 1 || overflows(e));
-    const texts = [...page.querySelectorAll("svg text")];
-    const size = t => parseFloat(frame.contentWindow.getComputedStyle(t).fontSize)
-      * Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b);
-    const outside = texts.filter(t => {
-      const box = t.getBoundingClientRect(), around = t.ownerSVGElement.getBoundingClientRect();
-      return box.left < around.left - 1 || box.right > around.right + 1;
-    });
-    return {width, scroll: page.documentElement.scrollWidth, cut: cut.map(e => e.outerHTML.slice(0, 80)),
-            pictures: page.querySelectorAll("svg").length, smallest: Math.min(...texts.map(size)),
-            outside: outside.map(t => t.textContent),
-            ground: frame.contentWindow.getComputedStyle(page.body).backgroundColor};
-  });
-  document.getElementById("result").textContent = JSON.stringify(seen);
-};
-</script>
-"""
-WIDTHS = {"report": (360, 390, 1280), "dark": (390,), "print": (700,)}
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium")
-def test_the_report_in_a_browser(tmp_path, whole):
-    """On a phone, on a desk, in the dark and on A4 paper: nothing is cut off, text is readable, no complaint."""
-    _, page = whole
-    dark = page.replace("and (prefers-color-scheme: dark)", "")
-    printed = page.replace("@media print", "@media all").replace("@media screen", "@media speech")
-    for name, text in (("report", page), ("dark", dark), ("print", printed)):
-        (tmp_path / f"{name}.html").write_text(text)
-    shown = [(name, width) for name, widths in WIDTHS.items() for width in widths]
-    frame = '<iframe src="{}.html" style="border: 0; width: {}px; height: 800px"></iframe>'
-    (tmp_path / "harness.html").write_text(HARNESS + "".join(frame.format(*each) for each in shown))
-    flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --allow-file-access-from-files --dump-dom"
-    command = [CHROMIUM, *flags.split(), "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([*command, (tmp_path / "harness.html").as_uri()], capture_output=True, text=True, timeout=100)
-    assert not re.findall(r".*CONSOLE.*", done.stderr)
-    seen = json.loads(html.unescape(re.search(r'<pre id="result">(.+?)</pre>', done.stdout)[1]))
-    for (name, width), each in zip(shown, seen, strict=True):
-        assert each["width"] == width >= each["scroll"] and not each["cut"] and not each["outside"], each
-        assert each["pictures"] == len(llama.STAGES) and each["smallest"] >= 11, each
-        assert (each["ground"] in ("rgb(255, 255, 255)", "rgba(0, 0, 0, 0)")) is (name != "dark")

@@ -1,6 +1,5 @@
 """What cannot be written into a page is told in one line, and nothing is changed."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -65,16 +64,6 @@ def test_a_damaged_result_is_named(page, capsys, damage):
     path.write_text(damage(path.read_text()))
     error = refused(capsys, flags, page)
     assert str(path) in error or "a result of kernels is damaged" in error
-
-
-def test_a_damaged_result_of_a_template_is_named(page, capsys):
-    page, flags = page
-    replay = json.loads((RESULTS / "stages_some-gpu_20300102.json").read_text())
-    for stage in replay["stages"]:
-        del stage["phase_ms"]["forward"]
-    page.with_name("stages_1.json").write_text(json.dumps(replay))
-    page.write_text("<!-- begin: published --><!-- end: published -->")
-    assert "stages_1.json has no forward" in refused(capsys, flags, page)
 
 
 def test_a_table_whose_result_is_gone_is_not_dropped_in_silence(page, capsys):

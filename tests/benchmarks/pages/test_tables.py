@@ -18,9 +18,7 @@ def test_the_tables_are_those_computed_by_hand(capsys):
     """tables.txt has what one computes from the few figures in results/.
 
     Ours takes 0.63 of the time of `hf compile graph`, as the windows in turns say (0.634), and not 10 / 16; the newest
-    result is not complete, and another one is of another batch. In FP8, large reaches 1.0 and 1.5, the final losses of
-    bf16, 4 and 2 steps of 8 ms before its last, the 60th: after 0.448 and 0.464 s, where bf16 takes 0.6 s. With
-    seed 1 of medium the worse of both is FP8's, which it reaches with its last step.
+    result is not complete, and another one is of another batch.
     """
     assert publish.main(["--check", "--pages", str(PAGE), "--results", str(RESULTS)]) == 0, capsys.readouterr().out
 
@@ -50,79 +48,11 @@ def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
     assert list(training_steps.comparisons(pd.DataFrame(rows | {"file": "a.json"}))) == pairs[:1]
 
 
-PEAKS = {"mfu": None, "peak_memory_mib": None, "peaks": [None, None]}
-
-
-def sent(part):
-    """Return what another device's benchmark writes: no peaks, some other rows, and in another order."""
-    if isinstance(part, list):
-        return [sent(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    rows = [row for row in part.values() if isinstance(row, dict) and "error" in row]
-    names = [name for name in reversed(part) if not (rows and name in ("torch", "hf", "DDP", "compile"))]
-    return {name: PEAKS.get(name, sent(part[name])) for name in names} | ({"new peer": sent(rows[0])} if rows else {})
-
-
-@pytest.fixture
-def ours_and_both(tmp_path):
-    """Folders with our results of one device, and with these and newer ones of another device."""
-    ours, both = tmp_path / "ours", tmp_path / "both"
-    for folder in (ours, both):
-        folder.mkdir()
-        for path in RESULTS.glob("*_some-gpu_*"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    for path in ours.glob("*.json"):
-        result = json.loads(path.read_text())
-        if "benchmark" in result:
-            result = sent(result) | {"date": result["date"].replace("20", "21", 1)}
-            result["environment"]["device"] = "Sent GPU"
-            (both / f"{path.stem}_sent.json").write_text(json.dumps(result))
-    return ours, both
-
-
-@pytest.mark.parametrize("name", publish.SECTIONS)
-def test_results_of_another_device_stand_behind_ours(ours_and_both, name):
-    ours, both = map(publish.SECTIONS[name], ours_and_both)
-    assert both.startswith(ours) and ours != NOT_MEASURED
-    assert ("Sent GPU" in both) == (name not in ("front", "claims"))
-    with_kernels = "kernels", "layer_norm", "heads-128", "hopper-steps", "fp8-layer"
-    with_peers = *with_kernels, "steps", "sweeps", "gpt", "scaling"
-    assert ("new peer" in both) == (name in with_peers)
-
-
-@pytest.mark.parametrize("name", publish.PICTURES)
-def test_a_picture_shows_one_device(ours_and_both, name):
-    if not name.startswith("trace"):
-        for folder in ours_and_both:
-            publish.PICTURES[name](folder, folder / "picture.png")
-        assert len({(folder / "picture.png").read_bytes() for folder in ours_and_both}) == 1
-
-
-def failed(part):
-    """Return what a benchmark writes on a device where nothing runs."""
-    if isinstance(part, list):
-        return [failed(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    if "error" in part and ("us" in part or "ms" in part):
-        names = {name: each for name, each in part.items() if isinstance(each, str | int)}
-        return names | {"error": "no room"}
-    return {name: failed(each) for name, each in part.items()}
-
-
-def test_where_all_rows_failed_tables_say_why_and_no_picture_is_drawn(ours_and_both):
-    folder, _ = ours_and_both
-    for path in folder.glob("*.json"):
-        if not path.name.startswith(("stages", "learning")):
-            path.write_text(json.dumps(failed(json.loads(path.read_text()))))
-    texts = {name: section(folder) for name, section in publish.SECTIONS.items()}
-    assert {name for name, text in texts.items() if "no room" in text} == {
-        "kernels", "layer_norm", "heads-128", "hopper-steps", "gpt", "fp8-layer", "fp8-learning",
-    }  # fmt: skip
-    for name in ("front_page", "fp8_layer", "fp8_learning"):
-        publish.PICTURES[name](folder, folder / "picture.png")
-    assert not (folder / "picture.png").exists()
+def test_without_times_no_picture_is_drawn(tmp_path):
+    for path in RESULTS.glob("learning_*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    publish.PICTURES["front_page"](tmp_path, tmp_path / "picture.png")
+    assert not (tmp_path / "picture.png").exists()
 
 
 @pytest.mark.parametrize("name", publish.SECTIONS)
