@@ -222,7 +222,7 @@ def test_reports_state_the_peak_of_memory_that_was_recorded(session, capsys, tot
 
 
 @pytest.mark.parametrize("module, arguments, file", [
-    (hotspots, "{0} --csv {0}/t.csv", "t.csv"), 
+    (hotspots, "{0} --csv {0}/t.csv", "t.csv"),
     (plot, "{0} --output {0}/new", "new/kernels.png"), (summary, "{0} --tool torch", "triton_analysis_summary.md"),
 ])  # fmt: skip
 def test_a_full_disk_leaves_no_half_file(session, capsys, module, arguments, file):
