@@ -34,10 +34,9 @@ CONFIG = llama.Config(
 )
 RUNS = {  # of CONFIG
     "sharded": {},
-    "one window": dict(timing="step"),
-    "untied": dict(untied_head=True),
+    "one window": dict(timing="step", warmup_steps=0),
+    "untied": dict(untied_head=True, warmup_steps=0),
     "frozen": {},
-    "bf16": dict(use_amp=True),
     "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
@@ -45,7 +44,11 @@ RUNS = {  # of CONFIG
 ON_GPUS = torch.cuda.device_count() > 1
 if ON_GPUS:
     CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10)
-    RUNS |= {"graphs": dict(graph=True, warmup_steps=2), "one graph": dict(graph=True, warmup_steps=2, timing="step")}
+    RUNS |= {
+        "bf16": dict(use_amp=True),
+        "graphs": dict(graph=True, warmup_steps=2),
+        "one graph": dict(graph=True, warmup_steps=2, timing="step"),
+    }
 
 
 def partly_frozen(kind):

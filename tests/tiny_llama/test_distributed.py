@@ -47,7 +47,7 @@ def start(python):
 def finish(program):
     """(exit code, output)"""
     try:
-        out, _ = program.communicate(timeout=300)
+        out, _ = program.communicate(timeout=600)
     finally:
         program.kill()
     return program.returncode, out
