@@ -2,7 +2,7 @@
 # Measures how well each kernel of a training step uses the GPU, in rocprof_compute/profile_<time>/: share of the peak
 # (speed of light), occupancy, caches and memory. On AMD with rocprof-compute, on NVIDIA with ncu.
 #
-# Usage: ./get_rocprof_compute.sh [--kernels N] [--operators] [--output DIR] [--stage N] [--tool NAME] [--dry-run]
+# Usage: ./get_rocprof_compute.sh [--kernels N] [--output DIR] [--stage N] [--tool NAME] [--dry-run]
 #                                 [-- OPTIONS [-- OPTIONS]]
 #
 # The tools repeat the program or its kernels about ten times, so that a single step takes a few minutes. The options

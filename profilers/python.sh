@@ -18,4 +18,6 @@ command -v "$PYTHON" >/dev/null || die "there is no Python at PYTHON=$PYTHON: ru
 # Absolute, as rocprof-compute of ROCm 6 does not search the PATH and changes the folder.
 PYTHON=$(command -v "$PYTHON")
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$PYTHON is not Python 3.10 or newer: make run PYTHON=/path/to/python, or load a newer module"
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

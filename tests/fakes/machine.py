@@ -160,7 +160,7 @@ class Machine:
 
     def start(self, script, *arguments, **env):
         """As run(), of the script itself, in a process of its own."""
-        pipes = dict(capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        pipes = dict(capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
         done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
         return outcome(done.returncode, done.stdout, done.stderr)
 

@@ -1,4 +1,4 @@
-"""The profiling scripts against fakes of the profilers of ROCm 6.2 to 10.1, and of ncu."""
+"""The profiling scripts against fakes of the profilers of ROCm 6.4 to 10.1, and of ncu."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from profilers.readers import read_dispatches, read_kernel_stats, read_step_stat
 from tests.fakes.machine import FOLDERS, ROOT, as_numbers, first_fast
 from tests.profilers.conftest import GUIDE
 
-ALL_RELEASES = first_fast("10.0", "6.3", "6.4", "7.0", "7.1", "7.2", "7.14", "10.1")
+ALL_RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.2", "7.14", "10.1")
 SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 TOOLS = dict.fromkeys(OF_ROCPROFV3, "rocprofv3")
@@ -57,8 +57,7 @@ def test_runs_with_rocm(machine, script, release):
     assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
     assert f"\nResults: {machine.work / result}\n" in run.out and not list(machine.work.rglob("INCOMPLETE"))
     log = (machine.work / result / "log.txt").read_text()
-    assert log.startswith(f"+ {run.out.partition('+ ')[2].splitlines()[0]}\n")
-    assert "tiny llama: --batch-size 8 --seq-len 128 --num-steps" in log
+    assert log in run.out and "+ " in log and "tiny llama: --batch-size 8 --seq-len 128 --num-steps" in log
 
 
 @pytest.mark.parametrize("release", first_fast("7.1", "6.4", "7.0"))
@@ -84,22 +83,13 @@ def test_one_run_gives_the_timeline_and_its_tables(machine, release):
 # --- counters
 
 
-@pytest.mark.parametrize("release, pattern, summary", [
-    ("6.4", "kernels_kernel_trace.csv", "absent"), ("7.0", "kernels_results.db", "absent"),
-    ("7.1", "kernels_results.db", "written"), ("7.1", "kernels_results.db", "failed"),
-])  # fmt: skip
-def test_kernels_are_recorded_in_the_format_of_the_release(machine, release, pattern, summary):
-    machine.with_rocm(release)
-    if summary == "failed":
-        executable(machine.folder / "rocm" / "bin" / "rocpd", "#!/bin/sh\necho ImportError >&2\nexit 1\n")
-    run = machine.run("get_counters.sh", "--output", "out")
+@pytest.mark.parametrize("release, pattern", [("6.4", "kernels_kernel_trace.csv"), ("7.0", "kernels_results.db")])
+def test_kernels_are_recorded_in_the_format_of_the_release(machine, release, pattern):
+    run = machine.with_rocm(release).run("get_counters.sh", "--output", "out")
     recording, table = one_file(machine, pattern), read_kernel_stats(one_file(machine, "kernels_of_the_steps.csv"))
     reference, steps = read_step_stats(recording)
     assert run.code == 0 and steps == 3 and list(table["Calls"]) == list(reference["Calls"])
-    assert "hardware counters" not in run.out and ("rocpd failed" in run.out) == (summary == "failed")
-    if summary == "written":
-        names = read_kernel_stats(one_file(machine, "rocpd_kernels_summary.csv"))["Name"]
-        assert list(names) == list(read_kernel_stats(recording)["Name"])
+    assert "hardware counters" not in run.out and f"The table as a file: {machine.work}/out/kernels_of" in run.out
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
@@ -139,8 +129,8 @@ def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked
     machine.with_rocm("7.0")
     executable(machine.bin / "rocminfo", f"#!/bin/sh\necho '  Name:  {arch}'\n")
     run = machine.run("get_counters.sh", "--pmc", *asked, "--output", "out", FAKE_ARCH=arch)
-    log = f"the log: {machine.work}/out/log.txt"
-    assert run.code == 1 and run.err == f"get_counters.sh: error: the result lacks a part: {missing}; {log}\n"
+    assert run.code == 1 and f"error: the result lacks a part: {missing};" in run.err and run.err.count("\n") == 1
+    assert run.err.endswith(f"; the log: {machine.work}/out/log.txt\n")
     assert machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
     assert "Kernels of 3 steps" in run.out and one_file(machine, "kernels_of_the_steps.csv")
     table = run.out.partition("All that was counted")[2]
@@ -150,12 +140,9 @@ def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked
 def test_a_table_of_the_whole_run_is_not_called_one_of_the_steps(machine):
     """PyTorch's ranges may not reach the profiler."""
     run = machine.with_rocm("10.0").run("get_counters.sh", "--pmc", "SQ_WAVES", "--output", "out", FAKE_NO_RANGES="1")
-    assert run.code == 1
-    assert "the measured steps, which the recording does not name: kernels.csv is of the whole" in run.err
-    assert "Kernels of the whole run, warm-up included" in run.out
+    assert run.code == 0 and "Kernels of the whole run, warm-up included" in run.out
     assert "by hardware counters, mean of the whole run, warm-up included;" in run.out
     assert "triton_poi_autotuned_0" in set(read_kernel_stats(one_file(machine, "kernels.csv"))["Name"])
-    assert f"The table as a file: {machine.work}/out/kernels.csv\n" in run.out
 
 
 @pytest.mark.parametrize("script, recording", [
@@ -166,14 +153,14 @@ def test_a_recording_without_its_table_stays(machine, script, recording):
     failing = '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
     executable(machine.with_rocm("7.0").bin / "env", failing)
     run = machine.run(script, "--output", "out")
-    assert run.code == 1 and "the table of the kernels: profilers.hotspots ended with status 3" in run.err
+    assert run.code == 1 and "the table of the kernels (rocprofv3 or the program ended with status 3); try" in run.err
     assert machine.results() == ["out"] and one_file(machine, recording)
 
 
 # --- options of the profiler
 
 
-@pytest.mark.parametrize("script, lines", zip(OF_ROCPROFV3, (1, 1, 6, 7), strict=True))
+@pytest.mark.parametrize("script, lines", list(zip(OF_ROCPROFV3, (1, 1, 6, 7), strict=True)))
 def test_options_of_the_profiler_come_last(machine, script, lines):
     own, theirs = ["--learning-rate", "1e-3"], ["--kernel-include-regex", "rms norm"]
     count = ["--pmc"] if "counters" in script else []
@@ -191,7 +178,7 @@ def test_counting_some_kernels_alone(machine):
     assert run.code == 0 and "A run of each of 1 kernels, by hardware counters" in run.out
 
 
-@pytest.mark.parametrize("release", first_fast("7.1", "6.3"))
+@pytest.mark.parametrize("release", first_fast("7.1", "6.4"))
 def test_kernels_under_the_names_of_their_ranges(machine, release):
     """Which tells what a matrix product is for."""
     arguments = "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-rename"
@@ -223,14 +210,6 @@ def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
         monkeypatch.setenv("ROCPROF_SELECTED_REGIONS", value)
         profiler.show_ranges(SimpleNamespace(config=SimpleNamespace(compile=True), phases={}))
         assert len(calls) == len(value)
-
-
-@pytest.mark.parametrize("rank, recorded", [("1", True), ("2", False)])
-def test_recording_some_of_the_processes(machine, rank, recorded):
-    words = "--output", "out", "--", "--", "--profile-mpi-ranks", "0-1"
-    run = machine.with_rocm("7.2").run("get_hotspots.sh", *words, RANK=rank, WORLD_SIZE="4")
-    assert run.code == 0 and ("Kernels of 3 steps" in run.out) == recorded
-    assert (f"No recording of process {rank}, as it is none of --profile-mpi-ranks" in run.out) != recorded
 
 
 def test_an_option_that_this_release_lacks(machine):
@@ -322,14 +301,6 @@ def test_why_a_tool_cannot_be_used(machine, script):
     assert machine.results() == [] and machine.run(script, "--tool", "torch", "--dry-run").code == 0
 
 
-def test_no_permission_on_the_device(machine, monkeypatch):
-    monkeypatch.setenv("KFD_DEVICE", machine.with_rocm("7.0").env["KFD_DEVICE"])
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    told = rocm.obstacle_of(rocm.Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", (7, 0), ""), "rocm 7.0")
-    group = (machine.folder / "kfd").group()
-    assert f"has no permission on {machine.folder}/kfd" in told and f"usermod -aG {group} $USER" in told
-
-
 @pytest.mark.parametrize("release", ["6.4", "7.0"])
 def test_release_is_read_from_the_tool_without_a_version_file(machine, release):
     shutil.rmtree(machine.with_rocm(release).folder / "rocm" / ".info")
@@ -363,8 +334,8 @@ def test_ncu_measures_one_step(machine):
     nvtx, clocks = (command[command.index(option) + 1] for option in ("--nvtx-include", "--clock-control"))
     assert (nvtx, clocks) == ("step/", "none")
     assert " ".join(options) in " ".join(command).split("tiny_llama_v3.py")[0]
-    lines = (line.split() for line in run.out.splitlines() if line.endswith(("attention_kernel", "rmsnorm_kernel")))
-    attention, norm = lines
+    table = run.out.split("by hardware counters")[1].split("All that was counted")[0]
+    attention, norm = (line.split() for line in table.splitlines() if line.endswith("_kernel"))
     assert (attention[0], norm[0]) == ("60.0", "9.0")
     assert "40.5" in norm and "RMSNorm" in norm
 
@@ -377,30 +348,22 @@ def test_ncu_counts(machine):
     assert "Kernels of 3 steps" in run.out and "dram__bytes_read.sum" in run.out
 
 
-@pytest.mark.parametrize("complaint, reason", first_fast(
-    ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "the driver lets only an administrator read"),
-    ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "ncu cannot reach the GPU's counters"),
-    ("==WARNING== No kernels were profiled.", "ncu saw no kernel within a range named step"),
-))  # fmt: skip
-def test_without_permission_for_counters(machine, complaint, reason):
-    run = machine.with_nvidia().run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
-    assert run.code == 0 and f"Tool: torch.profiler from here on ({reason}" in run.out
-    assert "Kernels of 3 steps" in run.out
-    env = dict(FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
-    run = machine.run("get_rocprof_compute.sh", "--tool", "ncu", "--output", "out", **env)
-    assert run.code == 9 and reason in run.err and "out.failed" in machine.results()
-    run = machine.run("get_counters.sh", "--pmc", "--tool", "ncu", "--output", "counts", **env)
-    assert run.code == 1 and f"Missing: hardware counters: {reason}" in run.out
-    assert "Kernels of 3 steps" in run.out and (machine.work / "counts").exists()  # the kernels were recorded before
+def test_without_permission_for_counters(machine):
+    """The kernels' times are there, and the missing part is named with the remedy."""
+    machine.with_nvidia()
+    for script, option in (("get_rocprof_compute.sh", "--stage=4"), ("get_counters.sh", "--pmc")):
+        run = machine.run(script, option, FAKE_COMPLAINT="==ERROR== ERR_NVGPUCTRPERM", FAKE_STATUS="9")
+        assert run.code == 1 and "hardware counters (the driver lets only an administrator read GPU" in run.err
+        assert "Kernels of 3 steps" in run.out and not list(machine.work.rglob("ncu_raw.csv"))
 
 
-@pytest.mark.parametrize("arguments, code, told", [
-    (["--pmc", "--tool", "torch"], 2, "rocprofv3 (AMD) or ncu (NVIDIA)"), (["--tool", "ncu"], 2, "add --pmc"),
-    (["--pmc"], 0, "No hardware counters"),
+@pytest.mark.parametrize("arguments, told", [
+    (["--pmc"], "No hardware counters"), (["--pmc", "--tool", "torch"], "No hardware counters"), ([], "Results: "),
 ])  # fmt: skip
-def test_counters_need_a_tool_that_counts(machine, arguments, code, told):
+def test_counters_need_a_tool_that_counts(machine, arguments, told):
     run = machine.run("get_counters.sh", *arguments)
-    assert run.code == code and told in run.out + run.err and ("Kernels of 3 steps" in run.out) == (code == 0)
+    assert run.code == 0 and told in run.out and "Kernels of 3 steps" in run.out
+    assert ("No hardware counters" in run.out) == bool(arguments)
 
 
 # --- the session of the first exercise
@@ -452,8 +415,8 @@ def test_the_session_begins_with_the_program_which_refuses_wrong_options(machine
 def test_the_status_of_the_program_comes_back(machine, script):
     for rocm_status in (7, 1 if "compute" in script else 7):  # rocprof-compute has its own
         run = machine.run(script, "--output", "out", PROGRAM_STATUS="7")
-        assert run.code == rocm_status and run.err.count("\n") == 2
-        assert f"ended with status {rocm_status}; the log: {machine.work}/out.failed/log.txt" in run.err
+        assert run.code == rocm_status and run.err.count("\n") == 1
+        assert f"ended with status {rocm_status}" in run.err and f"; the log: {machine.work}/out.failed/" in run.err
         assert machine.results() == ["out.failed"]
         assert "tiny llama:" in (machine.work / "out.failed" / "log.txt").read_text()
         shutil.rmtree(machine.work / "out.failed")
@@ -474,19 +437,16 @@ def test_the_status_of_the_profiler_comes_back(machine, script, env, status, tol
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_exists_is_never_deleted(machine, script):
-    """Neither what a person made under the name of a failed result, nor an earlier result, good or failed."""
-    mine = machine.work / "out.failed" / "notes.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    (machine.work / "out_1.failed").symlink_to("nowhere")
-    run, failed = machine.run(script, "--output", "out", PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7"), "out_2.failed"
-    assert run.code == 7 and f"{failed}/log.txt\n" in run.err and f"is in {machine.work}/{failed}\n" in run.err
-    assert not (machine.work / failed / "INCOMPLETE").exists()
-    assert machine.run(script, "--output", "out").code == 0
-    assert machine.results() == ["out", "out.failed", "out_1.failed", "out_2.failed"] and mine.read_text() == "mine"
+    """Neither an earlier result, good or failed, nor what a person made under the name of a failed one."""
+    failing = dict(PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7")
+    for name in ("out.failed", "out"):
+        run = machine.run(script, "--output", "out", **failing)
+        assert run.code == 7 and run.err.endswith(f"; the log: {machine.work}/{name}/log.txt\n")
+        assert (machine.work / name / "INCOMPLETE").exists() == (name == "out")
     before = sorted(machine.work.rglob("*"))
     run = machine.run(script, "--output", "out")
-    assert run.code == 2 and "--output out exists" in run.err and sorted(machine.work.rglob("*")) == before
+    assert run.code == 2 and "/out exists and is not an empty folder" in run.err
+    assert sorted(machine.work.rglob("*")) == before and machine.results() == ["out", "out.failed"]
 
 
 def test_of_two_runs_that_want_a_folder_one_gets_it(machine):
@@ -527,11 +487,7 @@ def test_bad_options(machine, script, arguments, complaint):
 @pytest.mark.parametrize("rank, size", STARTED_BY)
 def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
     dry = "get_trace.sh", "--dry-run", "--output", "out"
-    for values in (("0", "two"), ("-1", "2"), ("0", "9" * 20)):
-        run = machine.run(*dry, **{rank: values[0], size: values[1]})
-        named = f"{rank}={values[0]} and {size}={values[1]} are not numbers: unset them"
-        assert run.code == 2 and named in run.err and run.err.count("\n") == 1
-    for values, folder in (("08", "010"), "rank_8"), (("0", "1"), "run"), (("0", ""), "run"):
+    for values, folder in (("08", "010"), "rank_8"), (("0", "1"), "run"), (("0", ""), "run"), (("0", "two"), "run"):
         run = machine.run(*dry, **{rank: values[0], size: values[1]})
         assert run.code == 0 and f"{machine.work}/out/{folder}" in run.out
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
@@ -580,7 +536,7 @@ def test_what_a_program_prints_arrives_as_it_is(machine):
     """A character may come in two pieces, and bytes that are none must not end the recording."""
     pieces = r"printf 'gr\303'; sleep 0.2; printf '\266\303\237e \377\n'; exit 3"
     executable(machine.bin / "program", f"#!/bin/sh\n{pieces}\n")
-    run = machine.run("get_trace.sh", "--output", "out")
+    run = machine.start("get_trace.sh", "--output", "out", LC_ALL="C.UTF-8")
     assert run.code == 3 and "größe \ufffd\n" in run.out
     assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
 
@@ -661,15 +617,10 @@ def test_each_release_takes_its_command_lines(machine, script, release):
     assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
 
 
-def test_rocm_6_2_lacks_what_is_used(machine):
-    """Why it is refused."""
-    for options in (["--runtime-trace"], ["--pmc", "SQ_WAVES"]):
-        assert rocprofv3_of(machine, "6.2", options) == 2 and rocprofv3_of(machine, "6.3", options) == 0
-
-
 @pytest.mark.parametrize("release, counters, library, system", [
-    ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("10.0", "rocpd", False, FORMATS),
-    ("7.0", "rocpd", True, "-H -D -T -P"), ("7.1", "rocpd", True, "-H -D -T -P"), ("7.14", "rocpd", False, FORMATS),
+    ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("7.14", "rocpd", False, FORMATS),
+    ("7.0", "rocpd", True, "-H -D -T -P"), ("7.2", "rocpd", True, "-H -D -T -P"),
+    ("7.12", "rocpd", False, "-H -D -T -P"),
 ])  # fmt: skip
 def test_what_each_release_is_asked_for(machine, release, counters, library, system):
     """A dry run without the tools prints what one with them does, which asks for their help."""
@@ -686,8 +637,6 @@ def test_what_each_release_is_asked_for(machine, release, counters, library, sys
     machine.with_rocm(release)
     assert printed() == absent
     assert f" --output-format {counters} -d " in absent["get_counters.sh"][0]
-    summarized = any(line.startswith("rocpd summary ") for line in absent["get_counters.sh"])
-    assert summarized == (as_numbers(release) >= (7, 1))
     assert (" --output-format csv pftrace rocpd -d " in absent["get_trace.sh"][0]) == (counters == "rocpd")
     assert ("--rocprofiler-sdk-library-path" in absent["get_rocprof_compute.sh"][0]) == library
     assert f"rocprof-sys-sample {system} " in absent["get_rocprof_sys.sh"][0]
