@@ -109,8 +109,7 @@ class Machine:
     def with_rocm(self, release, at="rocm"):
         """ROCm with its profilers, in a folder of this machine: by default where ROCM_PATH points to."""
         rocm = self.folder / at
-        rocpd = ["rocpd"] * (as_numbers(release) >= (7, 1))
-        self.with_tools(release, rocm, ["rocprofv3", "rocprof-compute", "rocprof-sys-sample", *rocpd])
+        self.with_tools(release, rocm, ["rocprofv3", "rocprof-compute", "rocprof-sys-sample"])
         own = rocm / "libexec" / "rocprofiler-compute"
         own.mkdir(parents=True)
         (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
@@ -118,8 +117,6 @@ class Machine:
         (rocm / "bin" / "rocprofv3_avail_module").mkdir()
         (rocm / "lib").mkdir()
         (rocm / "lib" / "librocprofiler-sdk.so").touch()
-        (self.bin / "locale").write_text("#!/bin/sh\nprintf '%s\\n' ${FAKE_LOCALES:-C C.utf8 en_US.utf8 POSIX}\n")
-        (self.bin / "locale").chmod(0o755)
         (self.folder / "kfd").touch()
         return self.with_torch_of(release)
 

@@ -1,4 +1,4 @@
-"""rocprof-sys-sample of ROCm 6.3 (0.1) to 7.2 (1.3), 7.14 (1.7), 10.0 (1.8) and 10.1 (1.9)."""
+"""rocprof-sys-sample of ROCm 6.4 (1.0) to 7.2 (1.3), 7.14 (1.7), 10.0 (1.8) and 10.1 (1.9)."""
 
 import os
 import signal
@@ -12,19 +12,14 @@ from tool import RELEASE, complain, finish
 MANY = 99
 # Options and the least and most values they take, which end with the next option or with --.
 OPTIONS = {
-    ("-T", "--trace"): (0, 1), ("-P", "--profile"): (0, 1), ("-F", "--flat-profile"): (0, 1), ("-H", "--host"): (0, 1),
-    ("-D", "--device"): (0, 1), ("-o", "--output"): (1, 2), ("-c", "--config"): (0, MANY), ("-f", "--freq"): (1, 1),
-    ("-w", "--wait"): (1, 1), ("-d", "--duration"): (1, 1), ("--cputime",): (0, MANY), ("--realtime",): (0, MANY),
-    ("-I", "--include"): (0, MANY), ("-E", "--exclude"): (0, MANY), ("-t", "--tids"): (1, MANY),
-    ("--cpus",): (0, MANY), ("--gpus",): (0, MANY), ("--process-freq",): (1, 1), ("--trace-file",): (1, 1),
-    ("--trace-buffer-size",): (1, 1), ("--trace-fill-policy",): (1, 1), ("-v", "--verbose"): (1, 1),
+    "-T": (0, 1), "-P": (0, 1), "-H": (0, 1), "-D": (0, 1), "-o": (1, 1), "-c": (0, MANY), "-f": (1, 1),
+    "--realtime": (0, MANY), "-I": (0, MANY), "-E": (0, MANY),
 }  # fmt: skip
 if RELEASE >= (7, 14):
-    OPTIONS |= {("--output-format",): (1, 4), ("-f", "--sampling-freq", "--freq"): (1, 1)}
-    del OPTIONS["-f", "--freq"]
+    OPTIONS["--output-format"] = (1, 4)
 FORMATS = {"proto", "rocpd", "json", "text", "txt"}
-BACKENDS = set("all kokkosp mpip ompt rcclp rocm amd-smi rocm-smi rocprofiler-sdk mutex-locks spin-locks".split())
-BOOLEANS = ("-T", "-P", "-F", "-H", "-D")
+BACKENDS = {"rocm", "amd-smi", "rcclp"}
+BOOLEANS = ("-T", "-P", "-H", "-D")
 
 
 def stop(message):
@@ -33,28 +28,26 @@ def stop(message):
 
 
 def parse(arguments):
-    """{short name: values} of the options."""
+    """{name: values} of the options."""
     given = {}
     while arguments:
         word = arguments.pop(0)
-        names, (least, most) = next((item for item in OPTIONS.items() if word in item[0]), (None, (0, 0)))
-        if names is None:
+        if word not in OPTIONS:
             stop(f"Unrecognized command line option '{word}'")
-        values = given[names[0]] = []
+        values = given[word] = []
         while arguments and not arguments[0].startswith("-"):
             values.append(arguments.pop(0))
+        least, most = OPTIONS[word]
         if not least <= len(values) <= most:
             stop(f"{word} takes {least} to {most} values, and got {values}")
-        if names[0] in ("-I", "-E") and not set(values) <= BACKENDS:
+        if word in ("-I", "-E") and not set(values) <= BACKENDS:
             stop(f"Invalid choice for {word}: {values}")
-        if names[0] in BOOLEANS and not set(values) <= {"on", "off", "true", "false", "0", "1"}:
+        if word in BOOLEANS and values:
             stop(f"{word} is on or off, not {values}")
     if not set(given.get("--output-format", [])) <= FORMATS:
         stop(f"Invalid choice for --output-format: {given['--output-format']}")
-    if "--output-format" in given and given.keys() & {"-T", "-P", "-F"}:
-        stop("Error! --output-format cannot be combined with --trace, --profile or --flat-profile")
-    if "-P" in given and "-F" in given:
-        stop("Error! '--profile' argument conflicts with '--flat-profile' argument")
+    if "--output-format" in given and given.keys() & {"-T", "-P"}:
+        stop("Error! --output-format cannot be combined with --trace or --profile")
     return given
 
 
@@ -75,38 +68,35 @@ def run(program):
 
 def main():
     arguments = sys.argv[1:]
-    if arguments == ["--help=all"] and RELEASE >= (7, 13):  # plain --help is a summary
-        print(*(name for names in OPTIONS for name in names), sep="\n")
-        return
     if "--" not in arguments:
         sys.exit(255)  # the whole line is taken for a command
     cut = arguments.index("--")
     given, program = parse(arguments[:cut]), arguments[cut + 1 :]
     complain()
     status = run(program)
-    output, *prefix = given.get("-o", [f"rocprofsys-{Path(program[0]).name}-output"])
+    (output,) = given["-o"]
     folder = Path(output, time.strftime("%Y-%m-%d_%H.%M"))
     if not os.environ.get("FAKE_NOTHING"):
-        write(folder, "".join(prefix), given)
+        write(folder, given)
     finish(status)
 
 
-def write(folder, prefix, given):
+def write(folder, given):
     folder.mkdir(parents=True)
-    (folder / f"{prefix}metadata-10470.json").write_text("{}")
+    (folder / "metadata-10470.json").write_text("{}")
     formats = given.get("--output-format", [])
-    profiled = given.keys() & {"-P", "-F"} or {"text", "txt"} & set(formats)
+    profiled = "-P" in given or {"text", "txt"} & set(formats)
     if profiled:
-        (folder / f"{prefix}wall_clock-10470.txt").write_text("REAL-CLOCK TIMER\n")
-        (folder / f"{prefix}sampling_percent-10470.txt").write_text("SAMPLING\n")
+        (folder / "wall_clock-10470.txt").write_text("REAL-CLOCK TIMER\n")
+        (folder / "sampling_percent-10470.txt").write_text("SAMPLING\n")
     if "-D" in given and profiled:
-        (folder / f"{prefix}sampling_gpu_power-10470.txt").write_text("GPU POWER\n")
+        (folder / "sampling_gpu_power-10470.txt").write_text("GPU POWER\n")
     database = RELEASE >= (10, 1) and not formats
     if "rocpd" in formats or database:
-        (folder / f"{prefix}rocpd-10470.db").write_bytes(b"SQLite")
+        (folder / "rocpd-10470.db").write_bytes(b"SQLite")
     if "-T" in given or "proto" in formats or not (profiled or formats or database):
         suffix = "pftrace" if RELEASE >= (10, 1) else "proto"
-        (folder / f"{prefix}perfetto-trace-10470.{suffix}").write_bytes(b"a trace for Perfetto")
+        (folder / f"perfetto-trace-10470.{suffix}").write_bytes(b"a trace for Perfetto")
 
 
 main()
