@@ -2,7 +2,6 @@
 
 import json
 import resource
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import pandas as pd
 import pytest
 
 import tiny_llama_v3 as llama
-from measure.command_line import Failure
-from profilers import compare, counters, hotspots, overhead, plot, readers, summary, timeline
+from profilers import compare, counters, hotspots, plot, readers, summary, timeline
 from profilers.readers import Unreadable, files, read_kernel_stats
 from tests.fakes import records
 from tests.fakes.machine import ALONE
@@ -350,25 +348,6 @@ def test_reports_state_the_peak_of_memory_that_was_recorded(session, capsys, tot
     assert hotspots.main([str(session)]) == 0
 
 
-# --- with the real program
-
-
-def test_overhead_of_a_real_profile(tmp_path, monkeypatch, capsys, python):
-    """On a CPU or a GPU: a plain run, then get_hotspots.sh through torch.profiler."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", python)
-    sizes = "--hidden-dim 32 --num-layers 1 --num-heads 2 --vocab-size 64 --batch-size 2 --seq-len 16 --num-steps 2"
-    arguments = ["--scripts", "get_hotspots.sh", "--output-dir", ".", "--", *sizes.split(), "--impl", "torch"]
-    assert overhead.main(arguments) == 0
-    result = json.loads(Path("overhead.json").read_text())
-    row = result["scripts"]["get_hotspots.sh"]
-    assert row["tool"].startswith("torch.profiler") and row["ms"] > 0 and result["plain"]["ms"] > 0
-    assert row["ratio"] == pytest.approx(row["ms"] / result["plain"]["ms"])
-    assert f"get_hotspots.sh: {row['ms']:.3f} ms a step" in capsys.readouterr().out
-    with pytest.raises(Failure, match="ended with 3: so it goes"):
-        overhead.time_command([sys.executable, "-c", "import sys; print('so it goes'); sys.exit(3)"])
-
-
 # --- Perfetto
 
 
@@ -442,13 +421,6 @@ def test_no_ceiling_limits_what_is_interpreted():
     assert "interpreter" in text and "| RMSNorm | 8.00 |\n" in text and "ceiling |" not in text
 
 
-def test_the_recorded_step_is_in_ms(tmp_path):
-    of_step = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "step"}
-    steps = [of_step | {"ts": ts, "dur": dur} for ts, dur in ((0, 8000), (9000, 4000), (19000, 3000))]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": steps}))
-    assert overhead.recorded_step_ms(tmp_path) == 4.0
-
-
 def test_operators_of_two_threads_count_both(tmp_path):
     """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
     rows = [("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4), ("aten::add", 1, 10, 3)]
@@ -458,11 +430,10 @@ def test_operators_of_two_threads_count_both(tmp_path):
 
 
 @pytest.mark.parametrize("module, arguments, file", [
-    (hotspots, "{0} --csv {0}/t.csv", "t.csv"), (overhead, "--output-dir {0}", "overhead.json"),
+    (hotspots, "{0} --csv {0}/t.csv", "t.csv"),
     (plot, "{0} --output {0}/new", "new/kernels.png"), (summary, "{0} --tool torch", "triton_analysis_summary.md"),
 ])  # fmt: skip
-def test_a_full_disk_leaves_no_half_file(session, monkeypatch, capsys, module, arguments, file):
-    monkeypatch.setattr(overhead, "measure", lambda *_: {"plain": {"ms": 1.0, "seconds": 1.0}, "scripts": {}})
+def test_a_full_disk_leaves_no_half_file(session, capsys, module, arguments, file):
     before, limits = sorted(session.rglob("*.*")), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
