@@ -23,7 +23,6 @@ from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_step_counters, read_step_stats
 
 KIB = 1024  # the unit of FETCH_SIZE and WRITE_SIZE
-MOST_COLUMNS = 20  # more are not printed; ncu counts hundreds
 
 
 def first_of(counters, *names):
@@ -95,12 +94,9 @@ def main(argv):
     derived = derive(counters, stats)
     order = derived["ns"].sort_values(ascending=False).index[: options.top]
     print_derived(derived, order, scope)
-    if len(counters.columns) > MOST_COLUMNS:
-        print(f"\n{len(counters.columns)} counters in all: they are in {options.profile}.")
-    else:
-        print("\nAll that was counted, means of a run:\n")
-        raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
-        print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
+    print("\nAll that was counted, means of a run:\n")
+    raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
+    print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
     return 0
 
 

@@ -27,9 +27,8 @@ from profilers import rocm
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60  # that the second Python may take
 NVIDIA = Path("/dev/nvidiactl")
-COMPILED = "every kernel compiles for it, none was run on it"
-KNOWN = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), COMPILED) | {"sm_90": "tested"}
-INSTALL = "make run installs it; on a cluster load its PyTorch module first, and make keeps that one"
+KNOWN = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), "every kernel compiles for it, none was run on it")
+KNOWN["sm_90"] = "tested"
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
 # What a second Python does. Each answer is a line of JSON, so that those before a crash are known.
@@ -44,7 +43,7 @@ for distribution in importlib.metadata.distributions():
     if any(str(file) == "triton/__init__.py" for file in distribution.files or ()):
         owners[distribution.metadata["Name"]] = distribution.version
 check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True).stdout
-tell(owners=owners, conflicts=[line for line in check.splitlines() if line.startswith("torch ")])
+tell(owners=owners, conflicts=[line for line in check.splitlines() if line.startswith("torch ") and "triton" in line])
 
 import torch
 tell(torch=torch.__version__)
@@ -112,7 +111,8 @@ def ask(questions, seconds=SECONDS):
 
 def probe_torch(answers, problem, build):
     if "torch" not in answers:
-        yield Finding("torch", FAIL, f"cannot be imported: {problem}", INSTALL)
+        remedy = "make run installs it; on a cluster load its PyTorch module first, and make keeps that one"
+        yield Finding("torch", FAIL, f"cannot be imported: {problem}", remedy)
         return
     text = f"{answers['torch']} for {build}"
     devices = [device for device in (rocm.kfd(), NVIDIA) if device.exists()]
@@ -153,13 +153,11 @@ def probe_gpu(answers, problem, build):
         yield Finding("gpu", WARN, "this PyTorch uses none", "exercises and tests run without one; times need a GPU")
     elif "gpus" not in answers:
         yield Finding("gpu", FAIL, f"PyTorch could not look for it: {problem}", "see dmesg, or ask the site")
-    elif not answers["gpus"] and driver.exists():
-        shown = "".join(f" ({name}={value})" for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES"))
-        remedy = "see access below; on a cluster srun --gpus=1; in a container --device=/dev/dri"
-        yield Finding("gpu", FAIL, f"PyTorch sees none, though there is {driver}{shown}", remedy)
     elif not answers["gpus"]:
-        remedy = "on a cluster start a job with a GPU; in a container pass the devices"
-        yield Finding("gpu", WARN, f"PyTorch sees none, and there is no {driver}", remedy)
+        level, there = (FAIL, "is there") if driver.exists() else (WARN, "is not there")
+        shown = "".join(f" ({name}={value})" for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES"))
+        remedy = "on a cluster start a job with a GPU: srun --gpus=1; in a container pass the devices"
+        yield Finding("gpu", level, f"PyTorch sees none, and {driver} {there}{shown}", remedy)
     for index, gpu in enumerate(answers.get("gpus", ())):
         gib = 2**30
         text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
@@ -176,7 +174,6 @@ def probe_gpu(answers, problem, build):
 
 def probe_profilers(answers, problem, build):
     """Those of this PyTorch's vendor, as the profiling scripts would take them."""
-    until = "until then --profile DIR uses PyTorch's profiler"
     if not build.startswith("rocm"):
         yield Finding("profilers", OK, f"PyTorch's, by --profile DIR; for counters: {shutil.which('ncu') or 'no ncu'}")
         return
@@ -185,7 +182,7 @@ def probe_profilers(answers, problem, build):
     for name in rocm.EXECUTABLES:
         tool = rocm.find(name)
         if reason := rocm.lack_of(tool) or rocm.mismatch_of(tool, build):
-            yield Finding("profilers", WARN, f"{name}: {reason}", until)
+            yield Finding("profilers", WARN, f"{name}: {reason}", "until then, --profile DIR uses PyTorch's profiler")
         else:
             yield Finding("profilers", OK, f"{name}: {tool.path}, ROCm {rocm.dotted(tool.release)}, {tool.why}")
 

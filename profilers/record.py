@@ -8,7 +8,6 @@ Each script has a function here, which takes a Recording with the tool chosen. -
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -18,22 +17,16 @@ if not __package__:
 
 from measure.command_line import Failure, exit_code_of, positive, program
 from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
-from profilers.rocm import core_of, rocm_path, root_of
+from profilers.rocm import ROCPD, core_of, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
 # on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses.
-CDNA_PASSES = (
+PASSES = (
     "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE",
     "FETCH_SIZE",
     "WRITE_SIZE TCC_HIT_sum TCC_MISS_sum",
     "MeanOccupancyPerCU",
     "VALUUtilization VALUBusy MfmaUtil",
-)
-RDNA_PASSES = (
-    "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS GRBM_COUNT GRBM_GUI_ACTIVE",
-    "FETCH_SIZE",
-    "WRITE_SIZE",
-    "OccupancyPercent",
 )
 NCU_METRICS = (
     "gpu__time_duration.sum",  # always counted: rates need it
@@ -47,8 +40,7 @@ NCU_METRICS = (
     "smsp__inst_executed.sum",
     "launch__registers_per_thread",
 )
-NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "LaunchStats")
-NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
+NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
 
 def compare_with(recording):
@@ -87,15 +79,6 @@ def get_hotspots(recording):
 # Hardware counters. Those that cannot be read are missing from the result, and the rest is kept.
 
 
-def default_passes():
-    """Return what this machine's GPU can count; without one, what gfx942 can."""
-    if not shutil.which("rocminfo"):
-        return CDNA_PASSES
-    listing = subprocess.run(["rocminfo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace").stdout
-    architecture = re.search("gfx[0-9a-f]*", listing)
-    return RDNA_PASSES if architecture and architecture[0].startswith("gfx1") else CDNA_PASSES
-
-
 def count_by_rocprofv3(recording, passes):
     """Run the program for each pass, with the ranges that mark its steps."""
     for number, names in enumerate(map(str.split, passes), 1):
@@ -113,11 +96,10 @@ def count_by_rocprofv3(recording, passes):
                 recording.miss(f"{' '.join(dropped)}: {known}")
 
 
-def count_by_ncu(recording, metrics=NCU_METRICS, *sections):
+def count_by_ncu(recording, metrics):
     """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
-    report, raw = recording.result / "ncu.ncu-rep", recording.result / "ncu_raw.csv"
+    report = recording.result / "ncu.ncu-rep"
     options = ["--nvtx", "--nvtx-include", "step/", "--clock-control", "none", "--print-kernel-base", "demangled"]
-    options += [word for name in sections for word in ("--section", name)]
     options += ["--metrics", ",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
     one_step = ["--num-steps", "1", "--warmup-steps", "1"]
@@ -126,22 +108,9 @@ def count_by_ncu(recording, metrics=NCU_METRICS, *sections):
     if recording.dry:
         recording.note(f"{shlex.join(table)} > ncu_raw.csv")
     elif not status:
-        with open(raw, "w") as file:
+        with open(recording.result / "ncu_raw.csv", "w") as file:
             subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, check=True)
     return status
-
-
-def measure_without_rocm(recording, arguments=(), metrics=NCU_METRICS, *sections):
-    """Record the kernels by torch.profiler and, if ncu can be used, counters in a second run."""
-    recording.profile_by_torch()
-    counted = recording.tool == "ncu" and not count_by_ncu(recording, metrics, *sections)
-    recording.report_kernels(*arguments)
-    if counted:
-        report_counters(recording)
-
-
-def report_counters(recording):
-    recording.attempt("the table of the counters", module_command("counters", recording.result))
 
 
 def get_counters(recording):
@@ -150,23 +119,24 @@ def get_counters(recording):
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        has_database = "--kernel-rename" not in recording.tool_arguments and recording.has_database()
+        has_database = "--kernel-rename" not in recording.tool_arguments and recording.rocm.release >= ROCPD
         options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
         recording.run_or_fail(recording.rocprofv3("kernels", *options))
         recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
         if counts:
-            count_by_rocprofv3(recording, passes or default_passes())
-        recording.report_kernels("--csv", result)
-        if counts:
-            report_counters(recording)
+            count_by_rocprofv3(recording, passes or PASSES)
     else:
-        measure_without_rocm(recording, ("--csv", result), " ".join(passes).split() or NCU_METRICS)
-        if counts and recording.tool == "torch":
+        recording.profile_by_torch()
+        if recording.tool == "ncu":
+            counts = not count_by_ncu(recording, " ".join(passes).split() or NCU_METRICS)
+        elif counts:
             recording.note(NO_COUNTERS)
-    tables = [*result.glob("kernels_of_the_steps.csv"), *result.glob("kernels.csv")]
-    recording.finish(
-        *(f"The table as a file: {table}" for table in tables), compare_with(recording), *recording.together
-    )
+            counts = False
+    recording.report_kernels("--csv", result)
+    if counts:
+        recording.attempt("the table of the counters", module_command("counters", result))
+    table = f"{result}/kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
+    recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -178,14 +148,11 @@ def get_rocprof_compute(recording):
         run_rocprof_compute(recording)
         return
     recording.start("rocprof_compute/profile")
-    measure_without_rocm(recording, (), NCU_METRICS, *NCU_SECTIONS)
-    if recording.tool == "ncu":
-        report = recording.result / "ncu.ncu-rep"
-        recording.finish(f"Open in Nsight Compute: ncu-ui {report}", f"As text: ncu --import {report} --page details")
-        return
+    recording.profile_by_torch()
+    recording.report_kernels()
     alone = shlex.join([python(), str(ROOT / "run_triton_profiling.py")])
     recording.finish(
-        "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU.",
+        "Times only: hardware counters need rocprof-compute on an AMD GPU, or get_counters.sh --pmc on an NVIDIA GPU.",
         f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {alone}",
     )
 
@@ -316,26 +283,17 @@ def run_rocprof_triton(recording):
     recording.record_timeline("basic")
     alone = str(result / "kernels_alone.json")
     recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
-    parts = "--- 2. to 4. Memory traffic, counters, roofline inputs"
     if recording.rocm:
-        recording.note(f"{parts}: a run for each group of counters")
-        passes = default_passes()
-        count_by_rocprofv3(recording, [*passes, *["MfmaFlops"] * ("Mfma" in " ".join(passes))])
-    elif recording.tool == "ncu":
-        recording.note(f"{parts}: the kernels of one step")
-        if count_by_ncu(recording):
-            recording.tool = "torch"
+        recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
+        count_by_rocprofv3(recording, [*PASSES, "MfmaFlops"])
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
     recording.attempt("the pictures", module_command("plot", result, alone))
     recording.attempt("the summary", module_command("summary", result, "--tool", recording.tool))
     summary = result / "triton_analysis_summary.md"
-    if not summary.exists():
-        recording.finish()
-        return
     # A link to the newest; a file of that name is kept.
     newest = result.parent / summary.name
-    if not recording.options.output and (newest.is_symlink() or not newest.exists()):
+    if summary.exists() and not recording.options.output and (newest.is_symlink() or not newest.exists()):
         newest.unlink(missing_ok=True)
         newest.symlink_to(summary.relative_to(result.parent))
         summary = newest
@@ -348,9 +306,9 @@ SCRIPTS = {  # function, tools in the order in which they are tried, steps of th
     "get_trace.sh": (get_trace, ("rocprofv3", "torch"), 10),
     "get_hotspots.sh": (get_hotspots, ("rocprofv3", "torch"), 10),
     "get_counters.sh": (get_counters, ("rocprofv3", "ncu", "torch"), 10),
-    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "ncu", "torch"), 1),
+    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "torch"), 1),
     "get_rocprof_sys.sh": (get_rocprof_sys, ("rocprof-sys", "torch"), 10),
-    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "ncu", "torch"), 10),
+    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "torch"), 10),
 }
 
 
@@ -366,7 +324,7 @@ def record(script, argv):
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
         tools = ("rocprofv3", "torch")  # ncu only counts
-    recording = Recording(script, tools, options, steps)
+    recording = Recording(tools, options, steps)
     try:
         function(recording)
     finally:

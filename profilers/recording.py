@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measure.command_line import Failure, Parser
+from measure.command_line import Failure, NothingRecorded, Parser
 from profilers import rocm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +34,8 @@ EXPLANATIONS = {
     r"Request exceeds the capabilities of the hardware": "too many counters for one pass: name fewer, or several --pmc",
     r"No HIP GPUs are available": "PyTorch sees no GPU. If it does without the profiler, two ROCm installations meet: "
     "load the one PyTorch was built for",
-    r"Unable to open /dev/kfd|/dev/kfd.*Permission denied": "no permission on /dev/kfd: join the groups render and "
-    "video, and log in again",
     r"ERR_NVGPUCTRPERM": "the driver lets only an administrator read GPU counters: run as root, or set "
     "NVreg_RestrictProfilingToAdminUsers=0",
-    r"rocprofv3_avail_module|rocprofiler-sdk avail module": "rocprof-compute finds no list of counters: install the "
-    "package rocprofiler-sdk of the same ROCm",
     r"package was not found|ModuleNotFoundError|does not meet version requirements": "a Python package is missing (see "
     "the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own",
     r"unrecognized arguments|Unrecognized command line option": "{tool} of this release has no such option: its own "
@@ -52,14 +48,6 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
-
-
-class Ended(Failure):
-    """Ends a recording with an exit code."""
-
-    def __init__(self, exit_code, message):
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def parser_of(script, tools, steps):
@@ -136,9 +124,6 @@ def suggestion(text, name, *arguments):
 
 def ncu_obstacle(build):
     """Return why ncu cannot be used, as the rest of a sentence with the remedy, or None."""
-    listing = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
-    if not listing or listing.returncode:
-        return "finds no NVIDIA GPU: nvidia-smi lists none"
     if not shutil.which("ncu"):
         return "is not installed or not on PATH (install Nsight Compute, or add CUDA's bin folder)"
     return None if build.startswith("cuda") else rocm.built_for(build)
@@ -151,7 +136,7 @@ class Recording:
     exists already is written over or deleted.
     """
 
-    def __init__(self, script, tools, options, steps):
+    def __init__(self, tools, options, steps):
         self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
         self.dry = options.dry_run
@@ -221,7 +206,7 @@ class Recording:
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"
-        if os.path.lexists(self.result) and (not self.result.is_dir() or any(self.result.iterdir())):
+        if self.result.is_dir() and any(self.result.iterdir()):
             raise Failure(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
         sizes = ["--batch-size", "8", "--seq-len", "128", "--num-steps", str(self.steps)]
@@ -250,7 +235,9 @@ class Recording:
 
     def fail(self, status, reason):
         self.set_aside()
-        raise Ended(status, f"{reason}; the log: {self.result}/log.txt")
+        failure = Failure(f"{reason}; the log: {self.result}/log.txt")
+        failure.exit_code = status
+        raise failure
 
     def miss(self, part):
         """Note that a part of the result is missing. The rest is kept and reported."""
@@ -265,7 +252,7 @@ class Recording:
         log, self.log = self.log, None
         self.note("\n".join(["", f"Results: {self.result}", *lines]))
         if self.missing:
-            raise Ended(1, f"the result lacks a part: {';'.join(self.missing)}; the log: {log}")
+            raise NothingRecorded(f"the result lacks a part: {';'.join(self.missing)}; the log: {log}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Running
@@ -340,13 +327,10 @@ class Recording:
         if not self.rocm:
             self.profile_by_torch("trace.json")
             return
-        formats = ["csv", "pftrace", *["rocpd"] * self.has_database()]
+        formats = ["csv", "pftrace", *["rocpd"] * (self.rocm.release >= rocm.ROCPD)]
         self.run_or_fail(self.rocprofv3(name, "--runtime-trace", "--stats", "--output-format", *formats))
         self.require("*_results.pftrace")
         self.require("*_kernel_stats.csv")
-
-    def has_database(self):
-        return self.rocm.release >= (7, 0)
 
     def report_kernels(self, *arguments):
         self.attempt("the table of the kernels", module_command("hotspots", self.result, *arguments))

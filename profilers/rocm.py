@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OLDEST = 6, 3  # the profilers of older releases lack options that are used here
+ROCPD = 7, 0  # the first release whose rocprofv3 can write a database
 ASSUMED = "10.0"  # in a dry run without ROCm
 SILENT = 6, 4  # the newest release whose rocprofv3 does not tell its own
 EXECUTABLES = {"rocprofv3": "rocprofv3", "rocprof-compute": "rocprof-compute", "rocprof-sys": "rocprof-sys-sample"}
@@ -95,12 +96,12 @@ def rocprofv3_beside(path):
 
 def release_of(path):
     """Return the release of the ROCm that the tool of this path belongs to."""
-    root, tool = root_of(path), rocprofv3_beside(path)
-    if root or not tool:
-        return version_in(root or rocm_path()) or SILENT
-    answer = subprocess.run([tool, "--version"], capture_output=True, stdin=subprocess.DEVNULL, text=True).stdout
+    if root := root_of(path):
+        return version_in(root)
+    command = [rocprofv3_beside(path) or "false", "--version"]
+    answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True).stdout
     told = re.search(r"^ *rocm_version: *(.*)", answer, re.MULTILINE)
-    return told and release_in(told[1]) or version_in(rocm_path()) or SILENT
+    return release_in(told[1]) if told else SILENT
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -137,8 +137,6 @@ class Machine:
 
     def with_nvidia(self):
         self.install(self.bin / "ncu", "ncu.py")
-        (self.bin / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA'\n")
-        (self.bin / "nvidia-smi").chmod(0o755)
         return self.with_torch(cuda="12.8")
 
     def run(self, script, *arguments, **env):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tool import complain, finish
 
-SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "LaunchStats")
 KERNELS = {"rmsnorm_kernel": 9_000, "flash_attention_kernel": 60_000}
 
 parser = argparse.ArgumentParser(prog="ncu", allow_abbrev=False)
@@ -17,7 +16,6 @@ parser.add_argument("--nvtx-include")
 parser.add_argument("--clock-control", choices=("base", "none", "reset"))
 parser.add_argument("--print-kernel-base", choices=("function", "demangled", "mangled"))
 parser.add_argument("--print-units", choices=("auto", "base"))
-parser.add_argument("--section", action="append", choices=SECTIONS, default=[])
 parser.add_argument("--metrics")
 parser.add_argument("-k", "--kernel-name")
 parser.add_argument("-c", "--launch-count", type=int)

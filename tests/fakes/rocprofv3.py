@@ -17,12 +17,12 @@ SWITCHES = {"stats": (6, 2), "kernel-rename": (6, 3), "selected-regions": (7, 0)
 SLOTS = {"SQ": 8, "TCC": 4, "GRBM": 2}  # of a pass, in each block of the hardware
 COUNTERS = {  # by the slots that each takes
     "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
-    "SQ SQ": "MeanOccupancyPerCU OccupancyPercent VALUUtilization", "SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
+    "SQ SQ": "MeanOccupancyPerCU VALUUtilization", "SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
     "GRBM": "GRBM_COUNT GRBM_GUI_ACTIVE", "TCC": "TCC_HIT_sum TCC_MISS_sum", "TCC TCC": "WRITE_SIZE",
     "TCC TCC TCC": "FETCH_SIZE",
 }  # fmt: skip
 SLOTS_OF = {name: slots.split() for slots, names in COUNTERS.items() for name in names.split()}
-ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}, "gfx1201": {"OccupancyPercent"}}
+ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}}
 
 
 def make_parser():

@@ -79,7 +79,7 @@ def test_torch_is_built_for_this_machine(here, devices, build, level, told):
     ("gpu", {"gpus": [GPU | {"free": 95 * 2**30}]}, "WARN", "95 of 192 GiB free: someone else uses it"),
     ("gpu", {"gpus": [GPU | {"free": 96 * 2**30}]}, "OK", "96 of 192"),
     ("gpu", {"build": "cpu", "gpus": []}, "WARN", "this PyTorch uses none"),
-    ("gpu", {"gpus": []}, "WARN", "PyTorch sees none, and there is no /"),
+    ("gpu", {"gpus": []}, "WARN", "PyTorch sees none, and /"),
     ("gpu", {"until": "gpus"}, "FAIL", "PyTorch could not look for it: exit status 1: boom"),
     ("kernel", {}, "OK", "RMSNorm ran on the GPU: error 9.0e-06, first run 2.0 s"),
     ("kernel", {"build": "cpu", "gpus": []}, "OK", "in Triton's interpreter"),
@@ -105,7 +105,7 @@ def test_a_gpu_that_pytorch_does_not_see(here, monkeypatch):
     (here / "kfd").touch()
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     ((level, text, _),) = diagnose("gpu", gpus=[])
-    assert level == "FAIL" and text.endswith(f"there is {here}/kfd (HIP_VISIBLE_DEVICES=)")
+    assert level == "FAIL" and text.endswith(f"{here}/kfd is there (HIP_VISIBLE_DEVICES=)")
 
 
 def test_access(here, monkeypatch):

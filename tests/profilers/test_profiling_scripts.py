@@ -64,11 +64,8 @@ def test_runs_with_rocm(machine, script, release):
 def test_hotspots_rank_the_kernels_of_the_steps(machine, release):
     run = machine.with_rocm(release).run("get_hotspots.sh")
     assert one_file(machine, "hotspots_kernel_stats.csv") and OF_THE_STEPS.search(run.out)
-    ranked = re.findall(r"^ *([\d.]+) %  +[\d.]+ +(\d+) +[\d.]+  (.*?)  +(\S+)", run.out, re.M)
-    shares = [float(share) for share, *_ in ranked]
-    assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(100, abs=0.5)
-    assert ranked[0][1:3] == ("6", "matrix product")
-    assert ranked[1][2:] == ("attention backward", "flash_attention_backward_kernel")
+    ranked = re.findall(r"^ *[\d.]+ %  +[\d.]+ +(\d+) +[\d.]+  (.*?)  +\S+", run.out, re.M)
+    assert ranked[:2] == [("6", "matrix product"), ("2", "attention backward")]
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
@@ -123,11 +120,9 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN};MfmaUtil: {UNKNOWN}", "VALUBusy"),
-    ("gfx1201", [], f"OccupancyPercent: {UNKNOWN}", "WRITE_SIZE"),
 ])  # fmt: skip
 def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked, missing, counted):
     machine.with_rocm("7.0")
-    executable(machine.bin / "rocminfo", f"#!/bin/sh\necho '  Name:  {arch}'\n")
     run = machine.run("get_counters.sh", "--pmc", *asked, "--output", "out", FAKE_ARCH=arch)
     assert run.code == 1 and f"error: the result lacks a part: {missing};" in run.err and run.err.count("\n") == 1
     assert run.err.endswith(f"; the log: {machine.work}/out/log.txt\n")
@@ -187,13 +182,6 @@ def test_kernels_under_the_names_of_their_ranges(machine, release):
     kernels, counted = run.out.split("by hardware counters")
     assert re.search(r"^Kernels of 3 steps.* in 19 calls of 2 kernels$", kernels, re.M)
     assert re.search(r"^ *[\d.]+ +other +backward$", counted, re.M)  # with a time: of the same name
-
-
-def test_the_chip_decides_what_is_counted(machine):
-    machine.with_rocm("7.0")
-    executable(machine.bin / "rocminfo", "#!/bin/sh\necho '  Name:  gfx1100'\n")
-    run = machine.run("get_counters.sh", "--pmc", "--dry-run")
-    assert run.code == 0 and "OccupancyPercent" in run.out and "TCC_HIT_sum" not in run.out and "Mfma" not in run.out
 
 
 def test_recording_the_measured_steps_alone(machine):
@@ -268,15 +256,6 @@ def test_a_tool_chosen_by_its_path(machine, given):
     assert run.out.startswith(f"Tool: rocprofv3 of ROCm 6.4: {tool}, named by --tool-path\n")
 
 
-@pytest.mark.parametrize("words, complaint", [
-    (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprofv3: give its file, or the folder"),
-    (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),
-])  # fmt: skip
-def test_a_tool_path_that_leads_nowhere(machine, words, complaint):
-    run = machine.with_rocm("7.2").run("get_trace.sh", *words)
-    assert run.code == 2 and complaint in run.err and run.err.count("\n") == 1 and machine.results() == []
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_why_a_tool_cannot_be_used(machine, script):
     """One that was asked for is not replaced; without a wish torch.profiler takes its place, and says why first."""
@@ -325,36 +304,29 @@ def test_torch_profiler_takes_its_place(machine, script):
     assert (script == "get_rocprof_sys.sh") == bool(list(machine.work.rglob("host_profile.pstats")))
 
 
-def test_ncu_measures_one_step(machine):
+@pytest.mark.parametrize("asked, count", [([], 10), (["dram__bytes_read.sum"], 2)])
+def test_ncu_counts_in_one_step(machine, asked, count):
     options = ["--kernel-name", "rmsnorm_kernel", "--launch-count", "3"]
-    run = machine.with_nvidia().run("get_rocprof_compute.sh", "--output", "out", "--", "--", *options)
-    assert run.code == 0 and run.out.startswith("Tool: ncu, NVIDIA Nsight Compute (rocprof-compute is not installed")
+    run = machine.with_nvidia().run("get_counters.sh", "--pmc", *asked, "--output", "out", "--", "--", *options)
+    assert run.code == 0 and run.out.startswith("Tool: ncu, NVIDIA Nsight Compute (rocprofv3 is not installed")
     (command,) = [words for words in run.commands if words[0] == "ncu"]
     assert command[-4:] == ["--num-steps", "1", "--warmup-steps", "1"]
-    nvtx, clocks = (command[command.index(option) + 1] for option in ("--nvtx-include", "--clock-control"))
-    assert (nvtx, clocks) == ("step/", "none")
-    assert " ".join(options) in " ".join(command).split("tiny_llama_v3.py")[0]
-    table = run.out.split("by hardware counters")[1].split("All that was counted")[0]
-    attention, norm = (line.split() for line in table.splitlines() if line.endswith("_kernel"))
-    assert (attention[0], norm[0]) == ("60.0", "9.0")
-    assert "40.5" in norm and "RMSNorm" in norm
-
-
-def test_ncu_counts(machine):
-    run = machine.with_nvidia().run("get_counters.sh", "--pmc", "dram__bytes_read.sum", "--output", "out")
-    (command,) = [words for words in run.commands if words[0] == "ncu"]
-    assert run.code == 0
-    assert command[command.index("--metrics") + 1] == "dram__bytes_read.sum,gpu__time_duration.sum"
-    assert "Kernels of 3 steps" in run.out and "dram__bytes_read.sum" in run.out
+    line = shlex.join(command)
+    assert " --nvtx-include step/ --clock-control none " in line and f" {shlex.join(options)} {machine.bin}" in line
+    metrics = command[command.index("--metrics") + 1].split(",")
+    assert len(metrics) == count and {"gpu__time_duration.sum", "dram__bytes_read.sum"} <= set(metrics)
+    kernels, counted = run.out.split("by hardware counters")
+    assert "Kernels of 3 steps" in kernels
+    rows = [row.split() for row in counted.partition("All that")[0].splitlines() if row.endswith("_kernel")]
+    assert [row[0] for row in rows] == ["60.0", "9.0"] and "RMSNorm" in rows[1]
 
 
 def test_without_permission_for_counters(machine):
     """The kernels' times are there, and the missing part is named with the remedy."""
-    machine.with_nvidia()
-    for script, option in (("get_rocprof_compute.sh", "--stage=4"), ("get_counters.sh", "--pmc")):
-        run = machine.run(script, option, FAKE_COMPLAINT="==ERROR== ERR_NVGPUCTRPERM", FAKE_STATUS="9")
-        assert run.code == 1 and "hardware counters (the driver lets only an administrator read GPU" in run.err
-        assert "Kernels of 3 steps" in run.out and not list(machine.work.rglob("ncu_raw.csv"))
+    complaint = dict(FAKE_COMPLAINT="==ERROR== ERR_NVGPUCTRPERM", FAKE_STATUS="9")
+    run = machine.with_nvidia().run("get_counters.sh", "--pmc", **complaint)
+    assert run.code == 1 and "hardware counters (the driver lets only an administrator read GPU" in run.err
+    assert "Kernels of 3 steps" in run.out and not list(machine.work.rglob("ncu_raw.csv"))
 
 
 @pytest.mark.parametrize("arguments, told", [
@@ -369,12 +341,10 @@ def test_counters_need_a_tool_that_counts(machine, arguments, told):
 # --- the session of the first exercise
 
 
-@pytest.mark.parametrize("tool", ["ncu", *first_fast("rocprofv3", "torch")])
+@pytest.mark.parametrize("tool", ["rocprofv3", "torch"])
 def test_session_of_the_first_exercise(machine, tool):
     if tool == "rocprofv3":
         machine.with_rocm("6.4")
-    elif tool == "ncu":
-        machine.with_nvidia()
     assert machine.run("run_rocprof_triton.sh").code == 0
     folder = machine.work / "rocprof_results"
     summary = folder / "triton_analysis_summary.md"
@@ -383,8 +353,8 @@ def test_session_of_the_first_exercise(machine, tool):
     assert summary.is_symlink() and text == session.read_text() and len(list(session.parent.glob("*.png"))) == 3
     for heading in ("Kernel launch overhead", "Memory bandwidth", "GPU utilisation", "Roofline inputs"):
         assert f"\n## {heading}\n" in text
-    assert "kernels a step, in 19 launches" in text or tool != "rocprofv3"
-    assert ("from the bytes counted at the memory" in text) == (tool != "torch")
+    assert "kernels a step, in 19 launches" in text or tool == "torch"
+    assert ("from the bytes counted at the memory" in text) == (tool == "rocprofv3")
     assert ("Counted in the training run, matrix units alone" in text) == (tool == "rocprofv3")
     summary.unlink()  # a link to the newest; a person's file of that name is kept
     summary.write_text("mine")
@@ -392,15 +362,12 @@ def test_session_of_the_first_exercise(machine, tool):
     assert run.code == 0 and f"The summary: {folder}/session_" in run.out and summary.read_text() == "mine"
 
 
-@pytest.mark.parametrize("vendor", first_fast("nvidia", "amd"))
-def test_session_without_some_of_its_counters(machine, vendor):
+def test_session_without_some_of_its_counters(machine):
     """What there is becomes a summary, in the place that it has otherwise."""
-    machine.with_rocm("7.0") if vendor == "amd" else machine.with_nvidia()
-    env = {"FAKE_ARCH": "gfx908"} if vendor == "amd" else {"FAKE_COMPLAINT": "==ERROR== ERR_NVGPUCTRPERM"}
-    run = machine.run("run_rocprof_triton.sh", **env)
+    run = machine.with_rocm("7.0").run("run_rocprof_triton.sh", FAKE_ARCH="gfx908")
     summary = machine.work / "rocprof_results" / "triton_analysis_summary.md"
     assert run.code == 1 and "the result lacks a part" in run.err and f"The summary: {summary}\n" in run.out
-    assert ("from the bytes counted at the memory" in summary.read_text()) == (vendor == "amd")
+    assert "from the bytes counted at the memory" in summary.read_text()
 
 
 def test_the_session_begins_with_the_program_which_refuses_wrong_options(machine):
@@ -457,11 +424,7 @@ def test_of_two_runs_that_want_a_folder_one_gets_it(machine):
     assert sum("--output" in error for error in errors) == 3
 
 
-def test_a_failed_result_that_cannot_be_renamed_stays_incomplete(machine):
-    name = "out" + "t" * 250
-    run = machine.run("get_trace.sh", "--output", name, PROGRAM_STATUS="7")
-    assert run.code == 7 and f"; the log: {machine.work}/{name}/log.txt\n" in run.err
-    assert machine.results() == [name] and {"INCOMPLETE", "log.txt"} <= {*os.listdir(machine.work / name)}
+def test_a_result_that_cannot_be_written(machine):
     (machine.work / "file").touch()
     run = machine.run("get_trace.sh", "--output", "file/out")
     assert run.code == 2 and "cannot be written to" in run.err
@@ -472,6 +435,8 @@ def test_a_failed_result_that_cannot_be_renamed_stays_incomplete(machine):
     (["--output"], "--output: expected one argument"), (["--stage", "--dry-run"], "--stage: expected one argument"),
     (["--stage", "four"], "--stage: invalid int value: 'four'"), (["--stage", "9"], "--stage: invalid choice: 9"),
     (["--tool", "nsys"], "--tool: invalid choice: 'nsys'"),
+    (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprof"),
+    (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),
     (["--", "--use-amp", "--", "--kernel-rename"], 'no options of its own: leave out "--kernel-rename"'),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -607,39 +572,24 @@ def rocprofv3_of(machine, release, options):
     return subprocess.run([tool, *options, "--", "true"], cwd=machine.work, capture_output=True).returncode
 
 
-@pytest.mark.parametrize("release", ALL_RELEASES)
-@pytest.mark.parametrize("script", OF_ROCPROFV3)
-def test_each_release_takes_its_command_lines(machine, script, release):
-    count = ["--pmc"] if script == "get_counters.sh" else []
-    run = machine.run(script, "--dry-run", "--tool", "rocprofv3", *count, ROCM_VERSION=release)
-    assert run.out.startswith(f"Tool: rocprofv3 of ROCm {release}: rocprofv3, which is not installed here\n")
-    lines = [words[1 : words.index("--")] for words in run.commands if words[0] == "rocprofv3"]
-    assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
-
-
 @pytest.mark.parametrize("release, counters, library, system", [
     ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("7.14", "rocpd", False, FORMATS),
     ("7.0", "rocpd", True, "-H -D -T -P"), ("7.2", "rocpd", True, "-H -D -T -P"),
     ("7.12", "rocpd", False, "-H -D -T -P"),
 ])  # fmt: skip
 def test_what_each_release_is_asked_for(machine, release, counters, library, system):
-    """A dry run without the tools prints what one with them does, which asks for their help."""
+    """A dry run needs no tool: the release decides."""
 
-    def printed():
-        tools = {name: TOOLS[name] for name in SCRIPTS if name not in ("get_hotspots.sh", "run_rocprof_triton.sh")}
-        return {
-            name: [shlex.join(words) for words in machine.run(
-                name, "--dry-run", "--tool", tool, "--output", "out", ROCM_VERSION=release).commands]
-            for name, tool in tools.items()
-        }  # fmt: skip
+    def line(script):
+        run = machine.run(script, "--dry-run", "--tool", TOOLS[script], "--output", "out", ROCM_VERSION=release)
+        tool = "rocprof-sys-sample" if "sys" in script else TOOLS[script]
+        assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm {release}: {tool}, which is not installed here\n")
+        return shlex.join(run.commands[0])
 
-    absent = printed()
-    machine.with_rocm(release)
-    assert printed() == absent
-    assert f" --output-format {counters} -d " in absent["get_counters.sh"][0]
-    assert (" --output-format csv pftrace rocpd -d " in absent["get_trace.sh"][0]) == (counters == "rocpd")
-    assert ("--rocprofiler-sdk-library-path" in absent["get_rocprof_compute.sh"][0]) == library
-    assert f"rocprof-sys-sample {system} " in absent["get_rocprof_sys.sh"][0]
+    assert f" --output-format {counters} -d " in line("get_counters.sh")
+    assert (" --output-format csv pftrace rocpd -d " in line("get_trace.sh")) == (counters == "rocpd")
+    assert ("--rocprofiler-sdk-library-path" in line("get_rocprof_compute.sh")) == library
+    assert f"rocprof-sys-sample {system} " in line("get_rocprof_sys.sh")
 
 
 # --- the guide
@@ -654,17 +604,6 @@ def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
         lacking = {"rocpd"} if as_numbers(release) < (7, 0) else set()
         lacking |= {"--att"} if as_numbers(release) < (7, 13) else set()  # without a decoder
         assert bool(status) == bool(lacking & set(words)), words
-
-
-def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):
-    scripts = "./get_counters", "./get_hotspots", "./get_trace"
-    lines = [shlex.split(line) for line in TYPED if line.startswith(scripts)]
-    assert len(lines) == 2 and all(words.count("--") == 2 for words in lines)
-    for script, *options in lines:
-        run = machine.run(script[2:], "--dry-run", "--tool", "rocprofv3", *options)
-        assert run.code == 0
-        for words in run.commands:
-            assert words[0] != "rocprofv3" or rocprofv3_of(machine, "7.0", words[1 : words.index("--")]) == 0
 
 
 def test_what_is_typed_by_hand_is_reported_alike(machine):

@@ -105,8 +105,7 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
 
 def test_a_kernel_chosen_by_its_name(machine):
     run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", "-k", "rmsnorm_kernel")
-    profile = profile_of(run)
-    assert profile[profile.index("--") - 2 : profile.index("--")] == ["-k", "rmsnorm_kernel"]
+    assert " -k rmsnorm_kernel -- " in shlex.join(profile_of(run))
     assert "rmsnorm_kernel: 100.0% of the time" in run.out and len(analyses_of(run)) == 2
 
 
@@ -151,8 +150,6 @@ def test_paths_that_lead_elsewhere(machine):
 @pytest.mark.parametrize("complaint, reason", [
     ("ERROR Cannot find a supported arch in rocminfo: gfx1100", "does not support this GPU"),
     ("RuntimeError: No HIP GPUs are available", "two ROCm installations"),
-    ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
-    ("ERROR Failed to import rocprofiler-sdk avail module.", "install the package rocprofiler-sdk of the same ROCm"),
     ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
     ("[ERROR] The 'astunparse==1.6.2' distribution does not meet version requirements", "requirements.txt"),
 ])  # fmt: skip
