@@ -8,7 +8,6 @@ die() {
     exit "${2:-2}"
 }
 
-pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another one"
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3

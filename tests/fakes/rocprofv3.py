@@ -13,7 +13,7 @@ import records
 from tool import RELEASE, complain, finish
 
 TRACES = ("runtime-trace", "kernel-trace", "marker-trace", "memory-copy-trace")
-SWITCHES = {"stats": (6, 2), "kernel-rename": (6, 3), "selected-regions": (7, 0), "att": (7, 0)}  # since when
+SWITCHES = {"stats": (6, 2), "kernel-rename": (6, 3), "att": (7, 0)}  # since when
 SLOTS = {"SQ": 8, "TCC": 4, "GRBM": 2}  # of a pass, in each block of the hardware
 COUNTERS = {  # by the slots that each takes
     "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
@@ -76,9 +76,6 @@ def write(options, traced, counters, program):
         api_calls=run.api_calls if bundle else [],
         copies=run.copies if bundle or "memory-copy-trace" in traced else [],
     )
-    if getattr(options, "selected_regions", None):  # the program calls roctxProfilerResume after the warm-up
-        begin = min(r.start for r in run.ranges)
-        seen = records.Run(*([r for r in part if r.start >= begin] for part in seen))
     if not any(seen):
         return
     if "csv" in formats:

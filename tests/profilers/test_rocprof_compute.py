@@ -68,27 +68,10 @@ def test_dry_run_prints_what_a_run_executes(machine, release):
     assert planned == wet.commands and len(planned) == 3 and profile_of(wet)[-2:] == ["--warmup-steps", "2"]
 
 
-@pytest.mark.parametrize("words", [["--kernels"], ["--kernels", "few"], ["--kernels", "0"]])
-def test_how_many_kernels(machine, words):
-    run = machine.run("get_rocprof_compute.sh", *words)
-    assert run.code == 2 and run.err.count("\n") == 1 and "--kernels: " in run.err
-
-
 # --- what the tool wants of the machine
 
 
-@pytest.mark.parametrize("release, given", [("7.12", False), ("7.1", True), *first_fast(("7.0", True), ("6.4", False))])
-def test_releases_that_look_in_opt_rocm_are_told_where_theirs_is(machine, release, given):
-    rocm = machine.with_rocm(release).folder / "rocm"
-    machine.env["PATH"] += f":{rocm}/bin"
-    del machine.env["ROCM_PATH"]
-    run = run_script(machine)
-    library = f"--rocprofiler-sdk-library-path {rocm}/lib/librocprofiler-sdk.so"
-    assert run.code == 0 and (library in shlex.join(profile_of(run))) == given
-    assert ("--rocprofiler-sdk-library-path" in profile_of(run)) == given
-
-
-@pytest.mark.parametrize("release", first_fast("7.1", "7.12"))
+@pytest.mark.parametrize("release", ["7.1", "7.12"])
 def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
     machine.with_rocm(release)
     (machine.folder / "rocm").rename(machine.folder / "rocm-new")
@@ -98,6 +81,8 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
         path.rmdir()
     run = run_script(machine.with_torch(hip="6.4.1"))
     assert run.code == 0 and run.out.startswith(f"Tool: rocprof-compute of ROCm {release}: {machine.bin}/")
+    library = f"--rocprofiler-sdk-library-path {machine.folder}/rocm-new/lib/librocprofiler-sdk.so"
+    assert (library in shlex.join(profile_of(run))) == (release == "7.1")
 
 
 # --- options
