@@ -119,14 +119,8 @@ class Project:
         }
 
     def execute(self, *command, cwd=None, **env):
-        return subprocess.run(
-            command,
-            cwd=cwd or self.root,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        pipes = dict(capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=cwd or self.root, env=self.env | env, **pipes)
 
     def make(self, *goals, python, torch_index=""):
         return self.execute("make", *goals, f"PYTHON={python}", f"TORCH_INDEX={torch_index}")
@@ -318,7 +312,6 @@ def test_torch_is_the_one_for_the_release_of_rocm(project, tmp_path, asked, inst
 
     torch, of_amd = f"torch{TESTED_TORCH}", f"torch[{devices}]{TESTED_TORCH}"
     assert asked_for("") == (index, (of_amd if index == AMD else torch) + others)
-    assert asked_for("https://example.org/whl") == ("https://example.org/whl", torch)
     nightly = "https://rocm.nightlies.amd.com/whl-multi-arch/"
     assert asked_for(nightly) == (nightly, of_amd)
 
@@ -396,7 +389,6 @@ def test_moved_checkout_is_set_up_anew_and_the_old_environment_renamed(project, 
     done = project.make("run", python=bare)
     assert done.returncode == 0 and "The .venv that was here is now .venv.old: delete it if" in done.stdout
     assert (project.root / ".venv.old" / "mine").exists() and not (project.venv / "mine").exists()
-    assert str(project.venv) in project.execute(project.venv / "bin/pip", "--version").stdout
     assert project.pip_install("numpy").returncode == 0
 
 
@@ -435,13 +427,9 @@ def test_the_environment_is_not_executed(project, bare, code):
 
 
 def test_what_is_missing_is_said_in_a_line(project, bare, tmp_path):
-    text = "tiny_llama_v3 needs numpy and torch, and numpy is missing: make run, or pip install numpy torch"
-    for arguments, told in (
-        (["tiny_llama_v3.py"], [text]),
-        (["-c", "import nanogpt_triton"], ["Traceback (most recent call last):", f"ModuleNotFoundError: {text}"]),
-    ):
-        done = project.execute(bare, *arguments, cwd=ROOT)
-        assert done.returncode == 1 and [line for line in done.stderr.splitlines() if line[0] != " "] == told
+    done = project.execute(bare, "tiny_llama_v3.py", cwd=ROOT)
+    text = "tiny_llama_v3 needs numpy and torch, and numpy is missing: make run, or pip install numpy torch\n"
+    assert (done.returncode, done.stderr) == (1, text)
     (tmp_path / "ensurepip.py").write_text("raise ImportError")
     project.env["PYTHONPATH"] = str(tmp_path)
     done = project.make("run", python=bare)

@@ -1,14 +1,13 @@
 """rocprof-compute: profile and analyze of ROCm 6.4 (3.1) to 7.2 (3.4), 7.12 (3.5) to 10.1 (3.9)."""
 
 import argparse
-import csv
-import gzip
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 from records import KERNELS
 from tool import RELEASE, complain
 
@@ -39,9 +38,7 @@ def make_parser():
     profile.add_argument("--roof-only", action="store_true")
     profile.add_argument("-k", "--kernel", nargs="+", default=[])
     profile.add_argument("-b", "--block", nargs="+", default=[])
-    if RELEASE >= (10, 0):
-        profile.add_argument("--overwrite", action="store_true")
-    profile.set_defaults(set=None, overwrite=False)
+    profile.set_defaults(set=None)
     if RELEASE >= (7, 1):
         profile.add_argument("--set")
     if RELEASE >= (7, 12):
@@ -89,13 +86,9 @@ def profile(options, program):
     # Without -- the first word is dropped, and the message is the same.
     if RELEASE < (7, 0) and not (program and os.path.isfile(program[0])):
         fail(f"Your command {' '.join(program[:1])} doesn't point to a executable. Please verify.")
-    if not program:
-        fail("Profiling command required. Pass application executable after -- at the end of options.")
     complain()
     folder = Path("workloads", options.name, "MI300X_A1")
     folder.mkdir(parents=True, exist_ok=True)
-    if RELEASE >= (10, 0) and any(folder.iterdir()) and not options.overwrite:
-        fail(f"Workload directory {folder} is not empty: pass --overwrite")
     (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
     words = " ".join(program).split()
     for _ in range(PASSES):
@@ -109,20 +102,17 @@ def profile(options, program):
         write_counters(folder / (f"{name}.gz" if RELEASE >= (10, 1) else name), options.kernel, warmup_steps + 1)
     if not options.no_roof:
         (folder / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
-        if RELEASE < (7, 13):
-            (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
 
 
 def write_counters(path, wanted, steps):
     launches = [(WEIGHTS_KERNEL, 2_000_000)] * 2
     for name, (count, ns) in KERNELS.items():
         launches += [(name, ns)] * count * steps
-    launches = [(name, ns) for name, ns in launches if not wanted or any(part in name for part in wanted)]
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", "SQ_WAVES"])
-        for number, (name, ns) in enumerate(launches):
-            writer.writerow([number, 0, name, 1_000_000 * number, 1_000_000 * number + ns, 64])
+    table = pd.DataFrame(launches, columns=["Kernel_Name", "ns"])
+    table = table[[not wanted or any(part in name for part in wanted) for name in table["Kernel_Name"]]]
+    start = 1_000_000 * table.index
+    table = table.assign(Dispatch_ID=table.index, Start_Timestamp=start, End_Timestamp=start + table["ns"])
+    table.drop(columns="ns").to_csv(path, index=False)
 
 
 # --- analyze
@@ -135,10 +125,9 @@ def analyze(options):
     recorded = sorted([*folder.glob("pmc_perf.csv"), *folder.glob("results_*.csv*")])
     if not recorded:
         fail("[analysis] No profiling data found.")
-    with (gzip.open if recorded[0].suffix == ".gz" else open)(recorded[0], "rt", newline="") as file:
-        dispatches = list(csv.DictReader(file))
+    dispatches = pd.read_csv(recorded[0])
     if options.dispatch:
-        dispatches = [dispatches[number] for number in options.dispatch]
+        dispatches = dispatches.iloc[options.dispatch]
     kernels = write_statistics(folder, dispatches)
     for number in options.kernel:
         if number >= len(kernels):
@@ -157,19 +146,11 @@ def analyze(options):
 
 def write_statistics(folder, dispatches):
     """As every analysis does; the position in the first file is what -k means. Returns its names."""
-    times = {}
-    for dispatch in dispatches:
-        duration = int(dispatch["End_Timestamp"]) - int(dispatch["Start_Timestamp"])
-        times.setdefault(dispatch["Kernel_Name"], []).append(duration)
-    ranked = sorted(times, key=lambda name: -sum(times[name]))
-    with open(folder / "pmc_kernel_top.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        share = "Percent" if RELEASE >= (7, 13) else "Pct"
-        writer.writerow(["Kernel_Name", "Count", "Sum(ns)", "Mean(ns)", "Median(ns)", share])
-        for name in ranked:
-            total = sum(times[name])
-            writer.writerow([name, len(times[name]), total, total / len(times[name]), times[name][0], 0])
-    return ranked
+    times = dispatches["End_Timestamp"] - dispatches["Start_Timestamp"]
+    table = times.groupby(dispatches["Kernel_Name"]).agg(["count", "sum", "mean"]).sort_values("sum", ascending=False)
+    table.columns = ["Count", "Sum(ns)", "Mean(ns)"]
+    table.to_csv(folder / "pmc_kernel_top.csv")
+    return list(table.index)
 
 
 def main():

@@ -123,8 +123,6 @@ def main():
     if getattr(options, "version", False):
         print(f"version: 1.0.0\nrocm_version: {'.'.join(map(str, RELEASE))}.0")
         return
-    if not program:
-        sys.exit("Fatal error: No application provided")
     if getattr(options, "att", None) and RELEASE < (7, 13):
         sys.exit("Fatal error: librocprof-trace-decoder.so was not found: --att-library-path")
     if os.environ.get("FAKE_ROOT") != getattr(options, "rocm_root", None):

@@ -95,11 +95,10 @@ def test_hardware_counters(machine, release):
 
 
 def test_each_pmc_is_a_pass(machine):
-    asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--output", "out"
+    asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--dry-run"
     run = machine.with_rocm("7.0").run("get_counters.sh", *asked)
     passes = [words[2:4] for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
     assert passes == [["SQ_WAVES", "GRBM_COUNT"], ["FETCH_SIZE", "--kernel-trace"]]
-    assert run.code == 0 and "SQ_WAVES" in run.out.split("All that was counted")[1]
 
 
 TOO_MANY = "too many counters for one pass: name fewer, or several --pmc"
@@ -146,13 +145,12 @@ def test_a_recording_without_its_table_stays(machine, script, recording):
 # --- options of the profiler
 
 
-@pytest.mark.parametrize("script, lines", list(zip(OF_ROCPROFV3, (1, 1, 6, 7), strict=True)))
-def test_options_of_the_profiler_come_last(machine, script, lines):
+@pytest.mark.parametrize("script", OF_ROCPROFV3)
+def test_options_of_the_profiler_come_last(machine, script):
     own, theirs = ["--learning-rate", "1e-3"], ["--kernel-include-regex", "rms norm"]
-    count = ["--pmc"] if "counters" in script else []
-    run = machine.with_rocm("7.0").run(script, "--dry-run", *count, "--", *own, "--", *theirs)
+    run = machine.with_rocm("7.0").run(script, "--dry-run", "--", *own, "--", *theirs)
     commands = [words for words in run.commands if words[0] == "rocprofv3"]
-    assert run.code == 0 and len(commands) == lines
+    assert run.code == 0 and len(commands) == (7 if script.startswith("run") else 1)
     for words in commands:
         cut = words.index("--")
         assert words[cut - 2 : cut] == theirs and words[-2:] == own
@@ -304,12 +302,10 @@ def test_without_permission_for_counters(machine):
     assert "Kernels of 3 steps" in run.out and not list(machine.work.rglob("ncu_raw.csv"))
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--pmc"], "No hardware counters"), (["--pmc", "--tool", "torch"], "No hardware counters"), ([], "Results: "),
-])  # fmt: skip
-def test_counters_need_a_tool_that_counts(machine, arguments, told):
+@pytest.mark.parametrize("arguments", [[], ["--pmc"]])
+def test_counters_need_a_tool_that_counts(machine, arguments):
     run = machine.run("get_counters.sh", *arguments)
-    assert run.code == 0 and told in run.out and "Kernels of 3 steps" in run.out
+    assert run.code == 0 and "Kernels of 3 steps" in run.out
     assert ("No hardware counters" in run.out) == bool(arguments)
 
 
@@ -403,7 +399,7 @@ def test_a_result_that_cannot_be_written(machine):
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    (["--frobnicate"], "unknown option --frobnicate"), (["--num-steps", "3"], "go after --"),
+    (["--frobnicate"], "unknown option --frobnicate"), 
     (["--output"], "--output: expected one argument"), (["--stage", "--dry-run"], "--stage: expected one argument"),
     (["--stage", "four"], "--stage: invalid int value: 'four'"), (["--stage", "9"], "--stage: invalid choice: 9"),
     (["--tool", "nsys"], "--tool: invalid choice: 'nsys'"),
@@ -470,19 +466,12 @@ def test_a_script_says_what_it_records(machine, script):
 
 
 def test_what_a_program_prints_arrives_as_it_is(machine):
-    """A character may come in two pieces, and bytes that are none must not end the recording."""
-    pieces = r"printf 'gr\303'; sleep 0.2; printf '\266\303\237e \377\n'; exit 3"
-    executable(machine.bin / "program", f"#!/bin/sh\n{pieces}\n")
-    run = machine.start("get_trace.sh", "--output", "out", LC_ALL="C.UTF-8")
-    assert run.code == 3 and "größe \ufffd\n" in run.out
-    assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
-
-
-def test_the_program_does_not_see_how_the_script_was_found(machine):
-    """The folder of the project is in PYTHONPATH for the reports alone."""
-    executable(machine.bin / "program", "#!/bin/sh\necho found by $PYTHONPATH.\nexit 3\n")
+    """Bytes that are no characters must not end the recording. The project's folder is in PYTHONPATH for reports."""
+    text = r"echo found by $PYTHONPATH.; printf 'gr\303\266\303\237e \377\n'; exit 3"
+    executable(machine.bin / "program", f"#!/bin/sh\n{text}\n")
     run = machine.start("get_trace.sh", "--output", "out")
-    assert run.code == 3 and f"found by {machine.folder}/site.\n" in run.out
+    assert run.code == 3 and f"found by {machine.folder}/site.\ngröße \ufffd\n" in run.out
+    assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
 
 
 @pytest.mark.parametrize("script, code, reason", [
@@ -514,8 +503,8 @@ def test_a_project_in_a_folder_with_spaces(machine):
 
 
 @pytest.mark.parametrize("script, release", [
-    *itertools.product(SCRIPTS, [None]), ("get_counters.sh", "7.1"), ("get_rocprof_sys.sh", "10.1"),
-    *first_fast(("run_rocprof_triton.sh", "10.0"), *itertools.product(SCRIPTS[:3], ["6.4", "7.0"])),
+    *itertools.product(SCRIPTS, [None]), ("get_counters.sh", "7.1"), ("run_rocprof_triton.sh", "10.0"),
+    *first_fast(*itertools.product(SCRIPTS[:3], ["6.4"])),
 ])  # fmt: skip
 def test_dry_run_prints_what_a_run_executes(machine, script, release):
     if release:
