@@ -195,12 +195,9 @@ def test_wheel_holds_what_other_code_can_import(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    names = zipfile.ZipFile(wheel).namelist()
     assert {Path(name).parts[0] for name in names if "dist-info" not in name} == {*importable}
     assert {"nanogpt_triton/kernels/layer_norm.py", "tiny_llama/distributed.py"} <= {*names}
-    assert "License-Expression: MIT" in metadata and "Requires-Dist" not in metadata
 
 
 # --- torch comes from the interpreter, or from an index

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from profilers import record
+from profilers.rocm import release_in
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -33,10 +34,6 @@ ALONE = {  # what run_triton_profiling.py measures
         {"name": "attention", "bytes": 1_000_000, "flop": 10**9, "triton": {"ms": 0.01}},
     ],
 }
-
-
-def as_numbers(release):
-    return tuple(int(part) for part in release.split("."))
 
 
 def first_fast(first, *others):
@@ -69,18 +66,17 @@ class Machine:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-        self.env |= {"ROCM_PATH": str(folder / "rocm"), "ROCM_PARENT": str(folder / "opt")}
-        self.env |= {"KFD_DEVICE": str(folder / "kfd")}
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
+        places = dict(ROCM_PATH="rocm", ROCM_PARENT="opt", KFD_DEVICE="kfd", PYTHON="bin/python", PYTHONPATH="site")
+        self.env |= {name: str(folder / place) for name, place in places.items()}
         program = self.install(self.bin / "program", "program.py")
-        self.env |= {"PYTHON": str(self.bin / "python"), "PYTHONPATH": str(folder / "site")}
         (self.bin / "python").write_text(PYTHON.format(fake=program, python=self.python))
         (self.bin / "python").chmod(0o755)
         self.with_torch()
 
     def with_torch_of(self, release):
         """A PyTorch for a release of ROCm; from 10.0 on that of HIP is another one."""
-        hip = "7.15.26333" if as_numbers(release) >= (10,) else f"{release}.43482-0f2d60242"
+        hip = "7.15.26333" if release_in(release) >= (10, 0) else f"{release}.43482-0f2d60242"
         return self.with_torch(hip=hip, rocm=f"{release}.0")
 
     def with_torch(self, hip=None, cuda=None, rocm=None):
@@ -115,8 +111,6 @@ class Machine:
         (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
         (rocm / "bin" / "rocprof-compute").symlink_to("../libexec/rocprofiler-compute/rocprof-compute")
         (rocm / "bin" / "rocprofv3_avail_module").mkdir()
-        (rocm / "lib").mkdir()
-        (rocm / "lib" / "librocprofiler-sdk.so").touch()
         (self.folder / "kfd").touch()
         return self.with_torch_of(release)
 
@@ -129,8 +123,6 @@ class Machine:
         self.with_tools(release, profiler, tools, FAKE_LIBRARIES=f"{profiler}/lib")
         shutil.rmtree(profiler / ".info")
         (core / "__init__.py").touch()
-        (core / "lib").mkdir()
-        (core / "lib" / "librocprofiler-sdk.so.1").touch()
         (core / "bin" / "rocprofv3_avail_module").mkdir()
         (self.folder / "kfd").touch()
         return self

@@ -34,8 +34,6 @@ def make_parser():
         parser.add_argument("--version", action="store_true")
         parser.add_argument("--rocm-root")
         parser.add_argument("--att-target-cu")
-    if RELEASE >= (7, 2):
-        parser.add_argument("--profile-mpi-ranks")
     parser.add_argument("-o", "--output-file")
     parser.add_argument("-d", "--output-directory")
     formats = ("csv", "json", "pftrace", "otf2", *["rocpd"] * has_rocpd)
