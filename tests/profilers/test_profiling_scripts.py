@@ -53,6 +53,7 @@ def test_runs_with_rocm(machine, script, release):
     run = machine.with_rocm(release).run(script)
     assert run.code == 0 and run.err == ""
     assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm {release}: {machine.folder}/rocm/bin/")
+    assert run.out.splitlines()[0].endswith(", of the release of this PyTorch")
     (result,) = machine.results()
     assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
     assert f"\nResults: {machine.work / result}\n" in run.out and not list(machine.work.rglob("INCOMPLETE"))
