@@ -43,6 +43,7 @@ def derive(counters, stats=None):
     read = first_of(counters, "dram__bytes_read.sum").fillna(KIB * first_of(counters, "FETCH_SIZE", "FetchSize"))
     written = first_of(counters, "dram__bytes_write.sum").fillna(KIB * first_of(counters, "WRITE_SIZE", "WriteSize"))
     hits, misses = first_of(counters, "TCC_HIT_sum"), first_of(counters, "TCC_MISS_sum")
+    # Bytes in a nanosecond are GB/s.
     return pd.DataFrame(
         {
             "ns": ns,
@@ -86,6 +87,7 @@ def main(argv):
     if counters.empty:
         raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
     scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
+    # Counting slows kernels down, so that their times are those of the run without; ncu counts the time itself.
     stats = None
     if "gpu__time_duration.sum" not in counters:
         stats, steps = read_step_stats(options.profile)

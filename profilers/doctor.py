@@ -115,6 +115,7 @@ def probe_torch(answers, problem, build):
         yield Finding("torch", FAIL, f"cannot be imported: {problem}", remedy)
         return
     text = f"{answers['torch']} for {build}"
+    # A processor may have a GPU of AMD's beside a card of NVIDIA's: a driver that fits is enough.
     devices = [device for device in (rocm.kfd(), NVIDIA) if device.exists()]
     if devices and driver_of(build) not in devices:
         remedy = "remove .venv, and make run with the PyTorch of the cluster, or TORCH_INDEX of a build for this GPU"
@@ -130,6 +131,7 @@ def driver_of(build):
 
 def probe_triton(answers, problem, build):
     """Whether the folder triton belongs to one distribution, the one that torch asks for."""
+    # ROCm's triton has another name but the same folder: the last to be installed has overwritten the other's files.
     owners = answers.get("owners", {})
     owned = ", ".join(f"{name} {version}" for name, version in sorted(owners.items()))
     if len(owners) > 1:
@@ -165,6 +167,7 @@ def probe_gpu(answers, problem, build):
         if not known:
             remedy = "run: python tiny_llama_v3.py --check"
             yield Finding("gpu", WARN, f"{text}; nothing is known of it", remedy)
+        # PyTorch itself has taken little by now: what is missing is another program's.
         elif gpu["free"] < 0.5 * gpu["total"]:
             remedy = "times will differ; choose another GPU"
             yield Finding("gpu", WARN, f"{text}: someone else uses it", remedy)
@@ -179,6 +182,7 @@ def probe_profilers(answers, problem, build):
         return
     if obstacle := rocm.device_obstacle():
         yield Finding("access", FAIL, f"ROCm {obstacle}", "on a cluster, a job with a GPU has the rights")
+    # Another release than PyTorch's may record nothing, crash or hang, without a word about the reason.
     for name in rocm.EXECUTABLES:
         tool = rocm.find(name)
         if reason := rocm.lack_of(tool) or rocm.mismatch_of(tool, build):
@@ -190,6 +194,7 @@ def probe_profilers(answers, problem, build):
 def probe_kernel(answers, problem, build):
     if "triton" not in answers:
         return
+    # Rounding in fp32 makes an error of about 1e-7 of a row of 512 numbers; a wrong compiler makes one of any size.
     where = "on the GPU" if answers["gpus"] else "in Triton's interpreter, as there is no GPU"
     if "error" not in answers:
         remedy = "see the whole message: python tiny_llama_v3.py --check --num-steps 1"

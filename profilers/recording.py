@@ -167,6 +167,7 @@ class Recording:
             if not obstacle:
                 break
             reasons.append(f"{self.tool} {obstacle}")
+        # A tool that was asked for is not replaced: what two tools record is not the same.
         if asked != "auto" and obstacle and not self.dry:
             raise Failure(f"--tool {asked} cannot be used: it {obstacle}")
         reason = f" ({'; '.join(reasons)})" if reasons and asked == "auto" else ""
@@ -272,6 +273,7 @@ class Recording:
             subprocess.Popen(command, cwd=folder, start_new_session=True, bufsize=0, **pipes) as process,
             forwarding(process.pid) as taken,
         ):
+            # A signal does not end this loop: Python reads again, and the program's last words are recorded.
             while data := process.stdout.read(2**16):
                 log.write(data)
                 sys.stdout.buffer.write(data)
@@ -346,6 +348,7 @@ def forwarding(group):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, number)
 
+    # Slurm and torchrun end a job by SIGTERM, a terminal that closes by SIGHUP.
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield taken
     for number, handler in before.items():
