@@ -63,7 +63,9 @@ def test_the_host_is_profiled_whatever_becomes_of_the_trace(machine):
     assert run.code == 1 and machine.results() == ["out"] and files(machine, "host_profile.pstats")
     assert "Missing: the timeline (rocprof-sys of this release has no such option" in run.out
     assert "ui.perfetto.dev" not in run.out and "-m pstats" in run.out
-    run = run_script(machine, "--output", "two", FAKE_COMPLAINT="Unrecognized command line", HOST_PROFILE_STATUS="3")
+    run = run_script(
+        machine, "--output", "two", FAKE_COMPLAINT="Unrecognized command line option", HOST_PROFILE_STATUS="3"
+    )
     assert run.code == 1 and "Python function (rocprof-sys or the program ended with status 3)" in run.out
 
 
