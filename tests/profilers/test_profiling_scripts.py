@@ -399,12 +399,6 @@ def test_a_program_that_is_killed_and_one_that_records_nothing(machine, text, co
     assert run.code == code and told in run.err and machine.results() == ["out.failed"]
 
 
-def test_a_result_that_cannot_be_written(machine):
-    (machine.work / "file").touch()
-    run = machine.run("get_trace.sh", "--output", "file/out")
-    assert run.code == 2 and "cannot be written to" in run.err
-
-
 @pytest.mark.parametrize("arguments, complaint", [
     (["--frobnicate"], "unknown option --frobnicate"), 
     (["--output"], "--output: expected one argument"), (["--stage", "--dry-run"], "--stage: expected one argument"),

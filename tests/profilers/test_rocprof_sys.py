@@ -55,6 +55,7 @@ def test_options_of_the_tool_end_before_the_program(machine, options):
 def test_a_format_that_is_asked_for_is_the_only_one(machine):
     run = run_script(machine.with_rocm("10.1"), "--", "--", "--output-format", "rocpd")
     assert run.code == 0 and files(machine, "rocpd-*.db") and not files(machine, TRACE)
+    assert run.commands[0].count("--output-format") == 1
     assert re.search(r"^Make a trace for Perfetto of it: rocpd convert -i \S+/rocpd-10470.db ", run.out, re.M)
 
 
