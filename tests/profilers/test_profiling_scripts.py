@@ -18,7 +18,7 @@ from profilers.readers import read_dispatches, read_kernel_stats
 from tests.fakes.machine import FOLDERS, ROOT, first_fast
 from tests.profilers.conftest import GUIDE
 
-ALL_RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.2", "7.14", "10.1")
+ALL_RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.14", "10.1")
 SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 TOOLS = dict.fromkeys(OF_ROCPROFV3, "rocprofv3")
