@@ -67,7 +67,6 @@ CALLS = [
         Part(LEARNING, 20, "learning_correct"),
         Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
         Part("python -m benchmarks.pages.traces", 30),
-        Part("python -m profilers.overhead", 60, "overhead"),
     ],
     [
         *steps_of("peers", 115, 140, 210),

@@ -23,7 +23,6 @@ from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_step_counters, read_step_stats
 
 KIB = 1024  # the unit of FETCH_SIZE and WRITE_SIZE
-MOST_COLUMNS = 20  # more are not printed; ncu counts hundreds
 
 
 def first_of(counters, *names):
@@ -44,6 +43,7 @@ def derive(counters, stats=None):
     read = first_of(counters, "dram__bytes_read.sum").fillna(KIB * first_of(counters, "FETCH_SIZE", "FetchSize"))
     written = first_of(counters, "dram__bytes_write.sum").fillna(KIB * first_of(counters, "WRITE_SIZE", "WriteSize"))
     hits, misses = first_of(counters, "TCC_HIT_sum"), first_of(counters, "TCC_MISS_sum")
+    # Bytes in a nanosecond are GB/s.
     return pd.DataFrame(
         {
             "ns": ns,
@@ -87,6 +87,7 @@ def main(argv):
     if counters.empty:
         raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
     scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
+    # Counting slows kernels down, so that their times are those of the run without; ncu counts the time itself.
     stats = None
     if "gpu__time_duration.sum" not in counters:
         stats, steps = read_step_stats(options.profile)
@@ -95,12 +96,9 @@ def main(argv):
     derived = derive(counters, stats)
     order = derived["ns"].sort_values(ascending=False).index[: options.top]
     print_derived(derived, order, scope)
-    if len(counters.columns) > MOST_COLUMNS:
-        print(f"\n{len(counters.columns)} counters in all: they are in {options.profile}.")
-    else:
-        print("\nAll that was counted, means of a run:\n")
-        raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
-        print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
+    print("\nAll that was counted, means of a run:\n")
+    raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
+    print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))
     return 0
 
 

@@ -8,7 +8,6 @@ die() {
     exit "${2:-2}"
 }
 
-pwd -P >/dev/null 2>&1 || die "the current folder was deleted: change to another one"
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
@@ -18,4 +17,6 @@ command -v "$PYTHON" >/dev/null || die "there is no Python at PYTHON=$PYTHON: ru
 # Absolute, as rocprof-compute of ROCm 6 does not search the PATH and changes the folder.
 PYTHON=$(command -v "$PYTHON")
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$PYTHON is not Python 3.10 or newer: make run PYTHON=/path/to/python, or load a newer module"
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -8,10 +8,8 @@ Each script has a function here, which takes a Recording with the tool chosen. -
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 if not __package__:
     print("run it from the root as python -m profilers.record", file=sys.stderr)
@@ -19,26 +17,19 @@ if not __package__:
 
 from measure.command_line import Failure, exit_code_of, positive, program
 from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
-from profilers.rocm import dotted, rocm_path
+from profilers.rocm import ROCPD, core_of, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
 # on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses.
-CDNA_PASSES = (
+PASSES = (
     "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE",
     "FETCH_SIZE",
     "WRITE_SIZE TCC_HIT_sum TCC_MISS_sum",
     "MeanOccupancyPerCU",
     "VALUUtilization VALUBusy MfmaUtil",
 )
-RDNA_PASSES = (
-    "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS GRBM_COUNT GRBM_GUI_ACTIVE",
-    "FETCH_SIZE",
-    "WRITE_SIZE",
-    "OccupancyPercent",
-)
-TIME = "gpu__time_duration.sum"
 NCU_METRICS = (
-    TIME,
+    "gpu__time_duration.sum",  # always counted: rates need it
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
@@ -49,8 +40,7 @@ NCU_METRICS = (
     "smsp__inst_executed.sum",
     "launch__registers_per_thread",
 )
-NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "LaunchStats")
-NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or ncu (NVIDIA)."
+NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
 
 def compare_with(recording):
@@ -89,18 +79,8 @@ def get_hotspots(recording):
 # Hardware counters. Those that cannot be read are missing from the result, and the rest is kept.
 
 
-def default_passes():
-    """Return what this machine's GPU can count; without one, what gfx942 can."""
-    if not shutil.which("rocminfo"):
-        return CDNA_PASSES
-    listing = subprocess.run(["rocminfo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace").stdout
-    architecture = re.search("gfx[0-9a-f]*", listing)
-    return RDNA_PASSES if architecture and architecture[0].startswith("gfx1") else CDNA_PASSES
-
-
 def count_by_rocprofv3(recording, passes):
-    """Run the program for each pass, with the ranges that mark its steps. Return whether anything was counted."""
-    found = recording.dry
+    """Run the program for each pass, with the ranges that mark its steps."""
     for number, names in enumerate(map(str.split, passes), 1):
         folder = recording.result / f"pass_{number}"
         options = ["--pmc", *names, "--kernel-trace", "--marker-trace", "--output-format", "csv"]
@@ -111,83 +91,52 @@ def count_by_rocprofv3(recording, passes):
         # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
         elif not recording.dry:
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
-            dropped = [name for name in names if f'"{name.partition(":")[0]}"' not in text]
-            found = found or len(dropped) < len(names)
-            if dropped:
+            if dropped := [name for name in names if f'"{name.partition(":")[0]}"' not in text]:
                 known = "this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
                 recording.miss(f"{' '.join(dropped)}: {known}")
-    return found
 
 
-def run_ncu(recording, *counted):
+def count_by_ncu(recording, metrics):
     """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
     report = recording.result / "ncu.ncu-rep"
     options = ["--nvtx", "--nvtx-include", "step/", "--clock-control", "none", "--print-kernel-base", "demangled"]
+    options += ["--metrics", ",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
     one_step = ["--num-steps", "1", "--warmup-steps", "1"]
-    status = recording.run(["ncu", *options, *counted, *place, *recording.program, *one_step])
     table = ["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
+    status = recording.attempt("hardware counters", ["ncu", *options, *place, *recording.program, *one_step])
     if recording.dry:
         recording.note(f"{shlex.join(table)} > ncu_raw.csv")
-    elif status == 0 and report.exists():
-        with open(recording.result / "ncu_raw.csv", "w") as file, open(recording.log, "a") as log:
-            status = subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, stderr=log).returncode
-    else:
-        status = status or 1
+    elif not status:
+        with open(recording.result / "ncu_raw.csv", "w") as file:
+            subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, check=True)
     return status
-
-
-def count_by_ncu(recording, passes):
-    """Return whether anything was counted."""
-    names = {TIME, *" ".join(passes or NCU_METRICS).split()}
-    if status := run_ncu(recording, "--metrics", ",".join(sorted(names))):
-        recording.miss(f"hardware counters: {recording.explain(status)}")
-        (recording.result / "ncu_raw.csv").unlink(missing_ok=True)
-    return not status
 
 
 def get_counters(recording):
     recording.start("counters/counter")
-    result, tool, counts = recording.result, recording.tool, recording.options.pmc is not None
+    result, counts = recording.result, recording.options.pmc is not None
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
-    counted = False
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        has_database = "--kernel-rename" not in recording.tool_arguments and recording.has_database()
+        has_database = "--kernel-rename" not in recording.tool_arguments and recording.rocm.release >= ROCPD
         options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
         recording.run_or_fail(recording.rocprofv3("kernels", *options))
         recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
-        if has_database:
-            summarize_database(recording)
-        counted = counts and count_by_rocprofv3(recording, passes or default_passes())
+        if counts:
+            count_by_rocprofv3(recording, passes or PASSES)
     else:
         recording.profile_by_torch()
-        counted = tool == "ncu" and count_by_ncu(recording, passes)
-        if counts and tool == "torch":
+        if recording.tool == "ncu":
+            counts = not count_by_ncu(recording, " ".join(passes).split() or NCU_METRICS)
+        elif counts:
             recording.note(NO_COUNTERS)
+            counts = False
     recording.report_kernels("--csv", result)
-    table = result / "kernels_of_the_steps.csv"
-    if (result / "kernels.csv").exists():
-        table = result / "kernels.csv"
-        whole = "kernels.csv is of the whole run, warm-up included"
-        recording.miss(f"the measured steps, which the recording does not name: {whole}")
-    if counted:
-        recording.report("the table of the counters", "counters", result)
+    if counts:
+        recording.attempt("the table of the counters", module_command("counters", result))
+    table = f"{result}/kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
     recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
-
-
-def summarize_database(recording):
-    """Write statistics of a database by ROCm's rocpd, if it exists (since 7.1). Our reports do not need them."""
-    tool, result = recording.rocm, str(recording.result)
-    rocpd = "rocpd" if "/" not in recording.launch[0] else f"{os.path.dirname(tool.path)}/rocpd"
-    database = f"{result}/kernels_results.db"
-    reason = None
-    if not shutil.which(rocpd) and not (recording.dry and tool.release >= (7, 1)):
-        reason = "No rocpd command here"
-    elif recording.run([rocpd, "summary", "-i", database, "-f", "csv", "-d", result, "-o", "rocpd"]):
-        reason = "rocpd failed (another Python than it was made for, or no pandas)"
-    if reason:
-        recording.note(f"{reason}: the reports read the database themselves.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,53 +144,42 @@ def summarize_database(recording):
 
 
 def get_rocprof_compute(recording):
-    if recording.options.operators and not recording.rocm:
-        raise Failure(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
     if recording.rocm:
         run_rocprof_compute(recording)
         return
     recording.start("rocprof_compute/profile")
-    if recording.tool == "ncu" and analyze_by_ncu(recording):
-        return
     recording.profile_by_torch()
     recording.report_kernels()
     alone = shlex.join([python(), str(ROOT / "run_triton_profiling.py")])
     recording.finish(
-        "Times only: hardware counters need rocprof-compute on an AMD GPU, or ncu on an NVIDIA GPU.",
+        "Times only: hardware counters need rocprof-compute on an AMD GPU, or get_counters.sh --pmc on an NVIDIA GPU.",
         f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {alone}",
     )
 
 
-def analyze_by_ncu(recording):
-    """Return whether it could; if not, torch.profiler takes its place where no tool was asked for."""
-    sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
-    if status := run_ncu(recording, *sections, "--metrics", ",".join(NCU_METRICS)):
-        reason = recording.explain(status)
-        if recording.options.tool != "auto":
-            recording.fail(status, reason)
-        recording.note(f"Tool: torch.profiler from here on ({reason})")
-        recording.tool = "torch"
-        return False
-    recording.report("the table of the counters", "counters", recording.result)
-    report = recording.result / "ncu.ncu-rep"
-    recording.finish(f"Open in Nsight Compute: ncu-ui {report}", f"As text: ncu --import {report} --page details")
-    return True
-
-
 def run_rocprof_compute(recording):
-    check_request(recording)
-    export_own_rocm(recording.rocm.path)
-    options, lists = profile_options(recording)
+    if this_process()[1] > 1:
+        raise Failure(
+            "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
+            "get_counters.sh --pmc with it"
+        )
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     recording.arguments = ["--warmup-steps", "1", *recording.arguments]
     recording.start("rocprof_compute/profile")
     for word in recording.program:
         if re.search(r"""[\s;"']""", word):  # it joins the words by spaces and splits them again
             raise Failure(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
+    tool, asked = recording.rocm, recording.tool_arguments
+    # The root has a list of counters: up to 7.11 the tool looks for it in /opt/rocm, later in ROCM_PATH.
+    root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
+    os.environ["ROCM_PATH"] = root
+    options = [] if "--roof-only" in asked else ["--no-roof"]
+    if (7, 0) <= tool.release < (7, 12):
+        options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
     # The meaning of -p depends on the release; below the working directory all releases agree.
-    command = [*recording.launch, "profile", "-n", "tiny_llama", *options, "--", *recording.program]
+    command = [*recording.launch, "profile", "-n", "tiny_llama", *options, *asked, "--", *recording.program]
     recording.run_or_fail(command, folder=recording.result)
-    if "--roof-only" in recording.tool_arguments:
+    if "--roof-only" in asked:
         recording.require("roofline.csv")
         place = recording.recorded.parent if recording.recorded else recording.result
         chart = shlex.join([*recording.launch, "analyze", "-p", str(place), "-b", "4"])
@@ -254,8 +192,6 @@ def run_rocprof_compute(recording):
     begin = 0 if recording.dry else recording.log.stat().st_size
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
     analyze_kernels(recording, analyze)
-    if lists:
-        run_analysis(recording, "Operators and their kernels:", [*analyze, "--experimental", *lists])
     if not recording.dry:
         (recording.result / "analysis.txt").write_bytes(recording.log.read_bytes()[begin:])
     recording.finish(
@@ -266,68 +202,14 @@ def run_rocprof_compute(recording):
     )
 
 
-def check_request(recording):
-    """Raise Failure if rocprof-compute would fail, or give misleading results, after minutes."""
-    _, processes = this_process()
-    if processes > 1:
-        raise Failure(
-            f"rocprof-compute profiles one process at a time on a node, and {processes} were started: "
-            "start this script without a launcher, or get_counters.sh --pmc with it"
-        )
-    for word in recording.tool_arguments:
-        if word in ("-p", "--path", "--output-directory"):
-            raise Failure(f"rocprof-compute's {word} is taken: --output says where the result goes")
-    # 6.x sets this locale regardless of LC_ALL.
-    if not recording.dry and recording.rocm.release < (7, 0):
-        locales = subprocess.run(["locale", "-a"], capture_output=True, text=True).stdout
-        if not re.search(r"^en_US\.utf-?8$", locales, re.IGNORECASE | re.MULTILINE):
-            raise Failure(
-                f"rocprof-compute of ROCm {dotted(recording.rocm.release)} needs the locale en_US.UTF-8, which is not "
-                "on this machine: localedef -i en_US -f UTF-8 en_US.UTF-8 as root, after installing the package "
-                "locales (or glibc-langpack-en)"
-            )
-
-
-def export_own_rocm(path):
-    """Set ROCM_PATH to the installation of rocprof-compute: bin/rocprof-compute is a link into libexec."""
-    tool = os.path.realpath(shutil.which(path) or path)
-    places = [tool.rpartition(part)[0] for part in ("/libexec/", "/bin/")]
-    places += [tool.rpartition("/_rocm_")[0] + "/_rocm_sdk_core", rocm_path()]
-    has_library = (place for place in places if place and list(Path(place, "lib").glob("librocprofiler-sdk.so*")))
-    os.environ["ROCM_PATH"] = next(has_library, places[-1])
-
-
-def profile_options(recording):
-    """Return the options of profile, and those of analyze that list operators."""
-    tool, asked = recording.rocm, recording.tool_arguments
-    options = [] if "--roof-only" in asked else ["--no-roof"]
-    # Releases with this option look for the library, and for a Python module beside it, in /opt/rocm, newer ones under
-    # ROCM_PATH.
-    library = "--rocprofiler-sdk-library-path"
-    if tool.release < (7, 12) and tool.has_option(library, (7, 0), "profile", "--help"):
-        options += [library, f"{rocm_path()}/lib/librocprofiler-sdk.so"]
-    since = {"torch": (7, 12), "triton": (10, 0)} if recording.options.operators else {}
-    help_words = "profile", "--experimental", "--help"
-    traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
-    if since and not traced:
-        lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
-        raise Failure(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
-    options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
-    return [*options, *asked], [f"--list-{name}-operators" for name in traced]
-
-
-def run_analysis(recording, title, command):
-    """Return whether an analysis succeeded. If it fails it is missing, and the counters are kept."""
-    recording.note(title, logged=True)
-    status = recording.run(command)
-    if status:
-        recording.miss(f"an analysis ({recording.explain(status)}); try again: {shlex.join(command)}")
-    return not status
-
-
 def analyze_kernels(recording, analyze):
     """Analyze each kernel by itself: without -k, an analysis shows the average over all of them."""
-    if not run_analysis(recording, "Kernels and dispatches:", [*analyze, "--list-stats"]):
+
+    def succeeds(title, *options):
+        recording.note(title)
+        return not recording.attempt("an analysis", [*analyze, *options])
+
+    if not succeeds("Kernels and dispatches:", "--list-stats"):
         return
     # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
     chosen = {"-b", "--block", "--set"} & set(recording.tool_arguments)
@@ -335,17 +217,16 @@ def analyze_kernels(recording, analyze):
     top = recording.options.kernels
     if recording.dry:
         title = f"For each of the first {top} of these kernels, of which KERNEL is the number:"
-        run_analysis(recording, title, [*analyze, *sections, "-k", "KERNEL"])
+        succeeds(title, *sections, "-k", "KERNEL")
         return
     command = module_command("rocprof_compute_kernels", analyze[-1], "--top", top)
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if listing.returncode:
         recording.miss(f"each kernel by itself ({listing.stdout.strip()})")
-        run_analysis(recording, "The average of all kernels:", [*analyze, *sections])
         return
     for line in listing.stdout.splitlines():
         number, _, title = line.partition("\t")
-        if not run_analysis(recording, title, [*analyze, *sections, "-k", number]):
+        if not succeeds(title, *sections, "-k", number):
             return
 
 
@@ -355,31 +236,24 @@ def analyze_kernels(recording, analyze):
 
 def get_rocprof_sys(recording):
     recording.start("rocprof_sys/profile")
+    profile = recording.result / "host_profile.pstats"
     if recording.rocm:
-        command = rocprof_sys(recording)
-        files = "perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db"
+        command, files = rocprof_sys(recording), ("perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db")
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
-        command = [*recording.program, "--profile", str(recording.result)]
-        files, advice = ("trace.json",), "Open trace.json in https://ui.perfetto.dev"
-    if status := recording.run(command):
-        reason = recording.explain(status)
-    else:
-        reason = recording.find(*files)
-        status = int(bool(reason))
+        command, files = [*recording.program, "--profile", str(recording.result)], ("trace.json",)
+        advice = "Open trace.json in https://ui.perfetto.dev"
+    status = recording.attempt("the timeline", command)
+    # It has no Python functions; a second run records these, whatever became of the first.
+    failed = recording.attempt(
+        "the time of each Python function", module_command("host_profile", profile, *recording.program[1:])
+    )
+    if status and failed:
+        recording.fail(status, recording.missing[0])
+    if not status:
+        recording.require(*files)
     if str(recording.recorded).endswith(".db"):
         advice = f"Make a trace for Perfetto of it: rocpd convert -i {recording.recorded} -f pftrace"
-    # Neither records Python functions; a second run does, whatever became of the first.
-    profile = recording.result / "host_profile.pstats"
-    again = module_command("host_profile", profile, *recording.program[1:])
-    failed = recording.run(again)
-    if failed and status:
-        recording.fail(status, reason)
-    if failed:
-        reason = recording.explain(failed)
-        recording.miss(f"the time of each Python function ({reason}); try again: {shlex.join(again)}")
-    elif status:
-        recording.miss(f"the timeline ({reason})")
     functions = f"What called what on the host: {shlex.join([python(), '-m', 'pstats', str(profile)])}"
     recording.finish(*[advice] * (not status), *[functions] * (not failed))
 
@@ -387,9 +261,7 @@ def get_rocprof_sys(recording):
 def rocprof_sys(recording):
     """Return the command line: -run would not sample, and -P without -T would switch the trace off."""
     # From ROCm 10.1 on a trace for Perfetto has to be asked for by --output-format, which excludes -T and -P.
-    formats = ["-T", "-P"]
-    if recording.rocm.has_option("--output-format", (7, 14), "--help=all"):
-        formats = ["--output-format", "proto", "text"]
+    formats = ["--output-format", "proto", "text"] if recording.rocm.release >= (7, 14) else ["-T", "-P"]
     if "--output-format" in recording.tool_arguments:
         formats = []
     # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
@@ -411,26 +283,17 @@ def run_rocprof_triton(recording):
     recording.record_timeline("basic")
     alone = str(result / "kernels_alone.json")
     recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
-    parts = "--- 2. to 4. Memory traffic, counters, roofline inputs"
     if recording.rocm:
-        recording.note(f"{parts}: a run for each group of counters")
-        passes = default_passes()
-        count_by_rocprofv3(recording, [*passes, *["MfmaFlops"] * ("Mfma" in " ".join(passes))])
-    elif recording.tool == "ncu":
-        recording.note(f"{parts}: the kernels of one step")
-        if not count_by_ncu(recording, ()):
-            recording.tool = "torch"
+        recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
+        count_by_rocprofv3(recording, [*PASSES, "MfmaFlops"])
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
-    recording.report("the pictures", "plot", result, alone)
-    recording.report("the summary", "summary", result, "--tool", recording.tool)
+    recording.attempt("the pictures", module_command("plot", result, alone))
+    recording.attempt("the summary", module_command("summary", result, "--tool", recording.tool))
     summary = result / "triton_analysis_summary.md"
-    if not summary.exists():
-        recording.finish()
-        return
     # A link to the newest; a file of that name is kept.
     newest = result.parent / summary.name
-    if not recording.options.output and (newest.is_symlink() or not newest.exists()):
+    if summary.exists() and not recording.options.output and (newest.is_symlink() or not newest.exists()):
         newest.unlink(missing_ok=True)
         newest.symlink_to(summary.relative_to(result.parent))
         summary = newest
@@ -443,9 +306,9 @@ SCRIPTS = {  # function, tools in the order in which they are tried, steps of th
     "get_trace.sh": (get_trace, ("rocprofv3", "torch"), 10),
     "get_hotspots.sh": (get_hotspots, ("rocprofv3", "torch"), 10),
     "get_counters.sh": (get_counters, ("rocprofv3", "ncu", "torch"), 10),
-    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "ncu", "torch"), 1),
+    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "torch"), 1),
     "get_rocprof_sys.sh": (get_rocprof_sys, ("rocprof-sys", "torch"), 10),
-    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "ncu", "torch"), 10),
+    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "torch"), 10),
 }
 
 
@@ -458,17 +321,10 @@ def record(script, argv):
     elif function is get_rocprof_compute:
         kernels = "rocprof-compute: report on the N kernels that take the most time (default: 5)"
         parser.add_argument("--kernels", type=positive, default=5, metavar="N", help=kernels)
-        operators = "rocprof-compute, experimental: list PyTorch operators and, since ROCm 10.0, launches of Triton"
-        parser.add_argument("--operators", action="store_true", help=f"{operators} kernels with what they cost")
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
-        if options.tool == "ncu":
-            raise Failure("--tool ncu only counts: add --pmc")
-        tools = ("rocprofv3", "torch")
-    elif function is get_counters and options.tool == "torch":
-        reads = "torch.profiler does not read: --tool rocprofv3 (AMD) or ncu (NVIDIA)"
-        raise Failure(f"--pmc needs hardware counters, which {reads}")
-    recording = Recording(script, tools, options, steps)
+        tools = ("rocprofv3", "torch")  # ncu only counts
+    recording = Recording(tools, options, steps)
     try:
         function(recording)
     finally:

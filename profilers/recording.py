@@ -1,7 +1,6 @@
 """One recording: its options, its tool, the folder of its result, running and logging, and what becomes of failures."""
 
 import argparse
-import codecs
 import contextlib
 import itertools
 import os
@@ -15,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measure.command_line import Failure, Parser
+from measure.command_line import Failure, NothingRecorded, Parser
 from profilers import rocm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,21 +34,12 @@ EXPLANATIONS = {
     r"Request exceeds the capabilities of the hardware": "too many counters for one pass: name fewer, or several --pmc",
     r"No HIP GPUs are available": "PyTorch sees no GPU. If it does without the profiler, two ROCm installations meet: "
     "load the one PyTorch was built for",
-    r"Unable to open /dev/kfd|/dev/kfd.*Permission denied": "no permission on /dev/kfd: join the groups render and "
-    "video, and log in again",
     r"ERR_NVGPUCTRPERM": "the driver lets only an administrator read GPU counters: run as root, or set "
     "NVreg_RestrictProfilingToAdminUsers=0",
-    r"Failed to initialize the profiler|LibraryNotLoaded": "ncu cannot reach the GPU's counters on this machine (a "
-    "virtual machine or sandbox, often)",
-    r"No kernels were profiled": "ncu saw no kernel within a range named step: did the program use the GPU?",
-    r"rocprofv3_avail_module|rocprofiler-sdk avail module": "rocprof-compute finds no list of counters: install the "
-    "package rocprofiler-sdk of the same ROCm",
     r"package was not found|ModuleNotFoundError|does not meet version requirements": "a Python package is missing (see "
     "the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own",
     r"unrecognized arguments|Unrecognized command line option": "{tool} of this release has no such option: its own "
     "--help lists those that it has",
-    r"An instance of rocprof is already running": "another rocprof is running: wait for it, or profile one process "
-    "only",
 }
 # Variables by which torchrun, srun, Open MPI and MPICH tell a process its number, and how many there are.
 LAUNCHERS = (
@@ -60,14 +50,6 @@ LAUNCHERS = (
 )
 
 
-class Ended(Failure):
-    """Ends a recording with an exit code."""
-
-    def __init__(self, exit_code, message):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def parser_of(script, tools, steps):
     """Return the Parser of a script, whose comment at the top is its help."""
     _, *lines = (ROOT / script).read_text().splitlines()
@@ -75,10 +57,8 @@ def parser_of(script, tools, steps):
     parser = Parser(script, "\n".join(line[2:] for line in comment))
     parser.usage, parser.epilog = argparse.SUPPRESS, AFTER.format(steps=steps)
     parser.add_argument("--output", metavar="DIR", help="where the result goes; must be new or empty")
-    stages = (ROOT / "exercises" / "performance_debugging").glob("v3_stage[1-9]_*")
-    numbers = sorted({int(path.name[8]) for path in stages})
     stage = "of the workshop: tiny_llama_v3.py --list-stages"
-    parser.add_argument("--stage", type=int, choices=numbers, metavar="N", help=stage)
+    parser.add_argument("--stage", type=int, choices=range(1, 9), metavar="N", help=stage)
     choices = [*tools, "auto"]
     tool = f"{'|'.join(choices)}; auto, the default, takes the first that works here"
     parser.add_argument("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
@@ -109,27 +89,22 @@ def split(words):
 
 def resolve(tool, path):
     """Return the executable of a tool of ROCm that --tool-path P leads to."""
-    if not tool.startswith("rocprof"):
+    if tool not in rocm.EXECUTABLES:
         raise Failure(f"--tool-path names a profiler of ROCm, and --tool {tool} is none: leave one out")
-    name = rocm.EXECUTABLES.get(tool, tool)
-    for file in (path, f"{path}/{name}", f"{path}/bin/{name}"):
-        if rocm.is_executable(file):
-            return os.path.abspath(file)
-    raise Failure(f"--tool-path {path}: there is no {name}: give its file, or the folder of one installation of ROCm")
+    name = rocm.EXECUTABLES[tool]
+    found = shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}")
+    if not found:
+        give = "give its file, or the folder of one installation of ROCm"
+        raise Failure(f"--tool-path {path}: there is no {name}: {give}")
+    return os.path.abspath(found)
 
 
 def this_process():
     """Return (number, count) of the processes that a launcher has started, (0, 1) without one."""
     for names in LAUNCHERS:
-        values = [os.environ.get(name) for name in names]
-        if not all(values):
-            continue
-        if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
-            told = " and ".join(map("=".join, zip(names, values, strict=True)))
-            raise Failure(f"{told} are not numbers: unset them, or start with torchrun or srun")
-        number, count = map(int, values)
-        if count > 1:
-            return number, count
+        values = [os.environ.get(name, "") for name in names]
+        if all(map(str.isdecimal, values)) and int(values[1]) > 1:
+            return tuple(map(int, values))
     return 0, 1
 
 
@@ -149,9 +124,6 @@ def suggestion(text, name, *arguments):
 
 def ncu_obstacle(build):
     """Return why ncu cannot be used, as the rest of a sentence with the remedy, or None."""
-    listing = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
-    if not listing or listing.returncode:
-        return "finds no NVIDIA GPU: nvidia-smi lists none"
     if not shutil.which("ncu"):
         return "is not installed or not on PATH (install Nsight Compute, or add CUDA's bin folder)"
     return None if build.startswith("cuda") else rocm.built_for(build)
@@ -164,18 +136,19 @@ class Recording:
     exists already is written over or deleted.
     """
 
-    def __init__(self, script, tools, options, steps):
-        self.script, self.options, self.steps = script, options, steps
+    def __init__(self, tools, options, steps):
+        self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
         self.dry = options.dry_run
-        self.result = self.log = self.failed = None
-        self.recorded, self.missing = None, []
+        self.log = self.recorded = None
+        self.missing = []
         os.environ["PATH"] = rocm.search_path()
         self.choose_tool(tools)
 
-    def note(self, text, logged=False):
+    def note(self, text):
+        """Print a line, to the log as well if there is one."""
         print(text, flush=True)
-        if logged and not self.dry:
+        if self.log:
             with open(self.log, "a", encoding="utf-8", errors="surrogateescape") as log:
                 print(text, file=log)
 
@@ -186,7 +159,7 @@ class Recording:
         """Set tool, its name, and rocm, the Tool if it is one of ROCm's; print them as the first line."""
         build, reasons, asked = rocm.torch_build(), [], self.options.tool
         for self.tool in tools if asked == "auto" else [asked]:
-            self.rocm = rocm.find(self.tool, self.options.tool_path) if self.tool.startswith("rocprof") else None
+            self.rocm = rocm.find(self.tool, self.options.tool_path) if self.tool in rocm.EXECUTABLES else None
             if self.rocm:
                 obstacle = rocm.obstacle_of(self.rocm, build)
             else:
@@ -194,6 +167,7 @@ class Recording:
             if not obstacle:
                 break
             reasons.append(f"{self.tool} {obstacle}")
+        # A tool that was asked for is not replaced: what two tools record is not the same.
         if asked != "auto" and obstacle and not self.dry:
             raise Failure(f"--tool {asked} cannot be used: it {obstacle}")
         reason = f" ({'; '.join(reasons)})" if reasons and asked == "auto" else ""
@@ -208,37 +182,33 @@ class Recording:
             self.note(f"Tool: torch.profiler, through tiny_llama_v3.py --profile{reason}")
 
     def launch_rocm(self, build):
-        tool, release = self.rocm, rocm.dotted(self.rocm.release)
+        tool = self.rocm
         self.launch = tool.launch
-        self.note(f"Tool: {tool.name} of ROCm {release}: {tool.path}, {tool.why}")
+        self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
         if tool.is_installed:
             os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
-        other = build.removeprefix("rocm ")
-        if not tool.wheel and build.startswith("rocm") and other != release:
-            install = "pip install 'rocm[profiler]', " if rocm.wheels_folder() else ""
-            self.note(
-                f"Note: two ROCm installations. PyTorch brings ROCm {other}, {tool.name} is of {release}: it may "
-                f"record nothing, or crash. If so, {install}load the ROCm {other} module, or use "
-                "AMD's PyTorch container."
-            )
+        if warning := rocm.mismatch_of(tool, build):
+            self.note(f"Note: {warning}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The result
 
     def start(self, name):
         """Make the folder of the result, such as traces/trace_<time>, and set program, the run to be profiled."""
-        self.process, processes = this_process()
-        if processes > 1 and not self.options.output:
+        number, processes = this_process()
+        output, self.together = self.options.output, []
+        if processes > 1 and not output:
             raise Failure(f"{processes} processes need one folder for all: name it by --output")
-        base = f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
-        # Resolved, as rocprof-compute refuses a path with "..".
-        self.result = Path(self.options.output or unused(base, "{}_{}")).resolve()
-        self.together = []
+        place = output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
+        while not output and os.path.lexists(place):  # by a job that began in the same second
+            time.sleep(0.1)
+            place = f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
+        self.result = Path(place).resolve()  # as rocprof-compute refuses a path with ".."
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
-            self.result /= f"rank_{self.process}"
-        if os.path.lexists(self.result) and (not self.result.is_dir() or any(self.result.iterdir())):
-            raise Failure(f"--output {self.options.output} exists and is not an empty folder: give a new one")
+            self.result /= f"rank_{number}"
+        if self.result.is_dir() and any(self.result.iterdir()):
+            raise Failure(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
         sizes = ["--batch-size", "8", "--seq-len", "128", "--num-steps", str(self.steps)]
         self.program = [python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
@@ -255,20 +225,20 @@ class Recording:
         self.log.touch()
 
     def set_aside(self):
-        """Rename the result. One that cannot be renamed, such as a container's volume, stays INCOMPLETE."""
-        if not self.log or self.failed:
+        """Rename a result that is not finished, for the reports to skip it. If it cannot be, it stays INCOMPLETE."""
+        if not self.log:
             return
-        self.failed = Path(unused(f"{self.result}.failed", f"{self.result}_{{1}}.failed"))
-        try:
-            self.result.rename(self.failed)
-            (self.failed / "INCOMPLETE").unlink()
-        except OSError:
-            self.failed = self.result
-        print(f"What there is, with the log, is in {self.failed}", file=sys.stderr)
+        self.log, failed = None, Path(f"{self.result}.failed")
+        with contextlib.suppress(OSError):
+            self.result.rename(failed)
+            (failed / "INCOMPLETE").unlink()
+            self.result = failed
 
     def fail(self, status, reason):
         self.set_aside()
-        raise Ended(status, f"{reason}; the log: {self.failed}/log.txt")
+        failure = Failure(f"{reason}; the log: {self.result}/log.txt")
+        failure.exit_code = status
+        raise failure
 
     def miss(self, part):
         """Note that a part of the result is missing. The rest is kept and reported."""
@@ -281,40 +251,47 @@ class Recording:
             return
         (self.result / "INCOMPLETE").unlink()
         log, self.log = self.log, None
-        print("", f"Results: {self.result}", *lines, sep="\n", flush=True)
+        self.note("\n".join(["", f"Results: {self.result}", *lines]))
         if self.missing:
-            raise Ended(1, f"the result lacks a part: {';'.join(self.missing)}; the log: {log}")
+            raise NothingRecorded(f"the result lacks a part: {';'.join(self.missing)}; the log: {log}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Running
 
     def run(self, command, folder=None):
-        """Print a command line, run it in a folder, and log both. Return its exit status, and how to explain it."""
+        """Print a command line, run it in a folder, log both, and return its exit status."""
         line = (f"cd {shlex.quote(str(folder))} && " if folder else "") + shlex.join(command)
         if self.dry:
             self.note(line)
             return 0
         self.log_end = self.log.stat().st_size
-        self.note(f"+ {line}", logged=True)
-        text_of = codecs.getincrementaldecoder("utf-8")("replace").decode  # as a character may come in two pieces
-        with open(self.log, "ab", buffering=0) as log:
-            pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.note(f"+ {line}")
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with (
+            open(self.log, "ab", buffering=0) as log,
             # In a process group of its own, which signals reach as a whole.
-            with subprocess.Popen(command, cwd=folder, start_new_session=True, bufsize=0, **pipes) as process:
-                with forwarding(process.pid) as taken:
-                    while data := process.stdout.read(2**16):
-                        log.write(data)
-                        print(text_of(data), end="", flush=True)
-                    status = process.wait()
-                    while taken and lives(process.pid):
-                        time.sleep(0.1)
+            subprocess.Popen(command, cwd=folder, start_new_session=True, bufsize=0, **pipes) as process,
+            forwarding(process.pid) as taken,
+        ):
+            # A signal does not end this loop: Python reads again, and the program's last words are recorded.
+            while data := process.stdout.read(2**16):
+                log.write(data)
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+            status = process.wait()
         if taken:
-            raise Ended(128 + taken[0], "interrupted")
+            self.fail(128 + taken[0], "interrupted")
         return status if status >= 0 else 128 - status
 
     def run_or_fail(self, command, folder=None):
         if status := self.run(command, folder):
             self.fail(status, self.explain(status))
+
+    def attempt(self, part, command):
+        """Run a command without which only a part of the result is missing. Return its exit status."""
+        if status := self.run(command):
+            self.miss(f"{part} ({self.explain(status)}); try again: {shlex.join(command)}")
+        return status
 
     def explain(self, status):
         """Return what the log of the last command says about its failure."""
@@ -324,33 +301,15 @@ class Recording:
                 return meaning.format(tool=self.tool)
         return f"{self.tool} or the program ended with status {status}"
 
-    def find(self, *patterns):
-        """Set recorded, the first file of these names. Return the reason if there is none: status 0 says little."""
+    def require(self, *patterns):
+        """Set recorded, the first file of these names, or end: a profiler's status 0 says little."""
         files = [path for pattern in patterns for path in self.result.rglob(pattern) if path.stat().st_size]
         self.recorded = min(files, default=None)
         if self.recorded:
             self.note(f"Recorded: {self.recorded}")
         elif not self.dry:
-            return (
-                f"{self.tool} recorded nothing, it left no {' '.join(patterns)}: does the program use the GPU? "
-                "Is a second ROCm in the way?"
-            )
-        return None
-
-    def require(self, *patterns):
-        """Find a file of these names, or end."""
-        reason = self.find(*patterns)
-        if reason and "--profile-mpi-ranks" not in self.tool_arguments:
-            self.fail(1, reason)
-        if reason:
-            who = f"process {self.process}, as it is none of --profile-mpi-ranks or used no GPU"
-            self.finish(f"No recording of {who}.")
-            sys.exit()
-
-    def report(self, what, name, *arguments):
-        """Run a program of profilers/ on the recordings, which are kept if it fails."""
-        if status := self.run(module_command(name, *arguments)):
-            self.miss(f"{what}: profilers.{name} ended with status {status}")
+            left = f"{self.tool} recorded nothing, it left no {' '.join(patterns)}"
+            self.fail(1, f"{left}: does the program use the GPU? Is a second ROCm in the way?")
 
     # ------------------------------------------------------------------------------------------------------------------
     # What several scripts record
@@ -370,47 +329,27 @@ class Recording:
         if not self.rocm:
             self.profile_by_torch("trace.json")
             return
-        formats = ["csv", "pftrace", *["rocpd"] * self.has_database()]
+        formats = ["csv", "pftrace", *["rocpd"] * (self.rocm.release >= rocm.ROCPD)]
         self.run_or_fail(self.rocprofv3(name, "--runtime-trace", "--stats", "--output-format", *formats))
         self.require("*_results.pftrace")
         self.require("*_kernel_stats.csv")
 
-    def has_database(self):
-        return self.rocm.has_option("rocpd", (7, 0), "--help")
-
     def report_kernels(self, *arguments):
-        self.report("the table of the kernels", "hotspots", self.result, *arguments)
-
-
-def unused(path, numbered):
-    """Return the path, or the first of the numbered ones, that nothing has."""
-    names = itertools.chain([path], (numbered.format(path, number) for number in itertools.count(1)))
-    return next(name for name in names if not os.path.lexists(name))
-
-
-def lives(group):
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
-    return False
+        self.attempt("the table of the kernels", module_command("hotspots", self.result, *arguments))
 
 
 @contextlib.contextmanager
 def forwarding(group):
-    """Pass signals on to a process group, and yield the list of those that came. A second Ctrl-C ends it at once."""
+    """Pass signals on to a process group, and yield the list of those that came."""
     taken = []
 
     def forward(number, frame):
-        if taken and number != signal.SIGINT:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL if taken else number)
         taken.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, forward) for number in numbers]
-    try:
-        yield taken
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    # Slurm and torchrun end a job by SIGTERM, a terminal that closes by SIGHUP.
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield taken
+    for number, handler in before.items():
+        signal.signal(number, handler)

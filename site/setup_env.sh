@@ -18,8 +18,7 @@ own_bin=$(pwd -P)/.venv/bin:
 PATH=${PATH//"$own_bin"/}
 parent=${PYTHON:-python3}
 python=.venv/bin/python
-: "${ROCM_PARENT:=/opt}" "${KFD_DEVICE:=/dev/kfd}" "${KFD_TOPOLOGY:=/sys/class/kfd/kfd/topology}"
-: "${NVIDIA_DEVICE:=/dev/nvidiactl}"
+: "${KFD_DEVICE:=/dev/kfd}" "${KFD_TOPOLOGY:=/sys/class/kfd/kfd/topology}" "${NVIDIA_DEVICE:=/dev/nvidiactl}"
 
 "$parent" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "PYTHON=$parent is not Python 3.10 or newer"
 "$parent" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -29,20 +28,12 @@ imports() { "$1" -c "import $2" 2>/dev/null; }
 requirement() { grep -E "^$1[<>=;]" requirements.txt; }
 number() { echo $((10#${1%%.*} * 100 + 10#${1#*.})); } # 714 of 7.14; 10#, as 08 would be octal
 
-# Prints the release of this machine's ROCm, such as 7.2: that of ROCM_PATH first. Nothing where there is none.
-rocm_release() {
-    {
-        printf '%s\n' "${ROCM_PATH:-$ROCM_PARENT/rocm}" "$ROCM_PARENT"/rocm{,/core}
-        printf '%s\n' "$ROCM_PARENT"/rocm{/core,}-* | sort -Vr
-    } | xargs -I{} cat {}/.info/version 2>/dev/null | grep -Eom1 '^[0-9]+\.[0-9]+' || true
-}
-
 # Sets TORCH_INDEX, and the array wanted: what to install from it.
 choose_wheels() {
     local release known index=6.3 devices=''
     wanted=("$(requirement torch)")
     if [[ -z ${TORCH_INDEX:-} && -e $KFD_DEVICE ]]; then
-        release=$(rocm_release)
+        release=$("$parent" -c 'from profilers.rocm import release_here; print(release_here())')
         # PyTorch's own: the newest that is not newer than this ROCm, so that its driver and its profilers fit.
         for known in 6.4 7.0 7.1 7.2; do
             (($(number "$known") > $(number "${release:-7.2}"))) || index=$known

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from profilers import record
+from profilers.rocm import release_in
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "fakes"
@@ -33,10 +34,6 @@ ALONE = {  # what run_triton_profiling.py measures
         {"name": "attention", "bytes": 1_000_000, "flop": 10**9, "triton": {"ms": 0.01}},
     ],
 }
-
-
-def as_numbers(release):
-    return tuple(int(part) for part in release.split("."))
 
 
 def first_fast(first, *others):
@@ -69,18 +66,17 @@ class Machine:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-        self.env |= {"ROCM_PATH": str(folder / "rocm"), "ROCM_PARENT": str(folder / "opt")}
-        self.env |= {"KFD_DEVICE": str(folder / "kfd")}
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
+        places = dict(ROCM_PATH="rocm", ROCM_PARENT="opt", KFD_DEVICE="kfd", PYTHON="bin/python", PYTHONPATH="site")
+        self.env |= {name: str(folder / place) for name, place in places.items()}
         program = self.install(self.bin / "program", "program.py")
-        self.env |= {"PYTHON": str(self.bin / "python"), "PYTHONPATH": str(folder / "site")}
         (self.bin / "python").write_text(PYTHON.format(fake=program, python=self.python))
         (self.bin / "python").chmod(0o755)
         self.with_torch()
 
     def with_torch_of(self, release):
         """A PyTorch for a release of ROCm; from 10.0 on that of HIP is another one."""
-        hip = "7.15.26333" if as_numbers(release) >= (10,) else f"{release}.43482-0f2d60242"
+        hip = "7.15.26333" if release_in(release) >= (10, 0) else f"{release}.43482-0f2d60242"
         return self.with_torch(hip=hip, rocm=f"{release}.0")
 
     def with_torch(self, hip=None, cuda=None, rocm=None):
@@ -109,17 +105,12 @@ class Machine:
     def with_rocm(self, release, at="rocm"):
         """ROCm with its profilers, in a folder of this machine: by default where ROCM_PATH points to."""
         rocm = self.folder / at
-        rocpd = ["rocpd"] * (as_numbers(release) >= (7, 1))
-        self.with_tools(release, rocm, ["rocprofv3", "rocprof-compute", "rocprof-sys-sample", *rocpd])
+        self.with_tools(release, rocm, ["rocprofv3", "rocprof-compute", "rocprof-sys-sample"])
         own = rocm / "libexec" / "rocprofiler-compute"
         own.mkdir(parents=True)
         (rocm / "bin" / "rocprof-compute").rename(own / "rocprof-compute")
         (rocm / "bin" / "rocprof-compute").symlink_to("../libexec/rocprofiler-compute/rocprof-compute")
         (rocm / "bin" / "rocprofv3_avail_module").mkdir()
-        (rocm / "lib").mkdir()
-        (rocm / "lib" / "librocprofiler-sdk.so").touch()
-        (self.bin / "locale").write_text("#!/bin/sh\nprintf '%s\\n' ${FAKE_LOCALES:-C C.utf8 en_US.utf8 POSIX}\n")
-        (self.bin / "locale").chmod(0o755)
         (self.folder / "kfd").touch()
         return self.with_torch_of(release)
 
@@ -132,16 +123,12 @@ class Machine:
         self.with_tools(release, profiler, tools, FAKE_LIBRARIES=f"{profiler}/lib")
         shutil.rmtree(profiler / ".info")
         (core / "__init__.py").touch()
-        (core / "lib").mkdir()
-        (core / "lib" / "librocprofiler-sdk.so.1").touch()
         (core / "bin" / "rocprofv3_avail_module").mkdir()
         (self.folder / "kfd").touch()
         return self
 
     def with_nvidia(self):
         self.install(self.bin / "ncu", "ncu.py")
-        (self.bin / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA'\n")
-        (self.bin / "nvidia-smi").chmod(0o755)
         return self.with_torch(cuda="12.8")
 
     def run(self, script, *arguments, **env):
@@ -160,7 +147,7 @@ class Machine:
 
     def start(self, script, *arguments, **env):
         """As run(), of the script itself, in a process of its own."""
-        pipes = dict(capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        pipes = dict(capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
         done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
         return outcome(done.returncode, done.stdout, done.stderr)
 

@@ -8,28 +8,19 @@ from pathlib import Path
 
 from tool import complain, finish
 
-SECTIONS = ("SpeedOfLight", "Occupancy", "MemoryWorkloadAnalysis", "LaunchStats")
 KERNELS = {"rmsnorm_kernel": 9_000, "flash_attention_kernel": 60_000}
 
 parser = argparse.ArgumentParser(prog="ncu", allow_abbrev=False)
-parser.add_argument("--nvtx", action="store_true")
-parser.add_argument("--nvtx-include")
-parser.add_argument("--clock-control", choices=("base", "none", "reset"))
-parser.add_argument("--print-kernel-base", choices=("function", "demangled", "mangled"))
-parser.add_argument("--print-units", choices=("auto", "base"))
-parser.add_argument("--section", action="append", choices=SECTIONS, default=[])
-parser.add_argument("--metrics")
-parser.add_argument("-k", "--kernel-name")
-parser.add_argument("-c", "--launch-count", type=int)
-parser.add_argument("-f", "--force-overwrite", action="store_true")
-parser.add_argument("-o", "--export")
-parser.add_argument("--import", dest="report")
-parser.add_argument("--csv", action="store_true")
-parser.add_argument("--page", choices=("details", "raw", "source", "session"))
+for flag in ("--nvtx", "--csv", "-f"):
+    parser.add_argument(flag, action="store_true")
+for option in ("--nvtx-include", "--clock-control", "--print-kernel-base", "--print-units", "--metrics", "--page"):
+    parser.add_argument(option)
+for option in ("--kernel-name", "--launch-count", "-o", "--import"):
+    parser.add_argument(option)
 parser.add_argument("program", nargs=argparse.REMAINDER)
 options = parser.parse_args()
-if options.report:
-    metrics = Path(options.report).read_text().split()
+if report := getattr(options, "import"):
+    metrics = Path(report).read_text().split()
     writer = csv.writer(sys.stdout, quoting=csv.QUOTE_ALL)
     writer.writerow(["ID", "Process ID", "Kernel Name", *metrics])
     writer.writerow(["", "", "", *("nsecond" if "time" in m else "%" for m in metrics)])
@@ -41,5 +32,5 @@ if options.report:
 complain()
 status = subprocess.run(options.program).returncode
 if status == 0:
-    Path(f"{options.export}.ncu-rep").write_text(" ".join((options.metrics or "").split(",")))
+    Path(f"{options.o}.ncu-rep").write_text(" ".join((options.metrics or "").split(",")))
 finish(status)

@@ -1,14 +1,13 @@
-"""rocprof-compute: profile and analyze of ROCm 6.3 (3.0) to 7.2 (3.4), 7.12 (3.5) to 10.1 (3.9)."""
+"""rocprof-compute: profile and analyze of ROCm 6.4 (3.1) to 7.2 (3.4), 7.12 (3.5) to 10.1 (3.9)."""
 
 import argparse
-import csv
-import gzip
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 from records import KERNELS
 from tool import RELEASE, complain
 
@@ -17,7 +16,6 @@ WEIGHTS_KERNEL = (
     "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, "
     "at::native::templates::cuda::normal_and_transform<float, float>(at::TensorIteratorBase&)>(long, PhiloxCudaState)"
 )
-HARDWARE_BLOCKS = set("SQ SQC TA TD TCP TCC SPI CPC CPF".split())
 SECTIONS = {
     "2": "System Speed-of-Light", "6": "Workgroup Manager", "7": "Wavefront", "12": "Local Data Share",
     "16": "Vector L1 Data Cache", "17": "L2 Cache",
@@ -31,37 +29,16 @@ def fail(message):
 # --- options
 
 
-def profile_block(value):
-    known = set() if RELEASE >= (7, 1) else HARDWARE_BLOCKS
-    if value in known or RELEASE >= (7, 0) and re.fullmatch(r"\d+(\.\d\d?)?", value):
-        return value
-    raise argparse.ArgumentTypeError(f"Invalid hardware block or metric id: {value}")
-
-
 def make_parser():
     parser = argparse.ArgumentParser(prog="rocprof-compute")
     modes = parser.add_subparsers(dest="mode", required=True)
     profile = modes.add_parser("profile", allow_abbrev=False)
     profile.add_argument("-n", "--name", required=True)
-    for flag in ("--no-roof", "--roof-only", "--kernel-names", *(["--hip-trace"] if RELEASE < (7, 13) else [])):
-        profile.add_argument(flag, action="store_true")
-    for names in (("-m", "--mem-level"), ("--join-type",), ("--device",)):
-        profile.add_argument(*names)
-    if RELEASE < (7, 14):
-        profile.add_argument("-p", "--path")
-        profile.add_argument("--subpath")
-    if RELEASE >= (7, 12):
-        profile.add_argument("--output-directory", dest="path")
-    for names in (("-k", "--kernel"), ("-d", "--dispatch")):
-        profile.add_argument(*names, nargs="+", default=[])
-    profile.add_argument("-b", "--block", nargs="+", default=[], type=profile_block)
-    if RELEASE < (10, 1):
-        profile.add_argument("--format-rocprof-output", choices=("csv", "json"))
-    profile.add_argument("--overwrite", action="store_true") if RELEASE >= (10, 0) else None
-    profile.set_defaults(set=None, overwrite=False, traced=[])
-    if RELEASE >= (7, 0):
-        profile.add_argument("-R", "--roofline-data-type", nargs="+")
-        profile.add_argument("--list-metrics", nargs="?", const="")
+    profile.add_argument("--no-roof", action="store_true")
+    profile.add_argument("--roof-only", action="store_true")
+    profile.add_argument("-k", "--kernel", nargs="+", default=[])
+    profile.add_argument("-b", "--block", nargs="+", default=[])
+    profile.set_defaults(set=None)
     if RELEASE >= (7, 1):
         profile.add_argument("--set")
     if RELEASE >= (7, 12):
@@ -72,41 +49,15 @@ def make_parser():
         default = "/opt/rocm/lib/librocprofiler-sdk.so"  # whatever ROCM_PATH says
         profile.add_argument("--rocprofiler-sdk-library-path", dest="library", default=default)
     analyze = modes.add_parser("analyze", allow_abbrev=False)
-    analyze.set_defaults(operators=[])
-    if RELEASE >= (7, 12):
-        for mode in (profile, analyze):
-            mode.add_argument("--experimental", action="store_true")
-        help = None if "--experimental" in sys.argv else argparse.SUPPRESS
-        for name in ("torch", "triton")[: 1 + (RELEASE >= (10, 0))]:
-            own = dict(action="append_const", const=name, help=help)
-            profile.add_argument(f"--{name}-trace", dest="traced", **own)
-            analyze.add_argument(f"--list-{name}-operators", dest="operators", **own)
     analyze.add_argument("-p", "--path", required=True)
     analyze.add_argument("-b", "--block", nargs="+", default=[])
     analyze.add_argument("-k", "--kernel", nargs="+", type=int, default=[])
     analyze.add_argument("-d", "--dispatch", nargs="+", type=int, default=[])
-    norms = ("per_wave", "per_cycle", "per_second", "per_kernel")
-    analyze.add_argument("-n", "--normal-unit", choices=norms)
-    analyze.add_argument("-t", "--time-unit", choices=("s", "ms", "us", "ns"), default="ns")
     analyze.add_argument("--list-stats", action="store_true")
-    analyze.add_argument("--max-stat-num", type=int, default=10)
-    if RELEASE < (7, 1):
-        analyze.add_argument("-o", "--output")
-        analyze.add_argument("--save-dfs")
     return parser
 
 
 # --- what it wants of the machine
-
-
-def require_locale():
-    """It sets one by its name, so LC_ALL changes nothing."""
-    locales = subprocess.run(["locale", "-a"], capture_output=True, text=True).stdout.lower().replace("-", "").split()
-    if RELEASE < (7, 0) and "en_us.utf8" not in locales:
-        needed = "Please ensure that the 'en_US.UTF-8' locale is available on your system."
-        fail(f"{needed}\nERROR unsupported locale setting")
-    if "c.utf8" not in locales:
-        print("ERROR Please ensure that a UTF-8-based locale is available on your system.")  # and goes on
 
 
 def require_packages(mode):
@@ -122,34 +73,22 @@ def require_counter_list(library):
         sys.exit("ModuleNotFoundError: No module named 'rocprofv3_avail_module'")
 
 
-def refuse_parents(path):
-    if ".." in str(path):
-        fail("Access denied. Cannot access parent directories in path (i.e. ../)")
-
-
 # --- profile
 
 
 def profile(options, program):
-    if options.traced and not options.experimental:
-        fail("Torch trace is an experimental feature. Use --experimental to enable it.")
-    if options.no_roof and (options.kernel_names or options.roof_only) or "/" in options.name:
-        fail("--kernel-names and --roof-only want a roofline; a name has no /")
+    if options.no_roof and options.roof_only:
+        fail("--roof-only wants a roofline")
     if bool(options.block) + bool(options.set) + options.roof_only > 1:
         fail("--block, --set, and --roof-only are mutually exclusive options. Please use only one of them.")
     if RELEASE >= (7, 1):  # 7.0 counts with rocprofv3
         require_counter_list(options.library)
-    refuse_parents(options.path)
     # Without -- the first word is dropped, and the message is the same.
     if RELEASE < (7, 0) and not (program and os.path.isfile(program[0])):
         fail(f"Your command {' '.join(program[:1])} doesn't point to a executable. Please verify.")
-    if not program:
-        fail("Profiling command required. Pass application executable after -- at the end of options.")
     complain()
-    folder = Path(options.path) if options.path else Path("workloads", options.name, "MI300X_A1")
+    folder = Path("workloads", options.name, "MI300X_A1")
     folder.mkdir(parents=True, exist_ok=True)
-    if RELEASE >= (10, 0) and any(folder.iterdir()) and not options.overwrite:
-        fail(f"Workload directory {folder} is not empty: pass --overwrite")
     (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
     words = " ".join(program).split()
     for _ in range(PASSES):
@@ -161,45 +100,34 @@ def profile(options, program):
     for number in range(PASSES if RELEASE >= (7, 13) else 1):
         name = f"results_pmc_perf_{number}.csv" if RELEASE >= (7, 13) else "pmc_perf.csv"
         write_counters(folder / (f"{name}.gz" if RELEASE >= (10, 1) else name), options.kernel, warmup_steps + 1)
-    (folder / "operators.txt").write_text(" ".join(options.traced))
     if not options.no_roof:
         (folder / "roofline.csv").write_text("device,HBMBw\n0,4000\n")
-        if RELEASE < (7, 13):
-            (folder / "empirRoof_gpu-0_FP32.pdf").write_bytes(b"%PDF")
 
 
 def write_counters(path, wanted, steps):
     launches = [(WEIGHTS_KERNEL, 2_000_000)] * 2
     for name, (count, ns) in KERNELS.items():
         launches += [(name, ns)] * count * steps
-    launches = [(name, ns) for name, ns in launches if not wanted or any(part in name for part in wanted)]
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp", "SQ_WAVES"])
-        for number, (name, ns) in enumerate(launches):
-            writer.writerow([number, 0, name, 1_000_000 * number, 1_000_000 * number + ns, 64])
+    table = pd.DataFrame(launches, columns=["Kernel_Name", "ns"])
+    table = table[[not wanted or any(part in name for part in wanted) for name in table["Kernel_Name"]]]
+    start = 1_000_000 * table.index
+    table = table.assign(Dispatch_ID=table.index, Start_Timestamp=start, End_Timestamp=start + table["ns"])
+    table.drop(columns="ns").to_csv(path, index=False)
 
 
 # --- analyze
 
 
 def analyze(options):
-    refuse_parents(options.path)
     folder = Path(options.path)
     if not (folder / "sysinfo.csv").exists():
         fail(f"Invalid directory {folder}\nPlease try again.")
     recorded = sorted([*folder.glob("pmc_perf.csv"), *folder.glob("results_*.csv*")])
     if not recorded:
         fail("[analysis] No profiling data found.")
-    with (gzip.open if recorded[0].suffix == ".gz" else open)(recorded[0], "rt", newline="") as file:
-        dispatches = list(csv.DictReader(file))
+    dispatches = pd.read_csv(recorded[0])
     if options.dispatch:
-        dispatches = [dispatches[number] for number in options.dispatch]
-    if options.operators:
-        if not (options.experimental and set(options.operators) <= set((folder / "operators.txt").read_text().split())):
-            fail('Workload was not profiled with "--torch-trace".')
-        print("PyTorch Operator Call Tree:")
-        return
+        dispatches = dispatches.iloc[options.dispatch]
     kernels = write_statistics(folder, dispatches)
     for number in options.kernel:
         if number >= len(kernels):
@@ -209,7 +137,7 @@ def analyze(options):
     if options.list_stats:
         print("Detected Kernels (sorted descending by duration)", *kernels, "Dispatch list", sep="\n")
         return
-    print("0. Top Stats", *kernels[: options.max_stat_num], sep="\n")
+    print("0. Top Stats", *kernels[:10], sep="\n")
     for block in options.block or SECTIONS:
         if block.split(".")[0] not in SECTIONS:  # 6.x shows nothing then
             fail(f"{block} is not a metric id of --list-metrics")
@@ -218,19 +146,11 @@ def analyze(options):
 
 def write_statistics(folder, dispatches):
     """As every analysis does; the position in the first file is what -k means. Returns its names."""
-    times = {}
-    for dispatch in dispatches:
-        duration = int(dispatch["End_Timestamp"]) - int(dispatch["Start_Timestamp"])
-        times.setdefault(dispatch["Kernel_Name"], []).append(duration)
-    ranked = sorted(times, key=lambda name: -sum(times[name]))
-    with open(folder / "pmc_kernel_top.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        share = "Percent" if RELEASE >= (7, 13) else "Pct"
-        writer.writerow(["Kernel_Name", "Count", "Sum(ns)", "Mean(ns)", "Median(ns)", share])
-        for name in ranked:
-            total = sum(times[name])
-            writer.writerow([name, len(times[name]), total, total / len(times[name]), times[name][0], 0])
-    return ranked
+    times = dispatches["End_Timestamp"] - dispatches["Start_Timestamp"]
+    table = times.groupby(dispatches["Kernel_Name"]).agg(["count", "sum", "mean"]).sort_values("sum", ascending=False)
+    table.columns = ["Count", "Sum(ns)", "Mean(ns)"]
+    table.to_csv(folder / "pmc_kernel_top.csv")
+    return list(table.index)
 
 
 def main():
@@ -238,7 +158,6 @@ def main():
     arguments, program = sys.argv[1:cut], sys.argv[cut + 1 :]
     options = make_parser().parse_args(arguments)
     require_packages(options.mode)
-    require_locale()
     if options.mode == "profile":
         profile(options, program)
     else:

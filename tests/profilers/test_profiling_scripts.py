@@ -1,4 +1,4 @@
-"""The profiling scripts against fakes of the profilers of ROCm 6.2 to 10.1, and of ncu."""
+"""The profiling scripts against fakes of the profilers of ROCm 6.4 to 10.1, and of ncu."""
 
 import itertools
 import os
@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from profilers import rocm
-from profilers.readers import read_dispatches, read_kernel_stats, read_step_stats
-from tests.fakes.machine import FOLDERS, ROOT, as_numbers, first_fast
+from profilers.readers import read_dispatches, read_kernel_stats
+from tests.fakes.machine import FOLDERS, ROOT, first_fast
 from tests.profilers.conftest import GUIDE
 
-ALL_RELEASES = first_fast("10.0", "6.3", "6.4", "7.0", "7.1", "7.2", "7.14", "10.1")
+ALL_RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.14", "10.1")
 SCRIPTS = tuple(FOLDERS)
 OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocprof_triton.sh")
 TOOLS = dict.fromkeys(OF_ROCPROFV3, "rocprofv3")
@@ -53,53 +53,32 @@ def test_runs_with_rocm(machine, script, release):
     run = machine.with_rocm(release).run(script)
     assert run.code == 0 and run.err == ""
     assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm {release}: {machine.folder}/rocm/bin/")
+    assert run.out.splitlines()[0].endswith(", of the release of this PyTorch")
     (result,) = machine.results()
     assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
     assert f"\nResults: {machine.work / result}\n" in run.out and not list(machine.work.rglob("INCOMPLETE"))
     log = (machine.work / result / "log.txt").read_text()
-    assert log.startswith(f"+ {run.out.partition('+ ')[2].splitlines()[0]}\n")
-    assert "tiny llama: --batch-size 8 --seq-len 128 --num-steps" in log
+    assert log in run.out and "+ " in log and "tiny llama: --batch-size 8 --seq-len 128 --num-steps" in log
 
 
-@pytest.mark.parametrize("release", first_fast("7.1", "6.4", "7.0"))
-def test_hotspots_rank_the_kernels_of_the_steps(machine, release):
-    run = machine.with_rocm(release).run("get_hotspots.sh")
-    assert one_file(machine, "hotspots_kernel_stats.csv") and OF_THE_STEPS.search(run.out)
-    ranked = re.findall(r"^ *([\d.]+) %  +[\d.]+ +(\d+) +[\d.]+  (.*?)  +(\S+)", run.out, re.M)
-    shares = [float(share) for share, *_ in ranked]
-    assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(100, abs=0.5)
-    assert ranked[0][1:3] == ("6", "matrix product")
-    assert ranked[1][2:] == ("attention backward", "flash_attention_backward_kernel")
-
-
-@pytest.mark.parametrize("release", ALL_RELEASES)
-def test_one_run_gives_the_timeline_and_its_tables(machine, release):
-    run = machine.with_rocm(release).run("get_trace.sh", "--output", "out", "--", "--timing", "step")
+@pytest.mark.parametrize("script, release, files", [
+    ("get_hotspots.sh", "7.1", "hotspots_kernel_stats.csv"), ("get_counters.sh", "6.4", "kernels_kernel_trace.csv"),
+    ("get_counters.sh", "7.0", "kernels_results.db"),
+    *(("get_trace.sh", release, "trace_results.pftrace trace_kernel_stats.csv") for release in ("6.4", "7.0")),
+    *first_fast(("get_trace.sh", "10.1", "trace_results.db"), ("get_hotspots.sh", "6.4", "hotspots_kernel_stats.csv")),
+])  # fmt: skip
+def test_one_run_gives_the_files_of_the_release_and_the_table_of_its_steps(machine, script, release, files):
+    run = machine.with_rocm(release).run(script, "--output", "out", "--", "--timing", "step")
     assert run.code == 0 and len([words for words in run.commands if words[0] == "rocprofv3"]) == 1
-    assert one_file(machine, "trace_results.pftrace") and one_file(machine, "trace_kernel_stats.csv")
-    assert bool(list(machine.work.rglob("trace_results.db"))) == (as_numbers(release) >= (7, 0))
+    assert all(one_file(machine, name) for name in files.split())
+    assert bool(list(machine.work.rglob("*.db"))) == (release != "6.4" and "hotspots" not in script)
     assert OF_THE_STEPS.search(run.out)  # though its steps overlap with their kernels
+    ranked = re.findall(r"^ *[\d.]+ %  +[\d.]+ +(\d+) +[\d.]+  (.*?)  +\S+", run.out, re.M)
+    assert ranked[:2] == [("6", "matrix product"), ("2", "attention backward")]
+    assert bool(list(machine.work.rglob("kernels_of_the_steps.csv"))) == ("counters" in script)
 
 
 # --- counters
-
-
-@pytest.mark.parametrize("release, pattern, summary", [
-    ("6.4", "kernels_kernel_trace.csv", "absent"), ("7.0", "kernels_results.db", "absent"),
-    ("7.1", "kernels_results.db", "written"), ("7.1", "kernels_results.db", "failed"),
-])  # fmt: skip
-def test_kernels_are_recorded_in_the_format_of_the_release(machine, release, pattern, summary):
-    machine.with_rocm(release)
-    if summary == "failed":
-        executable(machine.folder / "rocm" / "bin" / "rocpd", "#!/bin/sh\necho ImportError >&2\nexit 1\n")
-    run = machine.run("get_counters.sh", "--output", "out")
-    recording, table = one_file(machine, pattern), read_kernel_stats(one_file(machine, "kernels_of_the_steps.csv"))
-    reference, steps = read_step_stats(recording)
-    assert run.code == 0 and steps == 3 and list(table["Calls"]) == list(reference["Calls"])
-    assert "hardware counters" not in run.out and ("rocpd failed" in run.out) == (summary == "failed")
-    if summary == "written":
-        names = read_kernel_stats(one_file(machine, "rocpd_kernels_summary.csv"))["Name"]
-        assert list(names) == list(read_kernel_stats(recording)["Name"])
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
@@ -107,9 +86,7 @@ def test_hardware_counters(machine, release):
     """Each pass has the ranges of its own run: they tell the steps from the warm-up, whose kernels are slow."""
     run = machine.with_rocm(release).run("get_counters.sh", "--pmc", "--output", "out")
     assert run.code == 0 and "by hardware counters, mean of the measured steps;" in run.out
-    counting = [words for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
-    passes = [words[2 : words.index("--output-format")] for words in counting]
-    assert len(passes) == 5 and not any({"FETCH_SIZE", "WRITE_SIZE"} <= set(names) for names in passes)
+    assert len([words for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]) == 5
     counted = run.out.split("by hardware counters")[1]
     *_, row = (line.split() for line in counted.splitlines() if line.endswith(" rmsnorm_kernel"))
     assert {"75.0", "8.0", "RMSNorm"} <= set(row)  # three hits to one miss; waves a compute unit
@@ -117,11 +94,10 @@ def test_hardware_counters(machine, release):
 
 
 def test_each_pmc_is_a_pass(machine):
-    asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--output", "out"
+    asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--dry-run"
     run = machine.with_rocm("7.0").run("get_counters.sh", *asked)
     passes = [words[2:4] for words in run.commands if words[:2] == ["rocprofv3", "--pmc"]]
     assert passes == [["SQ_WAVES", "GRBM_COUNT"], ["FETCH_SIZE", "--kernel-trace"]]
-    assert run.code == 0 and "SQ_WAVES" in run.out.split("All that was counted")[1]
 
 
 TOO_MANY = "too many counters for one pass: name fewer, or several --pmc"
@@ -133,65 +109,57 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN};MfmaUtil: {UNKNOWN}", "VALUBusy"),
-    ("gfx1201", [], f"OccupancyPercent: {UNKNOWN}", "WRITE_SIZE"),
 ])  # fmt: skip
 def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked, missing, counted):
     machine.with_rocm("7.0")
-    executable(machine.bin / "rocminfo", f"#!/bin/sh\necho '  Name:  {arch}'\n")
     run = machine.run("get_counters.sh", "--pmc", *asked, "--output", "out", FAKE_ARCH=arch)
-    log = f"the log: {machine.work}/out/log.txt"
-    assert run.code == 1 and run.err == f"get_counters.sh: error: the result lacks a part: {missing}; {log}\n"
+    assert run.code == 1 and f"error: the result lacks a part: {missing};" in run.err and run.err.count("\n") == 1
+    assert run.err.endswith(f"; the log: {machine.work}/out/log.txt\n")
     assert machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
     assert "Kernels of 3 steps" in run.out and one_file(machine, "kernels_of_the_steps.csv")
     table = run.out.partition("All that was counted")[2]
     assert (counted in table) if counted else table == ""
 
 
+def test_a_pass_that_fails_is_left_out(machine):
+    executable(machine.bin / "program", "#!/bin/sh\n[ ! -e once ] || exit 3\ntouch once\n")
+    run = machine.with_rocm("7.0").run("get_counters.sh", "--pmc", "SQ_WAVES", "--output", "out")
+    assert run.code == 1 and "SQ_WAVES: rocprofv3 or the program ended with status 3" in run.err
+    assert "Kernels of 3 steps" in run.out and "by hardware counters" not in run.out
+
+
 def test_a_table_of_the_whole_run_is_not_called_one_of_the_steps(machine):
     """PyTorch's ranges may not reach the profiler."""
     run = machine.with_rocm("10.0").run("get_counters.sh", "--pmc", "SQ_WAVES", "--output", "out", FAKE_NO_RANGES="1")
-    assert run.code == 1
-    assert "the measured steps, which the recording does not name: kernels.csv is of the whole" in run.err
-    assert "Kernels of the whole run, warm-up included" in run.out
+    assert run.code == 0 and "Kernels of the whole run, warm-up included" in run.out
     assert "by hardware counters, mean of the whole run, warm-up included;" in run.out
     assert "triton_poi_autotuned_0" in set(read_kernel_stats(one_file(machine, "kernels.csv"))["Name"])
-    assert f"The table as a file: {machine.work}/out/kernels.csv\n" in run.out
 
 
-@pytest.mark.parametrize("script, recording", [
-    ("get_hotspots.sh", "hotspots_kernel_stats.csv"), ("get_trace.sh", "trace_results.pftrace"),
-])  # fmt: skip
-def test_a_recording_without_its_table_stays(machine, script, recording):
+def test_a_recording_without_its_table_stays(machine):
     """The report fails where pandas is missing, say."""
     failing = '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
     executable(machine.with_rocm("7.0").bin / "env", failing)
-    run = machine.run(script, "--output", "out")
-    assert run.code == 1 and "the table of the kernels: profilers.hotspots ended with status 3" in run.err
-    assert machine.results() == ["out"] and one_file(machine, recording)
+    run = machine.run("get_trace.sh", "--output", "out")
+    assert run.code == 1 and "the table of the kernels (rocprofv3 or the program ended with status 3); try" in run.err
+    assert machine.results() == ["out"] and one_file(machine, "trace_results.pftrace")
 
 
 # --- options of the profiler
 
 
-@pytest.mark.parametrize("script, lines", zip(OF_ROCPROFV3, (1, 1, 6, 7), strict=True))
-def test_options_of_the_profiler_come_last(machine, script, lines):
+@pytest.mark.parametrize("script", OF_ROCPROFV3)
+def test_options_of_the_profiler_come_last(machine, script):
     own, theirs = ["--learning-rate", "1e-3"], ["--kernel-include-regex", "rms norm"]
-    count = ["--pmc"] if "counters" in script else []
-    run = machine.with_rocm("7.0").run(script, "--dry-run", *count, "--", *own, "--", *theirs)
+    run = machine.with_rocm("7.0").run(script, "--dry-run", "--", *own, "--", *theirs)
     commands = [words for words in run.commands if words[0] == "rocprofv3"]
-    assert run.code == 0 and len(commands) == lines
+    assert run.code == 0 and len(commands) == (7 if script.startswith("run") else 1)
     for words in commands:
         cut = words.index("--")
         assert words[cut - 2 : cut] == theirs and words[-2:] == own
 
 
-def test_counting_some_kernels_alone(machine):
-    options = ["--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-include-regex", "rmsnorm"]
-    run = machine.with_rocm("6.4").run("get_counters.sh", *options)
-    assert run.code == 0 and "A run of each of 1 kernels, by hardware counters" in run.out
-
-
-@pytest.mark.parametrize("release", first_fast("7.1", "6.3"))
+@pytest.mark.parametrize("release", first_fast("7.1", "6.4"))
 def test_kernels_under_the_names_of_their_ranges(machine, release):
     """Which tells what a matrix product is for."""
     arguments = "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-rename"
@@ -200,19 +168,6 @@ def test_kernels_under_the_names_of_their_ranges(machine, release):
     kernels, counted = run.out.split("by hardware counters")
     assert re.search(r"^Kernels of 3 steps.* in 19 calls of 2 kernels$", kernels, re.M)
     assert re.search(r"^ *[\d.]+ +other +backward$", counted, re.M)  # with a time: of the same name
-
-
-def test_the_chip_decides_what_is_counted(machine):
-    machine.with_rocm("7.0")
-    executable(machine.bin / "rocminfo", "#!/bin/sh\necho '  Name:  gfx1100'\n")
-    run = machine.run("get_counters.sh", "--pmc", "--dry-run")
-    assert run.code == 0 and "OccupancyPercent" in run.out and "TCC_HIT_sum" not in run.out and "Mfma" not in run.out
-
-
-def test_recording_the_measured_steps_alone(machine):
-    run = machine.with_rocm("10.0").run("get_hotspots.sh", "--output", "out", "--", "--", "--selected-regions")
-    assert run.code == 0 and "Kernels of 3 steps" in run.out
-    assert "triton_poi_autotuned_0" not in set(read_dispatches(machine.work / "out")["Name"])
 
 
 def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
@@ -225,16 +180,8 @@ def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
         assert len(calls) == len(value)
 
 
-@pytest.mark.parametrize("rank, recorded", [("1", True), ("2", False)])
-def test_recording_some_of_the_processes(machine, rank, recorded):
-    words = "--output", "out", "--", "--", "--profile-mpi-ranks", "0-1"
-    run = machine.with_rocm("7.2").run("get_hotspots.sh", *words, RANK=rank, WORLD_SIZE="4")
-    assert run.code == 0 and ("Kernels of 3 steps" in run.out) == recorded
-    assert (f"No recording of process {rank}, as it is none of --profile-mpi-ranks" in run.out) != recorded
-
-
 def test_an_option_that_this_release_lacks(machine):
-    run = machine.with_rocm("7.1").run("get_hotspots.sh", "--output", "out", "--", "--", "--profile-mpi-ranks", "0")
+    run = machine.with_rocm("7.1").run("get_hotspots.sh", "--output", "out", "--", "--", "--no-such")
     assert run.code == 2 and "rocprofv3 of this release has no such option: its own --help lists" in run.err
 
 
@@ -245,23 +192,28 @@ def test_an_option_that_this_release_lacks(machine):
 def test_rocm_is_found_where_it_is_installed(machine, at):
     del machine.with_rocm("10.0", at).env["ROCM_PATH"]
     run = machine.run("get_hotspots.sh", "--dry-run")
-    tool = machine.folder / at / "bin" / "rocprofv3"
-    assert run.code == 0 and run.commands[0][0] == str(tool)
-    assert run.out.startswith(f"Tool: rocprofv3 of ROCm 10.0: {tool}, of the release of this PyTorch\n")
+    assert run.code == 0 and run.commands[0][0] == str(machine.folder / at / "bin" / "rocprofv3")
 
 
-@pytest.mark.parametrize("hip, chosen, reason", [
-    ("7.0.2", "opt/rocm/core-10.0", "the first that was found"),  # as 10.0 is newer than 7.14
-    ("7.2.4", "opt/rocm-7.2.4", "of the release of this PyTorch"), ("6.4.1", "rocm", "of the release of this PyTorch"),
+CHOICES = {
+    "7.0.2": ("opt/rocm/core-10.0", "the first that was found"),  # as 10.0 is newer than 7.14
+    "7.2.4": ("opt/rocm-7.2.4", "of the release of this PyTorch"),
+}
+GIVEN = ("opt/rocm-7.2.4", "named by --tool-path")
+
+
+@pytest.mark.parametrize("hip, given, chosen, reason", [
+    *((hip, "", *choice) for hip, choice in CHOICES.items()),
+    *(("7.0.2", f"opt/rocm-7.2.4{part}", *GIVEN) for part in ("", "/bin", "/bin/rocprofv3")),
 ])  # fmt: skip
-def test_the_release_of_pytorch_decides_and_then_the_newest(machine, hip, chosen, reason):
+def test_a_path_that_is_given_decides_then_the_release_of_pytorch_then_the_newest(machine, hip, given, chosen, reason):
     for release, at in (("7.2", "opt/rocm-7.2.4"), ("7.14", "opt/rocm/core-7.14"), ("10.0", "opt/rocm/core-10.0")):
         machine.with_rocm(release, at)
-    if chosen == "rocm":
-        machine.with_rocm("6.4")
-    run = machine.with_torch(hip=hip).run("get_trace.sh", "--dry-run")
-    assert run.out.splitlines()[0].endswith(f": {machine.folder}/{chosen}/bin/rocprofv3, {reason}")
-    assert ("two ROCm installations" in run.out) == (chosen == "opt/rocm/core-10.0")
+    words = ["--tool-path", machine.folder / given] if given else []
+    run = machine.with_torch(hip=hip).run("get_trace.sh", "--dry-run", *words)
+    tool, release = f"{machine.folder}/{chosen}/bin/rocprofv3", "10.0" if "core" in chosen else "7.2"
+    assert run.out.startswith(f"Tool: rocprofv3 of ROCm {release}: {tool}, {reason}\n") and run.commands[0][0] == tool
+    assert ("two ROCm installations" in run.out) == (hip == "7.0.2")
 
 
 @pytest.mark.parametrize("script", ["get_trace.sh", *first_fast("get_rocprof_sys.sh", *SCRIPTS[1:4])])
@@ -278,24 +230,6 @@ def test_a_wheel_that_brings_rocm_brings_the_profiler(machine, script):
     shutil.rmtree(package / "bin")
     missing = machine.run(script, "--dry-run").out
     assert "If so, pip install 'rocm[profiler]', load the ROCm 10.0 module" in missing
-
-
-@pytest.mark.parametrize("given", ["opt/rocm-6.4.1", "opt/rocm-6.4.1/bin", "opt/rocm-6.4.1/bin/rocprofv3"])
-def test_a_tool_chosen_by_its_path(machine, given):
-    machine.with_rocm("6.4", "opt/rocm-6.4.1").with_rocm("10.0")
-    run = machine.run("get_hotspots.sh", "--dry-run", "--tool-path", machine.folder / given)
-    tool = machine.folder / "opt/rocm-6.4.1/bin/rocprofv3"
-    assert run.code == 0 and run.commands[0][0] == str(tool)
-    assert run.out.startswith(f"Tool: rocprofv3 of ROCm 6.4: {tool}, named by --tool-path\n")
-
-
-@pytest.mark.parametrize("words, complaint", [
-    (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprofv3: give its file, or the folder"),
-    (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),
-])  # fmt: skip
-def test_a_tool_path_that_leads_nowhere(machine, words, complaint):
-    run = machine.with_rocm("7.2").run("get_trace.sh", *words)
-    assert run.code == 2 and complaint in run.err and run.err.count("\n") == 1 and machine.results() == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -322,14 +256,6 @@ def test_why_a_tool_cannot_be_used(machine, script):
     assert machine.results() == [] and machine.run(script, "--tool", "torch", "--dry-run").code == 0
 
 
-def test_no_permission_on_the_device(machine, monkeypatch):
-    monkeypatch.setenv("KFD_DEVICE", machine.with_rocm("7.0").env["KFD_DEVICE"])
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    told = rocm.obstacle_of(rocm.Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", (7, 0), ""), "rocm 7.0")
-    group = (machine.folder / "kfd").group()
-    assert f"has no permission on {machine.folder}/kfd" in told and f"usermod -aG {group} $USER" in told
-
-
 @pytest.mark.parametrize("release", ["6.4", "7.0"])
 def test_release_is_read_from_the_tool_without_a_version_file(machine, release):
     shutil.rmtree(machine.with_rocm(release).folder / "rocm" / ".info")
@@ -354,64 +280,45 @@ def test_torch_profiler_takes_its_place(machine, script):
     assert (script == "get_rocprof_sys.sh") == bool(list(machine.work.rglob("host_profile.pstats")))
 
 
-def test_ncu_measures_one_step(machine):
+@pytest.mark.parametrize("asked, count", [([], 10), (["dram__bytes_read.sum"], 2)])
+def test_ncu_counts_in_one_step(machine, asked, count):
     options = ["--kernel-name", "rmsnorm_kernel", "--launch-count", "3"]
-    run = machine.with_nvidia().run("get_rocprof_compute.sh", "--output", "out", "--", "--", *options)
-    assert run.code == 0 and run.out.startswith("Tool: ncu, NVIDIA Nsight Compute (rocprof-compute is not installed")
+    run = machine.with_nvidia().run("get_counters.sh", "--pmc", *asked, "--output", "out", "--", "--", *options)
+    assert run.code == 0 and run.out.startswith("Tool: ncu, NVIDIA Nsight Compute (rocprofv3 is not installed")
     (command,) = [words for words in run.commands if words[0] == "ncu"]
     assert command[-4:] == ["--num-steps", "1", "--warmup-steps", "1"]
-    nvtx, clocks = (command[command.index(option) + 1] for option in ("--nvtx-include", "--clock-control"))
-    assert (nvtx, clocks) == ("step/", "none")
-    assert " ".join(options) in " ".join(command).split("tiny_llama_v3.py")[0]
-    lines = (line.split() for line in run.out.splitlines() if line.endswith(("attention_kernel", "rmsnorm_kernel")))
-    attention, norm = lines
-    assert (attention[0], norm[0]) == ("60.0", "9.0")
-    assert "40.5" in norm and "RMSNorm" in norm
+    line = shlex.join(command)
+    assert " --nvtx-include step/ --clock-control none " in line and f" {shlex.join(options)} {machine.bin}" in line
+    metrics = command[command.index("--metrics") + 1].split(",")
+    assert len(metrics) == count and {"gpu__time_duration.sum", "dram__bytes_read.sum"} <= set(metrics)
+    kernels, counted = run.out.split("by hardware counters")
+    assert "Kernels of 3 steps" in kernels
+    rows = [row.split() for row in counted.partition("All that")[0].splitlines() if row.endswith("_kernel")]
+    assert [row[0] for row in rows] == ["60.0", "9.0"] and "RMSNorm" in rows[1]
 
 
-def test_ncu_counts(machine):
-    run = machine.with_nvidia().run("get_counters.sh", "--pmc", "dram__bytes_read.sum", "--output", "out")
-    (command,) = [words for words in run.commands if words[0] == "ncu"]
-    assert run.code == 0
-    assert command[command.index("--metrics") + 1] == "dram__bytes_read.sum,gpu__time_duration.sum"
-    assert "Kernels of 3 steps" in run.out and "dram__bytes_read.sum" in run.out
+def test_without_permission_for_counters(machine):
+    """The kernels' times are there, and the missing part is named with the remedy."""
+    complaint = dict(FAKE_COMPLAINT="==ERROR== ERR_NVGPUCTRPERM", FAKE_STATUS="9")
+    run = machine.with_nvidia().run("get_counters.sh", "--pmc", **complaint)
+    assert run.code == 1 and "hardware counters (the driver lets only an administrator read GPU" in run.err
+    assert "Kernels of 3 steps" in run.out and not list(machine.work.rglob("ncu_raw.csv"))
 
 
-@pytest.mark.parametrize("complaint, reason", first_fast(
-    ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "the driver lets only an administrator read"),
-    ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "ncu cannot reach the GPU's counters"),
-    ("==WARNING== No kernels were profiled.", "ncu saw no kernel within a range named step"),
-))  # fmt: skip
-def test_without_permission_for_counters(machine, complaint, reason):
-    run = machine.with_nvidia().run("get_rocprof_compute.sh", FAKE_COMPLAINT=complaint)
-    assert run.code == 0 and f"Tool: torch.profiler from here on ({reason}" in run.out
-    assert "Kernels of 3 steps" in run.out
-    env = dict(FAKE_COMPLAINT=complaint, FAKE_STATUS="9")
-    run = machine.run("get_rocprof_compute.sh", "--tool", "ncu", "--output", "out", **env)
-    assert run.code == 9 and reason in run.err and "out.failed" in machine.results()
-    run = machine.run("get_counters.sh", "--pmc", "--tool", "ncu", "--output", "counts", **env)
-    assert run.code == 1 and f"Missing: hardware counters: {reason}" in run.out
-    assert "Kernels of 3 steps" in run.out and (machine.work / "counts").exists()  # the kernels were recorded before
-
-
-@pytest.mark.parametrize("arguments, code, told", [
-    (["--pmc", "--tool", "torch"], 2, "rocprofv3 (AMD) or ncu (NVIDIA)"), (["--tool", "ncu"], 2, "add --pmc"),
-    (["--pmc"], 0, "No hardware counters"),
-])  # fmt: skip
-def test_counters_need_a_tool_that_counts(machine, arguments, code, told):
+@pytest.mark.parametrize("arguments", [[], ["--pmc"]])
+def test_counters_need_a_tool_that_counts(machine, arguments):
     run = machine.run("get_counters.sh", *arguments)
-    assert run.code == code and told in run.out + run.err and ("Kernels of 3 steps" in run.out) == (code == 0)
+    assert run.code == 0 and "Kernels of 3 steps" in run.out
+    assert ("No hardware counters" in run.out) == bool(arguments)
 
 
 # --- the session of the first exercise
 
 
-@pytest.mark.parametrize("tool", ["ncu", *first_fast("rocprofv3", "torch")])
+@pytest.mark.parametrize("tool", ["rocprofv3", "torch"])
 def test_session_of_the_first_exercise(machine, tool):
     if tool == "rocprofv3":
         machine.with_rocm("6.4")
-    elif tool == "ncu":
-        machine.with_nvidia()
     assert machine.run("run_rocprof_triton.sh").code == 0
     folder = machine.work / "rocprof_results"
     summary = folder / "triton_analysis_summary.md"
@@ -420,24 +327,13 @@ def test_session_of_the_first_exercise(machine, tool):
     assert summary.is_symlink() and text == session.read_text() and len(list(session.parent.glob("*.png"))) == 3
     for heading in ("Kernel launch overhead", "Memory bandwidth", "GPU utilisation", "Roofline inputs"):
         assert f"\n## {heading}\n" in text
-    assert "kernels a step, in 19 launches" in text or tool != "rocprofv3"
-    assert ("from the bytes counted at the memory" in text) == (tool != "torch")
+    assert "kernels a step, in 19 launches" in text or tool == "torch"
+    assert ("from the bytes counted at the memory" in text) == (tool == "rocprofv3")
     assert ("Counted in the training run, matrix units alone" in text) == (tool == "rocprofv3")
     summary.unlink()  # a link to the newest; a person's file of that name is kept
     summary.write_text("mine")
     run = machine.run("run_rocprof_triton.sh")
     assert run.code == 0 and f"The summary: {folder}/session_" in run.out and summary.read_text() == "mine"
-
-
-@pytest.mark.parametrize("vendor", first_fast("nvidia", "amd"))
-def test_session_without_some_of_its_counters(machine, vendor):
-    """What there is becomes a summary, in the place that it has otherwise."""
-    machine.with_rocm("7.0") if vendor == "amd" else machine.with_nvidia()
-    env = {"FAKE_ARCH": "gfx908"} if vendor == "amd" else {"FAKE_COMPLAINT": "==ERROR== ERR_NVGPUCTRPERM"}
-    run = machine.run("run_rocprof_triton.sh", **env)
-    summary = machine.work / "rocprof_results" / "triton_analysis_summary.md"
-    assert run.code == 1 and "the result lacks a part" in run.err and f"The summary: {summary}\n" in run.out
-    assert ("from the bytes counted at the memory" in summary.read_text()) == (vendor == "amd")
 
 
 def test_the_session_begins_with_the_program_which_refuses_wrong_options(machine):
@@ -450,14 +346,11 @@ def test_the_session_begins_with_the_program_which_refuses_wrong_options(machine
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_status_of_the_program_comes_back(machine, script):
-    for rocm_status in (7, 1 if "compute" in script else 7):  # rocprof-compute has its own
-        run = machine.run(script, "--output", "out", PROGRAM_STATUS="7")
-        assert run.code == rocm_status and run.err.count("\n") == 2
-        assert f"ended with status {rocm_status}; the log: {machine.work}/out.failed/log.txt" in run.err
-        assert machine.results() == ["out.failed"]
-        assert "tiny llama:" in (machine.work / "out.failed" / "log.txt").read_text()
-        shutil.rmtree(machine.work / "out.failed")
-        machine = machine if (machine.folder / "rocm").exists() else machine.with_rocm("7.0")
+    run = machine.with_rocm("7.0").run(script, "--output", "out", PROGRAM_STATUS="7")
+    status = 1 if "compute" in script else 7  # rocprof-compute has its own
+    assert run.code == status and run.err.count("\n") == 1 and f"ended with status {status}" in run.err
+    assert f"; the log: {machine.work}/out.failed/log.txt" in run.err
+    assert "tiny llama:" in (machine.work / "out.failed" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -474,44 +367,45 @@ def test_the_status_of_the_profiler_comes_back(machine, script, env, status, tol
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_exists_is_never_deleted(machine, script):
-    """Neither what a person made under the name of a failed result, nor an earlier result, good or failed."""
-    mine = machine.work / "out.failed" / "notes.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    (machine.work / "out_1.failed").symlink_to("nowhere")
-    run, failed = machine.run(script, "--output", "out", PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7"), "out_2.failed"
-    assert run.code == 7 and f"{failed}/log.txt\n" in run.err and f"is in {machine.work}/{failed}\n" in run.err
-    assert not (machine.work / failed / "INCOMPLETE").exists()
-    assert machine.run(script, "--output", "out").code == 0
-    assert machine.results() == ["out", "out.failed", "out_1.failed", "out_2.failed"] and mine.read_text() == "mine"
+    """Neither an earlier result, good or failed, nor what a person made under the name of a failed one."""
+    failing = dict(PROGRAM_STATUS="7", HOST_PROFILE_STATUS="7")
+    for name in ("out.failed", "out"):
+        run = machine.run(script, "--output", "out", **failing)
+        assert run.code == 7 and run.err.endswith(f"; the log: {machine.work}/{name}/log.txt\n")
+        assert (machine.work / name / "INCOMPLETE").exists() == (name == "out")
     before = sorted(machine.work.rglob("*"))
     run = machine.run(script, "--output", "out")
-    assert run.code == 2 and "--output out exists" in run.err and sorted(machine.work.rglob("*")) == before
+    assert run.code == 2 and "/out exists and is not an empty folder" in run.err
+    assert sorted(machine.work.rglob("*")) == before and machine.results() == ["out", "out.failed"]
 
 
-def test_of_two_runs_that_want_a_folder_one_gets_it(machine):
-    pipes = dict(cwd=machine.work, env=machine.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    runs = [subprocess.Popen([ROOT / "get_trace.sh", "--output", "out"], **pipes) for _ in range(4)]
-    errors = [run.communicate(timeout=60)[1] for run in runs]
-    assert sorted(run.returncode for run in runs) == [0, 2, 2, 2] and machine.results() == ["out"]
-    assert sum("--output" in error for error in errors) == 3
+def test_of_two_runs_that_want_a_folder_one_gets_it(machine, monkeypatch):
+    def is_overtaken(folder, **_):
+        os.makedirs(folder)
+        (folder / "INCOMPLETE").touch()
+
+    monkeypatch.setattr(Path, "mkdir", is_overtaken)
+    run = machine.run("get_trace.sh", "--output", "out")
+    assert run.code == 2 and "another run has just begun there" in run.err and run.commands == []
 
 
-def test_a_failed_result_that_cannot_be_renamed_stays_incomplete(machine):
-    name = "out" + "t" * 250
-    run = machine.run("get_trace.sh", "--output", name, PROGRAM_STATUS="7")
-    assert run.code == 7 and f"; the log: {machine.work}/{name}/log.txt\n" in run.err
-    assert machine.results() == [name] and {"INCOMPLETE", "log.txt"} <= {*os.listdir(machine.work / name)}
-    (machine.work / "file").touch()
-    run = machine.run("get_trace.sh", "--output", "file/out")
-    assert run.code == 2 and "cannot be written to" in run.err
+@pytest.mark.parametrize("text, code, told", [
+    ("kill -9 $$", 137, "ended with status 137"),
+    ('for last; do :; done; touch "$last/kernel_stats.csv"', 1, "recorded nothing"),  # an empty file is none
+])  # fmt: skip
+def test_a_program_that_is_killed_and_one_that_records_nothing(machine, text, code, told):
+    executable(machine.bin / "program", f"#!/bin/sh\n{text}\n")
+    run = machine.run("get_hotspots.sh", "--output", "out")
+    assert run.code == code and told in run.err and machine.results() == ["out.failed"]
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    (["--frobnicate"], "unknown option --frobnicate"), (["--num-steps", "3"], "go after --"),
+    (["--frobnicate"], "unknown option --frobnicate"), 
     (["--output"], "--output: expected one argument"), (["--stage", "--dry-run"], "--stage: expected one argument"),
     (["--stage", "four"], "--stage: invalid int value: 'four'"), (["--stage", "9"], "--stage: invalid choice: 9"),
     (["--tool", "nsys"], "--tool: invalid choice: 'nsys'"),
+    (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprof"),
+    (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),
     (["--", "--use-amp", "--", "--kernel-rename"], 'no options of its own: leave out "--kernel-rename"'),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -527,12 +421,9 @@ def test_bad_options(machine, script, arguments, complaint):
 @pytest.mark.parametrize("rank, size", STARTED_BY)
 def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
     dry = "get_trace.sh", "--dry-run", "--output", "out"
-    for values in (("0", "two"), ("-1", "2"), ("0", "9" * 20)):
-        run = machine.run(*dry, **{rank: values[0], size: values[1]})
-        named = f"{rank}={values[0]} and {size}={values[1]} are not numbers: unset them"
-        assert run.code == 2 and named in run.err and run.err.count("\n") == 1
-    for values, folder in (("08", "010"), "rank_8"), (("0", "1"), "run"), (("0", ""), "run"):
-        run = machine.run(*dry, **{rank: values[0], size: values[1]})
+    for values, folder in (("08", "010"), "rank_8"), (("0", "1"), "run"), (("0", ""), "run"), (("0", "two"), "run"):
+        # torchrun may start a single process within each task of Slurm.
+        run = machine.run(*dry, **{"RANK": "0", "WORLD_SIZE": "1"} | {rank: values[0], size: values[1]})
         assert run.code == 0 and f"{machine.work}/out/{folder}" in run.out
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
     assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
@@ -569,36 +460,19 @@ def test_interrupt_ends_script_and_program(interruptible_machine, number, code, 
 def test_a_script_says_what_it_records(machine, script):
     run = machine.start(script, "--help")
     assert run.code == 0 and run.err == "" and f"Usage: ./{script}" in run.out
-    for option in ("--output DIR", "--stage N", "--tool NAME", "--dry-run", "-- OPTIONS"):
-        assert option in run.out
+    assert "--tool NAME" in run.out and "--num-steps" in run.out
     assert os.stat(ROOT / script).st_mode & stat.S_IXUSR
     run = machine.start(script, "--dry-run", PYTHON="/no/such/python")
     assert run.code == 2 and f"{script}: error: there is no Python at PYTHON=/no/such/python" in run.err
 
 
 def test_what_a_program_prints_arrives_as_it_is(machine):
-    """A character may come in two pieces, and bytes that are none must not end the recording."""
-    pieces = r"printf 'gr\303'; sleep 0.2; printf '\266\303\237e \377\n'; exit 3"
-    executable(machine.bin / "program", f"#!/bin/sh\n{pieces}\n")
-    run = machine.run("get_trace.sh", "--output", "out")
-    assert run.code == 3 and "größe \ufffd\n" in run.out
-    assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
-
-
-def test_the_program_does_not_see_how_the_script_was_found(machine):
-    """The folder of the project is in PYTHONPATH for the reports alone."""
-    executable(machine.bin / "program", "#!/bin/sh\necho found by $PYTHONPATH.\nexit 3\n")
+    """Bytes that are no characters must not end the recording. The project's folder is in PYTHONPATH for reports."""
+    text = r"echo found by $PYTHONPATH.; printf 'gr\303\266\303\237e \377\n'; exit 3"
+    executable(machine.bin / "program", f"#!/bin/sh\n{text}\n")
     run = machine.start("get_trace.sh", "--output", "out")
-    assert run.code == 3 and f"found by {machine.folder}/site.\n" in run.out
-
-
-def test_a_current_folder_that_was_deleted(machine):
-    for script in ("get_trace.sh", "profilers/doctor.sh", "exercises/performance_debugging/run_all_stages.sh"):
-        words = ["bash", "-c", f'rmdir "$PWD" && exec {ROOT}/{script}']
-        machine.work.mkdir(exist_ok=True)
-        done = subprocess.run(words, cwd=machine.work, env=machine.env, capture_output=True, text=True)
-        reason = "the current folder was deleted: change to another one"
-        assert done.returncode == 2 and done.stderr.endswith(f"{Path(script).name}: error: {reason}\n")
+    assert run.code == 3 and f"found by {machine.folder}/site.\ngröße \ufffd\n" in run.out
+    assert "größe ".encode() + b"\xff\n" in (machine.work / "out.failed" / "log.txt").read_bytes()
 
 
 @pytest.mark.parametrize("script, code, reason", [
@@ -631,8 +505,8 @@ def test_a_project_in_a_folder_with_spaces(machine):
 
 
 @pytest.mark.parametrize("script, release", [
-    *itertools.product(SCRIPTS, [None]), ("get_counters.sh", "7.1"), ("get_rocprof_sys.sh", "10.1"),
-    *first_fast(("run_rocprof_triton.sh", "10.0"), *itertools.product(SCRIPTS[:3], ["6.4", "7.0"])),
+    *itertools.product(SCRIPTS, [None]), ("get_counters.sh", "7.1"), ("run_rocprof_triton.sh", "10.0"),
+    *first_fast(*itertools.product(SCRIPTS[:3], ["6.4"])),
 ])  # fmt: skip
 def test_dry_run_prints_what_a_run_executes(machine, script, release):
     if release:
@@ -642,90 +516,40 @@ def test_dry_run_prints_what_a_run_executes(machine, script, release):
     assert dry.code == 0 and not list(machine.work.iterdir())
     assert dry.commands == machine.run(script, *arguments).commands and len(dry.commands) >= 1
     program = next(words for words in dry.commands if any(word.endswith("tiny_llama_v3.py") for word in words))
-    assert program[-2:] == ["--seq-len", "64"] or "--profile" in program
-    assert program[program.index("--stage") + 1] == "4"
-
-
-def rocprofv3_of(machine, release, options):
-    """The status of the fake of a release."""
-    tool = machine.install(machine.folder / "tools" / release, "rocprofv3.py", FAKE_ROCM=release, FAKE_NOTHING="1")
-    return subprocess.run([tool, *options, "--", "true"], cwd=machine.work, capture_output=True).returncode
-
-
-@pytest.mark.parametrize("release", ALL_RELEASES)
-@pytest.mark.parametrize("script", OF_ROCPROFV3)
-def test_each_release_takes_its_command_lines(machine, script, release):
-    count = ["--pmc"] if script == "get_counters.sh" else []
-    run = machine.run(script, "--dry-run", "--tool", "rocprofv3", *count, ROCM_VERSION=release)
-    assert run.out.startswith(f"Tool: rocprofv3 of ROCm {release}: rocprofv3, which is not installed here\n")
-    lines = [words[1 : words.index("--")] for words in run.commands if words[0] == "rocprofv3"]
-    assert lines and [rocprofv3_of(machine, release, options) for options in lines] == [0] * len(lines)
-
-
-def test_rocm_6_2_lacks_what_is_used(machine):
-    """Why it is refused."""
-    for options in (["--runtime-trace"], ["--pmc", "SQ_WAVES"]):
-        assert rocprofv3_of(machine, "6.2", options) == 2 and rocprofv3_of(machine, "6.3", options) == 0
+    assert "--seq-len" in program and program[program.index("--stage") + 1] == "4"
 
 
 @pytest.mark.parametrize("release, counters, library, system", [
-    ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("10.0", "rocpd", False, FORMATS),
-    ("7.0", "rocpd", True, "-H -D -T -P"), ("7.1", "rocpd", True, "-H -D -T -P"), ("7.14", "rocpd", False, FORMATS),
+    ("10.1", "rocpd", False, FORMATS), ("6.4", "csv", False, "-H -D -T -P"), ("7.14", "rocpd", False, FORMATS),
+    ("7.0", "rocpd", True, "-H -D -T -P"), ("7.2", "rocpd", True, "-H -D -T -P"),
+    ("7.12", "rocpd", False, "-H -D -T -P"),
 ])  # fmt: skip
 def test_what_each_release_is_asked_for(machine, release, counters, library, system):
-    """A dry run without the tools prints what one with them does, which asks for their help."""
+    """A dry run needs no tool: the release decides."""
 
-    def printed():
-        tools = {name: TOOLS[name] for name in SCRIPTS if name not in ("get_hotspots.sh", "run_rocprof_triton.sh")}
-        return {
-            name: [shlex.join(words) for words in machine.run(
-                name, "--dry-run", "--tool", tool, "--output", "out", ROCM_VERSION=release).commands]
-            for name, tool in tools.items()
-        }  # fmt: skip
+    def line(script):
+        run = machine.run(script, "--dry-run", "--tool", TOOLS[script], "--output", "out", ROCM_VERSION=release)
+        tool = "rocprof-sys-sample" if "sys" in script else TOOLS[script]
+        assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm {release}: {tool}, which is not installed here\n")
+        return shlex.join(run.commands[0])
 
-    absent = printed()
-    machine.with_rocm(release)
-    assert printed() == absent
-    assert f" --output-format {counters} -d " in absent["get_counters.sh"][0]
-    summarized = any(line.startswith("rocpd summary ") for line in absent["get_counters.sh"])
-    assert summarized == (as_numbers(release) >= (7, 1))
-    assert (" --output-format csv pftrace rocpd -d " in absent["get_trace.sh"][0]) == (counters == "rocpd")
-    assert ("--rocprofiler-sdk-library-path" in absent["get_rocprof_compute.sh"][0]) == library
-    assert f"rocprof-sys-sample {system} " in absent["get_rocprof_sys.sh"][0]
+    assert f" --output-format {counters} -d " in line("get_counters.sh")
+    assert (" --output-format csv pftrace rocpd -d " in line("get_trace.sh")) == (counters == "rocpd")
+    assert ("--rocprofiler-sdk-library-path" in line("get_rocprof_compute.sh")) == library
+    assert f"rocprof-sys-sample {system} " in line("get_rocprof_sys.sh")
 
 
 # --- the guide
 
 
-@pytest.mark.parametrize("release", ALL_RELEASES)
-def test_each_release_takes_what_the_guide_has_typed_by_hand(machine, release):
-    lines = [shlex.split(line) for line in TYPED if line.startswith("rocprofv3 ")]
-    assert len(lines) > 4
-    for words in lines:
-        status = rocprofv3_of(machine, release, words[1 : words.index("--")])
-        lacking = {"rocpd"} if as_numbers(release) < (7, 0) else set()
-        lacking |= {"--att"} if as_numbers(release) < (7, 13) else set()  # without a decoder
-        assert bool(status) == bool(lacking & set(words)), words
-
-
-def test_scripts_take_the_options_of_the_profiler_that_the_guide_names(machine):
-    scripts = "./get_counters", "./get_hotspots", "./get_trace"
-    lines = [shlex.split(line) for line in TYPED if line.startswith(scripts)]
-    assert len(lines) == 2 and all(words.count("--") == 2 for words in lines)
-    for script, *options in lines:
-        run = machine.run(script[2:], "--dry-run", "--tool", "rocprofv3", *options)
-        assert run.code == 0
-        for words in run.commands:
-            assert words[0] != "rocprofv3" or rocprofv3_of(machine, "7.0", words[1 : words.index("--")]) == 0
-
-
 def test_what_is_typed_by_hand_is_reported_alike(machine):
     """The folders and names of the guide are those that the reports look for."""
-    machine.with_rocm("7.1")
-    lines = [line for line in TYPED if re.search(" count([ /]|$)", line)]
-    assert len(lines) == 4
+    machine.with_rocm("7.14")  # before, a thread trace needs a decoder
+    lines = [line for line in TYPED if line.startswith("rocprofv3 ") or re.search(" (hot|count)$", line)]
+    assert len(lines) == 8
     typed = "\n".join(lines).replace("python -m", f"{machine.env['PYTHON']} -m").replace(".venv/bin/python", "true")
     env = machine.env | {"PATH": f"{machine.folder}/rocm/bin:{machine.env['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-ec", typed], cwd=machine.work, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "mean of the measured steps; occupancy" in done.stdout, done.stderr
+    assert OF_THE_STEPS.search(done.stdout)
     assert re.search(r"^ *[\d.]+ +[\d.]+ +[\d.]+ +matrix product +Cijk", done.stdout, re.M)  # us, GB/s, MB

@@ -1,4 +1,4 @@
-"""get_rocprof_compute.sh against a fake of rocprof-compute of ROCm 6.3 to 10.1."""
+"""get_rocprof_compute.sh against a fake of rocprof-compute of ROCm 6.4 to 10.1."""
 
 import csv
 import gzip
@@ -12,7 +12,7 @@ from profilers import rocprof_compute_kernels
 from tests.fakes.machine import first_fast
 from tests.profilers.conftest import GUIDE
 
-RELEASES = first_fast("10.0", "6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.14", "10.1")
+RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.2", "7.12", "7.14", "10.1")
 BY_TIME = [  # rows of the table of kernels; row 0 drew the weights
     ("1", "Cijk_"), ("2", "flash_attention_backward_kernel"), ("3", "flash_attention_kernel"), ("4", "rmsnorm_kernel"),
     ("5", "swiglu_activation_kernel"),
@@ -68,27 +68,10 @@ def test_dry_run_prints_what_a_run_executes(machine, release):
     assert planned == wet.commands and len(planned) == 3 and profile_of(wet)[-2:] == ["--warmup-steps", "2"]
 
 
-@pytest.mark.parametrize("words", [["--kernels"], ["--kernels", "few"], ["--kernels", "0"]])
-def test_how_many_kernels(machine, words):
-    run = machine.run("get_rocprof_compute.sh", *words)
-    assert run.code == 2 and run.err.count("\n") == 1 and "--kernels: " in run.err
-
-
 # --- what the tool wants of the machine
 
 
-@pytest.mark.parametrize("release, given", [("7.12", False), ("7.1", True), *first_fast(("7.0", True), ("6.4", False))])
-def test_releases_that_look_in_opt_rocm_are_told_where_theirs_is(machine, release, given):
-    rocm = machine.with_rocm(release).folder / "rocm"
-    machine.env["PATH"] += f":{rocm}/bin"
-    del machine.env["ROCM_PATH"]
-    run = run_script(machine)
-    library = f"--rocprofiler-sdk-library-path {rocm}/lib/librocprofiler-sdk.so"
-    assert run.code == 0 and (library in shlex.join(profile_of(run))) == given
-    assert ("--rocprofiler-sdk-library-path" in profile_of(run)) == given
-
-
-@pytest.mark.parametrize("release", first_fast("7.1", "7.12"))
+@pytest.mark.parametrize("release", ["7.1", "7.12"])
 def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
     machine.with_rocm(release)
     (machine.folder / "rocm").rename(machine.folder / "rocm-new")
@@ -98,15 +81,8 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
         path.rmdir()
     run = run_script(machine.with_torch(hip="6.4.1"))
     assert run.code == 0 and run.out.startswith(f"Tool: rocprof-compute of ROCm {release}: {machine.bin}/")
-
-
-@pytest.mark.parametrize("locales", ["C C.utf8", "C.UTF-8 de_DE.utf8"])
-def test_the_locale_of_rocm_6(machine, locales):
-    """It is set by name: no LC_ALL helps."""
-    run = run_script(machine.with_rocm("6.4"), FAKE_LOCALES=locales, LC_ALL="C.UTF-8")
-    assert run.code == 2 and "ROCm 6.4 needs the locale en_US.UTF-8" in run.err and machine.results() == []
-    assert run_script(machine, "--dry-run", FAKE_LOCALES=locales).code == 0
-    assert run_script(machine, FAKE_LOCALES=f"{locales} en_US.UTF-8").code == 0
+    library = f"--rocprofiler-sdk-library-path {machine.folder}/rocm-new/lib/librocprofiler-sdk.so"
+    assert (library in shlex.join(profile_of(run))) == (release == "7.1")
 
 
 # --- options
@@ -114,8 +90,7 @@ def test_the_locale_of_rocm_6(machine, locales):
 
 def test_a_kernel_chosen_by_its_name(machine):
     run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", "-k", "rmsnorm_kernel")
-    profile = profile_of(run)
-    assert profile[profile.index("--") - 2 : profile.index("--")] == ["-k", "rmsnorm_kernel"]
+    assert " -k rmsnorm_kernel -- " in shlex.join(profile_of(run))
     assert "rmsnorm_kernel: 100.0% of the time" in run.out and len(analyses_of(run)) == 2
 
 
@@ -124,18 +99,6 @@ def test_the_roofline_alone(machine, release):
     run = run_script(machine.with_rocm(release), "--", "--", "--roof-only")
     assert run.code == 0 and "--no-roof" not in profile_of(run) and analyses_of(run) == []
     assert f"7.13, rocprof-compute analyze -p {machine.work}/out/workloads/tiny_llama/MI300X_A1 -b 4\n" in run.out
-
-
-@pytest.mark.parametrize("release, names", [("10.0", ["torch", "triton"]), ("7.12", ["torch"]), ("7.2", [])])
-def test_operators_where_the_tool_attributes_counters_to_them(machine, release, names):
-    run = run_script(machine.with_rocm(release), "--operators")
-    if not names:
-        assert run.code == 2 and run.err.count("\n") == 1 and "--operators needs a rocprof-compute with" in run.err
-        assert not machine.results()
-        return
-    assert run.code == 0 and {f"--{name}-trace" for name in names} < set(profile_of(run))
-    assert analyses_of(run)[-1][-len(names) :] == [f"--list-{name}-operators" for name in names]
-    assert "Operator Call Tree" in (machine.work / "out" / "analysis.txt").read_text()
 
 
 @pytest.mark.parametrize("release, chosen", [
@@ -147,17 +110,12 @@ def test_what_was_counted_is_what_is_analyzed(machine, release, chosen):
     assert not any("-b" in words for words in analyses_of(run)) and len(analyses_of(run)) == 6
 
 
-@pytest.mark.parametrize("release, arguments, env, told", [
-    (None, ["--operators"], {}, "--operators needs rocprof-compute, and this run uses torch"),
-    ("7.1", ["--", "--", "-p", "elsewhere"], {}, "-p is taken: --output says"),
-    ("7.1", ["--", "--", "--output-directory", "elsewhere"], {}, "--output-directory is taken: --output says"),
-    ("7.1", [], {"RANK": "0", "WORLD_SIZE": "4"}, "one process at a time on a node, and 4 were started"),
-    ("7.0", ["--", "--run-name", "of mine"], {}, 'rocprof-compute cannot pass on "of mine": no spaces, quotes or ;'),
+@pytest.mark.parametrize("arguments, env, told", [
+    ([], {"RANK": "0", "WORLD_SIZE": "4"}, "one process at a time on a node"),
+    (["--", "--run-name", "of mine"], {}, 'rocprof-compute cannot pass on "of mine": no spaces, quotes or ;'),
 ])  # fmt: skip
-def test_what_cannot_be_met_is_refused(machine, release, arguments, env, told):
-    if release:
-        machine.with_rocm(release)
-    run = run_script(machine, *arguments, **env)
+def test_what_cannot_be_met_is_refused(machine, arguments, env, told):
+    run = run_script(machine.with_rocm("7.0"), *arguments, **env)
     assert run.code == 2 and told in run.err
 
 
@@ -177,11 +135,8 @@ def test_paths_that_lead_elsewhere(machine):
 @pytest.mark.parametrize("complaint, reason", [
     ("ERROR Cannot find a supported arch in rocminfo: gfx1100", "does not support this GPU"),
     ("RuntimeError: No HIP GPUs are available", "two ROCm installations"),
-    ("Unable to open /dev/kfd read-write: Permission denied", "join the groups render and video"),
-    ("ERROR Failed to import rocprofiler-sdk avail module.", "install the package rocprofiler-sdk of the same ROCm"),
     ("[ERROR] The 'astunparse' package was not found", "requirements.txt"),
     ("[ERROR] The 'astunparse==1.6.2' distribution does not meet version requirements", "requirements.txt"),
-    ("An instance of rocprof is already running", "another rocprof is running"),
 ])  # fmt: skip
 def test_known_complaints_are_explained(machine, complaint, reason):
     run = run_script(machine.with_rocm("6.4"), FAKE_COMPLAINT=complaint)
@@ -205,8 +160,7 @@ def test_an_analysis_that_fails_costs_no_counters(machine):
 def test_kernels_that_cannot_be_told_apart(machine):
     run = run_script(machine.with_rocm("7.1"), FAKE_NO_STATISTICS="1")
     assert run.code == 1 and "Missing: each kernel by itself (rocprof_compute_kernels: error: " in run.out
-    assert "\nThe average of all kernels:\n" in run.out and not any("-k" in words for words in analyses_of(run))
-    assert "System Speed-of-Light" in (machine.work / "out" / "analysis.txt").read_text()
+    assert machine.results() == ["out"] and not any("-k" in words for words in analyses_of(run))
 
 
 # --- the table of kernels

@@ -1,4 +1,4 @@
-"""get_rocprof_sys.sh against a fake of rocprof-sys-sample of ROCm 6.3 to 10.1."""
+"""get_rocprof_sys.sh against a fake of rocprof-sys-sample of ROCm 6.4 to 10.1."""
 
 import re
 import signal
@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.machine import first_fast
 
-RELEASES = first_fast("10.1", "6.3", "6.4", "7.0", "7.1", "7.2", "7.14", "10.0")
+RELEASES = first_fast("10.1", "6.4", "7.0", "7.1", "7.2", "7.14", "10.0")
 TRACE = "perfetto-trace-*.p*"  # .proto, and .pftrace from 10.1 on
 
 
@@ -26,13 +26,7 @@ def test_a_release_records_all_that_it_can(machine, release):
     arguments = ["--stage", "4", "--", "--seq-len", "64", "--", "-f", "1000"]
     dry, run = run_script(machine, "--dry-run", *arguments), run_script(machine, *arguments)
     assert run.code == 0 and run.err == "" and dry.commands == run.commands and len(run.commands) == 2
-    for pattern in (
-        TRACE,
-        "sampling_percent*.txt",
-        "sampling_gpu_power*.txt",
-        "wall_clock*.txt",
-        "host_profile.pstats",
-    ):
+    for pattern in (TRACE, "sampling_percent*", "sampling_gpu_power*", "wall_clock*", "host_profile.pstats"):
         assert len(files(machine, pattern)) == 1
     assert f"-m pstats {machine.work}/out/host_profile.pstats" in run.out
 
@@ -61,17 +55,25 @@ def test_options_of_the_tool_end_before_the_program(machine, options):
 def test_a_format_that_is_asked_for_is_the_only_one(machine):
     run = run_script(machine.with_rocm("10.1"), "--", "--", "--output-format", "rocpd")
     assert run.code == 0 and files(machine, "rocpd-*.db") and not files(machine, TRACE)
+    assert run.commands[0].count("--output-format") == 1
     assert re.search(r"^Make a trace for Perfetto of it: rocpd convert -i \S+/rocpd-10470.db ", run.out, re.M)
 
 
-@pytest.mark.parametrize("env, reason", [
-    ({"FAKE_NOTHING": "1"}, "rocprof-sys recorded nothing"),
-    ({"FAKE_COMPLAINT": "Unrecognized command line option '-x'"}, "rocprof-sys of this release has no such option"),
-])  # fmt: skip
-def test_the_host_is_profiled_whatever_becomes_of_the_trace(machine, env, reason):
-    run = run_script(machine.with_rocm("7.2"), **env)
+def test_the_host_is_profiled_whatever_becomes_of_the_trace(machine):
+    run = run_script(machine.with_rocm("7.2"), FAKE_COMPLAINT="Unrecognized command line option '-x'")
     assert run.code == 1 and machine.results() == ["out"] and files(machine, "host_profile.pstats")
-    assert f"Missing: the timeline ({reason}" in run.out and reason in run.err and "ui.perfetto.dev" not in run.out
+    assert "Missing: the timeline (rocprof-sys of this release has no such option" in run.out
+    assert "ui.perfetto.dev" not in run.out and "-m pstats" in run.out
+    run = run_script(
+        machine, "--output", "two", FAKE_COMPLAINT="Unrecognized command line option", HOST_PROFILE_STATUS="3"
+    )
+    assert run.code == 1 and "Python function (rocprof-sys or the program ended with status 3)" in run.out
+
+
+def test_a_trace_that_is_not_there(machine):
+    run = run_script(machine.with_rocm("7.2"), FAKE_NOTHING="1")
+    assert run.code == 1 and "rocprof-sys recorded nothing" in run.err and machine.results() == ["out.failed"]
+    assert files(machine, "host_profile.pstats")
 
 
 @pytest.mark.parametrize("setting, told", [({}, True), ({"ROCPROFSYS_ENABLE_SIGNAL_HANDLER": "ON"}, False)])
