@@ -1,7 +1,7 @@
 """The command line of all programs except tiny_llama_v3.py, which runs without the rest of the project.
 
-This module imports only the standard library, in the syntax of Python 3.7: the readers of profiles run on login nodes
-that have pandas but no PyTorch, and the doctor reports a Python that is too old.
+This module imports only the standard library: the readers of profiles run on login nodes that have pandas but no
+PyTorch.
 """
 
 import argparse

@@ -144,6 +144,8 @@ def get_counters(recording):
 
 
 def get_rocprof_compute(recording):
+    if recording.options.operators and not recording.rocm:
+        raise Failure(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
     if recording.rocm:
         run_rocprof_compute(recording)
         return
@@ -163,19 +165,21 @@ def run_rocprof_compute(recording):
             "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
             "get_counters.sh --pmc with it"
         )
+    tool, asked = recording.rocm, recording.tool_arguments
+    traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     recording.arguments = ["--warmup-steps", "1", *recording.arguments]
     recording.start("rocprof_compute/profile")
     for word in recording.program:
         if re.search(r"""[\s;"']""", word):  # it joins the words by spaces and splits them again
             raise Failure(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
-    tool, asked = recording.rocm, recording.tool_arguments
     # The root has a list of counters: up to 7.11 the tool looks for it in /opt/rocm, later in ROCM_PATH.
     root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
     os.environ["ROCM_PATH"] = root
     options = [] if "--roof-only" in asked else ["--no-roof"]
     if (7, 0) <= tool.release < (7, 12):
         options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
+    options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
     # The meaning of -p depends on the release; below the working directory all releases agree.
     command = [*recording.launch, "profile", "-n", "tiny_llama", *options, *asked, "--", *recording.program]
     recording.run_or_fail(command, folder=recording.result)
@@ -192,6 +196,10 @@ def run_rocprof_compute(recording):
     begin = 0 if recording.dry else recording.log.stat().st_size
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
     analyze_kernels(recording, analyze)
+    if traced:
+        recording.note("Operators and their kernels:")
+        listed = [f"--list-{name}-operators" for name in traced]
+        recording.attempt("an analysis", [*analyze, "--experimental", *listed])
     if not recording.dry:
         (recording.result / "analysis.txt").write_bytes(recording.log.read_bytes()[begin:])
     recording.finish(
@@ -200,6 +208,17 @@ def run_rocprof_compute(recording):
         "Sections, -b: 2 speed of light, 6.2 what limits occupancy, 12 LDS, 16 vector L1, 17 L2. "
         "Kernels, -k: --list-stats",
     )
+
+
+def operators_of(tool):
+    """Return to whose operators rocprof-compute can attribute counters: PyTorch's and, in newer releases, Triton's."""
+    since = {"torch": (7, 12), "triton": (10, 0)}
+    help_words = "profile", "--experimental", "--help"
+    traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
+    if not traced:
+        lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
+        raise Failure(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
+    return traced
 
 
 def analyze_kernels(recording, analyze):
@@ -321,6 +340,8 @@ def record(script, argv):
     elif function is get_rocprof_compute:
         kernels = "rocprof-compute: report on the N kernels that take the most time (default: 5)"
         parser.add_argument("--kernels", type=positive, default=5, metavar="N", help=kernels)
+        operators = "rocprof-compute, experimental: what each operator of PyTorch, and launch of Triton, costs"
+        parser.add_argument("--operators", action="store_true", help=operators)
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
         tools = ("rocprofv3", "torch")  # ncu only counts

@@ -129,6 +129,13 @@ class Tool(NamedTuple):
         executable = EXECUTABLES[self.name]
         return [executable if shutil.which(executable, path=search_path()) == self.path else self.path]
 
+    def has_option(self, option, since, *help_words):
+        """Tell whether its help names an option; if it is not installed, whether its release has it."""
+        if not self.is_installed:
+            return self.release >= since
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+        return option in subprocess.run([*self.launch, *help_words], **pipes).stdout
+
 
 def core_of(path):
     """Return the package with the libraries of a tool that comes with PyTorch, or None."""

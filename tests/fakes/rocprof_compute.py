@@ -54,6 +54,14 @@ def make_parser():
     analyze.add_argument("-k", "--kernel", nargs="+", type=int, default=[])
     analyze.add_argument("-d", "--dispatch", nargs="+", type=int, default=[])
     analyze.add_argument("--list-stats", action="store_true")
+    profile.set_defaults(traced=[])
+    analyze.set_defaults(operators=[])
+    for name in [name for name, since in (("torch", (7, 12)), ("triton", (10, 0))) if RELEASE >= since]:
+        profile.add_argument(f"--{name}-trace", dest="traced", action="append_const", const=name)
+        analyze.add_argument(f"--list-{name}-operators", dest="operators", action="append_const", const=name)
+    if RELEASE >= (7, 12):
+        for mode in (profile, analyze):
+            mode.add_argument("--experimental", action="store_true")
     return parser
 
 
@@ -77,6 +85,8 @@ def require_counter_list(library):
 
 
 def profile(options, program):
+    if options.traced and not options.experimental:
+        fail("Torch trace is an experimental feature. Use --experimental to enable it.")
     if options.no_roof and options.roof_only:
         fail("--roof-only wants a roofline")
     if bool(options.block) + bool(options.set) + options.roof_only > 1:
@@ -125,6 +135,9 @@ def analyze(options):
     recorded = sorted([*folder.glob("pmc_perf.csv"), *folder.glob("results_*.csv*")])
     if not recorded:
         fail("[analysis] No profiling data found.")
+    if options.operators and options.experimental:
+        print("PyTorch Operator Call Tree:")
+        return
     dispatches = pd.read_csv(recorded[0])
     if options.dispatch:
         dispatches = dispatches.iloc[options.dispatch]

@@ -1,6 +1,5 @@
 """Programs end in one line or none, and refuse options that are out of range."""
 
-import ast
 import io
 import os
 import signal
@@ -122,11 +121,6 @@ def test_an_option_out_of_range_is_one_line(capsys, kind, text, value):
     assert main([f"--number={text}"]) == (2 if value is None else value)
     error = capsys.readouterr().err
     assert (error.startswith("adder: error: argument --number: ") and error.count("\n") == 1) == (value is None)
-
-
-@pytest.mark.parametrize("name", ["measure/__init__", "measure/command_line", "profilers/__init__", "profilers/doctor"])
-def test_an_old_python_can_import_what_reports_it(name):
-    ast.parse((ROOT / f"{name}.py").read_text(), feature_version=(3, 7))
 
 
 BY_PATH = {"host_profile.py"}  # and those of other folders

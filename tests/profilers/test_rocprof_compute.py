@@ -101,6 +101,14 @@ def test_the_roofline_alone(machine, release):
     assert f"7.13, rocprof-compute analyze -p {machine.work}/out/workloads/tiny_llama/MI300X_A1 -b 4\n" in run.out
 
 
+@pytest.mark.parametrize("release, names", [("10.0", ["torch", "triton"]), ("7.12", ["torch"])])
+def test_operators_to_which_the_tool_attributes_counters(machine, release, names):
+    run = run_script(machine.with_rocm(release), "--operators")
+    assert run.code == 0 and {f"--{name}-trace" for name in names} < set(profile_of(run))
+    assert analyses_of(run)[-1][-len(names) :] == [f"--list-{name}-operators" for name in names]
+    assert "Operator Call Tree" in (machine.work / "out" / "analysis.txt").read_text()
+
+
 @pytest.mark.parametrize("release, chosen", [
     ("7.1", "--set compute_thruput"), *first_fast(("6.4", "-b SQ TCC"), ("7.0", "-b 2 16")),
 ])  # fmt: skip
@@ -111,6 +119,8 @@ def test_what_was_counted_is_what_is_analyzed(machine, release, chosen):
 
 
 @pytest.mark.parametrize("arguments, env, told", [
+    (["--operators"], {}, "--operators needs a rocprof-compute with"),
+    (["--operators", "--tool", "torch"], {}, "--operators needs rocprof-compute, and this run uses torch"),
     ([], {"RANK": "0", "WORLD_SIZE": "4"}, "one process at a time on a node"),
     (["--", "--run-name", "of mine"], {}, 'rocprof-compute cannot pass on "of mine": no spaces, quotes or ;'),
 ])  # fmt: skip
