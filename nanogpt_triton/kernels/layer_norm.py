@@ -373,7 +373,7 @@ def obstacle(x, branch, weight, bias):
     if any(t is not None and t.dtype not in KERNEL_DTYPES for t in (x, branch, weight, bias)):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
-        return f"the shape is {tuple(x.shape)}"
+        return "rows are empty, or longer than the kernels take"
     expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])
     if any(t is not None and t.shape != shape for t, shape in expected):
         return "the shapes differ"  # PyTorch extends some, and refuses others

@@ -112,7 +112,7 @@ def test_one_output_alone_gives_a_gradient(grouped, used):
         output.backward(upstream)
         step.optimizer.collect_gradients(step.optimizer.parameters)
         results.append([x.grad, *(p.main_grad for p in step.optimizer.parameters)])
-    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)  # a GPU's library adds in another order
 
 
 def test_a_group_refuses_a_second_run_and_a_second_derivative(grouped):

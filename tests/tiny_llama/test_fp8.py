@@ -17,6 +17,7 @@ CONFIG = llama.Config(
     hidden_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=37, batch_size=2, seq_len=24
 )
 pytestmark = [pytest.mark.usefixtures("right_fp8_rounding"), needs_fp8]
+interpreted = pytest.mark.skipif(not llama.INTERPRETED, reason="compiled kernels need a GPU")
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
@@ -201,7 +202,7 @@ def test_a_run_has_kernels_on_an_emulated_gpu_and_none_on_a_cpu(run):
     assert result.losses != bf16.losses and result.losses == pytest.approx(bf16.losses, abs=0.05)
 
 
-@pytest.mark.parametrize("fault", [None, "the rounding", "our operations"])
+@pytest.mark.parametrize("fault", [None, "the rounding", pytest.param("our operations", marks=interpreted)])
 def test_the_check_finds_a_fault(tmp_path, monkeypatch, fault):
     """Of the rounding itself, which PyTorch's FP8 shares, and of our operations alone."""
     monkeypatch.chdir(tmp_path)
