@@ -21,7 +21,7 @@ if not __package__:
     print("run it from the root as python -m benchmarks.diff", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import Failure, Parser, program
+from measure.command_line import Parser, UsageError, program
 from measure.results import damage_reported, read_result
 from measure.tables import number
 from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians, spread_of_medians
@@ -36,7 +36,7 @@ def read_run(result):
     """Return the settings and figures of a result of tiny_llama_v3.py."""
     summary, steps = result["summary"], pd.json_normalize(result["steps"])
     if summary["diverged"]:
-        raise Failure(f"{result.path}: the run diverged, so its times do not count")
+        raise UsageError(f"{result.path}: the run diverged, so its times do not count")
     settings = result["config"] | {name: result[name] for name in ("implementation", "precision")}
     # A list is of times, which have a spread; another figure is one of a run.
     columns = {"step": "batch_ms", "host": "host_ms"} | {phase: f"phase_ms.{phase}" for phase in summary["phase_ms"]}
@@ -64,7 +64,7 @@ def read(path):
     result = read_result(path)
     reader = read_steps if result.get("benchmark") == "steps" else read_run if "operations" in result else None
     if reader is None:
-        raise Failure(f"{path} is no result of tiny_llama_v3.py or benchmarks.steps")
+        raise UsageError(f"{path} is no result of tiny_llama_v3.py or benchmarks.steps")
     with damage_reported(path.parent, path.name):
         settings, figures = reader(result)
         environment = result["environment"] or {}
@@ -79,7 +79,7 @@ def read_side(path):
     """Return ([settings], [figures]) of a file or a folder."""
     paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not paths:
-        raise Failure(f"{path} holds no *.json: give a result, or a folder of them")
+        raise UsageError(f"{path} holds no *.json: give a result, or a folder of them")
     return tuple(zip(*map(read, paths), strict=True))
 
 
@@ -138,7 +138,7 @@ def main(argv):
     different = differences(sum(settings, ()))
     prohibited = [f"{name} ({values})" for name, values in different.items() if name not in VERSIONS]
     if prohibited and not options.anyway:
-        raise Failure(f"the results differ in {', '.join(prohibited)}: give --anyway to compare them all the same")
+        raise UsageError(f"the results differ in {', '.join(prohibited)}: give --anyway to compare them all the same")
     print(f"runs: {' / '.join(str(len(side)) for side in figures)}")
     for name, values in different.items():
         print(f"{name}: {values}")

@@ -25,7 +25,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
-from measure.command_line import Failure, Parser, positive, program
+from measure.command_line import Parser, UsageError, positive, program
 from measure.results import describe
 from tiny_llama import hardware
 from tiny_llama.data import as_batch, windows_of
@@ -51,17 +51,17 @@ LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
 @contextlib.contextmanager
 def reported(what):
-    """Turn what transformers, safetensors or the system raise when they read something into Failure."""
+    """Turn what transformers, safetensors or the system raise when they read something into UsageError."""
     try:
         yield
     except Exception as error:
-        raise Failure(f"{what} cannot be read ({describe(error)})") from error
+        raise UsageError(f"{what} cannot be read ({describe(error)})") from error
 
 
 def load(folder):
-    """Return the LlamaForCausalLM of a folder, in fp32; Failure if our model cannot compute it."""
+    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
     if not folder.is_dir():
-        raise Failure(f"{folder} is no folder: give one with a whole LLaMA")
+        raise UsageError(f"{folder} is no folder: give one with a whole LLaMA")
     with reported(folder):
         import transformers
 
@@ -79,7 +79,7 @@ def load(folder):
     head_dim = given.get("hidden_size", 0) // given.get("num_attention_heads", 1)
     for name, value in (SUPPORTED | {"head_dim": head_dim}).items():
         if given.get(name, value) not in (value, None):
-            raise Failure(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
     return model.float()
 
 
@@ -92,7 +92,7 @@ def text_batches(path, folder, config):
         # Not verbose: it would warn of a text that is longer than the model's context, of which windows are taken.
         tokens = np.array(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
     if len(tokens) <= config.seq_len:
-        raise Failure(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
+        raise UsageError(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
     windows, rng = windows_of(tokens, config), np.random.default_rng(config.seed)
     while True:
         yield as_batch(windows[rng.integers(len(windows), size=config.batch_size)])
@@ -157,7 +157,7 @@ def main(argv):
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
     if output and output.exists():
-        raise Failure(f"--output {output} exists: give the name of a new folder")
+        raise UsageError(f"--output {output} exists: give the name of a new folder")
     model = load(folder)
     given = model.config
     config = llama.Config(

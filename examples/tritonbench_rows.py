@@ -20,7 +20,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from measure.command_line import Failure, program
+from measure.command_line import UsageError, program
 from nanogpt_triton.kernels import triton_layer_norm
 
 
@@ -49,7 +49,7 @@ def main(argv):
             register = register_benchmark(name, "tiny_llama", fwd_only=row is swiglu)
             load_opbench_by_name(name).tiny_llama = register(row)
     except ModuleNotFoundError as error:
-        raise Failure(f"{error.name} is missing: PYTHONPATH must name a clone of tritonbench") from error
+        raise UsageError(f"{error.name} is missing: PYTHONPATH must name a clone of tritonbench") from error
     run.run(argv)
     return 0
 

@@ -23,7 +23,7 @@ import pandas
 from tabulate import tabulate
 
 from exercises import progress_file
-from measure.command_line import Failure, Parser, printable, program, replacing
+from measure.command_line import Parser, UsageError, printable, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
 NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
@@ -59,7 +59,7 @@ def stuck_at(states):
 
 
 def board_of(paths):
-    """Return what the terminal and the page show; Failure if there is nothing."""
+    """Return what the terminal and the page show; UsageError if there is nothing."""
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
     rows, left_out = [], []
     for file in files:
@@ -69,7 +69,7 @@ def board_of(paths):
             left_out.append(f"{file}: {error}")
     if not rows:
         given = "; ".join([", ".join(map(str, paths)), *left_out])
-        raise Failure(f"no progress.json in {given}: have the class run exercises/check.py first")
+        raise UsageError(f"no progress.json in {given}: have the class run exercises/check.py first")
     states = pandas.DataFrame(rows).sort_values(["who", "date"], kind="stable")
     states["mark"] = states.passed.map({True: PASSED, False: TRIED}).where(states.passed | states.attempts, UNTRIED)
     files = states.groupby("who").file
@@ -128,7 +128,7 @@ def main(argv):
     options = parser.parse_args(argv)
     missing = [str(path) for path in options.paths if not path.exists()]
     if missing:
-        raise Failure(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
+        raise UsageError(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
     board = board_of(options.paths)
     print(printable(text_of(board)))  # messages and file names may hold anything
     if options.html:

@@ -15,27 +15,27 @@ import tempfile
 from pathlib import Path
 
 
-class Failure(Exception):
-    """Ends a program with one line, the message: what is wrong, with which values, and what to do about it."""
+class UsageError(Exception):
+    """What tiny_llama_v3.UsageError is, for programs that run without PyTorch: what is wrong, and the remedy."""
 
     exit_code = 2
 
 
-class NothingRecorded(Failure):
+class NothingRecorded(UsageError):
     """A profile can be read but does not hold what was asked for."""
 
     exit_code = 1
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that shows the description as it is and raises Failure for a wrong command line."""
+    """An ArgumentParser that shows the description as it is and raises UsageError for a wrong command line."""
 
     def __init__(self, prog, description):
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=layout, allow_abbrev=False)
 
     def error(self, message):
-        raise Failure(f"{message} (--help lists the options)")
+        raise UsageError(f"{message} (--help lists the options)")
 
 
 def positive(text):
@@ -57,7 +57,7 @@ def time_limit(text):
 
 @contextlib.contextmanager
 def replacing(path, follow=False):
-    """Yield a Path beside a path; what is written there replaces the file, whole or not at all. Failure if it cannot.
+    """Yield a Path beside a path. What is written there replaces the file, whole or not at all; else UsageError.
 
     A link is replaced itself, as somebody else could have put it where this program chose the name. follow: a person
     gave the name, so replace the file that a link leads to, and write directly to what is no file, such as /dev/stdout.
@@ -76,7 +76,7 @@ def replacing(path, follow=False):
             os.replace(written, target)
     except OSError as error:
         reason = f"({error.strerror or error}): free space or give another path"
-        raise Failure(f"{path} cannot be written {reason}") from error
+        raise UsageError(f"{path} cannot be written {reason}") from error
 
 
 def printable(text):

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 
-from measure.command_line import replacing
+from measure.command_line import UsageError, replacing
 from nanogpt_triton.dataset import GPT2_VOCAB, reading
 from nanogpt_triton.model import GPTConfig
-from tiny_llama_v3 import UsageError
 
 NAME = "ckpt.pt"
 INTERRUPTED = "ckpt_interrupted.pt"  # the state at a signal, where ckpt.pt is that of the best validation loss

@@ -16,9 +16,8 @@ import sys
 import typing
 from pathlib import Path
 
-from measure.command_line import exit_code_of
+from measure.command_line import UsageError, exit_code_of
 from nanogpt_triton.dataset import reading
-from tiny_llama_v3 import UsageError
 
 
 class Count(int):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiny_llama_v3 import UsageError
+from measure.command_line import UsageError
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 if __name__ == "model":  # imported by a script in this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from measure.command_line import UsageError  # noqa: E402
 from nanogpt_triton.dataset import library, reading  # noqa: E402
 from nanogpt_triton.kernels import TRITON_AVAILABLE, torch_add_layer_norm, triton_add_layer_norm  # noqa: E402
-from tiny_llama_v3 import INTERPRETED, UsageError  # noqa: E402
+from tiny_llama_v3 import INTERPRETED  # noqa: E402
 
 A100_FLOPS = 312e12  # a second, in bf16: the unit of nanoGPT's MFU
 GPT2_SIZES = {

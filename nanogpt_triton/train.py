@@ -28,13 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 if __name__ == "__main__":  # not this folder, whose kernels would hide the library that transformers looks for
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from measure.command_line import program  # noqa: E402  (the repository must be on the path)
+from measure.command_line import UsageError, program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import Count, Share, configure  # noqa: E402
 from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_characters, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
-from tiny_llama_v3 import UsageError  # noqa: E402
 
 TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
 

@@ -7,8 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from measure.command_line import UsageError
 from measure.results import ROOT
-from tiny_llama_v3 import UsageError
 
 REPOSITORY = "https://github.com/tinygrad/tinygrad"
 COMMIT = "a9069c177a9da9cca18593edf55acd2e6073cca6"

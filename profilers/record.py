@@ -15,7 +15,7 @@ if not __package__:
     print("run it from the root as python -m profilers.record", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import Failure, exit_code_of, positive, program
+from measure.command_line import UsageError, exit_code_of, positive, program
 from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
 from profilers.rocm import ROCPD, core_of, rocm_path, root_of
 
@@ -145,7 +145,7 @@ def get_counters(recording):
 
 def get_rocprof_compute(recording):
     if recording.options.operators and not recording.rocm:
-        raise Failure(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
+        raise UsageError(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
     if recording.rocm:
         run_rocprof_compute(recording)
         return
@@ -161,7 +161,7 @@ def get_rocprof_compute(recording):
 
 def run_rocprof_compute(recording):
     if this_process()[1] > 1:
-        raise Failure(
+        raise UsageError(
             "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
             "get_counters.sh --pmc with it"
         )
@@ -172,7 +172,7 @@ def run_rocprof_compute(recording):
     recording.start("rocprof_compute/profile")
     for word in recording.program:
         if re.search(r"""[\s;"']""", word):  # it joins the words by spaces and splits them again
-            raise Failure(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
+            raise UsageError(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
     # The root has a list of counters: up to 7.11 the tool looks for it in /opt/rocm, later in ROCM_PATH.
     root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
     os.environ["ROCM_PATH"] = root
@@ -217,7 +217,7 @@ def operators_of(tool):
     traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
     if not traced:
         lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
-        raise Failure(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
+        raise UsageError(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
     return traced
 
 
@@ -357,7 +357,7 @@ def record(script, argv):
 def main(argv):
     script, *arguments = argv or [""]
     if script not in SCRIPTS:
-        raise Failure(f"{script!r} is none of {', '.join(SCRIPTS)}")
+        raise UsageError(f"{script!r} is none of {', '.join(SCRIPTS)}")
     return exit_code_of(lambda: record(script, arguments), script)
 
 

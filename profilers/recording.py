@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from measure.command_line import Failure, NothingRecorded, Parser
+from measure.command_line import NothingRecorded, Parser, UsageError
 from profilers import rocm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +69,7 @@ def parser_of(script, tools, steps):
 
 
 def parse(parser, tools, argv):
-    """Return the options of a script, with what follows -- and a second --; Failure if they cannot be met."""
+    """Return the options of a script, with what follows -- and a second --; UsageError if they cannot be met."""
     own, rest = split(argv)
     options, unknown = parser.parse_known_args(own)
     options.arguments, options.tool_arguments = split(rest)
@@ -90,12 +90,12 @@ def split(words):
 def resolve(tool, path):
     """Return the executable of a tool of ROCm that --tool-path P leads to."""
     if tool not in rocm.EXECUTABLES:
-        raise Failure(f"--tool-path names a profiler of ROCm, and --tool {tool} is none: leave one out")
+        raise UsageError(f"--tool-path names a profiler of ROCm, and --tool {tool} is none: leave one out")
     name = rocm.EXECUTABLES[tool]
     found = shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}")
     if not found:
         give = "give its file, or the folder of one installation of ROCm"
-        raise Failure(f"--tool-path {path}: there is no {name}: {give}")
+        raise UsageError(f"--tool-path {path}: there is no {name}: {give}")
     return os.path.abspath(found)
 
 
@@ -169,11 +169,11 @@ class Recording:
             reasons.append(f"{self.tool} {obstacle}")
         # A tool that was asked for is not replaced: what two tools record is not the same.
         if asked != "auto" and obstacle and not self.dry:
-            raise Failure(f"--tool {asked} cannot be used: it {obstacle}")
+            raise UsageError(f"--tool {asked} cannot be used: it {obstacle}")
         reason = f" ({'; '.join(reasons)})" if reasons and asked == "auto" else ""
         if self.tool == "torch" and self.tool_arguments:
             left_out = " ".join(self.tool_arguments)
-            raise Failure(f'torch.profiler takes no options of its own: leave out "{left_out}"{reason}')
+            raise UsageError(f'torch.profiler takes no options of its own: leave out "{left_out}"{reason}')
         if self.rocm:
             self.launch_rocm(build)
         elif self.tool == "ncu":
@@ -198,7 +198,7 @@ class Recording:
         number, processes = this_process()
         output, self.together = self.options.output, []
         if processes > 1 and not output:
-            raise Failure(f"{processes} processes need one folder for all: name it by --output")
+            raise UsageError(f"{processes} processes need one folder for all: name it by --output")
         place = output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
         while not output and os.path.lexists(place):  # by a job that began in the same second
             time.sleep(0.1)
@@ -208,7 +208,7 @@ class Recording:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"
         if self.result.is_dir() and any(self.result.iterdir()):
-            raise Failure(f"--output {self.result} exists and is not an empty folder: give a new one")
+            raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
         sizes = ["--batch-size", "8", "--seq-len", "128", "--num-steps", str(self.steps)]
         self.program = [python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
@@ -220,7 +220,7 @@ class Recording:
             (self.result / "INCOMPLETE").open("x").close()  # of two runs that want this folder, one gets it
         except OSError as error:
             reason = "cannot be written to, or another run has just begun there: give another folder"
-            raise Failure(f"--output {self.result} {reason}") from error
+            raise UsageError(f"--output {self.result} {reason}") from error
         self.log = self.result / "log.txt"
         self.log.touch()
 
@@ -236,7 +236,7 @@ class Recording:
 
     def fail(self, status, reason):
         self.set_aside()
-        failure = Failure(f"{reason}; the log: {self.result}/log.txt")
+        failure = UsageError(f"{reason}; the log: {self.result}/log.txt")
         failure.exit_code = status
         raise failure
 

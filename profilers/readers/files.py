@@ -6,12 +6,12 @@ import io
 import numpy as np
 import pandas as pd
 
-from measure.command_line import Failure
+from measure.command_line import UsageError
 
 TEXT = {"encoding": "utf-8", "errors": "replace"}  # the profilers write the bytes of a name as they are
 
 
-class Unreadable(Failure):
+class Unreadable(UsageError):
     """A profile cannot be read; the message names the file, the problem and the remedy."""
 
 
@@ -20,7 +20,7 @@ def reported(path):
     """Turn what parsers raise, and what contents of another kind raise where they are used, into Unreadable."""
     try:
         yield
-    except Failure:
+    except UsageError:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
+import tiny_llama_v3 as llama
 from measure import command_line
-from measure.command_line import Failure, NothingRecorded, Parser, exit_code_of, positive, program, time_limit
-from tiny_llama_v3 import UsageError
+from measure.command_line import NothingRecorded, Parser, UsageError, exit_code_of, positive, program, time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -44,7 +44,7 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize("error, code", [
-    (Failure("x is 3: give 4"), 2), (NothingRecorded("x is empty"), 1), (UsageError("x is 5: give 6"), 2),
+    (UsageError("x is 3: give 4"), 2), (NothingRecorded("x is empty"), 1), (llama.UsageError("x is 5: give 6"), 2),
     (PermissionError("x"), 2),
 ])  # fmt: skip
 def test_an_error_ends_a_program_in_one_line(error, code, capsys):
@@ -83,7 +83,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "new" / "file.txt"
     replace(path, "one")
     path.chmod(0o640)
-    with pytest.raises(Failure, match="cannot be written .No space left"), command_line.replacing(path) as file:
+    with pytest.raises(UsageError, match="cannot be written .No space left"), command_line.replacing(path) as file:
         file.write_text("hal")
         raise OSError(28, "No space left on device")
     assert os.listdir(path.parent) == ["file.txt"] and path.read_text() == "one"

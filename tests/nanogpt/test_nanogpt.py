@@ -21,14 +21,13 @@ import torch
 import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
-from measure.command_line import Failure
+from measure.command_line import UsageError
 from nanogpt_triton import checkpoint, sample, train
 from nanogpt_triton import model as gpt
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.dataset import Batches, Characters, write_dataset
 from nanogpt_triton.model import GPT, GPTConfig
 from tiny_llama.distributed import World
-from tiny_llama_v3 import UsageError
 
 FOLDER = Path(train.__file__).parent
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16)
@@ -453,7 +452,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     """It is on disk before it gets its name."""
     checkpoint.save(path := tmp_path / checkpoint.NAME, {"model": {}, "model_args": vars(CONFIG)})
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(Failure, match="No space left on device"):
+    with pytest.raises(UsageError, match="No space left on device"):
         checkpoint.save(path, {})
     assert saved(tmp_path)["model_args"] == CONFIG and [*tmp_path.iterdir()] == [path]
 

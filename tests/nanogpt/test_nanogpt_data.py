@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from measure.command_line import UsageError
 from nanogpt_triton import dataset, sample, train
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.data import preparing
 from tests.nanogpt.test_nanogpt import printed
-from tiny_llama_v3 import UsageError
 
 FOLDER = Path(dataset.__file__).parent
 SHAKESPEARE = "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n" * 30
