@@ -63,7 +63,7 @@ slides: ## make build/slides.html and build/slides.pdf of docs/slides.md, by Mar
 	$(MARP) --output build/slides.pdf
 
 clean: ## remove .venv, the caches, the emulator and what pip built
-	rm -rf .venv .emulator .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .emulator .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A .venv that was moved, or lost its interpreter or packages, is made anew, whatever its stamps say.
