@@ -25,7 +25,7 @@ from profilers.readers.kernel_benchmark import kernels_alone, rates, read_kernel
 from profilers.timeline import step_figures
 
 TOP = 10
-TOOLS = {"rocprofv3": "rocprofv3", "ncu": "torch.profiler (times) and ncu (counters)", "torch": "torch.profiler"}
+TOOLS = {"rocprofv3": "rocprofv3", "torch": "torch.profiler"}
 BANDWIDTH = ["kernel", "MB", "ms", "GB/s", "% of the bandwidth"]  # columns of rates()
 ROOFLINE = ["kernel", "FLOP a byte", "TFLOP/s", "ceiling", "% of the ceiling"]
 UTILISATION = {  # columns of counters.derive(), as they are shown
@@ -47,7 +47,7 @@ def markdown(table):
 def counted(title, table):
     """Return a table that is computed from counters, below its title."""
     if table.empty:
-        return "Not counted in the training run (that needs rocprofv3 or ncu)."
+        return "Not counted in the training run (that needs rocprofv3)."
     return f"{title}:\n\n{markdown(table)}"
 
 
