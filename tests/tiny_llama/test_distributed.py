@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from measure.command_line import NothingRecorded
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
@@ -275,6 +276,7 @@ def test_the_slowest_process_is_told_from_the_fastest():
 @pytest.mark.parametrize("error, exit_code, told", [
     (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""),
     (llama.UsageError("no NCCL"), 2, "no NCCL"), (OSError("the disk is full"), 2, "the disk is full"),
+    (NothingRecorded("the loss is no number"), 1, "the loss is no number"),
     (RuntimeError("Connection closed by peer\nmore"), 2,
      "another process has ended, or does not answer (Connection closed by peer)"),
 ])  # fmt: skip
