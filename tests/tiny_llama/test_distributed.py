@@ -134,6 +134,7 @@ def test_a_run_of_two_processes(start, tmp_path):
     result = json.loads(path.read_text())
     world = result["summary"]["world"]
     assert (world["size"], world["backend"], len(result["steps"])) == (2, "gloo", 3)
+    assert f" tokens/sec, {world['tokens_per_second'] / 2:,.0f} a process\n" in out
     assert [process["rank"] for process in world["processes"]] == [0, 1]
 
 
