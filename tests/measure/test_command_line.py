@@ -36,7 +36,7 @@ def start(tmp_path):
             stdout=stdout,
             stderr=subprocess.PIPE,
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
             text=True,
         )
 
@@ -67,8 +67,10 @@ def test_control_c_and_a_closed_pipe_end_a_program_without_a_word(start):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk(start):
-    with open("/dev/full", "w") as full, start(stdout=full) as process:
+@pytest.mark.parametrize("then", ["", "break"])
+def test_a_full_disk(start, then):
+    """Of many lines, or of one that is still to be written at the end."""
+    with open("/dev/full", "w") as full, start(then, stdout=full) as process:
         error = process.stderr.read()
     assert process.returncode == 2 and error.count("\n") == 1 and "No space left" in error
 

@@ -339,10 +339,12 @@ def test_a_run_learns_and_its_model_writes(long_run):
     assert "no character 'A'" in draw(folder, "--start=A", code=2)
 
 
-def test_draws_follow_from_the_seed(long_run, tmp_path):
+def test_draws_follow_from_the_seed(trained, tmp_path):
+    """And from the best weights, where a signal has left others beside them."""
+    (trained / checkpoint.INTERRUPTED).touch()
     (tmp_path / "prompt").write_text("xyz")
     flags = f"--start=FILE:{tmp_path}/prompt", "--top_k=0", "--temperature=9"
-    one, same, other = (draw(long_run[0], *flags, f"--seed={seed}").splitlines()[-2] for seed in (1, 1, 2))
+    one, same, other = (draw(trained, *flags, f"--seed={seed}").splitlines()[-2] for seed in (1, 1, 2))
     assert one == same != other and other.startswith("xyz")
 
 
@@ -546,14 +548,16 @@ def test_losses_that_nanogpt_prints(make_trainer):
     assert losses == pytest.approx(record["losses"], abs=1e-3)
 
 
-@pytest.mark.parametrize("init_from, vocab_size", [("scratch", 50304), ("gpt2", 27)])
-def test_models_for_gpt2_s_tokens(monkeypatch, make_trainer, tmp_path, init_from, vocab_size):
-    """A new one, and one that is not larger than the settings say."""
+@pytest.mark.parametrize("init_from, block_size, expected", [
+    ("scratch", 8, (50304, 8)), ("gpt2", 8, (27, 8)), ("gpt2", 32, (27, 16)),
+])  # fmt: skip
+def test_models_for_gpt2_s_tokens(monkeypatch, make_trainer, tmp_path, init_from, block_size, expected):
+    """A new one, and one that is not larger than the settings say, nor than it was."""
     monkeypatch.setattr(GPT, "from_pretrained", lambda name, options, **where: make_model())
     for split in ("train", "val"):
         TOKENS.numpy().tofile(tmp_path / f"{split}.bin")
-    trainer = make_trainer(data_dir=str(tmp_path), dataset="", init_from=init_from, block_size=8)
-    assert (trainer.raw_model.config.vocab_size, trainer.raw_model.config.block_size) == (vocab_size, 8)
+    trainer = make_trainer(data_dir=str(tmp_path), dataset="", init_from=init_from, block_size=block_size)
+    assert (trainer.raw_model.config.vocab_size, trainer.raw_model.config.block_size) == expected
 
 
 # --- several processes
@@ -573,14 +577,16 @@ def start(data_dir, tmp_path, python):
 
 
 def test_two_processes_compute_what_one_does(run, tmp_path, start):
-    """The name of a run may hold the time, and differ."""
-    program = "sys.exit(train.main([*sys.argv[1:], '--wandb_run_name=ft-' + os.environ['RANK']]))\n"
+    """The name of a run may hold the time, and differ. The share of a GPU's peak is that of one process."""
+    program = "train.GPT.estimate_mfu = lambda self, sequences, seconds: sequences\n"
+    program += "sys.exit(train.main([*sys.argv[1:], '--wandb_run_name=ft-' + os.environ['RANK']]))\n"
     settings = dict(dropout=0.0, eval_iters=3)
     process = start(tmp_path / "two", program, **settings)
     ours = run(**settings)
     theirs = process.communicate(timeout=600)[0]
     assert process.returncode == 0 and theirs.count("using PyTorch's LayerNorm") == 1, theirs
     assert figures(theirs) == pytest.approx(figures(ours), abs=2e-4)
+    assert theirs.count(", mfu 400.00%\n") == 13, theirs
     one, two = saved(tmp_path), saved(tmp_path / "two")
     torch.testing.assert_close(two["model"], one["model"], rtol=1e-3, atol=1e-4)
 
@@ -603,7 +609,7 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, start):
         "    if self.world.rank == 1 and batches is self.train_batches and number == 6 * 6 + 1:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return fetch(self, batches, number)\n"
-        "def slowly(path, state): time.sleep(0.5); save(path, state)\n"
+        "def slowly(path, state): assert os.environ['RANK'] == '0'; time.sleep(0.5); save(path, state)\n"
         "train.Trainer.fetch, checkpoint.save = fetching, slowly\n"
         "code = train.main()\n"
         "os.write(2, f'rank {os.environ[\"RANK\"]} ends with {code}\\n'.encode())  # a line at once\n"

@@ -152,9 +152,11 @@ def tiktoken(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", Mock(get_encoding=lambda name: encoding))
 
 
-def test_shakespeare_as_byte_pairs(folder, tiktoken):
-    """Also where the data was of characters before."""
-    run_prepare("shakespeare", "--input", folder.parent / "text.txt", "--output", folder)
+def test_shakespeare_as_byte_pairs(folder, tiktoken, monkeypatch):
+    """Also where the data was of characters before. What was downloaded is not fetched again."""
+    monkeypatch.setattr(preparing, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+    (folder / "input.txt").write_text(SHAKESPEARE)
+    run_prepare("shakespeare", "--output", folder)
     assert len(tokens_in(folder, "train")) == len(SHAKESPEARE) * 9 // 10
     # Tokens that only pad the vocabulary end a text as well.
     tokenizer = dataset.make_tokenizer(dataset.read_characters(folder))

@@ -24,11 +24,11 @@ CASES = [((1, 20000 if ON_GPU else 8200), torch.float32), *itertools.product(SHA
 FLAGS = list(itertools.product([True, False], repeat=2)) * len(CASES)  # each case has the next combination
 
 
-def assert_as_accurate_as_torch(inputs, upstream, dtype, unused=0):
+def assert_as_accurate_as_torch(inputs, upstream, dtype, unused=0, place=test_kernels.as_given):
     """Without a branch the residual is the input itself, and not used."""
     used = slice(unused or inputs[1] is None, None)
     functions = ((lambda *given, f=f: f(*given)[used]) for f in (triton_add_layer_norm, torch_add_layer_norm))
-    test_kernels.assert_as_accurate_as_torch(*functions, inputs, upstream[used], dtype)
+    test_kernels.assert_as_accurate_as_torch(*functions, inputs, upstream[used], dtype, place)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -53,14 +53,14 @@ def test_a_program_walks_over_several_tiles(randn, monkeypatch):
     assert_as_accurate_as_torch([x, branch, randn(40), randn(40)], upstream, torch.float32)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_strided_input_and_gradient(randn, padded):
-    """Rows that are padded are read as they lie; each tensor has a padding of its own."""
-    x, branch, weight, bias = map(test_kernels.strided_like, (randn(4, 6, 40), randn(4, 6, 40), randn(40), randn(40)))
-    upstream = [branch.transpose(1, 2).contiguous().transpose(1, 2), randn(1, 1, 40).expand(4, 6, 40)]
-    if padded:
-        x, branch, *upstream = (randn(4, 6, width)[..., :40] for width in (41, 43, 47, 53))
-    assert_as_accurate_as_torch([x, branch, weight, bias], upstream, torch.float32)
+PLACES = [test_kernels.padded, test_kernels.transposed, test_kernels.strided, test_kernels.expanded]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_layout(randn, place):
+    """Of inputs, parameters and upstream gradients. Rows that are padded are read as they lie."""
+    x, branch, *upstream = (randn(4, 6, 40) for _ in range(4))
+    assert_as_accurate_as_torch([x, branch, randn(40), randn(40)], upstream, torch.float32, place=place)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from measure.command_line import NothingRecorded
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
@@ -133,6 +134,7 @@ def test_a_run_of_two_processes(start, tmp_path):
     result = json.loads(path.read_text())
     world = result["summary"]["world"]
     assert (world["size"], world["backend"], len(result["steps"])) == (2, "gloo", 3)
+    assert f" tokens/sec, {world['tokens_per_second'] / 2:,.0f} a process\n" in out
     assert [process["rank"] for process in world["processes"]] == [0, 1]
 
 
@@ -275,6 +277,7 @@ def test_the_slowest_process_is_told_from_the_fastest():
 @pytest.mark.parametrize("error, exit_code, told", [
     (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""),
     (llama.UsageError("no NCCL"), 2, "no NCCL"), (OSError("the disk is full"), 2, "the disk is full"),
+    (NothingRecorded("the loss is no number"), 1, "the loss is no number"),
     (RuntimeError("Connection closed by peer\nmore"), 2,
      "another process has ended, or does not answer (Connection closed by peer)"),
 ])  # fmt: skip

@@ -65,9 +65,15 @@ def read_trace(folder):
     return trace
 
 
-@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
-def test_trace_names_step_phases_and_layers(run, tmp_path, impl):
-    """In a group the backward of a layer is within one of autograd's nodes."""
+TOOL = "/opt/rocm/lib/librocprofiler-sdk-tool.so"
+
+
+@pytest.mark.parametrize("impl, attached", [
+    ("torch", ""), ("torch", TOOL), pytest.param("triton", "", marks=needs_triton),
+])  # fmt: skip
+def test_trace_names_step_phases_and_layers(run, tmp_path, monkeypatch, impl, attached):
+    """Once. In a group the backward of a layer is within one of autograd's nodes."""
+    monkeypatch.setenv("ROCP_TOOL_LIBRARIES", attached)
     run("--impl", impl, "--device", "auto", "--profile", "profile")
     ranges = [e for e in read_trace(tmp_path / "profile") if e.get("cat") == "user_annotation"]
     ranges = [e for e in ranges if e["name"].startswith(("step", "forward", "backward", "optimizer", "layers."))]
@@ -86,7 +92,6 @@ def test_a_profile_of_a_gpu(run, tmp_path, flags):
 
 
 COLUMNS = ("Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
-TOOL = "/opt/rocm/lib/librocprofiler-sdk-tool.so"
 
 
 @pytest.mark.parametrize("variable, value, timing, expected", [

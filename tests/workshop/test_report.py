@@ -62,6 +62,11 @@ def test_the_parts_of_a_bar_follow_each_other():
     assert [(part.get_x(), part.get_width()) for part in axes.patches] == [(0, 2), (2, 3), (5, 4)]
 
 
+def test_the_words_of_a_picture_are_those_given():
+    root = ElementTree.fromstring(drawing.svg(drawing.new_figure(100), "name", "a < b", "b & c"))
+    assert [root.findtext(f"{{*}}{tag}") for tag in ("title", "desc")] == ["a < b", "b & c"]
+
+
 def test_gradients_are_counted_by_module():
     config = llama.Config(seq_len=128)
     shares = pictures.gradient_shares(config, {"norm.weight", "layers.0.attention.o_proj.weight"})
