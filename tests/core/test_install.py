@@ -381,11 +381,12 @@ def test_an_environment_without_torch_is_never_emptied(project, bare, tmp_path, 
 def test_moved_checkout_is_set_up_anew_and_the_old_environment_renamed(project, bare, tmp_path):
     project.run(bare)
     (project.venv / "mine").touch()
+    (project.root / ".venv.old").symlink_to("gone")
     project.root = project.root.rename(tmp_path / "elsewhere")
     project.venv = project.root / ".venv"
     done = project.make("run", python=bare)
-    assert done.returncode == 0 and "The .venv that was here is now .venv.old: delete it if" in done.stdout
-    assert (project.root / ".venv.old" / "mine").exists() and not (project.venv / "mine").exists()
+    assert done.returncode == 0 and "The .venv that was here is now .venv.old2: delete it if" in done.stdout
+    assert (project.root / ".venv.old2" / "mine").exists() and not (project.venv / "mine").exists()
     assert project.pip_install("numpy").returncode == 0
 
 

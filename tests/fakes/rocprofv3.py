@@ -46,7 +46,7 @@ def make_parser():
 def counters_of(options):
     """Those that are counted: the tool warns of the others, and ends in the first dispatch if there are too many."""
     arch = os.environ.get("FAKE_ARCH", "gfx942")
-    asked = [name for words in options.pmc or [] for name in words.split(",")]
+    asked = [name.removesuffix(":device=0") for words in options.pmc or [] for name in words.split(",")]
     known = [name for name in asked if name in SLOTS_OF and name not in ABSENT.get(arch, ())]
     if known != asked:
         print(f"Unable to find all counters for agent 1 (gpu-0, {arch}) in {asked}. Found: {known}", file=sys.stderr)

@@ -14,6 +14,7 @@ def test_bound_is_the_longer_of_two():
 
 @pytest.mark.parametrize("used, warps, share, limit", [
     (("gfx942", 64, 0, 4), 32, 1.0, None), (("gfx942", 129, 0, 4), 12, 0.375, "registers"),
+    (("gfx942", 64, 0, 1), 32, 1.0, None),  # as many programs of one wave
     (("gfx942", 64, 0, 4, 94), 32, 1.0, None), (("gfx942", 64, 0, 4, 95), 28, 0.875, "registers"),
     (("gfx942", 64, 2**15, 4), 8, 0.25, "shared memory"), (("sm_90", 128, 0, 4), 16, 0.25, "registers"),
     # Of 228 KiB, with the one that is reserved.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,6 +143,7 @@ BAD = {
     "scratch": (dict(scratch_bytes=4), "4 bytes of scratch a thread, limit 0"),
     "accumulation registers": (dict(has_dot=False, registers=257), "257 registers, limit 256"),
     "no matrix instruction": (dict(matrix_instructions=0), "no matrix instruction"),
+    "no matrix instruction in fp32": (dict(matrix_instructions=0, precision="fp32"), "no matrix instruction"),
     "narrow loads": (dict(wide_share=0.25), "25% of its bytes in loads of 8 bytes or more, at least 50% needed"),
     "no code": (dict(error="OutOfMemory: x"), "does not compile: OutOfMemory: x"),
 }
@@ -156,7 +158,8 @@ def test_good_row_passes():
 @pytest.mark.parametrize("change, message", BAD.values(), ids=BAD.keys())
 def test_bad_row_names_kernel_architecture_figure_and_limit(change, message):
     (line,) = gate.violations(GOOD | change)
-    assert line.startswith("a_kernel for gfx942 (small, bf16, 64 m): ") and message in line
+    precision = change.get("precision", "bf16")
+    assert line.startswith(f"a_kernel for gfx942 (small, {precision}, 64 m): ") and message in line
 
 
 def test_new_kernel_without_an_entry_is_named():
@@ -171,6 +174,16 @@ def test_new_kernel_without_an_entry_is_named():
 def test_wide_share_counts_bytes():
     assert compiler.wide_share({16: 3, 2: 8}) == 48 / 64
     assert compiler.wide_share({}) is None
+
+
+def test_loads_of_nvidia_are_counted_by_their_bytes(monkeypatch):
+    usage = SimpleNamespace(stdout="REG:10 STACK:4 SHARED:0 LOCAL:8")
+    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: usage)
+    ptx = "@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];\nld.global.b16 { %rs1 }, [ %rd2 + 0 ];\n"
+    ptx += "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;"
+    read = compiler.read_cubin({"cubin": b"", "ptx": ptx})
+    assert read["instructions"] == {"load 128": 1, "load 16": 1, "async load 128": 1}
+    assert read["wide_share"] == 32 / 34 and (read["registers"], read["scratch_bytes"]) == (10, 12)
 
 
 def test_work_is_that_of_the_formulas():

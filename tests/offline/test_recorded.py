@@ -17,6 +17,10 @@ def test_helpers_are_not_kernels():
     assert len(found) > 12 and all(name.endswith("_kernel") for name in found)
 
 
+def test_the_alignment_of_an_address_is_in_bytes():
+    assert recorded.seen_by_compiler(torch.zeros(8)[2:]).address == 8
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_recorded_launches_are_the_scripts(arch):
     case = recorded.CASES["medium"]

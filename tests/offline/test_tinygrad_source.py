@@ -57,6 +57,9 @@ def test_what_is_missing_or_wrong_is_told_in_one_line(copy, capsys, monkeypatch,
 
 def test_fetched_once(copy, monkeypatch):
     monkeypatch.setattr(source, "fetch", lambda folder: shutil.copytree(copy, folder))
+    with monkeypatch.context() as patch, pytest.raises(source.UsageError, match="is not the tinygrad"):
+        patch.setattr(source, "DIGEST", "of another text")
+        source.prepare()
     patched = source.prepare()
     monkeypatch.delattr(source, "fetch")
     assert source.prepare() == patched

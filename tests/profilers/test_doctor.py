@@ -110,7 +110,7 @@ def test_access(here, monkeypatch):
         "--device=/dev/kfd --device=/dev/dri)"  # fmt: skip
     (here / "kfd").touch()
     assert not any("access" in text for _, text, _ in diagnose("profilers"))
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
     level, text, _ = diagnose("profilers")[0]
     assert level == "FAIL" and f"usermod -aG {(here / 'kfd').group()} $USER" in text
 
@@ -146,8 +146,11 @@ def test_answers_before_a_crash_count(code, answers, problem):
 
 def test_a_driver_that_hangs():
     begin = time.monotonic()
-    answers, problem = doctor.ask("import os; print('{}', flush=True); os.fork(); import time; time.sleep(20)", 1)
+    code = "import os; print('{\"pid\":', os.getpid(), '}', flush=True); os.fork(); import time; time.sleep(20)"
+    answers, problem = doctor.ask(code, 1)
     assert problem == "no answer in 1 seconds" and time.monotonic() - begin < 15
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(answers["pid"])], capture_output=True, text=True).stdout
+    assert state[:1] in ("", "Z")  # it was killed
 
 
 # --- the command

@@ -34,6 +34,8 @@ def test_a_side_is_the_median_step_and_its_noise_by_hand(tmp_path):
     """One slow step of five is an outlier, which a mean would tell as a change. Quartiles of 101 and 104 us."""
     path = write_recording(tmp_path / "five", 100, 101, 900, 103, 104)
     assert side(path) == ({"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.003 * 3)}, 5)
+    three, _ = side(write_recording(tmp_path / "three", 100, 103, 104))  # quartiles of 101.5 and 103.5 us
+    assert three == {"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.002 * 13 / 3)}
     with contextlib.closing(sqlite3.connect(path / "a.db")) as connection, connection:
         connection.execute("INSERT INTO kernels (name, start, [end]) VALUES ('once', 2000, 3000)")  # in the first step
     assert compare.side_of(path)[0].loc["once"].tolist() == [0.0, 0.2, 0.0]

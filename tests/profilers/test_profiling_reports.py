@@ -51,6 +51,7 @@ def test_hotspots_by_hand(tmp_path, capsys):
         "60.0 % 4.000 2 RMSNorm".split(), "40.0 % 2.667 2 other".split(),
     ]  # fmt: skip
     assert list(readers.read_kernel_stats(tmp_path / "all.csv")["Calls"]) == [6, 3, 3]
+    assert hotspots.main([str(tmp_path), "--top", "3"]) == 0 and "more kernels" not in capsys.readouterr().out
 
 
 def test_a_table_in_a_folder_is_named_after_what_it_covers(session):

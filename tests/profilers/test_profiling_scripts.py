@@ -105,7 +105,8 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
 
 
 @pytest.mark.parametrize("arch, asked, missing, counted", [  # five counters of L2, which has four
-    ("gfx942", ["SQ_WAVES", "--pmc", "FETCH_SIZE", "WRITE_SIZE"], f"FETCH_SIZE WRITE_SIZE: {TOO_MANY}", "SQ_WAVES"),
+    ("gfx942", ["SQ_WAVES:device=0", "--pmc", "FETCH_SIZE", "WRITE_SIZE"], f"FETCH_SIZE WRITE_SIZE: {TOO_MANY}",
+     "SQ_WAVES"),
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN};MfmaUtil: {UNKNOWN}", "VALUBusy"),
@@ -319,9 +320,12 @@ def test_counters_need_a_tool_that_counts(machine, arguments):
 def test_session_of_the_first_exercise(machine, tool):
     if tool == "rocprofv3":
         machine.with_rocm("6.4")
-    assert machine.run("run_rocprof_triton.sh").code == 0
     folder = machine.work / "rocprof_results"
     summary = folder / "triton_analysis_summary.md"
+    folder.mkdir()
+    (folder / "older.md").touch()
+    summary.symlink_to("older.md")
+    assert machine.run("run_rocprof_triton.sh").code == 0
     text = summary.read_text()
     (session,) = folder.glob("session_*/triton_analysis_summary.md")
     assert summary.is_symlink() and text == session.read_text() and len(list(session.parent.glob("*.png"))) == 3
@@ -451,6 +455,13 @@ def test_interrupt_ends_script_and_program(interruptible_machine, number, code, 
     assert machine.results() == ["out.failed"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(machine.work) not in running
+
+
+def test_after_a_command_signals_reach_the_script_again(machine):
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    assert machine.run("get_hotspots.sh").code == 0
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 # --- the scripts themselves
