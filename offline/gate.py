@@ -85,7 +85,7 @@ def variant_of(launch):
 def make_row(job, compiled, kernels):
     launch = job.launch
     # Otherwise the compiler cannot assume that addresses are aligned.
-    aligned = all(s % 16 == 0 for s in launch.numbers if isinstance(s, int) and s > 256)
+    aligned = all(s % 16 == 0 for s in launch.scalars if isinstance(s, int) and s > 256)
     row = {
         "kernel": launch.kernel,
         "variant": variant_of(launch),

@@ -95,11 +95,6 @@ def seen_by_compiler(t):
     return Tensor(t.dtype, tuple(t.shape), t.storage_offset() * t.element_size() % 16, storage)
 
 
-def flat(values):
-    """Return the numbers in a tuple of numbers and tuples."""
-    return [n for value in values for n in flat(value)] if isinstance(values, tuple) else [values]
-
-
 @dataclass(frozen=True)
 class Launch:
     function: str  # the name of the kernel's function
@@ -115,11 +110,6 @@ class Launch:
         return dict(self.options)["num_warps"]
 
     @property
-    def numbers(self):
-        """Return the scalars, including those inside tuples."""
-        return flat(self.scalars)
-
-    @property
     def named_constants(self):
         """Return {name: value} of the constants; a named tuple of them has its fields among the others."""
         items = (value._asdict() if isinstance(value, tuple) else {name: value} for name, value in self.constants)
@@ -129,7 +119,7 @@ class Launch:
     def compiled_as(self):
         """What the compiled kernel depends on: launches with the same key share one."""
         tensors = (t and t.compiled_as for t in self.tensors)
-        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.numbers)
+        scalars = ((type(s), s == 1, s % 16 == 0, s < 2**31) if isinstance(s, int) else type(s) for s in self.scalars)
         return self.function, tuple(tensors), tuple(scalars), self.constants, self.options
 
     def arguments(self, kernel):
