@@ -19,7 +19,7 @@ profilers/compare.py: before after
 profilers/counters.py: profile
 profilers/hotspots.py: profile
 profilers/plot.py: profile
-profilers/summary.py: session --tool ncu
+profilers/summary.py: session --tool torch
 profilers/rocprof_compute_kernels.py: workload
 """
 NEEDED = dict(line.split(": ") for line in NEEDED.strip().splitlines())  # beside the flag
