@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import re
+import statistics
 
 import torch
 from torch.autograd import DeviceType
@@ -109,20 +110,20 @@ def covered(spans):
 
 
 def kernel_table(profiler, on_gpu):
-    """Return a table of the kernels, with the columns of rocprofv3's kernel_stats.csv."""
-    import pandas as pd  # only profiles need it
-
-    calls = []
+    """Return the rows of rocprofv3's kernel_stats.csv, below its columns: one for each kernel, the longest first."""
+    durations = {}  # {kernel: ns of each call}
     for event in profiler.events():
         us = event.device_time_total if on_gpu else event.self_cpu_time_total
         # A CPU has no kernels, but PyTorch's operators.
         if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
-            calls.append((event.name, round(us * 1e3)))
-    ns = pd.DataFrame(calls, columns=["Name", "Ns"]).groupby("Name")["Ns"]
-    columns = dict(Calls="count", TotalDurationNs="sum", AverageNs="mean", MinNs="min", MaxNs="max", StdDev="std")
-    table = ns.agg(**columns).sort_values("TotalDurationNs", ascending=False)
-    table.insert(3, "Percentage", 100 * table["TotalDurationNs"] / table["TotalDurationNs"].sum())
-    return table.fillna({"StdDev": 0.0}).round(6)  # of a single call
+            durations.setdefault(event.name, []).append(round(us * 1e3))
+    total = sum(map(sum, durations.values()))
+    rows = ["Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev".split()]
+    for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
+        spread = statistics.stdev(ns) if len(ns) > 1 else 0
+        figures = sum(ns), statistics.mean(ns), 100 * sum(ns) / total, min(ns), max(ns), spread
+        rows.append([name, len(ns), *(round(figure, 6) for figure in figures)])
+    return rows
 
 
 def record_memory(step, path):
@@ -147,7 +148,8 @@ def write_profile(step, folder):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-        kernel_table(profiler, on_gpu).to_csv(table, quoting=csv.QUOTE_NONNUMERIC)
+        with open(table, "w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_NONNUMERIC).writerows(kernel_table(profiler, on_gpu))
         if on_gpu:
             record_memory(step, memory)
     except OSError as error:
