@@ -2574,7 +2574,8 @@ class FlatAdamW:
         return list(self.views(self.param if self.remainder is None else join_fp32(self.param, self.remainder)))
 
     def zero_grad(self):
-        """Let the next backward pass overwrite the gradients."""
+        """Let the next backward pass overwrite the gradients. RuntimeError if the model has other weights by now."""
+        self.follow_model()  # before a forward pass fails with them
         for p in self.parameters:
             p.grad = None
 
