@@ -136,7 +136,7 @@ def test_what_was_published_can_be_typed_as_it_stands(code, run):
     run("sh", f"({code}\n)\n", ACTIVATE, small=small)
 
 
-@pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
+@pytest.mark.parametrize("exercise", EXERCISES.values())
 def test_a_page_of_an_exercise_judges_the_reader_s_own_file_until_its_end(exercise):
     """The trainer's page may use the solutions, a participant's may not."""
     page = PAGES[f"exercises/{exercise.file.removesuffix('.py')}.md"].read_text()
