@@ -30,7 +30,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = ""  # in Colab: where to clone the project from; elsewhere, open the notebook inside a copy of it
+REPOSITORY = ""  # in Colab: "https://github.com/OWNER/NAME", your copy; elsewhere, open the notebook inside a copy
 if REPOSITORY and not Path("project").exists():
     subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, "project"], check=True)
 here = Path("project" if REPOSITORY else "").resolve()

@@ -80,8 +80,8 @@ def panel(sheet, top, tensor, words, accesses):
 
 def picture(watch, task):
     """Return the SVG of all loads and stores of a launch."""
-    sheet, top = Sheet(task), 62
-    sheet.text(12, 48, "a program has a color; in a cell: offset, and small the lane", color=MUTED)
+    sheet, top = Sheet(task), 84
+    sheet.text(12, 48, "each program has a color;\na cell shows the offset and, below it, the lane", color=MUTED)
     for (line, verb, name), accesses in panels(watch).items():
         top = panel(sheet, top, watch.tensors[name], f"line {line} {verb} {name}", accesses)
     return sheet.svg(top)

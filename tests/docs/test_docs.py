@@ -136,13 +136,11 @@ def test_what_was_published_can_be_typed_as_it_stands(code, run):
     run("sh", f"({code}\n)\n", ACTIVATE, small=small)
 
 
-@pytest.mark.parametrize("name, exercise", EXERCISES.items(), ids=EXERCISES)
-def test_a_page_of_an_exercise_judges_the_reader_s_own_file_until_its_end(name, exercise):
+@pytest.mark.parametrize("exercise", EXERCISES.values())
+def test_a_page_of_an_exercise_judges_the_reader_s_own_file_until_its_end(exercise):
     """The trainer's page may use the solutions, a participant's may not."""
     page = PAGES[f"exercises/{exercise.file.removesuffix('.py')}.md"].read_text()
-    judged = re.findall(rf"^python exercises/check\.py {name}\b.*", page, flags=re.M)
-    assert len(judged) > 3 and ["--solution" in command for command in judged].index(True) == len(judged) - 1
-    assert "exercises.solutions" not in page
+    assert "solutions." not in page and "--solution" not in page.split("## The solution")[0]
 
 
 def labels(text):
@@ -155,13 +153,9 @@ def test_the_output_on_the_front_page_is_what_a_run_prints(run):
     assert len(shown) > 8 and shown <= labels(run("sh", "python tiny_llama_v3.py\n", ACTIVATE))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_ends(page):
-    assert len(re.findall("^```", PAGES[page].read_text(), flags=re.M)) % 2 == 0
-
-
-def test_blocks_are_of_a_kind_that_is_known():
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", "text", "math", ""}
+def test_blocks_end_and_are_of_a_kind_that_is_known():
+    """After a block without an end, the end of the next one would begin a block of no kind."""
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "bash", "text", "math"}
 
 
 def test_blocks_for_another_machine_are_well_formed():
@@ -219,12 +213,6 @@ def known_flags():
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_a_page_names_exists(page, known_flags):
     assert {*re.findall(FLAG, WRITTEN[page])} - known_flags == set()
-
-
-def test_the_card_has_the_stages_of_the_script():
-    titles = [(str(number), title.split(" instead of ")[0]) for number, title in llama.STAGES.items()]
-    card = WRITTEN["exercises/performance_debugging/WORKSHOP_GUIDE.md"]
-    assert re.findall(r"^\| (\d) ([\w ]+?) \|", card, flags=re.M) == titles
 
 
 def test_measured_tables_are_what_the_results_say(capsys):
