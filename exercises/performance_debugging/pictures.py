@@ -4,20 +4,18 @@ Each function of STAGES takes a Replay and returns a Chart, or raises NotMeasure
 """
 
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
-import tiny_llama_v3 as llama
-from exercises.performance_debugging.evidence import NotMeasured, host_share
+from exercises.performance_debugging.evidence import NotMeasured
 from exercises.performance_debugging.results import OPTIMIZED
 from measure import drawing
 from measure.drawing import BLUE, GREEN, RED, Bar, Filling
-from measure.results import recorded_config
 from measure.tables import number, percent
 from profilers.kernel_names import operation_of
 
 WRONG, RIGHT = Filling(RED, "////"), Filling(BLUE)
 PHASES = {"forward": RIGHT, "backward": WRONG, "optimizer": Filling(GREEN, "----")}
-MODULES = {"norm": "norms", "embed_tokens": "embedding", "attention.": "attention", "": "feed-forward"}
 
 
 class Chart(NamedTuple):
@@ -40,24 +38,25 @@ def draw(chart, name):
         return drawing.svg(figure, name, chart.title, "; ".join(row.label for row in chart.rows))
 
 
-def in_step(name, run, parts):
-    """Return a Bar of parts of a step, [(ms, Filling)], inside an outline of the length of the step."""
-    together, step = sum(ms for ms, _ in parts), run["batch_ms"]["p50"]
-    label = f"{name} {number(together)} of {number(step)} ms, {percent(together / step)}"
-    return Bar(label, parts, outline=step)
+def phases_in_steps(replay, stage, shown):
+    """Return a Chart of the phases inside their step for the runs of these numbers, 0 for plain PyTorch.
 
-
-def phases_of(run):
-    return [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
-
-
-def phases_in_step(replay):
-    """The phases inside their step; what is left was not timed. Stage 4 has the same kernels, and the right clock."""
-    if replay.stage(3)["phases_share"] is None:
+    What is left of a step was not timed: in stage 3 most of it, while stage 4 has the same kernels and the right clock.
+    """
+    if replay.on_cpu:
+        raise NotMeasured("on a CPU times do not tell the stages apart")
+    if replay.stage(stage)["phases_share"] is None:
         raise NotMeasured("--timing step does not time phases")
-    pair = ((n, replay.stages[n]) for n in (3, 4) if n in replay.stages)
-    rows = [in_step(f"stage {n}: phases", run, phases_of(run)) for n, run in pair]
-    return Chart("The phases, inside the outline of their step", rows, "ms", PHASES)
+    runs, rows = {0: replay.summary["baseline"]} | replay.stages, []
+    for n in shown:
+        if run := runs.get(n):
+            low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
+            parts = [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()]
+            share = percent(sum(run["phase_ms"].values()) / middle)
+            name = f"stage {n}" if n else "plain PyTorch"
+            label = f"{name}: {number(middle)} ms ({number(low)} – {number(high)}), phases {share}"
+            rows.append(Bar(label, parts, outline=middle))
+    return Chart("The phases, inside the outline of the median step (and p20 – p80)", rows, "ms", PHASES)
 
 
 def operation_shares(kernels):
@@ -79,58 +78,9 @@ def kernel_shares(replay):
     return Chart(f"Share of the device's time by operation: bars stage 4, diamonds stage {OPTIMIZED}", rows, "%")
 
 
-def steps(replay):
-    """The phases of a step of plain PyTorch and of every stage, inside its median."""
-    replay.stage(OPTIMIZED)
-    if replay.on_cpu:
-        raise NotMeasured("on a CPU times do not tell the stages apart")
-    runs = {"plain PyTorch": replay.summary["baseline"]} | {f"stage {n}": run for n, run in replay.stages.items()}
-    rows = []
-    for name, run in runs.items():
-        if run:
-            low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
-            label = f"{name}: {number(middle)} ms ({number(low)} – {number(high)})"
-            rows.append(Bar(label, phases_of(run), outline=middle))
-    return Chart("The phases, inside the outline of the median step (and p20 – p80)", rows, "ms", PHASES)
-
-
-def gradient_shares(config, without_gradient):
-    """Return {module: (weights with a gradient, weights)} of a llama.Config and the names of weights without one."""
-    # A model without memory: only the names and the sizes of its weights are needed.
-    with llama.torch.device("meta"):
-        model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
-    received, total = Counter(), Counter()
-    for name, parameter in model.named_parameters():
-        module = next(kind for part, kind in MODULES.items() if part in name)
-        total[module] += parameter.numel()
-        received[module] += parameter.numel() * (name not in without_gradient)
-    return {module: (received[module], total[module]) for module in total}
-
-
-def gradients_by_module(replay):
-    """The share of each kind of weights that receives a gradient."""
-    without = replay.stage(6)["without_gradient"]
-    if without is None:
-        raise NotMeasured("which weights receive a gradient was not recorded, only how many")
-    rows = []
-    for name, (received, total) in gradient_shares(recorded_config(replay.config(6)), without).items():
-        rows.append(Bar(f"{name}: {received:,} of {total:,} weights", [(100 * received / total, RIGHT)], outline=100))
-    return Chart("Weights with a gradient, by module", rows, "%")
-
-
-def host_in_step(replay):
-    """The time that the host needs to launch a step's kernels, inside the step."""
-    rows = []
-    for n in (OPTIMIZED, 8):
-        run = replay.stage(n)
-        rows.append(in_step(f"stage {n}: host", run, [(run["host_ms"], WRONG if host_share(run) > 0.8 else RIGHT)]))
-    return Chart("The host's time to launch a step, inside the outline of the step", rows, "ms")
-
-
 STAGES = {
-    3: phases_in_step,
+    3: partial(phases_in_steps, stage=3, shown=(3, 4)),
     4: kernel_shares,
-    5: steps,
-    6: gradients_by_module,
-    8: host_in_step,
+    5: partial(phases_in_steps, stage=5, shown=range(9)),
+    8: partial(phases_in_steps, stage=8, shown=(5, 8)),
 }

@@ -73,7 +73,6 @@ def run_figures(result):
         "phase_ms": {name: statistics.fmean(step["phase_ms"][name] for step in middle) for name in phases},
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
-        "without_gradient": summary.get("parameters_without_gradient"),
     }
 
 

@@ -90,10 +90,10 @@ out
 
 def test_definitions_are_the_last_of_each_name():
     cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
-             "print(f())\nB = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
+             "print(f())\nb = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
     namespace, found = {"wrap": lambda function: function}, jupyter.definitions(cells)
     exec("\n".join(found.values()), namespace)
-    assert namespace["f"]() == 3 and "C" in namespace and "B" not in namespace
+    assert namespace["f"]() == 3 and "C" in namespace and "b" not in namespace
     assert found["f"].startswith("@wrap\n# how\n") and found["f"].endswith("# a blank")
     again = jupyter.definitions([*cells, "def f():\n    return 'last'"])
     assert list(again.items())[-1] == ("f", "def f():\n    return 'last'")

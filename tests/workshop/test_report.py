@@ -27,11 +27,10 @@ def whole():
 # --- the pictures
 
 SHOWN = {  # words that the picture itself must carry, and how long its bars are, from SIGNS
-    3: (["stage 3: phases 6.30 of 21.0 ms, 30 %", "stage 4: phases 19.5 of 21.0 ms, 93 %"], [6.3, 19.5]),
+    3: (["stage 3: 21.0 ms (21.0 – 21.0), phases 30 %", "stage 4: 21.0 ms (21.0 – 21.0), phases 93 %"], [6.3, 19.5]),
     4: (["SwiGLU matrix product, naive: 80 %; stage 5: 0.0 %", "matrix product: 20 %; stage 5: 77 %"], [80, 20]),
-    5: (["plain PyTorch: 10.0 ms (10.0 – 10.0)"], [5, 5, 5, 6.3, 19.5, 5, 0.2, 5, 5]),
-    6: (["embedding: 512,000 of 512,000 weights", "attention: 0 of 6,291,456 weights"], [100, 0, 0, 0]),
-    8: (["stage 5: host 2.00 of 5.00 ms, 40 %", "stage 8: host 2.00 of 1.25 ms, 160 %"], [2, 2]),
+    5: (["plain PyTorch: 10.0 ms (10.0 – 10.0), phases 50 %"], [5, 5, 5, 6.3, 19.5, 5, 0.2, 5, 5]),
+    8: (["stage 5: 5.00 ms (5.00 – 5.00), phases 100 %"], [5, 5]),
 }
 
 
@@ -48,12 +47,9 @@ def test_a_picture_carries_the_numbers_of_the_summary(whole, stage):
 def test_marks_and_outlines_are_in_their_places(whole):
     rows = {stage: function(Replay(whole[0])).rows for stage, function in pictures.STAGES.items()}
     assert [row.outline for row in rows[3] + rows[8]] == [21, 21, 5, 1.25]
-    assert [row.outline for row in rows[5]][:4] == [10, 21, 21, 21]
     assert [row.mark for row in rows[4]] == pytest.approx([0, 76.9231])
-    # Stage 8's host takes longer than its step.
-    assert [row.parts[0][1] for row in rows[8]] == [pictures.RIGHT, pictures.WRONG]
     slow = gpu_summary({5: taking(4.0, 5.0, 6.0, 7.0, 8.0, 9.0)})
-    assert pictures.steps(Replay(slow)).rows[5].label == "stage 5: 6.50 ms (5.00 – 8.00)"
+    assert pictures.STAGES[8](Replay(slow)).rows[0].label.startswith("stage 5: 6.50 ms (5.00 – 8.00)")
 
 
 def test_the_parts_of_a_bar_follow_each_other():
@@ -67,15 +63,8 @@ def test_the_words_of_a_picture_are_those_given():
     assert [root.findtext(f"{{*}}{tag}") for tag in ("title", "desc")] == ["a < b", "b & c"]
 
 
-def test_gradients_are_counted_by_module():
-    config = llama.Config(seq_len=128)
-    shares = pictures.gradient_shares(config, {"norm.weight", "layers.0.attention.o_proj.weight"})
-    without = {name: total - received for name, (received, total) in shares.items()}
-    assert without == {"embedding": 0, "norms": 512, "attention": 512 * 512, "feed-forward": 0}
-
-
 @pytest.mark.parametrize("stage, lacking", [
-    (3, "phases_share"), (4, "kernels"), (6, "without_gradient"),
+    (3, "phases_share"), (4, "kernels"), (8, "phases_share"),
 ])  # fmt: skip
 def test_without_its_figure_there_is_no_picture(stage, lacking):
     summary = gpu_summary({stage: {lacking: None}})
@@ -96,10 +85,10 @@ def test_an_excerpt_is_the_script_s_own_lines(flag):
         compile("\n".join(lines), flag, "exec", flags=0x400)  # a whole statement, for ast alone
 
 
-@pytest.mark.parametrize("implementation, expected", [("torch", set()), ("triton", {6})])
-def test_the_report_of_a_cpu_draws_nothing_that_a_cpu_cannot_show(implementation, expected):
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_the_report_of_a_cpu_draws_nothing_that_a_cpu_cannot_show(implementation):
     summary = cpu_summary(implementation, SIGNS)
-    assert {stage for stage in llama.STAGES if report.card(summary, stage)["picture"]} == expected
+    assert not any(report.card(summary, stage)["picture"] for stage in llama.STAGES)
 
 
 def test_a_laptop_s_cards_say_what_was_recorded_and_where():
@@ -107,7 +96,7 @@ def test_a_laptop_s_cards_say_what_was_recorded_and_where():
     made = {stage: report.card(summary, stage) for stage in llama.STAGES}
     there = "recorded on NVIDIA H200, 2026-11-21, 8 x 128 tokens, fp32"  # the first that shows the sign
     places = [made[stage]["picture"][2] for stage in pictures.STAGES]
-    assert places == [there, there, there.replace("fp32", "bf16"), "measured", there]
+    assert places == [there, there, there.replace("fp32", "bf16"), there]
     best = [made[stage]["best"]["source"] for stage in llama.STAGES]
     assert best == ["measured", there, there, there, "measured", "measured", there, there]
     page = html.unescape(report.texts(summary)["report.html"])
