@@ -248,6 +248,8 @@ def main(argv):
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise llama.UsageError(f"--output {output} cannot be made ({error.strerror}): give another folder") from error
+    if not (options.laptop or torch.cuda.is_available()):
+        print("There is no GPU: --laptop shows what was recorded on one.")
     put_aside(output)
     header = {
         "benchmark": "stages",

@@ -9,8 +9,8 @@ It has header, environment, config and
     recorded        with --laptop: summaries like this one, measured on another machine; else []
     observations    [{stage, source, shown, text}], source "measured" or "recorded on ..."
 
-figures: first_loss, final_loss, step_ms (of every step), phase_ms {phase: of the median step}, batch_ms {mean, p20,
-p50, p80}, gradient_share and so on, see run_figures. over_*: {value, verdict} of the speed of the median step over
+figures: the script's summary, but phase_ms is {phase: of the median step}, and with step_ms (of every step),
+gradient_share and so on, see run_figures. over_*: {value, verdict} of the speed of the median step over
 another run's; verdict is "differs" beyond the measured spread, else "same", "same work" (the same operations ran) or
 "too few steps": only "differs" may be shown as a ratio.
 """
@@ -25,7 +25,6 @@ from profilers.readers import read_kernel_stats
 OPTIMIZED = 5
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"
-SHARED = "first_loss final_loss samples_per_second tokens_per_second batch_ms host_ms peak_memory_mib".split()
 OWN_SETTINGS = {"impl", "stage", "graph", "warmup_steps", "output_dir", "profile", *llama.BUGS}  # of a stage
 
 
@@ -58,7 +57,7 @@ def kernel_figures(path):
 def run_figures(result):
     """Return the figures of a run, from the JSON of tiny_llama_v3.py.
 
-    Times are medians; the speed is that of all steps. phase_ms is of the step with the median time, or the mean of the
+    The speed is that of all steps. phase_ms is of the step with the median time, or the mean of the
     two around it, as the medians of single phases do not add up to a step.
     """
     steps, summary = result["steps"], result["summary"]
@@ -66,7 +65,7 @@ def run_figures(result):
     ordered = sorted(steps, key=lambda step: step["batch_ms"])
     middle = ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
     phases = summary["phase_ms"]
-    return {name: summary[name] for name in SHARED} | {
+    return summary | {
         "implementation": result["implementation"],
         "step_ms": [step["batch_ms"] for step in steps],
         "mean_over_median": summary["batch_ms"]["mean"] / summary["batch_ms"]["p50"],
@@ -79,15 +78,14 @@ def run_figures(result):
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether one run is faster than another
 
-CHANGES_WORK = {"graph", "noncontiguous_kv", "triton_matmul_swiglu", "severed_autograd"}
+CHANGES_WORK = frozenset("graph noncontiguous_kv triton_matmul_swiglu severed_autograd".split())
 
 
 def work_of(run):
     """Return the work of a run's steps: equal for runs of the same operations at the same sizes."""
     # Other mistakes change numbers or clocks, and not which operations run.
-    changing = CHANGES_WORK if run["implementation"] == "triton" else {"graph"}
-    flags = set(llama.stage_flags(run.get("stage")))
-    return run["implementation"], frozenset(flags & changing), str(run.get("config"))
+    flags = CHANGES_WORK.intersection(llama.stage_flags(run.get("stage")))
+    return run["implementation"], flags, str(run.get("config"))
 
 
 def spread_of_processes(runs):
