@@ -187,13 +187,14 @@ class Counts(Observer):
 
 
 class CountOperators(TorchFunctionMode):
-    """Count the bytes that PyTorch's operators read and write, and products of matrices; views cost nothing."""
+    """Count calls of PyTorch's operators, the bytes that they read and write, and products; views move nothing."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = self.products = 0
+        self.calls = self.bytes = self.products = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
         result = function(*args, **(kwargs or {}))
         operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
         if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
