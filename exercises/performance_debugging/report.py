@@ -4,8 +4,8 @@ The report has a picture of the steps, and a card for each stage: the symptom, t
 code, the fix. Every number is taken from the summary, and every line of code from the script.
 """
 
-import ast
 import inspect
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from measure.results import write_json
 from measure.tables import number, percent
 
 WIDTH = 100  # of a terminal
+EXCERPT = 8  # lines of the script at most
 MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
 LAPTOP = (
     "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
@@ -78,20 +79,12 @@ LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
 
 
 def excerpts(mark):
-    """Yield (the number of the first line, lines) of what the lines with a mark stand before or in.
-
-    That is the function of a docstring, and otherwise the next statement.
-    """
-    text = inspect.getsource(llama)
-    lines, nodes = text.splitlines(), [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    nodes.sort(key=lambda node: node.lineno)
-    for at, line in enumerate(lines, 1):
+    """Yield (number, lines) of the script from each line with a mark on, down to the next empty line."""
+    lines = inspect.getsource(llama).splitlines()
+    for number, line in enumerate(lines, 1):
         if mark in line:
-            # A docstring is the first statement of its function, behind it in this order.
-            index = next(index for index, node in enumerate(nodes) if node.lineno >= at)
-            node = nodes[index - ('"""' in line)]
-            first = min(at, node.lineno)
-            yield first, textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).splitlines()
+            block = itertools.takewhile(str.strip, lines[number - 1 :])
+            yield number, textwrap.dedent("\n".join(itertools.islice(block, EXCERPT))).splitlines()
 
 
 def card(seen):
