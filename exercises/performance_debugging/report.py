@@ -81,10 +81,10 @@ LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
 def excerpts(mark):
     """Yield (number, lines) of the script from each line with a mark on, down to the next empty line."""
     lines = inspect.getsource(llama).splitlines()
-    for number, line in enumerate(lines, 1):
+    for at, line in enumerate(lines, 1):
         if mark in line:
-            block = itertools.takewhile(str.strip, lines[number - 1 :])
-            yield number, textwrap.dedent("\n".join(itertools.islice(block, EXCERPT))).splitlines()
+            block = itertools.takewhile(str.strip, lines[at - 1 :])
+            yield at, textwrap.dedent("\n".join(itertools.islice(block, EXCERPT))).splitlines()
 
 
 def card(seen):
