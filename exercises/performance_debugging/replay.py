@@ -65,6 +65,7 @@ LAPTOP_TINY = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
+WIDTH = 100  # of a terminal
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
@@ -171,7 +172,7 @@ def execute_all(runs, output):
     """Execute all runs, the others too if one fails. Return False if it was interrupted."""
     for run in runs:
         if run.obstacle:
-            print(report.wrapped(left_out(run)))
+            print(textwrap.fill(left_out(run), WIDTH, break_on_hyphens=False))
     able = [run for run in runs if not run.obstacle]
     for number, run in enumerate(able, 1):
         print(f"[{number}/{len(able)}] {run.title}", flush=True)
@@ -260,11 +261,10 @@ def main(argv):
         "recorded": newest_replays(RESULTS) if options.laptop else [],
     }
     completed = execute_all(runs, output)
-    summary = header | {"interrupted": not completed} | summarize(output, runs)
-    summary["observations"] = observations(summary) if summary["environment"] else []
-    report.write(summary, output)
-    if summary["environment"]:
-        print(f"\n{report.console(summary)}\n\nReport: {output / 'report.html'}")
+    if measured := summarize(output, runs):
+        summary = header | {"interrupted": not completed} | measured
+        summary["observations"] = observations(summary)
+        print(f"\n{report.write(summary, output)}\nReport: {output / 'report.html'}")
     if not completed:
         return 130
     return int(any(run.error for run in runs))

@@ -21,7 +21,6 @@ from measure.drawing import BLUE, GREEN, RED, Bar, Filling
 from measure.results import write_json
 from measure.tables import number, percent
 
-WIDTH = 100  # of a terminal
 EXCERPT = 8  # lines of the script at most
 MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
 LAPTOP = (
@@ -136,11 +135,7 @@ def picture_of(replay, name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def wrapped(text, indent=""):
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+# Files
 
 
 def setting(summary):
@@ -154,12 +149,8 @@ def setting(summary):
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Files
-
-
 def texts(summary):
-    """Return {file name: text} of the report and its short form, from the templates beside this file."""
+    """Return {name: text} of the report and its short forms, from the templates beside this file."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=jinja2.select_autoescape(["html.jinja"]),
@@ -183,23 +174,15 @@ def texts(summary):
         "table": table_of(summary),
         "notes": NOTES,
     }
-    names = "summary.md", "report.html"
+    names = "summary.md", "report.html", "console.txt"
     return {name: environment.get_template(f"{name}.jinja").render(context) for name in names}
 
 
-def console(summary):
-    """Return the observations for a terminal."""
-    lines = [wrapped(setting(summary)), *[wrapped(LAPTOP)] * summary["laptop"]]
-    for seen in summary["observations"]:
-        source = "" if seen["source"] == "measured" else f", {seen['source']}"
-        lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]
-    return "\n".join(lines)
-
-
 def write(summary, folder):
-    """Write the three files into folder. Without any measured run there is only summary.json."""
+    """Write the three files into folder, and return the statements for a terminal."""
     write_json(folder / "summary.json", summary)
-    if summary["environment"]:
-        for name, text in texts(summary).items():
-            with replacing(folder / name) as scratch:
-                scratch.write_text(text)
+    found = texts(summary)
+    for name in ("summary.md", "report.html"):
+        with replacing(folder / name) as scratch:
+            scratch.write_text(found[name])
+    return found["console.txt"]

@@ -148,7 +148,9 @@ def read_json(path):
 
 
 def stage_figures(output, name, result, config):
-    """Return the figures of a stage's result, with its config if that is another one."""
+    """Return the figures of a stage's result, with its config if that is another one; {} if there is no result."""
+    if not result:
+        return {}
     kernels = kernel_figures(output / f"{name}_profile.csv")
     us = {kernel["name"]: kernel["average_us"] for kernel in kernels or []}
     own = shared_config(result)
@@ -161,29 +163,24 @@ def stage_figures(output, name, result, config):
 
 
 def summarize(output, runs):
-    """Return a dict for summary.json of the runs, of replay.Run, whose files lie in the folder output."""
+    """Return a dict for summary.json of the runs, of replay.Run, whose files lie in output; None if there are none."""
     # Runs that failed or were not reached have no file; any of the others tells what all have in common.
     results = {run.name: read_json(output / f"{run.name}.json") for run in runs}
-    baseline = results.get("baseline")
     sample = next(filter(None, reversed(results.values())), None)
-    config = sample and shared_config(sample)
-    stages = []
-    for run in runs:
-        if run.stage:
-            entry = {
-                "stage": run.stage,
-                "title": short_title(run.stage),
-                "obstacle": run.obstacle,
-                "error": run.error,
-            }
-            result = results[run.name]
-            stages.append(entry | (stage_figures(output, run.name, result, config) if result else {}))
+    if not sample:
+        return None
+    baseline, config = results.get("baseline"), shared_config(sample)
     summary = {
-        "environment": sample and sample["environment"],
+        "environment": sample["environment"],
         "config": config,
-        "precision": sample and sample["precision"],
+        "precision": sample["precision"],
         "baseline": baseline and run_figures(baseline),
-        "stages": stages,
+        "stages": [
+            {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
+            | stage_figures(output, run.name, results[run.name], config)
+            for run in runs
+            if run.stage
+        ],
     }
     compare_stages(summary)
     return summary
