@@ -352,8 +352,7 @@ def tasks_asked_for(options, tasks):
     if timed := [task for task in asked if task in CASES]:
         return timed
     known = ", ".join(task for task in tasks if task in CASES)
-    which = options.task or options.exercise
-    raise llama.UsageError(f"--time cannot be used for {which}: it is for {known or 'kernels of the exercises'}")
+    raise llama.UsageError(f"--time cannot be used for {options.task}: it is for {known}")
 
 
 def show_verdict(verdict, task, options):

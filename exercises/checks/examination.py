@@ -39,11 +39,16 @@ def expect_answer(answer, wanted):
 
 
 def question(name):
-    """Return the task of the test before the workshop with this name, a letter."""
-    return lambda exercise: expect_answer(getattr(exercise, name), getattr(before, name))
+    """Return the Task of the test before the workshop with this name, a letter."""
+
+    def check(exercise):
+        expect_answer(getattr(exercise, name), getattr(before, name))
+
+    check.__name__ = name
+    return task(())(check)
 
 
-BEFORE = SimpleNamespace(TASKS={name: question(name) for name in "ABCDEF"}, COMPILED=COMPILED)
+BEFORE = SimpleNamespace(TASKS=tasks_of(*map(question, "ABCDEF")), COMPILED=COMPILED)
 
 
 def piece(results_of):
