@@ -206,10 +206,9 @@ RESERVED = "--impl --stage --list-stages --output-dir --profile --help -h".split
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
-    known = {str(number): number for number in llama.STAGES}
-    if unknown := set(text.split(",")) - known.keys():
-        raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
-    return sorted(known[number] for number in text.split(","))
+    if not re.fullmatch("[1-8](,[1-8])*", text):
+        raise llama.UsageError(f"--stages {text} are no stages: give some of 1 to 8, such as 2,4")
+    return sorted({*map(int, text.split(","))})
 
 
 def parse(argv):
