@@ -84,8 +84,8 @@ def board_of(paths):
     return {
         "marks": marks[pandas.MultiIndex.from_frame(order)],
         "averages": [
-            f"{test}: {taken.passed.sum() / taken.who.nunique():.1f} right, on average of {taken.who.nunique()}"
-            for test, taken in states[states.exercise.isin(TESTS) & (states.mark != UNTRIED)].groupby("exercise")
+            f"{test}: {own.passed.sum() / own.who.nunique():.1f} right on average, of {own.who.nunique()} participants"
+            for test, own in states[states.exercise.isin(TESTS) & (states.mark != UNTRIED)].groupby("exercise")
         ],
         "stuck": stuck_at(states),
         "left_out": left_out,

@@ -123,5 +123,8 @@ def test_the_class_is_shown_before_and_after_and_no_answer_is_given_away(board):
         "fay": tests("fay", before=[False], examination=[True]),
     }
     text = board(files).out
-    assert "\nbefore: 0.5 right, on average of 2\nexamination: 1.0 right, on average of 2\n" in text
+    assert (
+        "\nbefore: 0.5 right on average, of 2 participants\nexamination: 1.0 right on average, of 2 participants\n"
+        in text
+    )
     assert "it is a race" not in text
