@@ -7,6 +7,8 @@
     python exercises/check.py exercise1 --time          time your kernels that pass, or count what they move
     python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
     python exercises/check.py                           the progress and the next task
+    python exercises/check.py before                    the test before the workshop: ten minutes, checked once
+    python exercises/check.py examination               the test after it: thirty minutes; begins by writing its file
 
 Kernels run in Triton's interpreter, in seconds; if there is a GPU, kernels that pass are then compiled and checked
 there. Each task has a process of its own, so that a crash or an endless loop ends only this task. Exit codes: 0 all
@@ -37,7 +39,7 @@ try:
 
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
-    from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
+    from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, puzzles
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
     from exercises.progress_file import Progress, participant_name
@@ -67,6 +69,10 @@ EXERCISES = {
     "exercise1": Exercise("exercise1_triton_basics.py", exercise1),
     "exercise2": Exercise("exercise2_swiglu_optimization.py", exercise2),
     "exercise3": Exercise("exercise3_flash_attention.py", exercise3),
+}
+JUDGED = EXERCISES | {  # and the tests at the two ends of the workshop, on code that nobody has seen
+    "before": Exercise("before.py", examination.BEFORE),
+    "examination": Exercise("examination.py", examination),
 }
 SOLUTIONS = HERE / "solutions"
 
@@ -129,7 +135,8 @@ def blanks_of(function):
     """Return the blanks in a function that are not filled in."""
     while hasattr(function, "fn"):  # of an autotuner, and of a kernel
         function = function.fn
-    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", inspect.getsource(function)))
+    # What is no function is the answer to a question.
+    return " and ".join(re.findall(r"FILL ME IN \(.*?\)", inspect.getsource(function))) if callable(function) else ""
 
 
 def judge_wrong(wrong, blanks, task, solution):
@@ -205,9 +212,9 @@ def judge_and_send(connection, path, exercise, task, limit, trace, extra):
     with open(trace, "w") as file:
         faulthandler.enable(file, all_threads=False)
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
-        verdict = judge(path, EXERCISES[exercise], task)
+        verdict = judge(path, JUDGED[exercise], task)
         if extra and verdict.imported and (verdict.passed or extra == "show"):
-            verdict = verdict._replace(report=report(path, EXERCISES[exercise], task, extra))
+            verdict = verdict._replace(report=report(path, JUDGED[exercise], task, extra))
         connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
 
 
@@ -243,7 +250,7 @@ def judge_apart(context, path, exercise, task, limit, extra=None):
 
 def judge_everywhere(path, exercise, task, extra=None):
     """Judge a task interpreted, which detects undefined values and lines of errors, then compiled on a GPU."""
-    checks = EXERCISES[exercise].checks
+    checks = JUDGED[exercise].checks
     to_compile = ON_GPU and task in getattr(checks, "COMPILED", checks.TASKS)
     to_time = to_compile and extra == "time"
     verdict = judge_apart(interpreting(), path, exercise, task, LIMIT, None if to_time else extra)
@@ -305,7 +312,7 @@ def task_called(tasks, given):
 def parse(argv):
     parser = Parser("check.py", __doc__)
     add = parser.add_argument
-    add("exercise", nargs="?", choices=EXERCISES, help="default: show what is done")
+    add("exercise", nargs="?", choices=JUDGED, help="default: show what is done")
     add("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
     extra = parser.add_mutually_exclusive_group()
     for name, what in EXTRAS.items():
@@ -369,12 +376,17 @@ def main(argv):
     if options.exercise is None:
         show_progress(open_progress(options))
         return 0
-    exercise = EXERCISES[options.exercise]
+    exercise = JUDGED[options.exercise]
     tasks = tasks_asked_for(options, exercise.checks.TASKS)
     progress = None if options.solution else open_progress(options)
     path = options.file.resolve() if options.file else HERE / exercise.file
     if options.solution:
         path = SOLUTIONS / exercise.file
+    if options.exercise == "examination" and not path.exists():
+        path.write_text(examination.given(), encoding="utf-8")
+        print(f"Your examination is {path}: mend it, and check again")
+    if options.exercise == "before" and progress and any(progress.state("before", task)["attempts"] for task in tasks):
+        raise llama.UsageError(f"the first answers count, which are in {progress.path}: go on with the workshop")
     passed = 0
     for task in tasks:
         if options.extra == "debug":
@@ -391,7 +403,7 @@ def main(argv):
     # Of a single task, the line above says it all.
     if options.task is None and options.extra != "time":
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
-    if progress:
+    if progress and options.exercise in EXERCISES:
         print(summary(progress, options.exercise))
     return int(passed < len(tasks))
 

@@ -15,28 +15,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def source_of(node, text):
-    """Return the lines of a top-level node of a text, with its decorators and a comment at its end."""
-    lines = text.splitlines()
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-    last = node.end_lineno
-    # A blank to fill in is a comment, which the syntax tree does not have.
-    while last < len(lines) and lines[last].startswith(" "):
-        last += 1
-    return "\n".join(lines[first - 1 : last])
-
-
 def name_of(node, source):
     """Return the name under which a statement is kept: of a function, class or constant; an import's is its source."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
+    if isinstance(node, ast.Import | ast.ImportFrom):
         return source
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return node.name
-    if isinstance(node, ast.Assign):  # which can be computed again without running the notebook: 2, math.log2(math.e)
-        calls = [ast.unparse(part.func) for part in ast.walk(node.value) if isinstance(part, ast.Call)]
-        if all(name.startswith(("math.", "tl.")) for name in calls):
-            return ast.unparse(node.targets)
-    return None
+    # What has a name in small letters may need what ran in the notebook alone.
+    target = ast.unparse(node.targets) if isinstance(node, ast.Assign) else ""
+    return target if target.isupper() else getattr(node, "name", None)
 
 
 def definitions(cells):
@@ -48,12 +33,15 @@ def definitions(cells):
             body = ast.parse(cell).body
         except SyntaxError:
             continue
-        for node in body:
-            source = source_of(node, cell)
+        begins = [min(part.lineno for part in (node, *getattr(node, "decorator_list", ()))) for node in body]
+        lines = cell.splitlines()
+        # A blank to fill in is a comment, which the syntax tree does not have: what follows a statement is its own.
+        for node, begin, end in zip(body, begins, [*begins[1:], len(lines) + 1], strict=True):
+            source = "\n".join(lines[begin - 1 : end - 1]).rstrip()
             name = name_of(node, source)
-            if name:
-                found.pop(name, None)
-                found[name] = source
+            found.pop(name, None)
+            found[name] = source
+    found.pop(None, None)
     return found
 
 
@@ -96,12 +84,8 @@ def start(exercise):
     shell.register_magic_function(terminal, "cell")
 
     def check(task=None, time=False, show=False):
-        found = definitions(shell.user_ns["In"])
-        if task and task not in found:
-            print(f"FAIL  {task}: run the cell that defines it first")
-            return
         # A process of its own, as check.py has for everybody: an endless loop does not take the notebook with it.
-        source = "\n\n\n".join(found.values()) + "\n"
+        source = "\n\n\n".join(definitions(shell.user_ns["In"]).values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{exercise}.py"
             path.write_text(source, encoding="utf-8")

@@ -30,8 +30,7 @@ from measure.timing import Bench, in_turns, measure_ceilings
 
 LINE = 128  # bytes of a cache line, on MI300 and NVIDIA
 LANES = 64  # of a wave of an AMD GPU, which loads them together
-NOTHING = -1  # the address of a masked lane, and the line that it lies in
-APART = 2**40  # bytes between tensors, more than the size of any
+NOTHING = -1  # the offset of a masked lane, and the line that it lies in
 TURNS = 3
 
 
@@ -167,21 +166,18 @@ class Counts(Observer):
         self.bytes = self.lines = self.products = 0
 
     def launch(self, kernel, tensors):
-        self.storages = [tensor.untyped_storage() for tensor in tensors]
+        self.begins = np.sort([tensor.untyped_storage().data_ptr() for tensor in tensors])
 
     def load(self, access):
         """Count an access of a tile of any shape; a wave has neighbours in the last dimension."""
-        lanes = np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
-        for index, storage in enumerate(self.storages):
-            # As a GPU's allocator places tensors: each begins at a cache line.
-            offsets = (access.addresses - storage.data_ptr()).ravel()
-            own = access.mask.ravel() & (0 <= offsets) & (offsets < storage.nbytes())
-            lanes[: own.size][own] = offsets[own] + index * APART
+        wanted, lanes = access.mask.ravel(), np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
+        addresses = access.addresses.ravel()[wanted]
+        # As a GPU's allocator places tensors: each begins at a cache line.
+        lanes[: wanted.size][wanted] = addresses - self.begins[np.searchsorted(self.begins, addresses, "right") - 1]
         # The different lines of each wave: sorted, those that differ from the one before.
         lines = np.sort(lanes.reshape(-1, LANES) // LINE, axis=1)
-        is_new = np.diff(lines, axis=1, prepend=NOTHING) != 0
-        self.lines += int((is_new & (lines != NOTHING)).sum())
-        self.bytes += int((lanes != NOTHING).sum()) * access.element_type.primitive_bitwidth // 8
+        self.lines += int((np.diff(lines, axis=1, prepend=NOTHING) != 0).sum())
+        self.bytes += int(wanted.sum()) * access.element_type.primitive_bitwidth // 8
 
     store = load
 
@@ -191,13 +187,14 @@ class Counts(Observer):
 
 
 class CountOperators(TorchFunctionMode):
-    """Count the bytes that PyTorch's operators read and write, and products of matrices; views cost nothing."""
+    """Count calls of PyTorch's operators, the bytes that they read and write, and products; views move nothing."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = self.products = 0
+        self.calls = self.bytes = self.products = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
         result = function(*args, **(kwargs or {}))
         operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
         if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
@@ -208,12 +205,11 @@ class CountOperators(TorchFunctionMode):
 
 
 def counted(call):
-    """Return what a call moves and multiplies in the interpreter: bytes, lines or None for operators, products."""
+    """Return what a call moves and multiplies in the interpreter: bytes, lines (0 for operators), products."""
     with observed_by(counts := Counts()), CountOperators() as operators:
         call()
-    return (
-        (counts.bytes, counts.lines, counts.products) if counts.bytes else (operators.bytes, None, operators.products)
-    )
+    found = counts if counts.bytes else operators
+    return found.bytes, counts.lines, found.products
 
 
 def report(task, module, solution):
@@ -239,8 +235,9 @@ def report(task, module, solution):
         return [f"{size}, timed:", *text_table(("", "us", "x bound"), rows)]
     counts = {name: counted(call) for name, call in calls.items()} | {"bound": (moved, -(-moved // LINE), flop // 2)}
     rows = [
-        (name, f"{own:,}", f"{own / moved:.2f}", "" if lines is None else f"{lines:,}", f"{products:,}")
-        for name, (own, lines, products) in counts.items()
+        # What an operator does inside cannot be seen.
+        (name, f"{own:,}", f"{own / moved:.2f}", *(f"{count:,}" if count else "–" for count in unseen))
+        for name, (own, *unseen) in counts.items()
     ]
     header = "", "bytes", "x bound", "lines", "products"
     return [f"{size}, counted in Triton's interpreter, as there is no GPU:", *text_table(header, rows)]

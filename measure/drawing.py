@@ -80,7 +80,6 @@ class Bar(NamedTuple):
     label: str
     parts: list
     outline: float | None = None  # the length of a frame around it
-    mark: float | None = None  # the place of a diamond
 
 
 def new_figure(height, width=WIDTH, unit=72):
@@ -101,8 +100,6 @@ def bars(axes, rows, height=0.5):
             left += length
         if row.outline is not None:
             axes.barh(y, row.outline, height, fill=False, edgecolor=INK, linewidth=1)
-        if row.mark is not None:
-            axes.plot(row.mark, y, "D", color=INK, markeredgecolor=GROUND, markersize=6, clip_on=False, zorder=3)
         axes.annotate(row.label, (0, y - height / 2), (0, 3), textcoords="offset points", va="bottom")
     axes.set(xlim=(0, None), ylim=(len(rows) - 1 + height / 2 + 0.1, -height / 2 - 0.55), yticks=[])
     axes.spines["left"].set_visible(False)

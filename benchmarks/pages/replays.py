@@ -46,9 +46,12 @@ def speed(name):
     """Return a function of a run: the ratio of speeds where they differ, and else one of the words of NOTES."""
 
     def text(run):
-        comparison = run.get(name) or {"verdict": None, "value": None}
-        words = {None: "", "differs": number(comparison["value"]), "too few steps": "too few"}
-        return words.get(comparison["verdict"], "same")
+        if not (comparison := run.get(name)):
+            return ""
+        verdict, value = comparison["verdict"], comparison["value"]
+        if verdict == "same work" and value < 0.9 and run["host_ms"] > 0.8 * run["batch_ms"]["p50"]:
+            return "host"
+        return {"differs": number(value), "too few steps": "too few"}.get(verdict, "same")
 
     return text
 
@@ -74,7 +77,8 @@ NOTES = (
     "speed / previous: from stage 6 on, the previous stage is stage 5. Both ratios compare median steps; the speed is "
     "that of all steps together.",
     "same: the same operations ran, or the medians differ by no more than the spread of the steps and of processes "
-    f"that do the same work. too few: fewer than {LEAST_TIMES} steps.",
+    "that do the same work. host: the same operations ran, but the host took longer to launch them. too few: fewer "
+    f"than {LEAST_TIMES} steps.",
     "SwiGLU kernel: one call of swiglu_kernel, which also multiplies (stages 1 to 4), or of swiglu_activation_kernel.",
     "phases / step: the median share of forward, backward and optimizer in their step.",
 )

@@ -40,18 +40,22 @@ def mistakes_of(solution):
     return found
 
 
-@functools.cache
-def edited(mistake, name, solution):
+def with_mistake(code, mistake, name):
     """Return the code of a solution with a mistake in the function of this name."""
-    code = solution.read_text()
     function = next(part for part in code.split("\n\n\n") if f"def {name}(" in part)
     bare = re.sub(r"^ *#.*\n", "", function, flags=re.M)  # comments may stand between the lines of an edit
     times = bare.count(mistake.old)
     if times != mistake.times:
         raise ValueError(
-            f"{MISTAKES.name}/{solution.stem}.txt: {name} has {mistake.old!r} {times} times, not {mistake.times}"
+            f"a mistake of {name} edits {mistake.old!r}, which is there {times} times, not {mistake.times}"
         )
     return code.replace(function, bare.replace(mistake.old, mistake.new))
+
+
+@functools.cache
+def edited(mistake, name, solution):
+    """Return the code of the file solution with a mistake in the function of this name."""
+    return with_mistake(solution.read_text(), mistake, name)
 
 
 @functools.cache  # the tests judge many mistakes on the same cases

@@ -65,6 +65,7 @@ LAPTOP_TINY = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
+WIDTH = 100  # of a terminal
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
@@ -171,7 +172,7 @@ def execute_all(runs, output):
     """Execute all runs, the others too if one fails. Return False if it was interrupted."""
     for run in runs:
         if run.obstacle:
-            print(report.wrapped(left_out(run)))
+            print(textwrap.fill(left_out(run), WIDTH, break_on_hyphens=False))
     able = [run for run in runs if not run.obstacle]
     for number, run in enumerate(able, 1):
         print(f"[{number}/{len(able)}] {run.title}", flush=True)
@@ -205,10 +206,9 @@ RESERVED = "--impl --stage --list-stages --output-dir --profile --help -h".split
 
 def stage_numbers(text):
     """Return the numbers of an option such as 2,4."""
-    known = {str(number): number for number in llama.STAGES}
-    if unknown := set(text.split(",")) - known.keys():
-        raise llama.UsageError(f"--stages {text}: there is no stage {unknown.pop()}: give some of 1 to 8, such as 2,4")
-    return sorted(known[number] for number in text.split(","))
+    if not re.fullmatch("[1-8](,[1-8])*", text):
+        raise llama.UsageError(f"--stages {text} are no stages: give some of 1 to 8, such as 2,4")
+    return sorted({*map(int, text.split(","))})
 
 
 def parse(argv):
@@ -248,6 +248,8 @@ def main(argv):
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise llama.UsageError(f"--output {output} cannot be made ({error.strerror}): give another folder") from error
+    if not (options.laptop or torch.cuda.is_available()):
+        print("There is no GPU: --laptop shows what was recorded on one.")
     put_aside(output)
     header = {
         "benchmark": "stages",
@@ -258,11 +260,10 @@ def main(argv):
         "recorded": newest_replays(RESULTS) if options.laptop else [],
     }
     completed = execute_all(runs, output)
-    summary = header | {"interrupted": not completed} | summarize(output, runs)
-    summary["observations"] = observations(summary) if summary["environment"] else []
-    report.write(summary, output)
-    if summary["environment"]:
-        print(f"\n{report.console(summary)}\n\nReport: {output / 'report.html'}")
+    if measured := summarize(output, runs):
+        summary = header | {"interrupted": not completed} | measured
+        summary["observations"] = observations(summary)
+        print(f"\n{report.write(summary, output)}\nReport: {output / 'report.html'}")
     if not completed:
         return 130
     return int(any(run.error for run in runs))

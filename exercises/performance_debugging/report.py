@@ -1,12 +1,11 @@
 """Write the results of a replay: summary.json, summary.md and report.html.
 
-The report has a card for each stage: the symptom, the figures and the picture that show it, the lines of code, the fix.
-Every number is taken from the summary, and every line of code from the script.
+The report has a picture of the steps, and a card for each stage: the symptom, the figures that show it, the lines of
+code, the fix. Every number is taken from the summary, and every line of code from the script.
 """
 
-import ast
-import contextlib
 import inspect
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -14,28 +13,22 @@ import jinja2
 
 import tiny_llama_v3 as llama
 from benchmarks.pages.replays import NOTES, sizes, table_of
-from exercises.performance_debugging import pictures
-from exercises.performance_debugging.evidence import NotMeasured, sources
+from exercises.performance_debugging.evidence import sources
 from exercises.performance_debugging.results import OPTIMIZED, short_title
 from measure import drawing
 from measure.command_line import replacing
+from measure.drawing import BLUE, GREEN, RED, Bar, Filling
 from measure.results import write_json
+from measure.tables import number, percent
 
-WIDTH = 100  # of a terminal
-MARKS = {True: "shows", False: "does not show", None: "not measured"}
+EXCERPT = 8  # lines of the script at most
+MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
 LAPTOP = (
     "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
     "Triton's interpreter where Triton is installed. Its times say nothing about the kernels on a GPU."
 )
-SHORT = {  # {figure: its name in a terminal, which has room for those that tell the stages apart}
-    "first loss": "first loss",
-    "speed, samples/s": "samples/s",
-    "speed / previous": "x previous",
-    "speed / baseline": "x baseline",
-    "step, median, ms": "step, ms",
-    "phases / step": "phases",
-    "weights with a gradient": "gradient",
-}
+TITLE = "The phases, inside the outline of the median step (and p20 – p80)"
+PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
 
 
 LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
@@ -85,51 +78,24 @@ LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
 
 
 def excerpts(mark):
-    """Yield (the number of the first line, lines) of what the lines with a mark stand before or in.
-
-    That is the function of a docstring, and otherwise the next statement.
-    """
-    # A mark is a comment at the end of a line, a line of its own, or in a docstring.
-    text = inspect.getsource(llama)
-    lines, nodes = text.splitlines(), [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    nodes.sort(key=lambda node: node.lineno)
+    """Yield (number, lines) of the script from each line with a mark on, down to the next empty line."""
+    lines = inspect.getsource(llama).splitlines()
     for at, line in enumerate(lines, 1):
         if mark in line:
-            around = [node for node in nodes if hasattr(node, "name") and node.lineno <= at <= node.end_lineno]
-            node = around[-1] if '"""' in line else next(node for node in nodes if node.lineno >= at)
-            first = min(at, node.lineno)
-            yield first, textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).splitlines()
+            block = itertools.takewhile(str.strip, lines[at - 1 :])
+            yield at, textwrap.dedent("\n".join(itertools.islice(block, EXCERPT))).splitlines()
 
 
-def picture_of(summary, stage):
-    """Return (title, SVG, source) of the picture of a stage: from the first source that can show it, or None."""
-    replays = sources(summary)
-    if stage not in pictures.STAGES:
-        return None
-    # What shows the sign comes first. Of a CPU nothing else is used: its times tell nothing.
-    shows = [each["source"] for each in summary["observations"] if each["stage"] == stage and each["shown"]]
-    others = [source for source, replay in replays.items() if not replay.on_cpu and stage in replay.stages]
-    for source in dict.fromkeys([*shows, *others]):
-        with contextlib.suppress(NotMeasured):
-            chart = pictures.STAGES[stage](replays[source])
-            return chart.title, pictures.draw(chart, f"picture{stage}"), source
-    return None
-
-
-def card(summary, stage):
-    """Return the card of a stage, as report.html.jinja shows it."""
+def card(seen):
+    """Return the card of an observation, as report.html.jinja shows it."""
+    stage = seen["stage"]
     symptom, fix = LESSONS[stage]
-    seen = [each for each in summary["observations"] if each["stage"] == stage]
     flag = next((name for name, bug in llama.BUGS.items() if stage in bug.stages[-1:]), None)
     # Stage 8 has no mistake: its lines are those of the remedy.
     mark = f"BUG {flag}:" if flag else "def capture("
-    return {
-        "number": stage,
+    return seen | {
         "title": short_title(stage),
-        "best": max(seen, key=lambda each: (each["shown"] is not None, bool(each["shown"]))),
         "symptom": symptom,
-        "picture": picture_of(summary, stage),
-        "evidence": seen,
         "flag": flag and llama.flag_of(flag),
         "excerpts": list(excerpts(mark)) if stage != OPTIMIZED else [],
         "fix": fix,
@@ -137,11 +103,39 @@ def card(summary, stage):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tables
+# The picture
 
 
-def wrapped(text, indent=""):
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def step_bars(replay):
+    """Return a Bar for plain PyTorch and for each stage: the phases inside the outline of the median step.
+
+    What is left of a step was not timed.
+    """
+    rows = []
+    for n, run in ({0: replay.summary["baseline"]} | replay.stages).items():
+        if run:
+            low, middle, high = (run["batch_ms"][key] for key in ("p20", "p50", "p80"))
+            label = f"{f'stage {n}' if n else 'plain PyTorch'}: {number(middle)} ms ({number(low)} – {number(high)})"
+            if run["phases_share"]:
+                label += f", phases {percent(run['phases_share'])}"
+            rows.append(Bar(label, [(ms, PHASES[phase]) for phase, ms in run["phase_ms"].items()], outline=middle))
+    return rows
+
+
+def picture_of(replay, name):
+    """Return the SVG of the steps of a Replay, for a page on which no other has its name."""
+    rows = step_bars(replay)
+    with drawing.style():
+        figure = drawing.new_figure(drawing.bars_height(len(rows), 56))
+        axes = figure.subplots()
+        drawing.bars(axes, rows)
+        axes.set_xlabel("ms")
+        drawing.legend_below(figure, PHASES)
+        return drawing.svg(figure, name, TITLE, "; ".join(row.label for row in rows))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def setting(summary):
@@ -155,12 +149,8 @@ def setting(summary):
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Files
-
-
 def texts(summary):
-    """Return {file name: text} of the report and its short form, from the templates beside this file."""
+    """Return {name: text} of the report and its short forms, from the templates beside this file."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=jinja2.select_autoescape(["html.jinja"]),
@@ -170,31 +160,29 @@ def texts(summary):
     context = {
         "summary": summary,
         "setting": setting(summary),
-        "cards": [card(summary, stage["stage"]) for stage in summary["stages"]],
+        "cards": list(map(card, summary["observations"])),
         "marks": MARKS,
+        # The times of a CPU tell nothing.
+        "pictures": {
+            source: picture_of(replay, f"picture{number}")
+            for number, (source, replay) in enumerate(sources(summary).items())
+            if not replay.on_cpu
+        },
+        "title": TITLE,
         "colors": drawing.css(),
         "laptop": LAPTOP if summary["laptop"] else "",
         "table": table_of(summary),
         "notes": NOTES,
     }
-    names = "summary.md", "report.html"
+    names = "summary.md", "report.html", "console.txt"
     return {name: environment.get_template(f"{name}.jinja").render(context) for name in names}
 
 
-def console(summary):
-    """Return the main figures and the observations for a terminal."""
-    table = table_of(summary).T.filter(SHORT).rename(columns=SHORT)
-    lines = [wrapped(setting(summary)), *[wrapped(LAPTOP)] * summary["laptop"], "", table.to_string()]
-    for seen in summary["observations"]:
-        source = "" if seen["source"] == "measured" else f", {seen['source']}"
-        lines += ["", f"stage {seen['stage']}: {MARKS[seen['shown']]}{source}", wrapped(seen["text"], "    ")]
-    return "\n".join(lines)
-
-
 def write(summary, folder):
-    """Write the three files into folder. Without any measured run there is only summary.json."""
+    """Write the three files into folder, and return the statements for a terminal."""
     write_json(folder / "summary.json", summary)
-    if summary["environment"]:
-        for name, text in texts(summary).items():
-            with replacing(folder / name) as scratch:
-                scratch.write_text(text)
+    found = texts(summary)
+    for name in ("summary.md", "report.html"):
+        with replacing(folder / name) as scratch:
+            scratch.write_text(found[name])
+    return found["console.txt"]

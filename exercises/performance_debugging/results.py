@@ -9,8 +9,8 @@ It has header, environment, config and
     recorded        with --laptop: summaries like this one, measured on another machine; else []
     observations    [{stage, source, shown, text}], source "measured" or "recorded on ..."
 
-figures: first_loss, final_loss, step_ms (of every step), phase_ms {phase: of the median step}, batch_ms {mean, p20,
-p50, p80}, gradient_share and so on, see run_figures. over_*: {value, verdict} of the speed of the median step over
+figures: the script's summary, but phase_ms is {phase: of the median step}, and with step_ms (of every step),
+gradient_share and so on, see run_figures. over_*: {value, verdict} of the speed of the median step over
 another run's; verdict is "differs" beyond the measured spread, else "same", "same work" (the same operations ran) or
 "too few steps": only "differs" may be shown as a ratio.
 """
@@ -25,7 +25,6 @@ from profilers.readers import read_kernel_stats
 OPTIMIZED = 5
 ATTENTION_KERNEL = "flash_attention_kernel"
 NAIVE_SWIGLU, HYBRID_SWIGLU = "swiglu_kernel", "swiglu_activation_kernel"
-SHARED = "first_loss final_loss samples_per_second tokens_per_second batch_ms host_ms peak_memory_mib".split()
 OWN_SETTINGS = {"impl", "stage", "graph", "warmup_steps", "output_dir", "profile", *llama.BUGS}  # of a stage
 
 
@@ -58,7 +57,7 @@ def kernel_figures(path):
 def run_figures(result):
     """Return the figures of a run, from the JSON of tiny_llama_v3.py.
 
-    Times are medians; the speed is that of all steps. phase_ms is of the step with the median time, or the mean of the
+    The speed is that of all steps. phase_ms is of the step with the median time, or the mean of the
     two around it, as the medians of single phases do not add up to a step.
     """
     steps, summary = result["steps"], result["summary"]
@@ -66,29 +65,27 @@ def run_figures(result):
     ordered = sorted(steps, key=lambda step: step["batch_ms"])
     middle = ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
     phases = summary["phase_ms"]
-    return {name: summary[name] for name in SHARED} | {
+    return summary | {
         "implementation": result["implementation"],
         "step_ms": [step["batch_ms"] for step in steps],
         "mean_over_median": summary["batch_ms"]["mean"] / summary["batch_ms"]["p50"],
         "phase_ms": {name: statistics.fmean(step["phase_ms"][name] for step in middle) for name in phases},
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
-        "without_gradient": summary.get("parameters_without_gradient"),
     }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether one run is faster than another
 
-CHANGES_WORK = {"graph", "noncontiguous_kv", "triton_matmul_swiglu", "severed_autograd"}
+CHANGES_WORK = frozenset("graph noncontiguous_kv triton_matmul_swiglu severed_autograd".split())
 
 
 def work_of(run):
     """Return the work of a run's steps: equal for runs of the same operations at the same sizes."""
     # Other mistakes change numbers or clocks, and not which operations run.
-    changing = CHANGES_WORK if run["implementation"] == "triton" else {"graph"}
-    flags = set(llama.stage_flags(run.get("stage")))
-    return run["implementation"], frozenset(flags & changing), str(run.get("config"))
+    flags = CHANGES_WORK.intersection(llama.stage_flags(run.get("stage")))
+    return run["implementation"], flags, str(run.get("config"))
 
 
 def spread_of_processes(runs):
@@ -151,7 +148,9 @@ def read_json(path):
 
 
 def stage_figures(output, name, result, config):
-    """Return the figures of a stage's result, with its config if that is another one."""
+    """Return the figures of a stage's result, with its config if that is another one; {} if there is no result."""
+    if not result:
+        return {}
     kernels = kernel_figures(output / f"{name}_profile.csv")
     us = {kernel["name"]: kernel["average_us"] for kernel in kernels or []}
     own = shared_config(result)
@@ -164,29 +163,24 @@ def stage_figures(output, name, result, config):
 
 
 def summarize(output, runs):
-    """Return a dict for summary.json of the runs, of replay.Run, whose files lie in the folder output."""
+    """Return a dict for summary.json of the runs, of replay.Run, whose files lie in output; None if there are none."""
     # Runs that failed or were not reached have no file; any of the others tells what all have in common.
     results = {run.name: read_json(output / f"{run.name}.json") for run in runs}
-    baseline = results.get("baseline")
     sample = next(filter(None, reversed(results.values())), None)
-    config = sample and shared_config(sample)
-    stages = []
-    for run in runs:
-        if run.stage:
-            entry = {
-                "stage": run.stage,
-                "title": short_title(run.stage),
-                "obstacle": run.obstacle,
-                "error": run.error,
-            }
-            result = results[run.name]
-            stages.append(entry | (stage_figures(output, run.name, result, config) if result else {}))
+    if not sample:
+        return None
+    baseline, config = results.get("baseline"), shared_config(sample)
     summary = {
-        "environment": sample and sample["environment"],
+        "environment": sample["environment"],
         "config": config,
-        "precision": sample and sample["precision"],
+        "precision": sample["precision"],
         "baseline": baseline and run_figures(baseline),
-        "stages": stages,
+        "stages": [
+            {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
+            | stage_figures(output, run.name, results[run.name], config)
+            for run in runs
+            if run.stage
+        ],
     }
     compare_stages(summary)
     return summary

@@ -23,7 +23,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import publish
-from exercises.check import EXERCISES
+from exercises.check import EXERCISES, JUDGED
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ def run(tmp_path_factory, python):
     copy = folder / "project"
     ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    for exercise in EXERCISES.values():
+    for exercise in JUDGED.values():
         shutil.copy(copy / "exercises" / "solutions" / exercise.file, copy / "exercises" / exercise.file)
     venv.create(copy / ".venv")
     for name in ("python", "python3", "torchrun"):

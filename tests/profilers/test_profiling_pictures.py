@@ -7,7 +7,6 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
-from exercises.performance_debugging import pictures
 from profilers import plot
 from profilers.kernel_names import COLORS, OPERATIONS, OTHER
 from profilers.readers import statistics_of
@@ -112,9 +111,3 @@ def test_the_roofline(arch):
     shown = legend_of(legend)
     assert shown.pop("4000 GB/s, 600 TFLOP/s") == (0, 0, 0) and shown == colors_of("RMSNorm", "attention")
     assert ("interpreted" in axes.get_title()) == (arch == "cpu")
-
-
-def test_the_replay_adds_up_the_kernels_of_an_operation():
-    shares = {GEMM: 0.3, "cutlass_gemm": 0.2, NORM: 0.5}
-    kernels = [{"name": name, "share": share} for name, share in shares.items()]
-    assert pictures.operation_shares(kernels) == {"matrix product": pytest.approx(0.5), "RMSNorm": 0.5}

@@ -14,6 +14,7 @@ pytestmark = [
 ]
 # The kernels that take longer than the others: of their mistakes only a few are among the fast tests.
 COSTLY = {"attention_kernel": 12, "grouped_matmul_kernel": 2, "tuned_matmul_kernel": 2}
+HAVE_MISTAKES = [*check.EXERCISES.values(), check.JUDGED["examination"]]
 MISTAKES = [
     # The edit is made when the tests are collected: one that does not fit its solution is an error there.
     pytest.param(
@@ -24,7 +25,7 @@ MISTAKES = [
         id=f"{task}: {mistake.new}",
         marks=[pytest.mark.slow] * (number >= COSTLY.get(task, math.inf)),
     )  # fmt: skip
-    for exercise in check.EXERCISES.values()
+    for exercise in HAVE_MISTAKES
     for path in [check.SOLUTIONS / exercise.file]
     for task, mistakes in mutants.mistakes_of(path).items()
     for number, mistake in enumerate(mistakes)
@@ -41,6 +42,6 @@ def test_a_mistake_fails_its_task_and_is_named(exercise, task, words, code, tmp_
 
 
 def test_every_task_has_mistakes_that_are_likely():
-    for exercise in check.EXERCISES.values():
+    for exercise in HAVE_MISTAKES:
         found = mutants.mistakes_of(check.SOLUTIONS / exercise.file)
         assert found.keys() == exercise.checks.TASKS.keys() and min(map(len, found.values())) >= 4

@@ -4,7 +4,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,17 +82,14 @@ out
         ("code", "check(time=True)"),
         ("markdown", "```console\nout\n```"),
     ]
-    (tmp_path / "exercise3_flash_attention.md").write_text(page.replace("**Write** `f`", "Write `f`"))
-    with pytest.raises(llama.UsageError, match="asks nowhere to .* f, g"):
-        list(generate.cells_of("exercise3"))
 
 
 def test_definitions_are_the_last_of_each_name():
     cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
-             "print(f())\nB = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
+             "print(f())\nb = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
     namespace, found = {"wrap": lambda function: function}, jupyter.definitions(cells)
     exec("\n".join(found.values()), namespace)
-    assert namespace["f"]() == 3 and "C" in namespace and "B" not in namespace
+    assert namespace["f"]() == 3 and "C" in namespace and "b" not in namespace
     assert found["f"].startswith("@wrap\n# how\n") and found["f"].endswith("# a blank")
     again = jupyter.definitions([*cells, "def f():\n    return 'last'"])
     assert list(again.items())[-1] == ("f", "def f():\n    return 'last'")
@@ -102,16 +98,6 @@ def test_definitions_are_the_last_of_each_name():
 def test_the_number_of_a_line_is_shown_as_what_stands_in_it():
     told = "ValueError in line 2 of\n      puzzles.py: line 99, and line 1 twice"
     assert jupyter.with_lines_shown(told, "a = 1\n    b = 2") == "ValueError in `b = 2`: line 99, and `a = 1` twice"
-
-
-def test_a_check_of_what_no_cell_has_defined_says_so(monkeypatch, capsys):
-    shell = SimpleNamespace(user_ns={"In": ["import triton"]}, register_magic_function=lambda *magic: None)
-    monkeypatch.setattr(jupyter, "get_ipython", lambda: shell, raising=False)
-    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    judge = jupyter.start("puzzles")
-    judge("copy_kernel")
-    assert capsys.readouterr().out == "FAIL  copy_kernel: run the cell that defines it first\n"
 
 
 def test_a_terminal_cell_runs_at_the_top_with_this_python_and_says_what_it_lacks(monkeypatch, capsys):

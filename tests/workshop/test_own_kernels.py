@@ -26,7 +26,7 @@ def counts_of(task):
     lines = own_kernels.report(task, solution_of(task), solution_of(task))
     found = [re.split(r" {2,}", line) for line in lines[2:]]
     assert "counted in Triton's interpreter" in lines[0]
-    return {name: [float(figure.replace(",", "")) for figure in figures] for name, *figures in found}
+    return {name: [float(figure.replace(",", "").replace("–", "0")) for figure in figures] for name, *figures in found}
 
 
 class FakeBench:

@@ -109,3 +109,22 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys):
         assert scoreboard.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and arguments[0] in error
+
+
+def test_the_class_is_shown_before_and_after_and_no_answer_is_given_away(board):
+    def tests(name, **passed):
+        states = {
+            test: {f"T{right}": state(right, 1, "it is a race") for right in each} for test, each in passed.items()
+        }
+        return progress(name) | {"exercises": states}
+
+    files = {
+        "eve": tests("eve", before=[False, True], examination=[True]),
+        "fay": tests("fay", before=[False], examination=[True]),
+    }
+    text = board(files).out
+    assert (
+        "\nbefore: 0.5 right on average, of 2 participants\nexamination: 1.0 right on average, of 2 participants\n"
+        in text
+    )
+    assert "it is a race" not in text

@@ -1,0 +1,164 @@
+"""Checks of the tests at both ends of the workshop: an answer in a word, and what a mended piece does on a CPU.
+
+Nothing is timed: what a GPU and its host would do is counted.
+"""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from exercises.checks.common import NotYet, expect, expect_close, randn, task, tasks_of, unchanged
+from exercises.checks.mutants import mistakes_of, with_mistake
+from exercises.own_kernels import LINE, CountOperators, Counts
+from exercises.probe import Observer, observed_by
+from exercises.solutions import before
+from exercises.solutions import examination as solution
+
+COMPILED = ()  # on a GPU as well
+
+
+def given():
+    """Return the file that a participant begins with: the solution without answers, with the mistakes of the pieces."""
+    path = Path(solution.__file__)
+    code = re.sub(r'^(    "\w+": )"\w+"', r'\1""', path.read_text(), flags=re.M)
+    for name, (mistake, *_) in mistakes_of(path).items():
+        code = with_mistake(code, mistake, name)
+    return code
+
+
+def expect_answer(answer, wanted):
+    """Expect the word that says what is wrong with a piece."""
+    if not answer:
+        raise NotYet("not begun: say in one word what is wrong with it")
+    expect(answer.lower() == wanted, f"what is wrong is not {answer!r}", "which of the other words is it?")
+
+
+def question(name):
+    """Return the Task of the test before the workshop with this name, a letter."""
+
+    def check(exercise):
+        expect_answer(getattr(exercise, name), getattr(before, name))
+
+    check.__name__ = name
+    return task(())(check)
+
+
+BEFORE = SimpleNamespace(TASKS=tasks_of(*map(question, "ABCDEF")), COMPILED=COMPILED)
+
+
+def piece(results_of):
+    """Return the Task to name a mistake and to mend it: results_of(module) returns {name: result}, or raises Wrong."""
+
+    @functools.wraps(results_of)
+    def check(exercise):
+        # The answer comes first, as what is said of a wrong mend would give it away.
+        name = results_of.__name__
+        expect_answer(exercise.ANSWERS.get(name), solution.ANSWERS[name])
+        got = results_of(exercise)
+        torch.manual_seed(0)  # for the same inputs
+        for label, wanted in results_of(solution).items():
+            expect_close(got[label], wanted, 1e-4, "compare with the docstring", label)
+
+    return task(())(check)
+
+
+class Races(Observer):
+    """Find out whether a program loads or stores what another one has stored. Atomic operations are not seen."""
+
+    def __init__(self):
+        self.found, self.owners = False, {}
+
+    def load(self, access):
+        owners = map(self.owners.get, access.addresses[access.mask].tolist())
+        self.found |= not {*owners} <= {None, access.program}
+
+    def store(self, access):
+        self.load(access)
+        self.owners |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
+
+
+@piece
+def count_tokens_kernel(module):
+    with observed_by(races := Races()):
+        counts = module.tokens_per_expert(torch.randint(0, 8, (300,)), 8)
+    expect(not races.found, "a program loads or stores what another one has stored", "which of them comes first?")
+    return {"the number of tokens": counts}
+
+
+@piece
+def spectral_linear(module):
+    x, weight, left = randn(3, 6), randn(4, 6).requires_grad_(), randn(4)
+    out, better = module.spectral_linear(x, weight, left)
+    expect(out.requires_grad, "the weight receives no gradient", "where does the way to the output end?")
+    (out * randn(*out.shape)).sum().backward()
+    return {"the output": out, "left": better, "the gradient of weight": weight.grad}
+
+
+@piece
+def penalize_repetition(module):
+    results, calls, sizes = {}, [], ((2, 3), (2, 9), (5, 3))
+    for size in sizes:
+        logits, previous = randn(size[0], 20), torch.randint(0, 20, size)
+        with unchanged(logits=logits), CountOperators() as operators:
+            results[f"the result for {size} tokens"] = module.penalize_repetition(logits, previous, 1.5)
+        calls.append(operators.calls)
+    told = f"it calls {calls} operators for {sizes} tokens"
+    expect(len({*calls}) == 1, told, "their number should not depend on the sizes")
+    return results
+
+
+IN_ORDER = (
+    "synchronize, clock, 10 x copy, synchronize, clock",
+    "record, 10 x copy, record, synchronize, elapsed_time",  # of events
+)
+
+
+@piece
+def copy_bandwidth(module):
+    # What the host asks of a GPU, and when. The clock shows seconds, and an event milliseconds.
+    host = mock.MagicMock()
+    host.clock.side_effect = itertools.count()
+    host.cuda.Event.return_value.elapsed_time.return_value = 1000
+    with mock.patch.object(torch, "cuda", host.cuda), mock.patch("time.perf_counter", host.clock):
+        told = module.copy_bandwidth(host.copy, 1e9)
+    calls = [
+        (name, len([*same])) for name, same in itertools.groupby(call[0].split(".")[-1] for call in host.mock_calls)
+    ]
+    order = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in calls)
+    expect(order.endswith(IN_ORDER), f"the host calls {order}", "what does the device do when the clock is read?")
+    return {"the bandwidth for 1 GB and 10 calls in 1 s": torch.tensor(told)}
+
+
+@piece
+def divide_columns_kernel(module):
+    x, factor = randn(48, 96), torch.rand(96) + 0.5
+    with observed_by(counts := Counts()):
+        y = module.divide_columns(x, factor)
+    # Those of x and y once, and as many again for what straddles two and for the factors.
+    fact = f"it touches {counts.lines:,} cache lines, for {2 * x.nbytes // LINE} of x and y"
+    expect(counts.lines < 4 * x.nbytes / LINE, fact, "which elements do the lanes of a wave load together?")
+    return {"the result": y}
+
+
+@piece
+def accumulate_gradients(module):
+    model = torch.nn.Embedding(11, 11)
+    batches = [torch.randint(0, 11, (2, *size)).unbind() for size in ((2, 9), (1, 4), (3, 2))]
+    batches[0][1][:, 5:] = -100
+    loss = module.accumulate_gradients(model, batches)
+    return {"the gradient": model.weight.grad, "the loss": torch.as_tensor(loss)}
+
+
+TASKS = tasks_of(
+    count_tokens_kernel,
+    spectral_linear,
+    penalize_repetition,
+    copy_bandwidth,
+    divide_columns_kernel,
+    accumulate_gradients,
+)

@@ -1,0 +1,73 @@
+"""The examination: the file that it begins with is broken, mends of any kind pass, and the first test counts once."""
+
+import json
+import re
+
+import pytest
+
+import tiny_llama_v3 as llama
+from exercises import check
+from exercises.checks import ON_GPU, examination
+
+pytestmark = pytest.mark.skipif(llama.triton is None or ON_GPU, reason="the checks interpret")
+SOLUTION = check.SOLUTIONS / "examination.py"
+TASKS = list(examination.TASKS)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A participant's folder."""
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    return tmp_path
+
+
+def test_it_begins_with_six_broken_pieces(folder, capsys):
+    assert check.main(["examination"]) == 1
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert str(folder / "examination.py") in first and last == "examination: 0 of 6 tasks pass"
+    assert [line.split(":")[0] for line in lines] == [f"FAIL  {task}" for task in TASKS]
+    # Nobody finds the answers of the solution in it, nor its comments; a file that is there is kept.
+    code = (folder / "examination.py").read_text()
+    assert code.count('": "",\n') == 6 and "    # " not in code
+    (folder / "examination.py").write_text(re.sub('(": )""', r'\1"race"', code))
+    check.main(["examination"])
+    told = capsys.readouterr().out
+    assert told.count("what is wrong is not 'race'") == 5
+    assert "a program loads or stores what another one has stored: two programs may both" in told.replace("\n     ", "")
+
+
+EVENTS = """
+def copy_bandwidth(copy, n_bytes, calls=10):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        copy()
+    end.record()
+    end.synchronize()
+    return calls * n_bytes / start.elapsed_time(end) / 1e6
+"""
+GATHERED = "count_ptr + chosen, 1, mask=tokens < n_tokens"  # each lane adds its own token
+
+
+@pytest.mark.parametrize("task, old, new", [
+    ("copy_bandwidth", "def copy_bandwidth(", f"{EVENTS}\n\ndef another("),
+    ("count_tokens_kernel", "count_ptr + experts, counts", GATHERED),
+    ("divide_columns_kernel", "row * n_cols + col", "index"),
+])  # fmt: skip
+def test_another_mend_is_right(task, old, new, tmp_path):
+    path = tmp_path / "examination.py"
+    path.write_text(SOLUTION.read_text().replace(old, new))
+    assert check.judge(path, check.JUDGED["examination"], task).passed
+
+
+def test_the_first_answers_count(folder, capsys):
+    code = (check.SOLUTIONS.parent / "before.py").read_text()
+    (folder / "before.py").write_text(code)
+    assert check.main(["before"]) == 1
+    (folder / "before.py").write_text(code.replace('B = ""', 'B = "clock"').replace('C = ""', 'C = "clock"'))
+    assert check.main(["before"]) == 1 and check.main(["before"]) == 2
+    captured = capsys.readouterr()
+    assert "before: 1 of 6 tasks pass\n" in captured.out and "the first answers count" in captured.err
+    states = json.loads((folder / "progress.json").read_text())["exercises"]["before"]
+    assert [state["passed"] for state in states.values()] == [False, False, True, False, False, False]
+    assert check.main(["before", "--solution"]) == 0
