@@ -37,6 +37,8 @@ def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
 
 @pytest.mark.parametrize("text, reason", [
     ("{", "cannot be read"), ("[" * 10**5, "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed"),
+    *((f'{{"a": {{"phase_ms": {{"x": [{time}]}}}}}}', "has phase_ms: .*, which cannot be: measure again")
+      for time in ("null", '"1"', "0", "-1", "NaN", "1e999", "true")),
 ])  # fmt: skip
 def test_a_damaged_result_is_named(tmp_path, text, reason):
     path = tmp_path / "steps.json"
@@ -46,11 +48,11 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
 
 
 @pytest.mark.parametrize("error, words", [
-    (KeyError("us"), "--results x: a result of gpt is damaged .KeyError.'us'.*: measure again"),
+    (KeyError("us"), "^x is damaged .KeyError.'us'.*: measure again"),
     (llama.UsageError("x has no us"), "^x has no us$"),
 ])  # fmt: skip
 def test_what_a_damaged_result_raises_is_told_once(error, words):
-    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x", "gpt"):
+    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x"):
         raise error
 
 
