@@ -55,6 +55,11 @@ def time_limit(text):
     return float(text)
 
 
+def printable_fields(fields):
+    """Return an object of JSON with printable names and texts."""
+    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
 def require_file(path):
     """Raise UsageError for what is there but no file: reading a pipe or a terminal may never end."""
     if path.exists() and not path.is_file():
@@ -88,11 +93,6 @@ def replacing(path, follow=False):
 def printable(text):
     """Return a text with escapes in the place of what a terminal obeys, or does not show; newlines stay."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
-
-
-def printable_fields(fields):
-    """Return an object of JSON with printable names and texts."""
-    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def exit_code_of(run, program):

@@ -77,8 +77,8 @@ def main(argv):
             scope += ", times of the whole run"
     derived = derive(counters, stats)
     order = derived["ns"].sort_values(ascending=False).index[: options.top]
-    shown = derived.loc[order].dropna(axis="columns", how="all")
-    shown.insert(0, "us", shown.pop("ns") / 1e3)
+    shown = derived.drop(columns="ns").loc[order].dropna(axis="columns", how="all")
+    shown.insert(0, "us", derived["ns"] / 1e3)
     if "bytes" in shown:
         shown["MB"] = shown.pop("bytes") / 1e6
     shown["operation"] = [operation_of(name) for name in order]

@@ -27,7 +27,10 @@ from profilers.timeline import typical_step
 
 TOP = 12
 PHASES = ["forward", "backward", "optimizer"]
-style = plt.rc_context({"font.size": 8, "axes.titlesize": 12, "figure.constrained_layout.use": True})
+style = plt.rc_context({
+    "font.size": 8, "axes.titlesize": 12, "figure.constrained_layout.use": True,
+    "text.parse_math": False,  # names of C++ hold dollars
+})  # fmt: skip
 
 
 @style
@@ -39,7 +42,7 @@ def draw_kernels(table, steps, title):
     bars = axes.barh(rows, spots["ms"], color=spots["operation"].map(COLORS), tick_label=spots["kernel"])
     axes.bar_label(bars, spots["share"].map("{:.1f} %  ".format) + spots["operation"], padding=3)
     axes.set(xlabel="ms a step" if steps else "ms of the whole run", title=title)
-    axes.set_xlim(right=1.6 * spots["ms"].max())  # room for the labels
+    axes.margins(x=0.6)  # room for the labels
     return figure
 
 

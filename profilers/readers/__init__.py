@@ -169,7 +169,7 @@ def steps_beside(file):
     markers = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", "marker_api_trace.csv", str(file)))
     ranges = read_ranges(markers) if markers.exists() else intervals()
     steps, around = (ranges[ranges["Name"] == name] for name in ("step", "steps"))  # as tiny_llama_v3.py names them
-    held = steps if steps.empty or around.empty else around
+    held = around if len(steps) and len(around) else steps
     return ranges, list(zip(held["Start"], held["End"], strict=True)), len(steps)
 
 

@@ -61,7 +61,7 @@ def read_csv(path, columns):
         raise ValueError("its last line is cut off")
     table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)  # a name may be "nan"
     if missing := columns.keys() - set(table):
-        remedy = ", but of rocprof v1: record with rocprofv3" if {"AverageNs", "BeginNs"} & set(table) else ""
+        remedy = ", but of rocprof v1: record with rocprofv3" if "AverageNs" in text or "BeginNs" in text else ""
         raise Unreadable(f"{path} has no column {min(missing)}: it is no such file of rocprofv3{remedy}")
     if len(table) and not isinstance(table.index, pd.RangeIndex):  # pandas takes the first field for an index
         raise ValueError("rows have too many fields")

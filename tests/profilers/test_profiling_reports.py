@@ -113,6 +113,10 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
     header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
     shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))
     assert (shown["us"], shown["MB"], shown["GB/s"]) == ("12.0", "4.0", "333.3")
+    counted = pd.DataFrame({"MfmaUtil": [5.0]}, index=["k"])  # a kernel whose times were not recorded
+    monkeypatch.setattr(counters, "read_step_counters", lambda path: (counted, False))
+    monkeypatch.setattr(counters, "read_step_stats", lambda path: (pd.DataFrame({"Name": ["a"], "AverageNs": 1.0}), 0))
+    assert counters.main(["profile"]) == 0 and "\n  -     5.0     other      k\n" in capsys.readouterr().out
 
 
 # --- the figures of a step
