@@ -67,11 +67,10 @@ def read(path):
     with damage_reported(path):
         settings, figures = reader(result)
         environment = result["environment"] or {}
+        settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
         for name, value in figures.items():
             if value is not None and not all(map(is_figure, value if name.endswith(", ms") else [value])):
                 result.refuse(name, value)
-    # What a result is compared by, beside the flags of its run.
-    settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
     if settings["arch"] == "cpu" and settings.get("implementation") == "triton":  # times of the interpreter
         figures = {name: value for name, value in figures.items() if not isinstance(value, list)}
     return {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}, figures

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import math
 import re
 import shlex
 from datetime import datetime
@@ -19,6 +18,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 TIMES = re.compile(r"(.+_)?ms|us")  # names of the fields that hold times, in the objects and lists below them too
+
+
+NUMBERS = int, float
 
 
 class Unavailable(Exception):
@@ -86,7 +88,7 @@ class ResultFile:
 
 def is_figure(value):
     """Return whether a value is a finite number, and not negative."""
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in NUMBERS and 0 <= value < 1e300  # a whole number of 300 digits is no float
 
 
 def leaves_of(value):
@@ -105,7 +107,10 @@ class Record(dict):
         super().__init__(printable_fields(fields))
         self.path = path
         for name, value in self.items():
-            if TIMES.fullmatch(name) and not all(is_figure(time) and time for time in leaves_of(value)):
+            is_time = TIMES.fullmatch(name)
+            # Of other fields some hold words, or null for what was not measured.
+            figures = [part for part in leaves_of(value) if is_time or type(part) in NUMBERS]
+            if not all(map(is_figure, figures)) or is_time and 0 in figures:
                 self.refuse(name, value)
 
     def refuse(self, field, value):

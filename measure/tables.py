@@ -39,7 +39,7 @@ plainly = functools.partial(tabulate, tablefmt="plain", disable_numparse=True)
 
 def text_table(header, rows):
     """Return lines with the first column aligned to the left and the others to the right."""
-    return plainly(rows, header, colalign=["left", *["right"] * (len(header) - 1)]).splitlines()
+    return plainly(rows, header, stralign="right", colalign=["left"]).splitlines()
 
 
 def show(table):
