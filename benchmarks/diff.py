@@ -22,10 +22,9 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import Parser, UsageError, program
-from measure.results import damage_reported, read_result
-from measure.tables import number
+from measure.results import damage_reported, is_figure, read_result
+from measure.tables import number, show
 from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians, spread_of_medians
-from profilers.hotspots import show
 
 WITHOUT_EFFECT = ("output_dir", "profile", "check", "comm_timeout")  # on a step
 VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")  # which a comparison may be about
@@ -54,7 +53,7 @@ def read_steps(result):
         settings |= {f"{size}: {name}": value for name, value in measured["config"].items()}
         for name, row in measured["rows"].items():
             if not row["error"]:
-                figures[f"{size}: {name}, ms"] = row["windows_ms"]
+                figures[f"{size}: {name}, ms"] = list(row["windows_ms"])
                 figures[f"{size}: {name}, MiB"] = row["peak_memory_mib"]
     return settings, figures
 
@@ -65,11 +64,13 @@ def read(path):
     reader = read_steps if result.get("benchmark") == "steps" else read_run if "operations" in result else None
     if reader is None:
         raise UsageError(f"{path} is no result of tiny_llama_v3.py or benchmarks.steps")
-    with damage_reported(path.parent, path.name):
+    with damage_reported(path):
         settings, figures = reader(result)
         environment = result["environment"] or {}
-    # What a result is compared by, beside the flags of its run.
-    settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
+        settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
+        for name, value in figures.items():
+            if value is not None and not all(map(is_figure, value if name.endswith(", ms") else [value])):
+                result.refuse(name, value)
     if settings["arch"] == "cpu" and settings.get("implementation") == "triton":  # times of the interpreter
         figures = {name: value for name, value in figures.items() if not isinstance(value, list)}
     return {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}, figures

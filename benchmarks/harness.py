@@ -65,13 +65,13 @@ class Run:
         if self.is_late():
             raise Unavailable(f"not started within --time-limit {self.options.time_limit:g}")
 
-    def attempt(self, measure):
+    def attempt(self, measure, errors=Exception):
         """Return {"error": None} and the fields that measure() returns, or {"error": why there are none}."""
         try:
             # A capture that fails does not restore the current stream.
             with torch.cuda.stream(torch.cuda.current_stream()) if self.on_gpu else contextlib.nullcontext():
                 return {"error": None, **measure()}
-        except Exception as error:  # of this one alone, even if it is a compiler's: the others can still be measured
+        except errors as error:  # of this one alone, even if it is a compiler's: the others can still be measured
             self.any_wrong |= isinstance(error, ArithmeticError)
             return {"error": describe(error)}
 
@@ -137,16 +137,6 @@ def release_all(device):
     release(device)
 
 
-def begin_measuring(step, device, graph):
-    """After the warm-up, reset the weights and the peak memory, and with graph capture the step."""
-    step.restart()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    if graph:
-        step.capture(one_graph=True)
-
-
 class Contender:
     """A training step that is built, warmed up and captured; .results are the fields that are known by then.
 
@@ -167,7 +157,12 @@ class Contender:
             for _ in range(warmup):
                 self.step.run()
                 self.losses.append(self.step.loss.item())
-        begin_measuring(self.step, device, graph)
+        self.step.restart()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if graph:
+            self.step.capture(one_graph=True)
         self.window(1)
         self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
         self.results = {

@@ -37,7 +37,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.fp8_layer import fp8_layer_cases
+from benchmarks.fp8_layer import fp8_layer_cases, swiglu
 from benchmarks.harness import Run, Timed, make_parser, measure_case
 from measure import work
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
@@ -276,11 +276,6 @@ def layer_norm_cases(bench, n_rows, n_cols, dtype):
     yield from directions(bench, *names, inputs, leaves(bench, 8, shape, dtype=dtype), works, peers)
 
 
-def torch_activation(gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def swiglu_cases(bench, n_rows, n_cols):
     inputs = leaves(bench, 2, (n_rows, 2 * n_cols))
     upstreams = leaves(bench, 2, (n_rows, n_cols))
@@ -297,8 +292,8 @@ def swiglu_cases(bench, n_rows, n_cols):
         work.swiglu_activation(x, grad),
         work.swiglu_activation_backward(grad, x),
     )
-    names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s", torch_activation
-    peers = plain_peers(bench, torch_activation)
+    names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s", swiglu
+    peers = plain_peers(bench, swiglu)
     yield from directions(bench, *names, inputs, upstreams, works, peers, (forward, backward))
 
 

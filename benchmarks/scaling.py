@@ -139,15 +139,13 @@ class Run(harness.Run):
 
     def record(self, rows, name, measure):
         """Put the fields that measure() returns, or why there are none, into rows, print a line and save."""
-        try:
-            self.require_time()
-            rows[name] = row = {"error": None, **measure()}
+        # Any other error would leave the processes at different places.
+        row = self.attempt(lambda: self.require_time() or measure(), (Unavailable, ArithmeticError))
+        rows[name] = row
+        line = row["error"]
+        if not line:
             times = ", ".join(f"{key} {value:.3f}" for key, value in row["ms"].items())
             line = f"{row['efficiency']:6.1%}, ms a step: {times}"
-        except (Unavailable, ArithmeticError) as error:  # any other would leave the processes at different places
-            self.any_wrong |= isinstance(error, ArithmeticError)
-            line = str(error)
-            rows[name] = {"error": line}
         print(f"    {name:12} {line}", flush=True)
         self.save()
         harness.release_all(self.device)

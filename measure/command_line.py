@@ -55,6 +55,17 @@ def time_limit(text):
     return float(text)
 
 
+def printable_fields(fields):
+    """Return an object of JSON with printable names and texts."""
+    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def require_file(path):
+    """Raise UsageError for what is there but no file: reading a pipe or a terminal may never end."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no file: give a file")
+
+
 @contextlib.contextmanager
 def replacing(path, follow=False):
     """Yield a Path beside a path. What is written there replaces the file, whole or not at all; else UsageError.

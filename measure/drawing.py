@@ -82,9 +82,9 @@ class Bar(NamedTuple):
     outline: float | None = None  # the length of a frame around it
 
 
-def new_figure(height, width=WIDTH, unit=72):
-    """Return an empty figure, so many units to the inch: 72, and they are those of its text."""
-    figure = Figure(figsize=(width / unit, height / unit), dpi=unit, layout="constrained")
+def new_figure(height):
+    """Return an empty figure of WIDTH, in the unit of its text."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
     figure.get_layout_engine().set(w_pad=2 / 72, h_pad=2 / 72)
     return figure
 
@@ -105,7 +105,7 @@ def bars(axes, rows, height=0.5):
     axes.spines["left"].set_visible(False)
 
 
-def bars_height(rows, rest=40):
+def bars_height(rows, rest):
     """Return the height of a figure of so many bars() with an axis below them."""
     return 38 * rows + rest
 

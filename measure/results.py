@@ -10,11 +10,17 @@ from datetime import datetime
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from measure.command_line import replacing
+from measure.command_line import printable_fields, replacing, require_file
 from tiny_llama import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+TIMES = re.compile(r"(.+_)?ms|us")  # names of the fields that hold times, in the objects and lists below them too
+
+
+NUMBERS = int, float
 
 
 class Unavailable(Exception):
@@ -80,12 +86,36 @@ class ResultFile:
             write_json(self.path, result)
 
 
+def is_figure(value):
+    """Return whether a value is a finite number, and not negative."""
+    return type(value) in NUMBERS and 0 <= value < 1e300  # a whole number of 300 digits is no float
+
+
+def leaves_of(value):
+    """Yield a value, or those within its objects and lists."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves_of(part)
+    else:
+        yield value
+
+
 class Record(dict):
-    """An object of a result's JSON, which knows its file: a field that is missing is told with it."""
+    """An object of a result's JSON, which knows its file: a field that is missing or wrong is told with it."""
 
     def __init__(self, path, fields):
-        super().__init__(fields)
+        super().__init__(printable_fields(fields))
         self.path = path
+        for name, value in self.items():
+            is_time = TIMES.fullmatch(name)
+            # Of other fields some hold words, or null for what was not measured.
+            figures = [part for part in leaves_of(value) if is_time or type(part) in NUMBERS]
+            if not all(map(is_figure, figures)) or is_time and 0 in figures:
+                self.refuse(name, value)
+
+    def refuse(self, field, value):
+        """Raise UsageError for what a field holds."""
+        raise llama.UsageError(f"{self.path} has {field}: {str(value)[:60]}, which cannot be: measure again")
 
     def __missing__(self, field):
         raise llama.UsageError(f"{self.path} has no {field}: measure again, or take the file away")
@@ -93,6 +123,7 @@ class Record(dict):
 
 def read_result(path):
     """Return the Record in a file; UsageError if it cannot be read or holds none."""
+    require_file(path)
     try:
         result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
     except (OSError, ValueError, RecursionError) as error:
@@ -108,13 +139,12 @@ def recorded_config(fields):
 
 
 @contextlib.contextmanager
-def damage_reported(folder, name):
-    """Turn what results of other contents raise where they are used into UsageError."""
+def damage_reported(what):
+    """Turn what results of other contents raise where they are used into UsageError; what: the name of the result."""
     try:
         yield
     except Exception as error:
         # Errors that name the file themselves stay as they are.
         if isinstance(error, OSError) or hasattr(error, "exit_code"):
             raise
-        reason = f"a result of {name} is damaged ({error!r}): measure again"
-        raise llama.UsageError(f"--results {folder}: {reason}") from error
+        raise llama.UsageError(f"{what} is damaged ({error!r}): measure again") from error

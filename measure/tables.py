@@ -1,6 +1,10 @@
-"""Numbers and tables as the pages show them. Needs nothing but Python."""
+"""Numbers and tables as pages and reports show them. Needs no PyTorch."""
 
+import functools
 import math
+
+import pandas as pd
+from tabulate import tabulate
 
 NOT_MEASURED = "_Not measured yet._"
 
@@ -30,12 +34,23 @@ def markdown_table(header, rows, right=None):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+plainly = functools.partial(tabulate, tablefmt="plain", disable_numparse=True)
+
+
 def text_table(header, rows):
-    """Yields lines with the first column aligned to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for first, *others in [header, *rows]:
-        line = f"{first:{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
-        yield line.rstrip()
+    """Return lines with the first column aligned to the left and the others to the right."""
+    return plainly(rows, header, stralign="right", colalign=["left"]).splitlines()
+
+
+def show(table):
+    """Return a DataFrame as text, with numbers aligned to the right and words to the left."""
+    forms = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
+    numeric = [pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
+    cells = {}
+    for name, is_number in zip(table, numeric, strict=True):
+        form = forms.get(name, "{:.3f}") if is_number else "{}"
+        cells[name] = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
+    return plainly(cells, "keys", colalign=["right" if is_number else "left" for is_number in numeric])
 
 
 def cell(text):

@@ -12,8 +12,6 @@ The operations of a whole step are those of its matrix products: tiny_llama.hard
 import functools
 from typing import NamedTuple
 
-import torch
-
 SIZES = {  # of tiny_llama_v3.Config
     "small": dict(batch_size=8, seq_len=128, hidden_dim=512, num_layers=8, num_heads=8),
     "medium": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_layers=12, num_heads=16),
@@ -86,15 +84,11 @@ def layer_norm_backward(
 # Attention: q, o (batch, seq, heads, head_dim), k, v with kv_heads. Softmax is little beside the products.
 
 
-def attention_product(q):
-    """Operations of q k^T, or of any product with the (seq, seq) scores, of which the mask leaves half."""
-    batch, seq_len, heads, head_dim = q.shape
-    return batch * heads * seq_len**2 * head_dim
-
-
 def products(number, q, *others):
-    """Return the Work of so many of these products, on tensors of which the first is q."""
-    return Work(moved(q, *others), number * attention_product(q))
+    """Return the Work of so many products with the (seq, seq) scores, on tensors of which the first is q."""
+    batch, seq_len, heads, head_dim = q.shape
+    # Of the scores the mask leaves half.
+    return Work(moved(q, *others), number * batch * heads * seq_len**2 * head_dim)
 
 
 # Of q, k, v, o, lse: q k^T and p v.
@@ -155,57 +149,3 @@ def adamw(param, remainder, grad, exp_avg, exp_avg_sq):
     # The first moment: 3, the second: 4. Its root, corrected, plus eps: 3. The step's product and quotient, the
     # weight's decay, their sum, what is left: 5. Splitting the weight into halves is done in integers.
     return Work(2 * moved(param, remainder, exp_avg, exp_avg_sq) + moved(grad), 15 * param.numel())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A step
-
-
-def mean(*works):
-    return Work(*(sum(values) / len(works) for values in zip(*works, strict=True)))
-
-
-def kernel_work(config):
-    """{kernel: Work} of one call in a step of this llama.Config; the average, where calls differ."""
-    dtype = torch.bfloat16 if config.use_amp else torch.float32
-
-    def tensor(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def heads(number):
-        return tensor(config.batch_size, config.seq_len, number, config.head_dim)
-
-    tokens, hidden, ffn, vocab = config.tokens_per_step, config.hidden_dim, config.ffn_dim, config.vocab_size
-    x, weight, row_statistic = tensor(tokens, hidden), tensor(hidden), tensor(tokens, dtype=torch.float32)
-    # Of the norms of a step the first has nothing to add, and the last receives no gradient of its residual.
-    others = 2 * config.num_layers
-    norm, added = rmsnorm(x, weight, x, row_statistic), rmsnorm(x, weight, x, row_statistic, x, x)
-    gradients = x, x, weight, row_statistic, x
-    q, kv = heads(config.num_heads), heads(config.num_kv_heads)
-    lse = tensor(config.batch_size, config.num_heads, config.seq_len, dtype=torch.float32)
-    tables = [tensor(config.seq_len, config.head_dim // 2, dtype=torch.float32)] * 2
-    gate_up, activated = tensor(tokens, 2 * ffn), tensor(tokens, ffn)
-    token_numbers, losses_and_counts = tensor(tokens, dtype=torch.int64), tensor(2, tokens, dtype=torch.float32)
-    kv_width = config.num_kv_heads * config.head_dim
-    layer = hidden * (2 * hidden + 2 * kv_width + 3 * ffn) + 2 * hidden
-    param = tensor(config.num_layers * layer + (vocab * (1 + config.untied_head) + 1) * hidden)
-    moment = tensor(*param.shape, dtype=torch.float32)
-    remainder = tensor(*param.shape, dtype=torch.int16) if config.use_amp else None
-    return {
-        "rmsnorm_kernel": mean(norm, *[added] * others),
-        "rmsnorm_backward_kernel": mean(
-            rmsnorm_backward(*gradients),
-            *[rmsnorm_backward(*gradients, x)] * others,
-        ),
-        "rope_kernel": rope(tokens * (hidden + kv_width), dtype.itemsize, *tables),
-        "flash_attention_kernel": attention(q, kv, kv, q, lse),
-        "flash_attention_backward_kernel": attention_backward_fused(q, kv, kv, q, q, lse, q, kv, kv, *tables),
-        "flash_attention_backward_dq_kernel": attention_backward_dq(q, kv, kv, q, q, lse, lse, q, *tables),
-        "flash_attention_backward_dkdv_kernel": attention_backward_dkdv(q, kv, kv, q, lse, lse, kv, kv, *tables),
-        "swiglu_activation_kernel": swiglu_activation(gate_up, activated),
-        "swiglu_activation_backward_kernel": swiglu_activation_backward(activated, gate_up),
-        "swiglu_kernel": swiglu_matmul(x, tensor(2 * ffn, hidden), gate_up, activated),
-        "cross_entropy_kernel": cross_entropy(tensor(tokens, vocab), token_numbers, losses_and_counts),
-        "embedding_backward_kernel": embedding_backward(token_numbers, x, tensor(vocab, hidden)),
-        "adamw_kernel": adamw(param, remainder, param, moment, moment),
-    }

@@ -11,7 +11,6 @@ Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
 """
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,10 +19,11 @@ if not __package__:
     print("run it from the root as python -m profilers.compare", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import NothingRecorded, Parser, positive, program
-from profilers.hotspots import show
+from measure.command_line import program
+from measure.tables import show
+from profilers.hotspots import read_some_kernels, report_parser
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import read_kernels, read_processes, within
+from profilers.readers import read_processes, within
 
 SAME = 0.05  # smaller changes of a kernel's time count as the same
 FEWEST_STEPS = 3  # that have an interquartile range
@@ -34,9 +34,7 @@ def side_of(path):
 
     The side is a table with a row for each kernel: ms, calls and noise of a step, or NaN if that is not known.
     """
-    table, steps, _ = read_kernels(path)
-    if table.empty:
-        raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+    table, steps, _ = read_some_kernels(path)
     table = table.set_index("Name") / max(steps, 1)
     side = pd.DataFrame({"ms": table["TotalDurationNs"] / 1e6, "calls": table["Calls"], "noise": np.nan})
     single = [within(process.dispatches, window) for process in read_processes(path) for window in process.windows]
@@ -89,11 +87,7 @@ def by_operation(compared):
 
 @program("compare")
 def main(argv):
-    parser = Parser("compare", __doc__)
-    parser.add_argument("before", type=Path, help="folder or file")
-    parser.add_argument("after", type=Path, help="folder or file")
-    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
-    options = parser.parse_args(argv)
+    options = report_parser("compare", __doc__, "before", "after").parse_args(argv)
     (before, steps_before), (after, steps_after) = side_of(options.before), side_of(options.after)
     scope = "A step of each"
     if not (steps_before and steps_after):

@@ -10,7 +10,6 @@ Exit codes: 0 done, 1 nothing was counted, 2 the profile cannot be read.
 """
 
 import sys
-from pathlib import Path
 
 import pandas as pd
 
@@ -18,7 +17,8 @@ if not __package__:
     print("run it from the root as python -m profilers.counters", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import NothingRecorded, Parser, positive, program
+from measure.command_line import NothingRecorded, program
+from profilers.hotspots import report_parser
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_step_counters, read_step_stats
 
@@ -62,27 +62,9 @@ def derive(counters, stats=None):
     )
 
 
-def parse(argv):
-    parser = Parser("counters", __doc__)
-    parser.add_argument("profile", type=Path, help="folder or file")
-    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
-    return parser.parse_args(argv)
-
-
-def print_derived(derived, order, scope):
-    shown = derived.loc[order].dropna(axis="columns", how="all")
-    shown.insert(0, "us", shown.pop("ns") / 1e3)
-    if "bytes" in shown:
-        shown["MB"] = shown.pop("bytes") / 1e6
-    shown["operation"] = [operation_of(name) for name in order]
-    shown["kernel"] = [short_name(name, 44) for name in order]
-    print(f"\nA run of each of {len(derived)} kernels, by hardware counters, {scope}; occupancy to memory in %:\n")
-    print(shown.to_string(index=False, float_format=lambda value: f"{value:,.1f}", na_rep="-"))
-
-
 @program("counters")
 def main(argv):
-    options = parse(argv)
+    options = report_parser("counters", __doc__, "profile").parse_args(argv)
     counters, is_of_steps = read_step_counters(options.profile)
     if counters.empty:
         raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
@@ -95,7 +77,14 @@ def main(argv):
             scope += ", times of the whole run"
     derived = derive(counters, stats)
     order = derived["ns"].sort_values(ascending=False).index[: options.top]
-    print_derived(derived, order, scope)
+    shown = derived.drop(columns="ns").loc[order].dropna(axis="columns", how="all")
+    shown.insert(0, "us", derived["ns"] / 1e3)
+    if "bytes" in shown:
+        shown["MB"] = shown.pop("bytes") / 1e6
+    shown["operation"] = [operation_of(name) for name in order]
+    shown["kernel"] = [short_name(name, 44) for name in order]
+    print(f"\nA run of each of {len(derived)} kernels, by hardware counters, {scope}; occupancy to memory in %:\n")
+    print(shown.to_string(index=False, float_format=lambda value: f"{value:,.1f}", na_rep="-"))
     print("\nAll that was counted, means of a run:\n")
     raw = counters.loc[order].rename(index=lambda name: short_name(name, 44)).rename_axis(None)
     print(raw.to_string(float_format=lambda value: f"{value:,.6g}", na_rep="-"))

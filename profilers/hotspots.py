@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from tabulate import tabulate
 
 if not __package__:
     print("run it from the root as python -m profilers.hotspots", file=sys.stderr)
     sys.exit(2)
 
 from measure.command_line import NothingRecorded, Parser, positive, program, replacing
+from measure.tables import show
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import read_kernels, read_peak_memory
 
@@ -50,18 +50,6 @@ def by_operation(spots):
     return sums.sort_values("ms", ascending=False).reset_index()[["share", "ms", "calls", "operation"]]
 
 
-def show(table):
-    """Return the lines of a table, with numbers aligned to the right and words to the left."""
-    forms = {"share": "{:5.1f} %", "calls": "{:.6g}", "us each": "{:.1f}", "ratio": "{:.2f}"}
-    numeric = [pd.api.types.is_numeric_dtype(kind) for kind in table.dtypes]
-    cells = {}
-    for name, is_number in zip(table, numeric, strict=True):
-        form = forms.get(name, "{:.3f}") if is_number else "{}"
-        cells[name] = ["-" if pd.isna(value) else form.format(value) for value in table[name]]
-    places = ["right" if is_number else "left" for is_number in numeric]
-    return tabulate(cells, headers="keys", tablefmt="plain", disable_numparse=True, colalign=places)
-
-
 def scope_of(steps, processes):
     """Describes what a table of so many steps covers."""
     of_processes = f" of {processes} processes" if processes > 1 else ""
@@ -70,11 +58,26 @@ def scope_of(steps, processes):
     return f"Kernels of the whole run{of_processes}, warm-up included"
 
 
+def report_parser(name, description, *profiles):
+    """Return the Parser of a report with the options that all have."""
+    parser = Parser(name, description)
+    for profile in profiles:
+        parser.add_argument(profile, type=Path, help="folder or file")
+    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
+    return parser
+
+
+def read_some_kernels(path):
+    """Return read_kernels(); raise NothingRecorded if there are none."""
+    recorded = read_kernels(path)
+    if recorded[0].empty:
+        raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+    return recorded
+
+
 @program("hotspots")
 def main(argv):
-    parser = Parser("hotspots", __doc__)
-    parser.add_argument("profile", type=Path, help="folder or file")
-    parser.add_argument("--top", type=positive, default=15, help="kernels to print (default: 15)")
+    parser = report_parser("hotspots", __doc__, "profile")
     parser.add_argument(
         "--csv",
         type=Path,
@@ -83,9 +86,7 @@ def main(argv):
         "kernels.csv if the steps are not known",
     )
     options = parser.parse_args(argv)
-    table, steps, processes = read_kernels(options.profile)
-    if table.empty:
-        raise NothingRecorded(f"{options.profile} holds no kernels: did the program use the GPU?")
+    table, steps, processes = read_some_kernels(options.profile)
     if options.csv:
         name, in_folder = "kernels_of_the_steps.csv" if steps else "kernels.csv", options.csv.is_dir()
         with replacing(options.csv / name if in_folder else options.csv, follow=not in_folder) as path:

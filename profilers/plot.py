@@ -16,18 +16,21 @@ if not __package__:
     print("run it from the root as python -m profilers.plot", file=sys.stderr)
     sys.exit(2)
 
-from measure.command_line import NothingRecorded, Parser, program
+from measure.command_line import Parser, program
 from measure.drawing import plt, save_png
-from profilers.hotspots import hotspots
+from measure.kernels_alone import rates_alone, read_kernels_alone
+from profilers.hotspots import hotspots, read_some_kernels
 from profilers.kernel_names import COLLECTIVES, COLORS, OTHER, operation_of
-from profilers.readers import read_kernels, read_processes, within
+from profilers.readers import read_processes, within
 from profilers.readers.files import reported
-from profilers.readers.kernel_benchmark import kernels_alone, rates, read_kernel_benchmark
 from profilers.timeline import typical_step
 
 TOP = 12
 PHASES = ["forward", "backward", "optimizer"]
-style = plt.rc_context({"font.size": 8, "axes.titlesize": 12, "figure.constrained_layout.use": True})
+style = plt.rc_context({
+    "font.size": 8, "axes.titlesize": 12, "figure.constrained_layout.use": True,
+    "text.parse_math": False,  # names of C++ hold dollars
+})  # fmt: skip
 
 
 @style
@@ -39,7 +42,7 @@ def draw_kernels(table, steps, title):
     bars = axes.barh(rows, spots["ms"], color=spots["operation"].map(COLORS), tick_label=spots["kernel"])
     axes.bar_label(bars, spots["share"].map("{:.1f} %  ".format) + spots["operation"], padding=3)
     axes.set(xlabel="ms a step" if steps else "ms of the whole run", title=title)
-    axes.set_xlim(right=1.6 * spots["ms"].max())  # room for the labels
+    axes.margins(x=0.6)  # room for the labels
     return figure
 
 
@@ -96,11 +99,11 @@ def draw_steps(processes, title):
 def draw_roofline(result):
     """Draw arithmetic intensity and speed of the kernels under the measured ceilings of bandwidth and arithmetic.
 
-    result: of read_kernel_benchmark.
+    result: of read_kernels_alone.
     """
     ceilings, environment = result["ceilings"], result["environment"]
     bandwidth, arithmetic = ceilings["GB/s"], ceilings["TFLOP/s"]
-    points = rates(kernels_alone(result), ceilings).set_index("kernel")
+    points = rates_alone(result).set_index("kernel")
     figure, axes = plt.subplots(figsize=(10, 5))
     intensity = np.sort([*points["FLOP a byte"], 1e3 * arithmetic / bandwidth])
     # At x FLOP a byte, memory feeds x * bandwidth FLOP a second; from the ridge on, the units limit.
@@ -119,10 +122,8 @@ def pictures_of(path):
     """Return {file name: figure} of all pictures that a folder, a trace or a JSON has the data for."""
     if path.suffix == ".json" and path.name != "trace.json":
         with reported(path):
-            return {"roofline.png": draw_roofline(read_kernel_benchmark(path))}
-    (table, steps, _), processes, name = read_kernels(path), read_processes(path), path.resolve().name
-    if table.empty:
-        raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+            return {"roofline.png": draw_roofline(read_kernels_alone(path))}
+    (table, steps, _), processes, name = read_some_kernels(path), read_processes(path), path.resolve().name
     pictures = {"kernels.png": draw_kernels(table, steps, f"{name}: the kernels that take the most time")}
     # With --timing step, a step's kernels may run after its range.
     if steps and not any((process.ranges["Name"] == "steps").any() for process in processes):

@@ -15,13 +15,13 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import Parser, program, replacing
+from measure.kernels_alone import rates, rates_alone, read_kernels_alone
 from measure.tables import cell, markdown_table, number, percent
 from profilers.counters import derive
 from profilers.hotspots import PEAK_MEMORY, hotspots, scope_of
 from profilers.kernel_names import short_name
 from profilers.readers import read_peak_memory, read_step_counters, read_step_stats
 from profilers.readers.files import reported
-from profilers.readers.kernel_benchmark import kernels_alone, rates, read_kernel_benchmark
 from profilers.timeline import step_figures
 
 TOP = 10
@@ -68,9 +68,7 @@ def launch_section(figures):
 
 
 def busy_line(figures):
-    if figures is None:
-        return ""
-    return (
+    return figures and (
         f"- a kernel runs during {percent(figures['busy_us'] / figures['step_us'])} of a step "
         f"({figures['kernel_us']:.0f} us of {figures['step_us']:.0f} us, "
         f"means of {figures['steps']} steps, profiling included)"
@@ -79,7 +77,7 @@ def busy_line(figures):
 
 def summary(path, tool):
     """Return the text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
-    result = read_kernel_benchmark(path / "kernels_alone.json")
+    result = read_kernels_alone(path / "kernels_alone.json")
     environment, ceilings = result["environment"], result["ceilings"]
     table, steps = read_step_stats(path)
     counters, is_of_steps = read_step_counters(path)
@@ -93,7 +91,7 @@ def summary(path, tool):
     if len(counters) and not is_of_steps:
         note = "**The counters are means of the whole run, warm-up included.**\n\n"
     # Interpreted kernels take a thousand times as long, so that only the columns without times mean something.
-    alone = rates(kernels_alone(result), ceilings)
+    alone = rates_alone(result)
     if environment["arch"] == "cpu":
         note += "**No GPU: the kernels ran in Triton's interpreter, and times mean nothing.**\n\n"
         alone = alone[["kernel", "MB", "FLOP a byte"]]
@@ -128,7 +126,7 @@ Each Triton kernel alone, from the bytes that it must move at least:
 
 ## GPU utilisation
 
-{busy_line(figures)}
+{busy_line(figures) or ""}
 
 {counted("In the training run", used.dropna(subset=list(used)[1:], how="all"))}
 

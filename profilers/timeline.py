@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from profilers.readers import read_processes, read_ranges, steps_of, within
+from profilers.readers import read_processes, read_ranges, within
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
@@ -10,7 +10,7 @@ LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 def typical_step(ranges):
     """Return (start, end) in ns of the step with the median duration."""
     # The mean of few steps follows a slow one, the median does not; of an even number it is the longer of the two.
-    steps = steps_of(ranges)
+    steps = ranges[ranges["Name"] == "step"]
     order = (steps["End"] - steps["Start"]).sort_values().index
     return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
 

@@ -74,7 +74,7 @@ def rewrite(page, text, folder):
 
     def replaced(match):
         name, old = match[1], match[2].strip()
-        with damage_reported(folder, name):
+        with damage_reported(f"--results {folder}: a result of {name}"):
             new = SECTIONS[name](folder).replace("](benchmarks/", f"]({to_top}/benchmarks/").replace("](./", "](")
         # Whoever removes a result by mistake should notice.
         if new == NOT_MEASURED and old not in ("", NOT_MEASURED):
@@ -106,7 +106,7 @@ def main(argv):
             page.write_text(text, encoding="utf-8")
     if not options.pages:
         for name, draw in PICTURES.items():
-            with damage_reported(options.results, name):
+            with damage_reported(f"--results {options.results}: a result of {name}"):
                 draw(options.results, ROOT / "docs" / f"{name}.png")
     return 0
 

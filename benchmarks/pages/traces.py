@@ -87,7 +87,6 @@ def draw(folder, path, name):
         raise llama.UsageError(f"{folder} lacks {name}_*.json: python -m benchmarks.pages.traces records it on a GPU")
     file = folder / results["file"].iloc[0]
     kernels, ranges, calls = read_dispatches(file), read_ranges(file), read_ranges(file, "calls")
-    phases = ranges[ranges["Name"].isin(("forward", "backward", "optimizer"))]
     launches = calls[calls["Name"].str.match(LAUNCH)]
     end, issued = kernels["End"].max(), launches["End"].max()
     # A quarter of all kernels ends in the middle of the forward pass.
@@ -101,7 +100,7 @@ def draw(folder, path, name):
     with style():
         figure, panels = plt.subplots(2, 1, figsize=(12, 6), layout="constrained")
         for axes in panels:
-            draw_phases(axes, 0, end, phases, PHASES)
+            draw_phases(axes, 0, end, ranges, PHASES)
             for text in axes.texts:
                 text.set_clip_on(True)  # where a part does not show its phase
             draw_bars(axes, 0, launches, LAUNCHES, color=MUTED)

@@ -2,10 +2,11 @@
 
 Each format has a module of its own:
 
-    ncu          hardware counters of NVIDIA Nsight Compute, CSV
-    rocprofv3    CSV files of ROCm 6 and 7
-    rocpd        databases of ROCm 7
-    torch_trace  the trace of torch.profiler
+    ncu             hardware counters of NVIDIA Nsight Compute, CSV
+    rocprofv3       CSV files of rocprofv3
+    rocprofv3_json  its JSON
+    rocpd           its databases, since ROCm 7
+    torch_trace     the trace of torch.profiler
 
 Its PATTERNS are {content: pattern of the names of files with it}, and its read(path, content) returns a table:
 
@@ -15,24 +16,24 @@ Its PATTERNS are {content: pattern of the names of files with it}, and its read(
     counters               every kernel run: Name, Counter, Value and, but for ncu, Start (ns)
     memory                 Total, the bytes that are allocated on GPUs after each change
 
-A file belongs to one process. kernel_benchmark is no such module: it reads the JSON of run_triton_profiling.py, which
-is not the profile of a run.
+A file belongs to one process. Rows whose figures cannot be are left out, and names are printable: see files.usable().
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from profilers.readers import ncu, rocpd, rocprofv3, torch_trace
-from profilers.readers.files import Unreadable, intervals, reported, within
+from profilers.readers import ncu, rocpd, rocprofv3, rocprofv3_json, torch_trace
+from profilers.readers.files import OtherFormat, Unreadable, intervals, note, reported, usable, within
 
 # As in rocprofv3. Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample.
 COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"]
 
 # A folder may have several formats: the first one with the requested content is read.
-FORMATS = (ncu, rocprofv3, rocpd, torch_trace)
+FORMATS = (ncu, rocprofv3, rocpd, rocprofv3_json, torch_trace)
 NAMED_BY_A_PERSON = {"trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
 FAILED = r"\.failed/"
 COUNTING_PASS = r"(^|/)(pmc|pass)_\d+/"  # runs with counters, which are slower
@@ -80,7 +81,7 @@ def read_kernels(path):
         sums = {"Calls": "sum", "TotalDurationNs": "sum", "MinNs": "min", "MaxNs": "max"}
         return completed(kernels.agg(sums)), steps, len(processes or tables)
     if not processes:
-        files = "*kernel_trace.csv, *kernel_stats.csv, *.db, trace.json"
+        files = "*kernel_trace.csv, *kernel_stats.csv, *.db, *_results.json, trace.json"
         raise Unreadable(f"{path} holds no kernels that a profiler recorded, in one of {files}")
     return statistics_of(pd.concat([process.measured for process in processes])), steps, len(processes)
 
@@ -95,19 +96,12 @@ def read_step_stats(path):
     return read_kernels(path)[:2]
 
 
-def read_dispatches(path):
-    """Read every kernel run: a DataFrame of Name, Start and End (ns), in the order of Start. Raises Unreadable."""
-    return in_order([rows for _, rows in read_all(path, "dispatches")])
+def read_ranges(path, content="markers"):
+    """Read "markers", "calls" or "dispatches": Name, Start and End (ns), in the order of Start. Raises Unreadable."""
+    return in_order([rows for _, rows in read_all(path, content)])
 
 
-def read_ranges(path, kind="markers"):
-    """Read the "markers" or "calls": Name, Start and End (ns), in the order of Start. Raises Unreadable."""
-    return in_order([rows for _, rows in read_all(path, kind)])
-
-
-def steps_of(ranges):
-    """Return Start and End (ns) of the measured steps among the ranges, which tiny_llama_v3.py names "step"."""
-    return ranges[ranges["Name"] == "step"].reset_index(drop=True)
+read_dispatches = functools.partial(read_ranges, content="dispatches")
 
 
 def read_step_counters(path):
@@ -159,8 +153,13 @@ def read_all(path, content):
         else:
             files = [path] if path.match(NAMED_BY_A_PERSON.get(pattern, pattern)) else []
         for file in files:
-            with reported(file):
-                found.append((file, kind.read(file, content)))
+            try:
+                with reported(file):
+                    found.append((file, usable(file, kind.read(file, content))))
+            except OtherFormat as error:  # in a folder it may lie beside good files
+                if file == path:
+                    raise
+                note(error)
     return found
 
 
@@ -169,14 +168,14 @@ def steps_beside(file):
     # The CSV files of a process have the same prefix.
     markers = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", "marker_api_trace.csv", str(file)))
     ranges = read_ranges(markers) if markers.exists() else intervals()
-    steps, around = steps_of(ranges), ranges[ranges["Name"] == "steps"]
-    held = steps if steps.empty or around.empty else around
+    steps, around = (ranges[ranges["Name"] == name] for name in ("step", "steps"))  # as tiny_llama_v3.py names them
+    held = around if len(steps) and len(around) else steps
     return ranges, list(zip(held["Start"], held["End"], strict=True)), len(steps)
 
 
 def records_only_steps(file):
     """Return whether a file has no warm-up: the script profiles measured steps only, and ncu counts within "step"."""
-    return file.suffix == ".json" or file.name == "ncu_raw.csv"
+    return file.name == "ncu_raw.csv" or file.suffix == ".json" and not file.match(rocprofv3_json.FILES)
 
 
 def in_order(tables):

@@ -8,7 +8,7 @@ import sqlite3
 
 import pandas as pd
 
-from profilers.readers.files import TEXT, Unreadable
+from profilers.readers.files import OtherFormat, Unreadable
 
 # The name of a range that the program opened is roctx's function, roctxThreadRangeA; its data have the program's name.
 RANGES = """SELECT CASE WHEN json_valid(extdata) THEN ifnull(json_extract(extdata, '$.message'), name) ELSE name END
@@ -31,8 +31,10 @@ PATTERNS = dict.fromkeys(QUERIES, "*.db")
 
 
 def read(path, content):
-    views = query(path, "SELECT name FROM sqlite_master")["name"]
-    is_of_4 = content == "counters" and "kernel_pmc_events" in set(views)
+    views = set(query(path, "SELECT name FROM sqlite_master")["name"])
+    if views and "kernels" not in views:
+        raise OtherFormat(f"{path} is no database of rocprofv3, but perhaps of rocprof v1: record with rocprofv3")
+    is_of_4 = content == "counters" and "kernel_pmc_events" in views
     return query(path, COUNTERS_OF_4 if is_of_4 else QUERIES[content])
 
 
@@ -43,7 +45,7 @@ def query(path, sql):
         ((size,),) = connection.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
         if path.stat().st_size < size:
             raise ValueError(f"cut off at {path.stat().st_size} of {size} bytes")
-        connection.text_factory = lambda data: data.decode(**TEXT)
+        connection.text_factory = lambda data: data.decode(errors="replace")
         try:
             return pd.read_sql(sql, connection)
         except pd.errors.DatabaseError as error:

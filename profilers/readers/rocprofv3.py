@@ -5,7 +5,7 @@ from profilers.readers.files import read_csv
 TIMES = {"Start_Timestamp": "Start", "End_Timestamp": "End"}
 KERNELS = {"Kernel_Name": "Name"} | TIMES
 RANGES = {"Function": "Name"} | TIMES
-STATISTICS = {name: name for name in ("Name", "Calls", "TotalDurationNs", "MinNs", "MaxNs")}
+STATISTICS = {name: name for name in ("Name", "Calls", "TotalDurationNs", "Percentage", "MinNs", "MaxNs")}
 COUNTERS = KERNELS | {"Counter_Name": "Counter", "Counter_Value": "Value"}
 FILES = {  # content: (pattern of the files, columns that are read)
     "dispatches": ("*kernel_trace.csv", KERNELS),

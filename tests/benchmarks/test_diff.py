@@ -1,6 +1,7 @@
 """The comparison of results: what differs beyond the noise is told, and what cannot be compared is refused."""
 
 import json
+import os
 import re
 
 import pytest
@@ -96,6 +97,15 @@ def test_what_was_made_in_another_way_is_refused(compare, changes, words):
         assert code == 0 and " / " in out
 
 
+@pytest.mark.parametrize("summary, told", [
+    (dict(final_loss=[2.0]), "final loss: [2.0]"), (dict(peak_memory_mib="many"), "peak memory MiB: many"),
+    (dict(kernels={"launches": -1}), "launches: -1"), (dict(phase_ms={"rest": 1.0}), "phase_ms.rest"),
+])  # fmt: skip
+def test_what_is_no_figure_is_named_with_its_file(compare, summary, told):
+    code, _, out = compare([run_of()], [run_of(**summary)])
+    assert code == 2 and out.count("\n") == 1 and "/after/0.json" in out and told in out
+
+
 def test_what_has_no_effect_or_was_not_counted_is_not_compared(compare):
     other = run_of(kernels="not counted", config={"output_dir": "x", "check": True}, environment={"arch": "cpu"})
     code, found, _ = compare([run_of(environment={"arch": "cpu"})], [other])
@@ -117,5 +127,6 @@ def test_real_results(tmp_path, capsys):
         assert diff.main([str(path), str(path)]) == 0
         out = capsys.readouterr().out
         assert all(f"\n{figure} " in out for figure in figures) and "hf" not in out
-    for path in (gpt, tmp_path / "none.json", empty):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (gpt, tmp_path / "none.json", empty, tmp_path / "pipe.json"):
         assert diff.main([str(path), str(run)]) == 2 and str(path) in capsys.readouterr().err

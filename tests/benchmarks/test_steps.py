@@ -211,12 +211,6 @@ def test_each_group_has_the_anchor_and_what_it_is_timed_against():
     assert all(row.implementation in steps.IMPLEMENTATIONS for row in steps.ROWS.values())
 
 
-def test_one_size_is_the_large_model_with_heads_of_128():
-    large, wide = (llama.Config(**steps.SIZES[name]) for name in ("large", "large-128"))
-    assert wide.head_dim == 128 and wide.num_kv_heads == 4
-    assert dataclasses.replace(wide, num_heads=32, num_kv_heads=16) == large
-
-
 @pytest.mark.parametrize("flags, found", [
     ([], ["small", "medium", "large", "large-128"]), (["--sizes", "large", "small"], ["large", "small"]),
     (["--sweep", "vocab", "--sizes", "vocab 32,000"], ["vocab 32,000"]), (["--tiny"], ["tiny"]),

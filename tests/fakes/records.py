@@ -222,3 +222,22 @@ def write_rocpd(path, run, counters=()):
             connection.execute(f"CREATE TABLE {table} ({columns})")
             marks = ", ".join("?" for _ in columns.split(","))
             connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
+
+def write_results_json(path, run):
+    """rocprofv3's own JSON, with the fields that are read. Records have numbers in the place of names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kernels, ranges = (
+        [{"start_timestamp": record.start, "end_timestamp": record.end} for record in part]
+        for part in (run.dispatches, run.ranges)
+    )
+    symbols = [{"kernel_id": n, "formatted_kernel_name": d.name} for n, d in enumerate(run.dispatches)]
+    process = {
+        "kernel_symbols": symbols[::-1],  # their place is not their number
+        "strings": {"marker_api": [{"key": n, "value": each.name} for n, each in enumerate(run.ranges)]},
+        "buffer_records": {
+            "kernel_dispatch": [times | {"dispatch_info": {"kernel_id": n}} for n, times in enumerate(kernels)],
+            "marker_api": [times | {"correlation_id": {"internal": n}} for n, times in enumerate(ranges)],
+        },
+    }
+    path.write_text(json.dumps({"rocprofiler-sdk-tool": [process]}))

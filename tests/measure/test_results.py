@@ -37,6 +37,9 @@ def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
 
 @pytest.mark.parametrize("text, reason", [
     ("{", "cannot be read"), ("[" * 10**5, "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed"),
+    *((f'{{"a": {{{field}}}}}', "which cannot be: measure again") for field in (
+        '"ms": null', '"batch_ms": "1"', '"phase_ms": {"x": [0]}', '"us": 1e999',
+        '"loss": -1', '"losses": [1, NaN]', f'"loss": 1{400 * "0"}')),
 ])  # fmt: skip
 def test_a_damaged_result_is_named(tmp_path, text, reason):
     path = tmp_path / "steps.json"
@@ -46,11 +49,11 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
 
 
 @pytest.mark.parametrize("error, words", [
-    (KeyError("us"), "--results x: a result of gpt is damaged .KeyError.'us'.*: measure again"),
+    (KeyError("us"), "^x is damaged .KeyError.'us'.*: measure again"),
     (llama.UsageError("x has no us"), "^x has no us$"),
 ])  # fmt: skip
 def test_what_a_damaged_result_raises_is_told_once(error, words):
-    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x", "gpt"):
+    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x"):
         raise error
 
 

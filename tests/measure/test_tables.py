@@ -15,7 +15,7 @@ from measure import tables
     (tables.percent(0.016), "1.6 %"), (tables.times(1.25), "1.2 times"), (tables.times(1234), "1,234 times"),
     (tables.markdown_table(["", "ms"], [["a", tables.cell("1|2")]]), "|  | ms |\n| --- | ---: |\n| a | 1/2 |"),
     (tables.markdown_table(["a", "b"], [], right=[True, False]), "| a | b |\n| ---: | --- |"),
-    ("\n".join(tables.text_table(["", "ms"], [["abc", "1"]])), "     ms\nabc   1"),
+    ("\n".join(tables.text_table(["", "ms"], [["abc", "1"]])), "       ms\nabc     1"),
 ])  # fmt: skip
 def test_numbers_and_tables(text, shown):
     assert text == shown

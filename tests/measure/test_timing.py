@@ -61,10 +61,6 @@ def test_functions_take_turns_in_alternating_order():
     assert timing.in_turns(windows, 3) == [[1, 4, 5], [2, 3, 6]] and "".join(order) == "abbaab"
 
 
-def test_percentiles():
-    assert timing.percentiles([5.0, 1.0, 4.0, 2.0, 3.0]) == pytest.approx({"p20": 1.8, "median": 3.0, "p80": 4.2})
-
-
 # --- two sets of times
 
 

@@ -52,7 +52,7 @@ def test_bars_of_the_kernels_that_take_the_most_time():
     assert len(plot.draw_kernels(statistics_of(many), 0, "").axes[0].patches) == plot.TOP
 
 
-def write_step(folder, at=0, steps=(("step", 0, 1000),), collective="AllGather_RING_LL"):
+def write_step(folder, at=0, steps=(("step", 0, 1000),), collective=r"AllGather$\x$"):  # dollars are no formula
     """A recording of a step, in us, 10 ms after the last one's beginning."""
     kernels = [
         ("warm", -900, -100),

@@ -1,6 +1,9 @@
 """The readers: one table from the files of either ROCm release, a rocpd database, or torch.profiler."""
 
 import json
+import math
+import os
+import re
 import sqlite3
 from pathlib import Path
 
@@ -8,9 +11,10 @@ import pandas as pd
 import pytest
 
 import tiny_llama_v3 as llama
+from measure.command_line import UsageError
 from profilers import readers
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import COLUMNS, Unreadable, files, read_kernels, torch_trace
+from profilers.readers import COLUMNS, Unreadable, files, read_kernels
 from tests.fakes import records
 from tests.fakes.records import Record, Run
 
@@ -21,6 +25,7 @@ RUN = Run(
     ranges=[Record("step", 990, 1300), Record("forward", 990, 1100), Record("step", 1590, 1700)],
     api_calls=[Record("hipLaunchKernel", 995, 997)], copies=[],
 )  # fmt: skip
+NAN = math.nan
 # Calls, total, average, percentage, least, most, deviation.
 OF_THE_STEPS = [["a", 3, 100, 100 / 3, 10000 / 199, 10, 60, pytest.approx(25.16611478)],
                 ["b", 1, 99, 99.0, 9900 / 199, 99, 99, 0.0]]  # fmt: skip
@@ -33,9 +38,14 @@ def write_recording(prefix, kind, run=RUN, release=(7, 0)):
         records.write_rocpd(Path(f"{prefix}_results.db"), run)
     elif kind == "json":
         rows = [("user_annotation", r.name, r.start / 1e3, r.duration / 1e3) for r in run.ranges]
-        rows += [("kernel", d.name, d.start / 1e3, d.duration / 1e3) for d in run.in_steps()]
+        rows += [
+            ("kernel", d.name, d.start / 1e3, d.duration / 1e3)
+            for d in (run.in_steps() if run.ranges else run.dispatches)
+        ]
         Path(prefix).mkdir(parents=True)
         Path(prefix, "trace.json").write_text(chrome_trace(*rows))
+    elif kind == "results.json":
+        records.write_results_json(Path(f"{prefix}_results.json"), run)
     else:
         records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), release, run.dispatches)
         if run.ranges:
@@ -52,7 +62,9 @@ def sums_of(table):
     return {row.Name: (row.Calls, row.TotalDurationNs) for row in table.itertuples()}
 
 
-@pytest.mark.parametrize("kind, release", [("csv", (6, 4)), ("csv", (7, 0)), ("db", (7, 0)), ("json", None)])
+@pytest.mark.parametrize("kind, release", [
+    ("csv", (6, 4)), ("csv", (7, 0)), ("db", (7, 0)), ("json", None), ("results.json", None),
+])  # fmt: skip
 def test_every_kind_of_file_gives_the_same_tables(tmp_path, kind, release):
     """Below the host's name, under the process id, as rocprofv3 leaves them without -o."""
     write_recording(tmp_path / "node01" / "10470", kind, RUN, release)
@@ -147,14 +159,6 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     assert steps == 3 and {"matrix product", "optimizer", "softmax"} <= set(table["Name"].map(operation_of))
     names = {"step", "forward", "backward", "optimizer", "layers.0 forward"}
     assert names <= set(readers.read_ranges(tmp_path / "p")["Name"])
-    events, rows = json.loads((tmp_path / "p" / "trace.json").read_text())["traceEvents"], {}
-    spans = [(e["ts"], -e["dur"], e["pid"], e["tid"]) for e in events if e["ph"] == "X"]
-    for start, minus_duration, *row in sorted(spans):  # in Perfetto, slices of a row must nest
-        around = rows.setdefault(tuple(row), [])
-        while around and around[-1] <= start:
-            around.pop()
-        assert not around or start - minus_duration <= around[-1]
-        around.append(start - minus_duration)
 
 
 def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path):
@@ -298,8 +302,7 @@ def test_a_table_without_kernels_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize("line", [
-    "x,y", '"k",1,2', '"k","many",2,3,4,5,6,7', '"f<"a", 3>(int)",1,2,3,4,5,6,7', '"k",1,2,3,4,5,6,7,8',
-    '"k",2,inf,1,100,1,1,0',
+    '"f<"a", 3>(int)",1,2,3,4,5,6,7', '"k",1,2,3,4,5,6,7,8',
 ])  # fmt: skip
 @pytest.mark.parametrize("at", [1, 3])
 def test_damaged_line(tmp_path, line, at):
@@ -312,42 +315,89 @@ def test_damaged_line(tmp_path, line, at):
         read_kernels(path)
 
 
+@pytest.mark.parametrize("start, end", [(9, 8), (9, 2.0**64), (-9, 5), (NAN, 5), (5, math.inf), (1e30, 1e31)])
+@pytest.mark.parametrize("kind", ["csv", "db", "json", "results.json"])
+def test_a_kernel_whose_times_cannot_be_is_left_out(tmp_path, capsys, kind, start, end):
+    """It is counted, and the digits of the others stay."""
+    now = 2**50 + 1 if kind in ("db", "json") else 2**60 + 1
+    kernels = [Record("a", now, now + 10), Record("a", now + 20, now + 30), Record("b", start, end)]
+    write_recording(tmp_path / "k", kind, Run(kernels, [], [], []))
+    assert sums_of(read_kernels(tmp_path)[0]) == {"a": (2, 20)}
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and ": 1 of 3 rows have figures that cannot be" in err
+
+
+def test_figures_of_a_profiler_that_cannot_be(tmp_path, capsys):
+    """A counter that divided by 0, and percentages of which a row is missing; a note is told once."""
+    stats, counted = tmp_path / "a_kernel_stats.csv", tmp_path / "a_counter_collection.csv"
+    write_one(stats)
+    stats.write_text("".join(stats.read_text().splitlines(True)[:2]))  # of the longest kernel alone
+    records.write_counters(counted, RUN.dispatches, ["SQ_WAVES"])
+    counted.write_text(counted.read_text().replace('"SQ_WAVES",16.0', '"SQ_WAVES",inf'))
+    for _ in range(2):
+        assert readers.read_step_counters(tmp_path)[0].loc["a", "SQ_WAVES"] == 0.0
+        assert sums_of(read_kernels(stats)[0]) == {"a": (4, 900)}
+    assert re.fullmatch(
+        f"note: {counted}: 1 of 6 rows have .*: left out\nnote: {stats}: its percentages add up to 81.9, .*\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    for name in ("a_kernel_trace.csv", "trace.json", "a_results.json", "a.db"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name} is no file: give a file"):
+            read_kernels(tmp_path / name)
+
+
 def test_a_table_without_its_columns(tmp_path):
-    (tmp_path / "a_kernel_stats.csv").write_text("Name,Calls,MinNs,MaxNs\nk,1,2,3\n")
-    with pytest.raises(Unreadable, match="has no column TotalDurationNs"):
+    (tmp_path / "a_kernel_stats.csv").write_text("Name,Calls,Percentage,MinNs,MaxNs\nk,1,100,2,3\n")
+    with pytest.raises(Unreadable, match="has no column TotalDurationNs: it is no such file of rocprofv3$"):
         read_kernels(tmp_path)
+    (tmp_path / "results.stats.csv").write_text("Name,Calls,TotalDurationNs,AverageNs,Percentage\nk,1,2,2,100\n")
+    with pytest.raises(Unreadable, match="no column MaxNs: .* but of rocprof v1: record with rocprofv3"):
+        read_kernels(tmp_path / "results.stats.csv")
 
 
 def test_a_trace_of_other_contents(tmp_path):
-    texts = ["[{}]", '{"traceEvents": 1}', '{"traceEvents": [[]]}', "[" * 10**5]
-    for text in texts + [chrome_trace(("kernel", "k", ts, 2)) for ts in ("1", None, 1e999, 10**30)]:
-        torch_trace.events_of.cache_clear()
+    bad = chrome_trace(("kernel", "k", "a", 2))
+    for text in ("1", '{"traceEvents": 1}', '{"traceEvents": [[]]}', "[" * 10**5, bad):
+        files.read_json.cache_clear()
         (tmp_path / "trace.json").write_text(text)
         with pytest.raises(Unreadable, match="^[^\n]*trace.json is damaged or incomplete [^\n]*$"):
             read_kernels(tmp_path)
 
 
-def test_a_database_of_an_unknown_schema_is_refused(tmp_path):
+def test_a_database_of_an_unknown_schema_is_refused(tmp_path, capsys):
     records.write_rocpd(tmp_path / "a.db", RUN)
+    change(tmp_path / "results.db", ["CREATE TABLE A (KernelName, BeginNs, EndNs)"])
+    assert sums_of(read_kernels(tmp_path)[0]) == {"a": (3, 100), "b": (1, 99)}
+    told = f"{tmp_path}/results.db is no database of rocprofv3, but perhaps of rocprof v1: record with rocprofv3"
+    assert capsys.readouterr().err == f"note: {told}\n"
+    with pytest.raises(Unreadable, match=f"^{told}$"):
+        read_kernels(tmp_path / "results.db")
     change(tmp_path / "a.db", ["ALTER TABLE kernels RENAME COLUMN start TO begin"])
     with pytest.raises(Unreadable, match="other than 3.0 and 4.1 .*no such column: start.*--output-format csv$"):
         read_kernels(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["f<4, 3>(int, float)", "nan", "", "größe", "7"])
+@pytest.mark.parametrize("name", ["f<4, 3>(int, float)", "nan", "", "größe", "7", "a\x1b[31mb\0"])
 def test_every_name_is_read_as_it_is(tmp_path, name):
+    """But for what a terminal obeys, which is escaped."""
     kernels = [Record("first", 1, 2), Record(name, 3, 5)]
     records.write_kernel_trace(tmp_path / "a_kernel_trace.csv", (7, 0), kernels)
     records.write_counters(tmp_path / "a_counter_collection.csv", kernels, ["SQ_WAVES"])
     records.write_stats(tmp_path / "a_kernel_stats.csv", kernels)
     records.write_rocpd(tmp_path / "a.db", Run(kernels, [], [], []))
-    for file in ("a_kernel_trace.csv", "a_kernel_stats.csv", "a.db"):
-        assert sums_of(read_kernels(tmp_path / file)[0]) == {name: (1, 2), "first": (1, 1)}
+    records.write_results_json(tmp_path / "b_results.json", Run(kernels, [], [], []))
+    shown = name.replace("\x1b", r"\x1b").replace("\0", r"\x00")
+    for file in ("a_kernel_trace.csv", "a_kernel_stats.csv", "a.db", "b_results.json"):
+        assert sums_of(read_kernels(tmp_path / file)[0]) == {shown: (1, 2), "first": (1, 1)}
     read_kernels(tmp_path)[0].to_csv(tmp_path / "b.csv", index=False)
-    assert list(readers.read_kernel_stats(tmp_path / "b.csv")["Name"]) == [name, "first"]
-    assert set(readers.read_step_counters(tmp_path)[0].index) == {name, "first"}
+    assert list(readers.read_kernel_stats(tmp_path / "b.csv")["Name"]) == [shown, "first"]
+    assert set(readers.read_step_counters(tmp_path)[0].index) == {shown, "first"}
     (tmp_path / "ncu_raw.csv").write_text(f'"ID","Kernel Name","a__b.sum"\n"","","ns"\n"0","{name}","5"\n')
-    assert readers.read_step_counters(tmp_path / "ncu_raw.csv")[0].index.to_list() == [name]
+    assert readers.read_step_counters(tmp_path / "ncu_raw.csv")[0].index.to_list() == [shown]
 
 
 def test_names_that_are_not_utf_8(tmp_path):

@@ -1,14 +1,14 @@
 """The reports: hot spots, counters, the figures of a step, and the summary of a session."""
 
 import json
-import resource
+import math
 
 import pandas as pd
 import pytest
 
+from measure.kernels_alone import rates
 from profilers import compare, counters, hotspots, plot, readers, summary, timeline
 from profilers.readers import files
-from profilers.readers.kernel_benchmark import rates
 from tests.fakes import records
 from tests.fakes.machine import ALONE
 from tests.fakes.records import Record, Run
@@ -113,6 +113,10 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
     header, row = capsys.readouterr().out.split("\n\n")[1].splitlines()[:2]
     shown = dict(zip(header.replace("L2 hits", "L2").split(), row.split(), strict=True))
     assert (shown["us"], shown["MB"], shown["GB/s"]) == ("12.0", "4.0", "333.3")
+    counted = pd.DataFrame({"MfmaUtil": [5.0]}, index=["k"])  # a kernel whose times were not recorded
+    monkeypatch.setattr(counters, "read_step_counters", lambda path: (counted, False))
+    monkeypatch.setattr(counters, "read_step_stats", lambda path: (pd.DataFrame({"Name": ["a"], "AverageNs": 1.0}), 0))
+    assert counters.main(["profile"]) == 0 and "\n  -     5.0     other      k\n" in capsys.readouterr().out
 
 
 # --- the figures of a step
@@ -144,11 +148,6 @@ def test_figures_are_means_of_a_step(tmp_path):
     assert timeline.step_figures(tmp_path / "b") is None
 
 
-def test_the_typical_step_is_the_median():
-    ranges = files.intervals([("step", 0, 900), ("forward", 0, 10), ("step", 1000, 1100), ("step", 2000, 2300)])
-    assert timeline.typical_step(ranges) == (2000, 2300)
-
-
 # --- the summary of a session
 
 
@@ -160,18 +159,11 @@ def test_rates_by_hand():
     assert table.iloc[1].tolist() == ["m", 4e3, 4.0, 1000.0, 50.0, 1.0, 1.0, "memory", 50.0]
 
 
-def test_figures_of_a_step_in_words():
-    figures = dict(steps=3, kernels=5, launches=2, launch_us=4.0, step_us=10.0, busy_us=7.0, kernel_us=8.0)
-    text = summary.launch_section(figures)
-    assert "- 5 kernels a step, in 2 launches\n" in text and "takes the host 2.00 us, 4 us a step: 40 %" in text
-    assert "- no kernel runs for 3 us a step" in text
-    assert "during 70 % of a step (8 us of 10 us, means of 3 steps" in summary.busy_line(figures)
-
-
 def test_summary_is_computed_from_the_recordings(session):
     text = summary.summary(session, "rocprofv3")
     assert "- 19 kernels a step, in 19 launches\n" in text
     assert "a launch call takes the host 3.50 us, 66 us a step: 4.2 % of the step" in text  # 19 of 3.5 us
+    assert "- a kernel runs during " in text and "of a step (" in text
     assert "| RMSNorm | 8.00 | 0.00400 | 2,000 | 50.0 |" in text  # 8 MB in 4 us, of 4000 GB/s
     assert "4,000 GB/s and 600 TFLOP/s, which meet at 150 FLOP a byte" in text
     assert "| RMSNorm | 2.00 | 4.00 | memory | 50.0 |" in text
@@ -199,7 +191,11 @@ def test_summary_says_what_it_lacks(session):
     assert "interpreter" in text and "| RMSNorm | 8.00 |\n" in text and "| RMSNorm | 2.00 |\n" in text
 
 
-@pytest.mark.parametrize("other", [None, [1], ALONE | {"kernels": 5}, ALONE | {"ceilings": {"GB/s": "4"}}])
+@pytest.mark.parametrize("other", [
+    None, [1], ALONE | {"kernels": 5}, ALONE | {"ceilings": {"GB/s": "4"}},
+    ALONE | {"ceilings": {"GB/s": math.nan, "TFLOP/s": 1.0}}, ALONE | {"ceilings": {"GB/s": 4.0, "TFLOP/s": 600.0}},
+    *(ALONE | {"kernels": [ALONE["kernels"][0] | {"triton": {"ms": ms}}]} for ms in (None, "1", 0, -1, math.inf)),
+])  # fmt: skip
 def test_a_wrong_file_of_kernels_alone_is_named(session, capsys, other):
     file = session / "kernels_alone.json"
     file.unlink() if other is None else file.write_text(json.dumps(other))
@@ -217,22 +213,3 @@ def test_reports_state_the_peak_of_memory_that_was_recorded(session, capsys, tot
         assert ("Peak of allocated GPU memory: 3.000 GiB" in text) == (total > 0) == ("Peak" in text)
     (session / "a.db").write_bytes(b"SQLite format 3\0" + bytes(4096))
     assert hotspots.main([str(session)]) == 0
-
-
-# --- files and programs
-
-
-@pytest.mark.parametrize("module, arguments, file", [
-    (hotspots, "{0} --csv {0}/t.csv", "t.csv"),
-    (plot, "{0} --output {0}/new", "new/kernels.png"), (summary, "{0} --tool torch", "triton_analysis_summary.md"),
-])  # fmt: skip
-def test_a_full_disk_leaves_no_half_file(session, capsys, module, arguments, file):
-    before, limits = sorted(session.rglob("*.*")), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-    try:
-        assert module.main(arguments.format(session).split()) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    reason = "cannot be written (File too large): free space or give another path"
-    assert capsys.readouterr().err.endswith(f"error: {session / file} {reason}\n")
-    assert sorted(session.rglob("*.*")) == before

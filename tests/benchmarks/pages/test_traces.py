@@ -67,19 +67,6 @@ def test_a_picture_says_what_the_step_shows(kept, monkeypatch, trace, issued, ti
     assert re.search(title, whole.get_title("left")) and whole.lines[0].get_xdata()[0] == pytest.approx(issued)
 
 
-def test_twelve_kernels_are_drawn_apart(kept, monkeypatch):
-    path = kept("fast_trace.json")
-    result = json.loads(path.read_text())
-    kernels = [event for event in result["traceEvents"] if event.get("cat") == "kernel"]
-    # Four times eight kernels, of 3 us each.
-    more = [kernel | {"ts": kernel["ts"] + 200 * number} for number in (1, 2, 3) for kernel in kernels]
-    path.write_text(json.dumps(result | {"traceEvents": result["traceEvents"] + more}))
-    starts = sorted(event["ts"] for event in kernels + more)
-    # From the end of the first quarter on: the ninth to the twentieth.
-    ends = starts[8] / 1e3, (starts[19] + 3) / 1e3
-    assert drawn(path, monkeypatch)[1].get_xlim() == pytest.approx(ends)
-
-
 def test_without_a_recording_the_page_says_how_to_make_one(tmp_path):
     with pytest.raises(llama.UsageError, match="python -m benchmarks.pages.traces"):
         traces.draw(tmp_path, tmp_path / "picture.png", "trace_stage4")

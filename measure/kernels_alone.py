@@ -1,29 +1,36 @@
-"""Reads the JSON of run_triton_profiling.py: each Triton kernel by itself, and the measured ceilings."""
+"""Reads the JSON of run_triton_profiling.py: each Triton kernel by itself, and the measured ceilings. No PyTorch."""
 
 import json
+import math
 
 import pandas as pd
 
-from profilers.readers.files import Unreadable, reported
+from measure.command_line import UsageError, printable_fields
 
 
-def read_kernel_benchmark(path):
-    """Read the file as a dict; raise Unreadable for other files.
+def read_kernels_alone(path):
+    """Read the file as a dict; raise UsageError, or what a parser raises, for other files.
 
     ceilings {"GB/s", "TFLOP/s"}; kernels, a list of dicts with name, the least bytes and flop of the kernel, and
     triton {"ms"}; environment {"device", "arch", "torch", "triton"}; date.
     """
-    with reported(path):
-        result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"ceilings", "kernels", "environment"} <= result.keys():
-        raise Unreadable(f"{path} is no result of run_triton_profiling.py --json")
+    result = json.loads(path.read_text(), object_hook=printable_fields)
+    if not {"ceilings", "kernels", "environment"} <= set(result):
+        raise UsageError(f"{path} is no result of run_triton_profiling.py --json")
     return result
 
 
-def kernels_alone(result):
-    """Return the kernels of a result that have them as a table with the columns kernel, bytes, flop and ns."""
+def rates_alone(result):
+    """Return the rates() of the kernels of a result that has them; ValueError if a figure cannot be."""
     rows = [(k["name"], k["bytes"], k["flop"], 1e6 * k["triton"]["ms"]) for k in result["kernels"]]
-    return pd.DataFrame(rows, columns=["kernel", "bytes", "flop", "ns"])
+    table = rates(pd.DataFrame(rows, columns=["kernel", "bytes", "flop", "ns"]), result["ceilings"])
+    figures = table.drop(columns=["kernel", "ceiling"])
+    # While caches take what a kernel writes, it may be above the ceiling, but not far above.
+    are_good = (figures.gt(0) & figures.lt(math.inf)).all(axis="columns") & (table["% of the ceiling"] < 300)
+    if not are_good.all():
+        kernel, *_, share = table[~are_good].iloc[0]
+        raise ValueError(f"{kernel} is at {share:.0f} % of its ceiling: its work is counted wrong, or its time is")
+    return table
 
 
 def rates(kernels, ceilings):
