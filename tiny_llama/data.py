@@ -11,6 +11,7 @@ import textwrap
 import numpy as np
 import torch
 
+from tiny_llama.files import open_input, printable
 from tiny_llama_v3 import UsageError, cdiv
 
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
@@ -65,8 +66,10 @@ def read(config):
     if config.vocab_size != 256:
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
     try:
-        text = np.memmap(config.data, np.uint8, "r")  # mapped, not copied
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        # Read whole: of a file that is mapped and becomes shorter, the system ends this process.
+        with open_input(config.data, "rb") as file:
+            text = np.fromfile(file, np.uint8)
+    except (OSError, ValueError) as error:  # a name with a null byte
         raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
     if len(text) < needed:
         problem = f"has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}"
@@ -127,7 +130,6 @@ def evaluate(step):
     print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
     # A model without a finite loss has no probabilities to draw from.
     text = sample(step) if math.isfinite(loss) else ""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")
-    print(textwrap.indent(shown, "    ", lambda line: True))
+    print(textwrap.indent(printable(text), "    ", lambda line: True))
     return {"held_out_loss": loss, "sample": text}

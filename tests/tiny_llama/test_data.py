@@ -83,7 +83,7 @@ def test_batches_follow_the_seed(config):
 
 
 @pytest.mark.parametrize("content, flags, named", [
-    (None, [], "No such file"), ("folder", [], "Is a directory"), (b"", [], "empty"),
+    (None, [], "No such file"), ("folder", [], "Is a directory"), (b"", [], "has 0 bytes"),
     (b"a" * 80, [], "has 80 bytes, and --seq-len 8 needs 81"), (b"a" * 90, ["--vocab-size", "37"], "give 256"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be_trained_on_is_refused(tmp_path, capsys, monkeypatch, content, flags, named):

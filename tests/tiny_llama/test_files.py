@@ -12,7 +12,7 @@ from tiny_llama import files
 @pytest.mark.parametrize("make, named", [
     (None, "No such file"), (os.mkdir, "Is a directory"), (os.mkfifo, "not a regular file"),
     (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-    (lambda path: path.write_text("12345"), "larger than 4 bytes"),
+    (lambda path: path.write_text("12345"), "of at most 4 bytes"),
 ])  # fmt: skip
 @pytest.mark.parametrize("mode", ["r", "rb"])
 def test_what_is_no_file_of_a_moderate_size_is_refused_at_once(tmp_path, make, named, mode):
