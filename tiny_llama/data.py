@@ -67,7 +67,7 @@ def read(config):
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
     try:
         # Read whole: of a file that is mapped and becomes shorter, the system ends this process.
-        with open_input(config.data, "rb") as file:
+        with open_input(config.data) as file:
             text = np.fromfile(file, np.uint8)
     except (OSError, ValueError) as error:  # a name with a null byte
         raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
@@ -125,7 +125,7 @@ def sample(step):
 
 def evaluate(step):
     """Print and return what a run on a file adds to its summary, a dict; all processes must call it."""
-    loss, count = held_out_loss(step), sum(len(tokens) for tokens, _ in held_out_batches(step.config))
+    loss, count = held_out_loss(step), len(held_out_batches(step.config)) * step.config.batch_size
     place = f"{count} windows of the last tenth of {step.config.data}"
     print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
     # A model without a finite loss has no probabilities to draw from.

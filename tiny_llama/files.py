@@ -5,15 +5,13 @@ import os
 import stat
 
 
-def open_input(path, mode="r", most_bytes=2**30, **options):
-    """Open a regular file of at most so many bytes, as open() does, text as UTF-8; else raise OSError.
+def open_input(path, most_bytes=2**30):
+    """Open a regular file of at most so many bytes for reading, in binary mode; else raise OSError.
 
     A FIFO or a device may have no end, or wait for ever for its other side: it is opened without waiting, and refused.
     """
-    if "b" not in mode:
-        options.setdefault("encoding", "utf-8")
     nonblocking = getattr(os, "O_NONBLOCK", 0)  # Windows has none
-    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | nonblocking), **options)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | nonblocking))
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
         return file

@@ -14,16 +14,14 @@ from tiny_llama import files
     (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     (lambda path: path.write_text("12345"), "of at most 4 bytes"),
 ])  # fmt: skip
-@pytest.mark.parametrize("mode", ["r", "rb"])
-def test_what_is_no_file_of_a_moderate_size_is_refused_at_once(tmp_path, make, named, mode):
+def test_what_is_no_file_of_a_moderate_size_is_refused_at_once(tmp_path, make, named):
     make and make(tmp_path / "x")
-    with pytest.raises(OSError, match=f"{named}.*: '.*x'$") as refusal:
-        files.open_input(tmp_path / "x", mode, most_bytes=4)
-    assert named in refusal.value.strerror
+    with pytest.raises(OSError, match=f"{named}.*: '.*x'$"):
+        files.open_input(tmp_path / "x", most_bytes=4)
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
-    (tmp_path / "x").write_text("\xe9", encoding="utf-8")
-    with files.open_input(tmp_path / "x", most_bytes=2) as text, files.open_input(tmp_path / "x", "rb") as content:
-        assert text.read().encode() == content.read()
+    (tmp_path / "x").write_bytes(b"\r\n\xff")
+    with files.open_input(tmp_path / "x", most_bytes=3) as file:
+        assert file.read() == b"\r\n\xff"
     subprocess.run([sys.executable, "-S", files.__file__], check=True)  # without any package
