@@ -257,7 +257,7 @@ class Trainer:
 
     def fetch(self, batches, number):
         """Return a batch on the device; KeyboardInterrupt if a process was asked to stop, in all at the same batch."""
-        if self.world.any(self.world.stop_requested is not None):
+        if self.world.must_stop():
             raise KeyboardInterrupt
         tensors = [torch.from_numpy(array).contiguous() for array in batches[number]]
         if self.device.type == "cuda":

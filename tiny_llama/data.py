@@ -72,8 +72,10 @@ def read(config):
     except (OSError, ValueError) as error:  # a name with a null byte
         raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
     if len(text) < needed:
-        problem = f"has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}"
-        raise UsageError(f"{given} {problem}: lower it, or give a longer file")
+        raise UsageError(
+            f"{given} has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}: "
+            "lower it, or give a longer file"
+        )
     return np.split(text, [len(text) * 9 // 10])
 
 
@@ -102,7 +104,7 @@ def held_out_batches(config):
 @torch.no_grad()
 def held_out_loss(step):
     """Return the mean loss, in nats per byte, on held_out_batches(); all processes must call it."""
-    batches = ((t.contiguous().to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
+    batches = ((t.to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
     return statistics.fmean(step.call_model(*batch).item() for batch in batches)
 
 
@@ -126,8 +128,11 @@ def sample(step):
 def evaluate(step):
     """Print and return what a run on a file adds to its summary, a dict; all processes must call it."""
     loss, count = held_out_loss(step), len(held_out_batches(step.config)) * step.config.batch_size
-    place = f"{count} windows of the last tenth of {step.config.data}"
-    print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
+    print(
+        f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, "
+        f"{count} windows of the last tenth of {printable(step.config.data)})",
+        flush=True,
+    )
     # A model without a finite loss has no probabilities to draw from.
     text = sample(step) if math.isfinite(loss) else ""
     print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")

@@ -10,8 +10,8 @@ def open_input(path, most_bytes=2**30):
 
     A FIFO or a device may have no end, or wait for ever for its other side: it is opened without waiting, and refused.
     """
-    nonblocking = getattr(os, "O_NONBLOCK", 0)  # Windows has none
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | nonblocking))
+    # Windows has no such flag.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
         return file

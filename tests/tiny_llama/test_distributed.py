@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,21 +29,31 @@ ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
-def begin(python, function, *arguments):
-    """Start a function of distributed_program.py in two processes of torchrun, whose output ends in one pipe."""
-    command = [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def begin(command, function, *arguments, **environment):
+    """Start a function of distributed_program.py, whose output ends in one pipe."""
     return subprocess.Popen(
         [*command, distributed_program.__file__, function, *map(str, arguments)],
-        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1") | environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
 
+def torchrun(python):
+    """The command that starts a program in two processes."""
+    return [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def by_hand(python, port, rank, *arguments):
+    """Start one of two processes of ENDLESS without torchrun."""
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    return begin([python], *arguments, *ENDLESS, "--comm-timeout", "1", **place)
+
+
 @pytest.fixture(scope="module")
 def start(python):
-    return functools.partial(begin, python)
+    return functools.partial(begin, torchrun(python))
 
 
 def finish(program):
@@ -153,7 +164,9 @@ def endless(tmp_path, python):
     programs, pids = [], []
 
     def run(*arguments, python=python):
-        program = begin(python, "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments)
+        program = begin(
+            torchrun(python), "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments
+        )
         programs.append(program)
         next(line for line in program.stdout if line.startswith("step    4/"))
         pids.extend(int((tmp_path / rank).read_text()) for rank in "01")
@@ -201,6 +214,25 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
     exit_code, out = finish(start(function, tmp_path, *arguments, "--output-dir", tmp_path / "results"))
     (line,) = error_lines(out)
     assert message in line and exit_code != 0 and not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    "function, told", [("script", ["(no answer): start them with torchrun"]), ("script_stopped", [])]
+)
+def test_another_program_listens_on_the_port(python, tmp_path, function, told):
+    """It accepts and never answers. PyTorch's handshake would wait for ever, deaf to signals."""
+    with socket.create_server(("localhost", 0)) as silent:
+        exit_code, out = finish(by_hand(python, silent.getsockname()[1], "1", function, tmp_path))
+    assert exit_code != 0 and out.count("\n") == len(told) and all(words in out for words in told)
+
+
+def test_processes_started_by_hand_complain_once(python, tmp_path):
+    """And PyTorch does not at all, though the store of rank 0 ends with it."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    programs = [by_hand(python, port, rank, "script_of_another_mind", tmp_path) for rank in "01"]
+    out = "".join(out for _, out in map(finish, programs))
+    assert out.count("\n") == 1 and "rank 1 was given --seq-len 9" in out
 
 
 # --- the parts, without processes
@@ -297,6 +329,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, capsys):
 def end_of(monkeypatch, error, store=None):
     """The exit code of rank 1 of two after this error."""
     monkeypatch.setattr(distributed, "launched", lambda: World(1, 2, store=store))
+    monkeypatch.setattr(World, "find", lambda self, seconds: None)
     monkeypatch.setattr(distributed, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as end:
         distributed.run_together(Mock(side_effect=error), "program")
@@ -331,12 +364,13 @@ def test_more_processes_than_gpus(monkeypatch):
 ])  # fmt: skip
 def test_processes_that_do_not_find_each_other(monkeypatch, capsys, environment, named):
     """They were started by hand, without all that torchrun sets, or one of them is missing."""
-    monkeypatch.setattr(distributed, "FIND_SECONDS", 0.1)
+    monkeypatch.setattr(distributed, "exit_now", sys.exit)
     given = dict(part.split("=") for part in environment.split())
     for name in distributed.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert llama.main([]) == 2
+    with pytest.raises(SystemExit, match="^2$"):
+        sys.exit(llama.main(["--comm-timeout", "1"]))
     error = capsys.readouterr().err
     assert named in error and "torchrun" in error and error.count("\n") == 1
