@@ -169,12 +169,6 @@ def test_a_run_learns_a_phrase_and_continues_it(run, text):
     assert printed == ["    " + line.replace("\t", "\\t") for line in sample.split("\n")]
 
 
-def test_bytes_that_are_no_text_are_shown(config, capsys, monkeypatch):
-    monkeypatch.setattr(data, "sample", lambda step: bytes([27, 91, 255, 10, 65]).decode(errors="replace"))
-    data.evaluate(step_of(config))
-    assert capsys.readouterr().out.endswith("\n    \\x1b[\N{REPLACEMENT CHARACTER}\n    A\n")
-
-
 @pytest.mark.parametrize("learning_rate, fault, exit_code", [("1e-3", KeyboardInterrupt, 130), ("1e30", None, 1)])
 def test_a_run_that_is_interrupted_or_diverges_keeps_its_steps_alone(
     text, monkeypatch, learning_rate, fault, exit_code

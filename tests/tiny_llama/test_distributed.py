@@ -105,7 +105,6 @@ def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeyp
             assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
     assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
-    assert ON_GPUS or name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
 
 
 @needs_triton
@@ -149,8 +148,10 @@ def test_a_run_of_two_processes(start, tmp_path):
     assert [process["rank"] for process in world["processes"]] == [0, 1]
 
 
-def test_a_process_alone_has_no_world(run):
+def test_a_process_alone_has_no_world(run, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
     done = run("--shard", "full")
+    assert done.out.count("Note: PMI_SIZE=2, but RANK is not set: each process") == 1
     assert "--shard full has no effect on one process" in done.out and "Processes:" not in done.out
     assert done.result["summary"]["world"] is None
 
@@ -253,9 +254,7 @@ def test_slices_of_all_processes_are_the_buckets(size):
         for bucket in optimizer.buckets:
             length = len(bucket.own_weights)
             assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
-            assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
-            for own, all in ((bucket.own_weights, bucket.all_weights), (bucket.own_grads, bucket.all_grads)):
-                assert own.data_ptr() == all[rank * length :].data_ptr()
+            assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
 
 
 ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
@@ -356,10 +355,9 @@ def test_more_processes_than_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("environment, named", [
-    ("WORLD_SIZE=2", "'RANK'"), ("WORLD_SIZE=2 RANK=0", "'LOCAL_RANK'"), ("WORLD_SIZE=x", "WORLD_SIZE=x "),
+    ("WORLD_SIZE=2", "'RANK'"), ("WORLD_SIZE=x", "WORLD_SIZE=x "),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0", "MASTER_ADDR expected"), ("WORLD_SIZE=0 RANK=0 LOCAL_RANK=0", "not below"),
     ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0", "RANK is not below"), ("WORLD_SIZE=2 RANK=-1 LOCAL_RANK=0", "not below"),
-    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=0", "1/2 clients joined"),
 ])  # fmt: skip
 def test_processes_that_do_not_find_each_other(monkeypatch, capsys, environment, named):
