@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import io
 import itertools
-import math
 import os
 import pickle
 import tempfile
@@ -130,7 +129,7 @@ class Batches:
         path = folder / f"{split}.bin"
         with reading(path, remedy(folder)):
             # Not mapped: of a mapped file that becomes shorter, the system would end this process.
-            self.file = open_input(path, math.inf)
+            self.file = open_input(path, 2**44)
             self.count = path.stat().st_size // TOKEN.itemsize
             if self.count <= block_size:
                 raise ValueError(f"{self.count} tokens are too few for block_size={block_size}")

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -391,6 +392,7 @@ def run(trainer, report):
 
 @program("train.py")
 def main(argv):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: at once, until the training begins
     return run_together(lambda world: train(argv, world), "train.py")
 
 

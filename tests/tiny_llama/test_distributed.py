@@ -48,7 +48,7 @@ def torchrun(python):
 def by_hand(python, port, rank, *arguments):
     """Start one of two processes of ENDLESS without torchrun."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    return begin([python], *arguments, *ENDLESS, "--comm-timeout", "1", **place)
+    return begin([python], *arguments, *ENDLESS, **place)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,8 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
 def test_another_program_listens_on_the_port(python, tmp_path, function, told):
     """It accepts and never answers. PyTorch's handshake would wait for ever, deaf to signals."""
     with socket.create_server(("localhost", 0)) as silent:
-        exit_code, out = finish(by_hand(python, silent.getsockname()[1], "1", function, tmp_path))
+        program = by_hand(python, silent.getsockname()[1], "1", function, tmp_path, "--comm-timeout", "1")
+        exit_code, out = finish(program)
     assert exit_code != 0 and out.count("\n") == len(told) and all(words in out for words in told)
 
 
