@@ -43,7 +43,7 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 # The processes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class World:
     """This process's rank among those that train together, and how it communicates with the others."""
 
