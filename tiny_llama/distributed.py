@@ -165,11 +165,11 @@ def finding_each_other():
 
 def launched():
     """Return the World of torchrun's environment, not connected yet. UsageError if the environment is incomplete."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return World()
     with finding_each_other():
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size == 1:
-            return World()
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        size, rank, local_rank = int(size), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if not 0 <= rank < size:
             raise ValueError("RANK is not below WORLD_SIZE")
     if rank:  # only rank 0 prints
