@@ -1,6 +1,6 @@
 """The command line of all programs except tiny_llama_v3.py, which runs without the rest of the project.
 
-This module imports only the standard library: the readers of profiles run on login nodes that have pandas but no
+This module needs only the standard library: the readers of profiles run on login nodes that have pandas but no
 PyTorch.
 """
 
@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+from tiny_llama.files import printable
 
 
 class UsageError(Exception):
@@ -88,11 +90,6 @@ def replacing(path, follow=False):
     except OSError as error:
         reason = f"({error.strerror or error}): free space or give another path"
         raise UsageError(f"{path} cannot be written {reason}") from error
-
-
-def printable(text):
-    """Return a text with escapes in the place of what a terminal obeys, or does not show; newlines stay."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
 
 
 def exit_code_of(run, program):

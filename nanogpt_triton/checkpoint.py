@@ -26,7 +26,7 @@ def find(folder, newest):
     """Return the path of a folder's checkpoint: the newest, to resume, or else that of the best validation loss."""
     for name in (INTERRUPTED, NAME) if newest else (NAME, INTERRUPTED):
         path = Path(folder, name)
-        if path.exists():
+        if path.is_file():  # and no FIFO
             return path
     raise UsageError(f"out_dir={folder}: there is no {NAME} in it: train first, or name the folder with --out_dir")
 

@@ -17,7 +17,7 @@ import typing
 from pathlib import Path
 
 from measure.command_line import UsageError, exit_code_of
-from nanogpt_triton.dataset import reading
+from nanogpt_triton.dataset import read_text, reading
 
 
 class Count(int):
@@ -34,7 +34,7 @@ LIMITS = {Count: (1, math.inf), Share: (0, 0.9999)}
 def configure(settings_class, argv, description):
     """Return a settings_class with what the command line sets."""
     if {"-h", "--help"} & set(argv):
-        print(description.strip())
+        print(description or "")  # python -OO has none
         for base in settings_class.__mro__[:-1]:
             # The comments of the fields say what they are for.
             print(re.sub(r"^ *(\w+): .*? = ", r"    --\1=", inspect.getsource(base), flags=re.M))
@@ -89,9 +89,9 @@ def parse(argument):
 
 def execute(name, variables):
     """Run a config file. Return {name: value} of the variables that it has made or changed."""
-    before = dict(variables)
-    with reading(name, "mend it, or give another"):  # there is no such file, or whatever it raises
-        exec(compile(Path(name).read_text(encoding="utf-8"), name, "exec"), variables)
+    before, source = dict(variables), read_text(name)
+    with reading(name, "mend it, or give another"):  # whatever it raises
+        exec(compile(source, name, "exec"), variables)
     return {key: value for key, value in variables.items() if key not in before or value is not before[key]}
 
 

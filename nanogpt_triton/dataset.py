@@ -5,6 +5,7 @@ Without a meta.pkl, the tokens are GPT-2's byte pairs. A meta.pkl cannot run cod
 
 import contextlib
 import importlib
+import io
 import itertools
 import os
 import pickle
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from measure.command_line import UsageError
+from tiny_llama.files import open_input
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
@@ -23,10 +25,8 @@ DATA = Path(__file__).resolve().parent / "data"
 
 def library(name, purpose):
     """Import a library that only some users need."""
-    try:
+    with reading(purpose, f"pip install {name}"):
         return importlib.import_module(name)
-    except ImportError:
-        raise UsageError(f"{purpose} needs a library: pip install {name}") from None
 
 
 @contextlib.contextmanager
@@ -37,6 +37,11 @@ def reading(path, remedy):
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(f"{path} cannot be used ({reason}): {remedy}") from error
+
+
+def read_text(path):
+    with reading(path, "give a text file in UTF-8"), open_input(path) as file:
+        return io.TextIOWrapper(file, encoding="utf-8").read()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,9 +107,11 @@ def read_characters(folder):
     path = folder / "meta.pkl"
     if not path.exists():
         return None
-    with reading(path, remedy(folder)), open(path, "rb") as file:
+    with reading(path, remedy(folder)), open_input(path) as file:
         content = PlainUnpickler(file).load()
-        return "".join(content["itos"][number] for number in range(content["vocab_size"]))
+        # nanoGPT trains without names of the tokens as well: then they are the first characters of Unicode.
+        name = content["itos"].__getitem__ if "itos" in content else chr
+        return "".join(map(name, range(content["vocab_size"])))
 
 
 def make_tokenizer(characters):
@@ -121,17 +128,23 @@ class Batches:
     def __init__(self, folder, split, batch_size, block_size, seed):
         path = folder / f"{split}.bin"
         with reading(path, remedy(folder)):
-            self.tokens = np.memmap(path, TOKEN, "r")
-            if len(self.tokens) <= block_size:
-                raise ValueError(f"{len(self.tokens)} tokens are too few for block_size={block_size}")
-        self.batch_size, self.block_size = batch_size, block_size
+            # Not mapped: of a mapped file that becomes shorter, the system would end this process.
+            self.file = open_input(path, 2**44)
+            self.count = path.stat().st_size // TOKEN.itemsize
+            if self.count <= block_size:
+                raise ValueError(f"{self.count} tokens are too few for block_size={block_size}")
+        self.path, self.batch_size, self.block_size = path, batch_size, block_size
         self.seed = [seed, SPLITS.index(split)]
 
     def __getitem__(self, number):
         """Return inputs and targets, (batch_size, block_size) int64. Targets are the tokens that follow the inputs."""
         generator = np.random.default_rng([*self.seed, number])
-        offsets = generator.integers(len(self.tokens) - self.block_size, size=self.batch_size)
-        windows = np.stack([self.tokens[offset : offset + self.block_size + 1] for offset in offsets]).astype(np.int64)
+        size, windows = self.block_size + 1, []
+        with reading(self.path, "it was changed while it was in use: prepare it again"):
+            for offset in generator.integers(self.count - self.block_size, size=self.batch_size):
+                self.file.seek(TOKEN.itemsize * offset)
+                windows.append(np.frombuffer(self.file.read(TOKEN.itemsize * size), TOKEN).reshape(size))
+        windows = np.stack(windows).astype(np.int64)
         return windows[:, :-1], windows[:, 1:]
 
 

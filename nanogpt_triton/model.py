@@ -5,7 +5,9 @@ Shapes: B sequences of T tokens, C = n_embd, V = vocab_size. Scripts in this fol
 
 import dataclasses
 import math
+import os
 import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,12 +177,17 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None):
         """Return OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout."""
-        transformers = library("transformers", f"init_from={model_type}")
-        with reading(f"init_from={model_type}", "run this once with a network, or set HF_HOME to a copy"):
-            theirs = transformers.GPT2LMHeadModel.from_pretrained(model_type).state_dict()
+        load = library("transformers", f"init_from={model_type}").GPT2LMHeadModel.from_pretrained
         config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **(override_args or {}))
         model = cls(config, layer_norm, device)
-        model.load_state_dict(from_hugging_face(theirs))
+        with reading(f"init_from={model_type}", "run this once with a network, or set HF_HOME to a whole copy"):
+            try:
+                theirs = load(model_type, local_files_only=True)
+            except OSError:  # Is it missing? Without a network transformers would try for half a minute.
+                hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+                urllib.request.urlopen(f"{hub}/{model_type}/resolve/main/config.json", timeout=10).close()
+                theirs = load(model_type)
+            model.load_state_dict(from_hugging_face(theirs.state_dict()))
         return model
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type=None):

@@ -21,10 +21,10 @@ import torch
 if __name__ == "__main__":  # not this folder, whose kernels would hide the library that transformers looks for
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from measure.command_line import program  # noqa: E402  (the repository must be on the path)
+from measure.command_line import printable, program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint, train  # noqa: E402
 from nanogpt_triton.configurator import Count, configure  # noqa: E402
-from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_characters, reading  # noqa: E402
+from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_characters, read_text, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES  # noqa: E402
 from nanogpt_triton.train import preferred_attention, select_device, select_dtype  # noqa: E402
 
@@ -69,14 +69,14 @@ def main(argv):
         model.compile()
     start = settings.start
     if start.startswith("FILE:"):
-        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+        start = read_text(start.removeprefix("FILE:"))
     tokens = torch.tensor([tokenizer.encode(start or "\n")], device=device)
     torch.manual_seed(settings.seed)
     dtype = select_dtype(settings.dtype, device)
     with preferred_attention(device, False), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         for _ in range(settings.num_samples):
             text = model.generate(tokens, settings.max_new_tokens, settings.temperature, settings.top_k)
-            print(tokenizer.decode(text[0].tolist()))
+            print(printable(tokenizer.decode(text[0].tolist())))
             print("---------------", flush=True)
     return 0
 

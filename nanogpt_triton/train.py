@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from nanogpt_triton.configurator import Count, Share, configure  # noqa: E402
 from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_characters, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
+from tiny_llama.notes import lone_process  # noqa: E402
 
 TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
 
@@ -194,6 +196,9 @@ class Trainer:
             checkpoint.check_tokens(state, self.characters)
         torch.manual_seed(settings.seed)
         self.raw_model = self.make_model(state)
+        for name, value in vars(self.raw_model.config).items():
+            if getattr(settings, name, value) != value:
+                print(f"the weights decide: {name} = {value!r}")
         shape = settings.batch_size, self.raw_model.config.block_size
         self.train_batches = Batches(folder, "train", *shape, settings.seed)
         self.eval_batches = {split: Batches(folder, split, *shape, settings.seed + 1) for split in SPLITS}
@@ -231,8 +236,11 @@ class Trainer:
         return GPT(GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names}), **where)
 
     def restore(self, state):
-        """Continue where a checkpoint was saved."""
+        """Continue where a checkpoint was saved, with the hyperparameters of these settings."""
         self.raw_model.load_state_dict(state["model"])
+        own_groups = self.optimizer.state_dict()["param_groups"]
+        for group, own in zip(state["optimizer"]["param_groups"], own_groups, strict=True):
+            group.update(own, params=group["params"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
 
@@ -257,7 +265,7 @@ class Trainer:
 
     def fetch(self, batches, number):
         """Return a batch on the device; KeyboardInterrupt if a process was asked to stop, in all at the same batch."""
-        if self.world.any(self.world.stop_requested is not None):
+        if self.world.must_stop():
             raise KeyboardInterrupt
         tensors = [torch.from_numpy(array).contiguous() for array in batches[number]]
         if self.device.type == "cuda":
@@ -319,15 +327,17 @@ def train(argv, world):
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     device = join(world, settings)
-    tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-    print(f"tokens per iteration will be: {tokens:,}")
     Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
     report = None
     if settings.wandb_log and world.rank == 0:
         wandb = library("wandb", "wandb_log=True")
         wandb.init(project=settings.wandb_project, name=settings.wandb_run_name, config=dataclasses.asdict(settings))
         report = wandb.log
+    for line in lone_process():
+        print(f"Note: {line}")
     trainer = Trainer(settings, world, device)
+    tokens = settings.gradient_accumulation_steps * settings.batch_size * trainer.raw_model.config.block_size
+    print(f"tokens per iteration will be: {tokens:,}")
     start = trainer.iteration
     # From here on, Ctrl-C and SIGTERM only ask for the end, which comes before the next batch is fetched.
     world.handle_signals()
@@ -382,6 +392,7 @@ def run(trainer, report):
 
 @program("train.py")
 def main(argv):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: at once, until the training begins
     return run_together(lambda world: train(argv, world), "train.py")
 
 

@@ -11,6 +11,7 @@ import textwrap
 import numpy as np
 import torch
 
+from tiny_llama.files import open_input, printable
 from tiny_llama_v3 import UsageError, cdiv
 
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
@@ -65,12 +66,16 @@ def read(config):
     if config.vocab_size != 256:
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
     try:
-        text = np.memmap(config.data, np.uint8, "r")  # mapped, not copied
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        # Read whole: of a file that is mapped and becomes shorter, the system ends this process.
+        with open_input(config.data) as file:
+            text = np.fromfile(file, np.uint8)
+    except (OSError, ValueError) as error:  # a name with a null byte
         raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
     if len(text) < needed:
-        problem = f"has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}"
-        raise UsageError(f"{given} {problem}: lower it, or give a longer file")
+        raise UsageError(
+            f"{given} has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}: "
+            "lower it, or give a longer file"
+        )
     return np.split(text, [len(text) * 9 // 10])
 
 
@@ -99,7 +104,7 @@ def held_out_batches(config):
 @torch.no_grad()
 def held_out_loss(step):
     """Return the mean loss, in nats per byte, on held_out_batches(); all processes must call it."""
-    batches = ((t.contiguous().to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
+    batches = ((t.to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
     return statistics.fmean(step.call_model(*batch).item() for batch in batches)
 
 
@@ -122,12 +127,14 @@ def sample(step):
 
 def evaluate(step):
     """Print and return what a run on a file adds to its summary, a dict; all processes must call it."""
-    loss, count = held_out_loss(step), sum(len(tokens) for tokens, _ in held_out_batches(step.config))
-    place = f"{count} windows of the last tenth of {step.config.data}"
-    print(f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, {place})", flush=True)
+    loss, count = held_out_loss(step), len(held_out_batches(step.config)) * step.config.batch_size
+    print(
+        f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, "
+        f"{count} windows of the last tenth of {printable(step.config.data)})",
+        flush=True,
+    )
     # A model without a finite loss has no probabilities to draw from.
     text = sample(step) if math.isfinite(loss) else ""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")
-    print(textwrap.indent(shown, "    ", lambda line: True))
+    print(textwrap.indent(printable(text), "    ", lambda line: True))
     return {"held_out_loss": loss, "sample": text}

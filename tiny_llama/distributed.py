@@ -16,7 +16,9 @@ import re
 import signal
 import statistics
 import sys
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,8 +30,8 @@ import tiny_llama_v3 as llama
 from tiny_llama import hardware
 from tiny_llama_v3 import UsageError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets for its processes
-FIND_SECONDS = llama.Config().comm_timeout  # how long processes that were started by hand wait for each other
+TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()  # what torchrun sets for its processes
+FIND_SECONDS = llama.Config().comm_timeout  # how long processes wait until all have started
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
 # Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
@@ -41,40 +43,51 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 # The processes
 
 
+@dataclasses.dataclass(eq=False)
 class World:
     """This process's rank among those that train together, and how it communicates with the others."""
 
-    def __init__(self, rank=0, size=1, local_rank=0, store=None):
-        self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.store = store  # the key-value store of torchrun, or else of rank 0
-        self.backend = None  # of weights and gradients: "nccl" or "gloo"
-        self.control = None  # the process group of the hosts
-        self.stop_requested = None  # the signal that did, of Ctrl-C or SIGTERM
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    store: object = None  # the key-value store of torchrun, or else of rank 0
+    backend: str = None  # of weights and gradients: "nccl" or "gloo"
+    control: object = None  # the process group of the hosts
+    stop_requested: int = None  # the signal that did, of Ctrl-C or SIGTERM
 
     def select_device(self, requested):
         """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
         if requested != "cpu" and torch.cuda.is_available():
             count = torch.cuda.device_count()
             if self.local_rank >= count:
-                problem = f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node"
-                raise UsageError(f"{problem}: lower --nproc_per_node of torchrun, or give --device cpu")
+                raise UsageError(
+                    f"there are {count} GPUs here, and this is process {self.local_rank + 1} of this node: "
+                    "lower --nproc_per_node of torchrun, or give --device cpu"
+                )
             torch.cuda.set_device(self.local_rank)
         return llama.select_device(requested)
 
+    def find(self, seconds=FIND_SECONDS):
+        """Connect to the store, where the processes find each other. UsageError if not all have within so long."""
+        with finding_each_other():
+            rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=seconds))
+            # In a thread: if another program listens on the port, the handshake in C++ heeds no timeout and no signal.
+            self.store, *_ = ThreadPoolExecutor(1).submit(next, rendezvous).result(seconds + 2)
+
     def join(self, device, timeout, backend=None):
-        """Connect to the other processes; timeout in seconds. UsageError if they cannot be reached."""
+        """Form process groups with the others; timeout in seconds. UsageError if they cannot be reached."""
         if self.size == 1:
             return
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        limit, options = timedelta(seconds=timeout), {}
+        limit = timedelta(seconds=timeout)
+        options = dict(store=self.store, rank=self.rank, world_size=self.size)
         if self.backend == "nccl":
             # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
-            options = dict(
+            options |= dict(
                 pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
                 device_id=torch.device("cuda", self.local_rank),
             )
         with finding_each_other():
-            options |= dict(store=self.store, rank=self.rank, world_size=self.size)
             dist.init_process_group(self.backend, timeout=limit, **options)
             self.control = dist.new_group(backend="gloo", timeout=limit)
 
@@ -114,13 +127,13 @@ class World:
         """Handle a signal."""
         self.stop_requested = number
 
-    def any(self, flag):
-        """Return whether a process has set its flag. All must call this as often."""
-        return any(self.gather(flag))
+    def must_stop(self):
+        """Return whether a process was asked to stop. All must call this as often."""
+        return any(self.gather(self.stop_requested))
 
     def is_first_to_fail(self):
-        """Return whether no other process has called this before; True if the store has ended, too."""
-        with contextlib.suppress(RuntimeError):
+        """Return whether no other process has called this before; True where there is no store, or it has ended."""
+        with contextlib.suppress(UsageError), finding_each_other():
             return self.store.add("failures", 1) == 1
         return True
 
@@ -132,28 +145,36 @@ def first_line(error):
 
 @contextlib.contextmanager
 def finding_each_other():
-    """Raise UsageError for what keeps processes from finding each other: the environment, the network, the time."""
+    """Raise UsageError for what keeps processes from finding each other: the environment, the network, the time.
+
+    What PyTorch logs meanwhile is discarded: a stack trace in C++ for each attempt.
+    """
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         yield
-    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         given = " ".join(f"{name}={os.environ.get(name, '')}" for name in TORCHRUN)
-        reason = f"the processes do not find each other with {given} ({first_line(error)})"
-        raise UsageError(f"{reason}: start them with torchrun, or unset these for a single one") from error
+        raise UsageError(
+            f"the processes do not find each other with {given} ({first_line(error) or 'no answer'}): "
+            "start them with torchrun, or unset these for a single one"
+        ) from error
+    finally:
+        os.dup2(stderr, 2)
 
 
 def launched():
-    """Return the World of torchrun's environment, not joined yet. UsageError if the environment is incomplete."""
+    """Return the World of torchrun's environment, not connected yet. UsageError if the environment is incomplete."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return World()
     with finding_each_other():
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size == 1:
-            return World()
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        size, rank, local_rank = int(size), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if not 0 <= rank < size:
             raise ValueError("RANK is not below WORLD_SIZE")
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=FIND_SECONDS)))
     if rank:  # only rank 0 prints
         sys.stdout = open(os.devnull, "w", errors="replace")
-    return World(rank, size, local_rank, store)
+    return World(rank, size, local_rank)
 
 
 def exit_now(exit_code):
@@ -172,8 +193,8 @@ def reason_of(error):
     return str(error) if isinstance(error, OSError) else None
 
 
-def run_together(job, program):
-    """Call job(World of torchrun's processes), and return its exit code.
+def run_together(job, program, seconds=FIND_SECONDS):
+    """Call job(World of torchrun's processes), which find each other in so many seconds. Return its exit code.
 
     In one of several processes an error ends the process at once. The first process to fail prints it in one line, and
     not those that fail as a consequence; a fault of the program has its traceback.
@@ -182,6 +203,7 @@ def run_together(job, program):
     if world.size == 1:
         return job(world)
     try:
+        world.find(seconds)
         exit_code = job(world)
         world.leave()
         return exit_code
@@ -196,6 +218,8 @@ def run_together(job, program):
             exit_now(1)
         if world.is_first_to_fail():
             print(f"{program}: error: rank {world.rank}: {reason}", file=sys.stderr, flush=True)
+        if world.rank == 0:
+            time.sleep(1)  # its store may end with it: the others can ask until then whether they are the first
         exit_now(getattr(error, "exit_code", 2))
 
 
@@ -210,11 +234,12 @@ class Bucket:
     own_grads and remainder (elements / processes,).
     """
 
+    gathering = None  # of the weights, while it is under way
+    reduction = None  # of the gradients, while it is under way
+    is_reduced = False  # or being reduced: since zero_grad()
+
     def __init__(self, parameters, layers):
         self.parameters, self.layers = parameters, layers
-        self.gathering = None  # of the weights, while it is under way
-        self.reduction = None  # of the gradients, while it is under way
-        self.is_reduced = False  # or being reduced: since zero_grad()
 
 
 def make_buckets(model):
@@ -246,15 +271,14 @@ class ShardedAdamW(llama.FlatAdamW):
     does, both in the model's precision. finish_reduction() comes before step().
     """
 
-    def __init__(self, model, lr, low_precision=False, *, world, **hyperparameters):
+    def __init__(self, model, lr, low_precision=False, *, world):
         self.world, self.buckets = world, make_buckets(model)
-        self.overlaps = False  # whether the hooks of overlap() gather
+        self.num_first = len(self.buckets)  # that are gathered before the forward pass, and not by hooks
         parameters = [bucket.parameters for bucket in self.buckets]
         share = world.rank, world.size
-        super().__init__(model, lr, low_precision, buckets=parameters, share=share, **hyperparameters)
+        super().__init__(model, lr, low_precision, buckets=parameters, share=share)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
-            bucket.all_weights, bucket.all_grads = self.param[span], self.grad[span]
-            both = bucket.all_weights, bucket.all_grads
+            bucket.all_weights, bucket.all_grads = both = self.param[span], self.grad[span]
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
             if low_precision:  # of the own slices of all buckets, one after the other
                 bucket.remainder = self.remainder[span.start // world.size : span.stop // world.size]
@@ -308,17 +332,15 @@ class ShardedAdamW(llama.FlatAdamW):
 
     @torch.no_grad()
     def gather_gradients(self):
-        """After step(): fill .grad with the mean gradients of all processes, to look at."""
+        """After step(): fill .grad, which is a view of all_grads, with the mean gradients of all processes."""
         for bucket in self.buckets:
             bucket.own_grads.div_(self.world.size)
             all_gather(bucket.all_grads, bucket.own_grads)
-        for p in self.parameters:
-            p.grad = None if p.grad is None else p.main_grad
 
     def begin_forward(self):
         """Gather the weights of all buckets, or with overlap() begin with the first two, and wait for the first."""
-        self.gather_weights(self.buckets[:2] if self.overlaps else self.buckets)
-        for bucket in self.buckets[:1] if self.overlaps else self.buckets:
+        self.gather_weights(self.buckets[: self.num_first + 1])
+        for bucket in self.buckets[: self.num_first]:
             self.wait_for_weights(bucket)
 
     def overlap(self, modules):
@@ -327,7 +349,7 @@ class ShardedAdamW(llama.FlatAdamW):
         A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
         first layer late, and the kernels that need all multiprocessors would have to wait.
         """
-        self.overlaps = True
+        self.num_first = 1
         for index, module in enumerate(modules[1:], 1):
             module.register_forward_pre_hook(functools.partial(self._before_module, index))
 
@@ -366,8 +388,8 @@ def parallelize(model, config, device, world):
     from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if config.use_amp else {}
-    policy = MixedPrecisionPolicy(**low, cast_forward_inputs=False)
+    dtype = torch.bfloat16 if config.use_amp else None  # of weights and of gradients
+    policy = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)
     shard = functools.partial(fully_shard, mesh=init_device_mesh(device.type, (world.size,)), mp_policy=policy)
     for layer in model.layers:
         shard(layer)
@@ -426,7 +448,7 @@ class Step(llama.TrainStep):
         if not config.compile:  # the compiler does not call hooks: no message is hidden then
             # A group is called in place of its layers.
             callers = {group.layers()[0]: group for group in self.model.groups or ()}
-            first_layers = [bucket.layers[0] for bucket in optimizer.buckets]
+            first_layers = (bucket.layers[0] for bucket in optimizer.buckets)
             optimizer.overlap([callers.get(layer, layer) for layer in first_layers])
         return optimizer
 
@@ -450,10 +472,10 @@ class Step(llama.TrainStep):
         """As TrainStep.restart."""
         if self.config.shard != "full":
             return super().restart()
-        from torch.distributed.tensor import distribute_tensor  # as in parallelize()
+        from torch.distributed.tensor.experimental import implicit_replication  # as in parallelize()
 
-        pairs = zip(self.initial_weights, self.model.parameters(), strict=True)
-        self.optimizer.reset([distribute_tensor(w.to(p.device), p.device_mesh, p.placements) for w, p in pairs])
+        with implicit_replication():  # of the whole weights, from which each process copies its part
+            super().restart()
 
     def collect_gradients(self):
         """As TrainStep.collect_gradients; all processes must call it, once a step."""
@@ -467,18 +489,17 @@ class Step(llama.TrainStep):
     def must_stop(self):
         """As TrainStep.must_stop. With --timing step nobody asks the others between steps, and all steps are done."""
         self.world.handle_signals()
-        return self.config.timing == "phases" and self.world.any(self.world.stop_requested is not None)
+        return self.config.timing == "phases" and self.world.must_stop()
 
     def report_processes(self, summary):
         """As TrainStep.report_processes."""
         world = self.summarize_processes(summary)
         print(f"Processes: {world['size']} over {world['backend']}; the figures above are those of rank 0")
-        each = world["tokens_per_second"] / world["size"]
-        print(f"Throughput of all: {world['tokens_per_second']:,.0f} tokens/sec, {each:,.0f} a process")
-        if world["slowest"]:
+        speed, slowest = world["tokens_per_second"], world["slowest"]
+        print(f"Throughput of all: {speed:,.0f} tokens/sec, {speed / world['size']:,.0f} a process")
+        if slowest:
             print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
-            behind = "rank {rank}, {behind_ms:.3f} ms a step behind the fastest".format(**world["slowest"])
-            print(f"Slowest process: {behind}")
+            print(f"Slowest process: rank {slowest['rank']}, {slowest['behind_ms']:.3f} ms a step behind the fastest")
         else:
             print("Communication that was not hidden: not measured")
         print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
@@ -524,4 +545,6 @@ def main(argv, program):
         Step.world = world
         return hardware.remedied(llama.parse_config(argv, program), llama.train_and_report, Step)
 
-    return run_together(job, Path(program).name)
+    # Processes must find each other before the flags are read, so that only one complains about them.
+    given = re.findall(r"--comm-timeout[ =](\d+)", " ".join(argv))
+    return run_together(job, Path(program).name, *map(int, given[-1:]))

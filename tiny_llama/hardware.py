@@ -1,6 +1,5 @@
 """What is known of the hardware: datasheet peaks, the driver, power, clock and temperature, the memory of the host."""
 
-import dataclasses
 import math
 import os
 import platform
@@ -42,8 +41,7 @@ def peak_tflops(device, precision):
     (_, _, *precisions), *rows = (re.split("  +", line) for line in PEAK_TFLOPS.strip().splitlines())
     for name, units, *peaks in rows:
         if device.num_sms == int(units) and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
-            peak = dict(zip(precisions, peaks, strict=True)).get(precision, "-")
-            return None if peak == "-" else float(peak)
+            return or_none(float, dict(zip(precisions, peaks, strict=True))[precision])  # of "-" None
     return None
 
 
@@ -85,8 +83,8 @@ def or_none(query, *arguments):
 
 def output_of(*command):
     """Return what a program prints, or None if it fails, is missing or does not end."""
-    done = or_none(lambda: subprocess.run(command, capture_output=True, text=True, check=True, timeout=10))
-    return done and done.stdout.strip()
+    options = dict(capture_output=True, text=True, check=True, timeout=10)
+    return or_none(lambda: subprocess.run(command, **options).stdout.strip())
 
 
 def gpu_state(device):
@@ -108,7 +106,7 @@ def gpu_state(device):
 
 def environment(device):
     """Return what a result depends on besides the configuration, a dict."""
-    folder = str(Path(llama.__file__).resolve().parent)
+    folder = Path(llama.__file__).resolve().parent
     return dict(
         device=device.name,
         arch=device.arch,
@@ -152,13 +150,12 @@ def remedied(config, function, *arguments):
         return function(config, *arguments)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            sizes = ("batch_size", "seq_len", "num_layers", "hidden_dim", "ffn_dim", "vocab_size")
-            # What is as small as it may be cannot be lowered.
-            least = {field.name: field.metadata["least"] for field in dataclasses.fields(config)}
-            lowerable = [name for name in sizes if getattr(config, name) > least[name]]
-            given = ", ".join(f"{llama.flag_of(name)} {getattr(config, name)}" for name in lowerable)
+            sizes = "batch_size seq_len num_layers hidden_dim ffn_dim vocab_size".split()
+            given = ", ".join(f"{llama.flag_of(name)} {getattr(config, name)}" for name in sizes)
             raise llama.UsageError(f"out of memory with {given}: lower one of them") from error
         if re.search(r"No working C\+\+ compiler|Failed to find C compiler", str(error)):
-            reason = "Triton and --compile need a C and a C++ compiler, and found none"
-            raise llama.UsageError(f"{reason}: install gcc and g++, or set CC and CXX") from error
+            raise llama.UsageError(
+                "Triton and --compile need a C and a C++ compiler, and found none: "
+                "install gcc and g++, or set CC and CXX"
+            ) from error
         raise

@@ -15,21 +15,31 @@ def list_stages():
                 print("        {effect}\n        sign: {sign}".format(**llama.BUGS[field]._asdict()))
 
 
+def lone_process():
+    """A line if a launcher has started several processes that do not know of each other, in a list."""
+    names = "SLURM_NTASKS PMI_SIZE OMPI_COMM_WORLD_SIZE".split()
+    several = [name for name in names if os.environ.get(name, "1") != "1" and "RANK" not in os.environ]
+    return [
+        f"{name}={os.environ[name]}, but RANK is not set: each process that srun or mpirun starts trains alone; "
+        "start them with torchrun, as site/job.slurm does"
+        for name in several[:1]
+    ]
+
+
 def inert_flags(step):
-    """A line for each flag that has no effect in this run, or only costs time."""
+    """A line for each flag that has no effect in this run, or only costs time, and for processes that are alone."""
     config, is_triton, on_cpu = step.config, step.implementation == "triton", step.device.type == "cpu"
     lacks_tf32 = config.matmul_precision == "high" and llama.dot_precision(step.device) != "tf32"
     may_have_tf32 = llama.tf32_available(step.device)
     no_tf32 = "PyTorch for ROCm needs HIPBLASLT_ALLOW_TF32=1" if may_have_tf32 else "there is no TF32"
+    of_kernels = "noncontiguous_kv triton_matmul_swiglu severed_autograd".split()
     for_kernels = f"has no effect: it concerns the Triton kernels, not {step.implementation}"
     is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
         ("no_init", config.untied_head, "does not show with --untied-head, which PyTorch initializes by small numbers"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
-        ("noncontiguous_kv", not is_triton, for_kernels),
-        ("triton_matmul_swiglu", not is_triton, for_kernels),
-        ("severed_autograd", not is_triton, for_kernels),
+        *((name, not is_triton, for_kernels) for name in of_kernels),
         ("unsynced_timing", on_cpu, "has no effect on a CPU, where nothing runs asynchronously"),
         ("unsynced_timing", config.timing == "step", "changes little with --timing step, which does not time phases"),
         ("matmul_precision", lacks_tf32, f"high has no effect on {step.device.arch}: {no_tf32}"),
@@ -37,6 +47,4 @@ def inert_flags(step):
         ("compile", is_triton, "finds nothing to fuse: the operations are Triton kernels already"),
     ]
     lines = [f"{llama.flag_of(name)} {text}" for name, is_inert, text in table if getattr(config, name) and is_inert]
-    # Not a flag, but the one kernel that depends on the shape of the model.
-    wide = is_triton and config.use_amp and config.head_dim == 128 and step.device.arch == "sm_90"
-    return lines + ["the forward pass of attention may be tiny_llama/attention_hopper.py's"] * wide
+    return lone_process() + lines

@@ -10,7 +10,6 @@ import statistics
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 
 import tiny_llama_v3 as llama
 
@@ -36,8 +35,9 @@ def show_ranges(step):
     step.named_range = named_range
     if os.environ.get("ROCPROF_SELECTED_REGIONS"):  # rocprofv3 --selected-regions records nothing before this call
         ctypes.CDLL(None).roctxProfilerResume(0)  # of the library that rocprofv3 preloads for the ranges
-    named = {"graph" if name == "step" else name: phase for name, phase in step.phases.items()}  # captured as one
-    step.phases = {name: named_range(name)(phase) for name, phase in named.items()}
+    for name, phase in step.phases.items():
+        # What is called a step here is the graph of a whole one.
+        step.phases[name] = named_range("graph" if name == "step" else name)(phase)
     if step.config.compile:
         return
     for group in step.model.groups or ():
@@ -50,8 +50,10 @@ def show_ranges(step):
 
 def attached_profiler():
     """Return the environment variable by which another profiler has entered this process, or None."""
-    names = "ROCP_TOOL_LIBRARIES ROCPROFILER_REGISTER HSA_TOOLS_LIB NSYS_PROFILING_SESSION_ID CUDA_INJECTION64_PATH "
-    names += "NVTX_INJECTION64_PATH NV_NSIGHT_INJECTION_PORT_BASE"  # the last is ncu's
+    names = (
+        "ROCP_TOOL_LIBRARIES ROCPROFILER_REGISTER HSA_TOOLS_LIB NSYS_PROFILING_SESSION_ID CUDA_INJECTION64_PATH "
+        "NVTX_INJECTION64_PATH NV_NSIGHT_INJECTION_PORT_BASE"  # the last is ncu's
+    )
     if "rocprof" in os.environ.get("LD_PRELOAD", ""):  # rocprofv3 and rocprof-sys
         return "LD_PRELOAD"
     return next((name for name in names.split() if os.environ.get(name)), None)
@@ -59,8 +61,7 @@ def attached_profiler():
 
 def profiled(step, steps, apart=True):
     """Return torch.profiler after so many more steps; apart: each waits for the one before."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:  # of the CPU, and of a GPU if there is one
         for _ in range(steps):
             step.run()
             if apart:
@@ -82,8 +83,8 @@ def count_kernels(step, batch_ms):
     steps = 1 if step.processes == 1 else 2  # the first of two also waits for the other processes' profilers
     events = profiled(step, steps, apart=False).events()
     kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
-    is_launch = re.compile(r"(cuda|cu|hip)\w*Launch")
-    calls = [event for event in events if event.device_type == DeviceType.CPU and is_launch.match(event.name)]
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    calls = [event for event in on_host if re.match(r"(cuda|cu|hip)\w*Launch", event.name)]
     counts = {"kernels": len(kernels) // steps, "launches": len(calls) // steps}
     if steps > 1:
         spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
@@ -153,8 +154,9 @@ def write_profile(step, folder):
         if on_gpu:
             record_memory(step, memory)
     except OSError as error:
-        reason = f"({error.strerror}): free space or give another folder"
-        raise llama.UsageError(f"{folder} cannot be written to {reason}") from error
+        raise llama.UsageError(
+            f"{folder} cannot be written to ({error.strerror}): free space or give another folder"
+        ) from error
     print(f"Profile of {steps} more steps: {trace} (open in https://ui.perfetto.dev) and {table}")
     if on_gpu:
         print(f"Memory of {steps} more: {memory} (open in https://pytorch.org/memory_viz)")

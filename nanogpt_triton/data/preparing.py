@@ -4,7 +4,7 @@ import urllib.request
 from pathlib import Path
 
 from measure.command_line import Parser, exit_code_of, replacing
-from nanogpt_triton.dataset import Characters, reading, write_dataset
+from nanogpt_triton.dataset import Characters, read_text, reading, write_dataset
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -18,11 +18,6 @@ def run(script, description, prepare, inputs=True):
         parser.add_argument("--input", **own)
     parser.add_argument("--output", type=Path, default=folder, metavar="DIR", help="default: the script's folder")
     return exit_code_of(lambda: prepare(parser.parse_args()), "prepare.py")
-
-
-def read_text(path):
-    with reading(path, "give a text file in UTF-8"):
-        return path.read_text(encoding="utf-8")
 
 
 def shakespeare(options):

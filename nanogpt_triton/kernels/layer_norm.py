@@ -23,8 +23,11 @@ from tiny_llama_v3 import (
     get_device,
     jit,
     launch,
+    load,
     next_power_of_2,
     norm_tile,
+    store,
+    tile_ptrs,
     tl,
     triton,
 )
@@ -48,23 +51,23 @@ def layer_norm_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     row_mask, col_mask = rows < n_rows, cols < N_COLS
     mask = row_mask[:, None] & col_mask[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load(tile_ptrs(x_ptr, rows, stride_x_row, cols), mask)
     if HAS_BRANCH:
-        branch = tl.load(branch_ptr + rows[:, None] * stride_branch_row + cols[None, :], mask=mask, other=0.0)
-        residual = (x + branch.to(tl.float32)).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + rows[:, None] * N_COLS + cols[None, :], residual, mask=mask)
+        residual = x + load(tile_ptrs(branch_ptr, rows, stride_branch_row, cols), mask)
+        residual = residual.to(residual_ptr.dtype.element_ty)
+        store(tile_ptrs(residual_ptr, rows, N_COLS, cols), residual, mask)
         x = residual.to(tl.float32)  # normalise what is stored: the backward pass will read that
     # Two passes over registers. Columns beyond the row are zero, which a mean subtracted would undo: hence the mask.
     mean = tl.sum(x, axis=1) / N_COLS
     centered = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N_COLS + EPS)
     # The backward pass computes n again from x, which takes two numbers a row instead of a tensor.
-    tl.store(mean_ptr + rows, mean, mask=row_mask)
-    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
-    y = centered * rstd[:, None] * tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    store(mean_ptr + rows, mean, row_mask)
+    store(rstd_ptr + rows, rstd, row_mask)
+    y = centered * rstd[:, None] * load(weight_ptr + cols, col_mask)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + rows[:, None] * N_COLS + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        y += load(bias_ptr + cols, col_mask)[None, :]
+    store(tile_ptrs(y_ptr, rows, N_COLS, cols), y, mask)
 
 
 @jit
@@ -85,7 +88,7 @@ def layer_norm_backward_kernel(
     KEEP_WEIGHT: tl.constexpr = not READ_TWICE or x_ptr.dtype.element_ty != tl.float32
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
-    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    weight = load(weight_ptr + cols, col_mask)
     # Sums over all rows of this program, in registers: one store at the end instead of atomics for each tile.
     weight_grad = tl.zeros([BLOCK_SIZE], tl.float32)
     bias_grad = tl.zeros([BLOCK_SIZE], tl.float32)
@@ -93,14 +96,14 @@ def layer_norm_backward_kernel(
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        x_ptrs = x_ptr + rows[:, None] * stride_x_row + cols[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-        y_grad_ptrs = y_grad_ptr + rows[:, None] * stride_y_grad_row + cols[None, :]
-        y_grad = tl.load(y_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        x_ptrs = tile_ptrs(x_ptr, rows, stride_x_row, cols)
+        x = load(x_ptrs, mask)
+        y_grad_ptrs = tile_ptrs(y_grad_ptr, rows, stride_y_grad_row, cols)
+        y_grad = load(y_grad_ptrs, mask)
+        mean = load(mean_ptr + rows, row_mask)
+        rstd = load(rstd_ptr + rows, row_mask)
         if not KEEP_WEIGHT:
-            weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+            weight = load(weight_ptr + cols, col_mask)
         normalized = (x - mean[:, None]) * rstd[:, None]
         scaled_grad = y_grad * weight[None, :]
         # What mean and rstd pass on: each element of a row changes them, and they all others.
@@ -120,16 +123,15 @@ def layer_norm_backward_kernel(
         x_grad = (scaled_grad - mean_grad[:, None] - normalized * mean_product[:, None]) * rstd[:, None]
         # The stream also goes around the norm, and its gradient from there is added here.
         if HAS_RESIDUAL_GRAD:
-            residual_grad_ptrs = residual_grad_ptr + rows[:, None] * stride_residual_grad_row + cols[None, :]
-            x_grad += tl.load(residual_grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+            x_grad += load(tile_ptrs(residual_grad_ptr, rows, stride_residual_grad_row, cols), mask)
         offsets = rows[:, None] * N_COLS + cols[None, :]
-        tl.store(x_grad_ptr + offsets, x_grad.to(x_grad_ptr.dtype.element_ty), mask=mask)
+        store(x_grad_ptr + offsets, x_grad, mask)
         if HAS_BRANCH_GRAD:
-            tl.store(branch_grad_ptr + offsets, x_grad.to(branch_grad_ptr.dtype.element_ty), mask=mask)
+            store(branch_grad_ptr + offsets, x_grad, mask)
     partial_ptr += tl.program_id(0) * (2 * N_COLS if HAS_BIAS else N_COLS)
-    tl.store(partial_ptr + cols, weight_grad, mask=col_mask)
+    store(partial_ptr + cols, weight_grad, col_mask)
     if HAS_BIAS:
-        tl.store(partial_ptr + N_COLS + cols, bias_grad, mask=col_mask)
+        store(partial_ptr + N_COLS + cols, bias_grad, col_mask)
 
 
 class BackwardTile(NamedTuple):

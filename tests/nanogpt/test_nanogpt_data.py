@@ -1,5 +1,6 @@
 """nanogpt_triton's settings and data: what is read, what is refused, and that files run no code."""
 
+import os
 import pickle
 import runpy
 import sys
@@ -96,7 +97,7 @@ def test_our_config_files(path):
     ("--max_iters=-1", "max_iters=-1 is not from 0"),
     ("--dropout=1.5", "dropout=1.5 is not from 0"), ("--learning_rate=-1", "-1.0 is not from 0"),
     ("--layer_norm=foo", "layer_norm=foo is none of auto, triton, torch"),
-    ("-b=3", "--key=value"), ("missing.py", "missing.py cannot be used"),
+    ("-b=3", "--key=value"), ("missing.py", "missing.py cannot be used"), ("/dev/zero", "not a regular file"),
     ("batchsize = 4", "batchsize: did you mean batch_size?"), ("dropout = float('nan')", "dropout=nan is not from 0"),
     ("batch_size = 1 // 0", "ZeroDivisionError"),
 ])  # fmt: skip
@@ -110,7 +111,7 @@ def test_a_mistake_is_named(tmp_path, argument, words):
 
 def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit, match="^0$"):
-        configure(sample.Settings, ["--help"], "What it does")
+        configure(sample.Settings, ["--help"], None)  # as with python -OO
     text = capsys.readouterr().out
     assert all(f"--{key}=" in text for key in vars(sample.Settings()))
 
@@ -223,15 +224,22 @@ def test_batches_are_windows_of_the_data(folder):
 
 @pytest.mark.parametrize("name, content", [
     ("train.bin", None), ("train.bin", b"\0" * 32), ("meta.pkl", b"\x80"),
-    ("meta.pkl", pickle.dumps({"itos": {}})),
+    ("meta.pkl", pickle.dumps({"itos": {}})), ("train.bin", os.mkfifo), ("meta.pkl", os.mkfifo),
 ])  # fmt: skip
 def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
-    """Or too short for a batch."""
+    """Or too short for a batch, or no file."""
     if content is not None:
-        (tmp_path / name).write_bytes(content)
+        content(tmp_path / name) if callable(content) else (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match="cannot be used .*: run python .*prepare.py") as error:
         batches(tmp_path) if name == "train.bin" else dataset.read_characters(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_data_that_becomes_shorter_ends_a_run_in_a_line(folder):
+    data = batches(folder)
+    os.truncate(folder / "train.bin", 40)
+    with pytest.raises(UsageError, match="train.bin cannot be used .*changed while"):
+        data[0]
 
 
 class Payload:
@@ -251,6 +259,8 @@ def test_a_pickle_of_nanogpt_runs_no_code(tmp_path, monkeypatch, more, protocol)
     Path("meta.pkl").write_bytes(pickle.dumps(content, protocol))
     if more is None:
         assert dataset.read_characters(tmp_path) == "\nab"
+        Path("meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}, protocol))  # enough for nanoGPT to train
+        assert dataset.read_characters(tmp_path) == "\0\1\2"
     else:
         with pytest.raises(UsageError, match=r"cannot be used \(UnpicklingError: it names "):
             dataset.read_characters(tmp_path)

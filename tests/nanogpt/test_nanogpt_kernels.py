@@ -88,12 +88,6 @@ def test_one_of_both_gradients(randn):
     assert_as_accurate_as_torch(inputs, [None, upstream.detach()], torch.float32, unused=1)
 
 
-def test_gradients_are_the_same_bits_every_time(randn):
-    x, weight = randn(301 if ON_GPU else 37, 200).requires_grad_(), randn(200).requires_grad_()
-    grads = [torch.autograd.grad(triton_layer_norm(x, weight), (x, weight), x.sin()) for _ in range(3)]
-    torch.testing.assert_close(grads[1:], grads[:-1], rtol=0, atol=0)
-
-
 def test_compiled_without_a_graph_break(randn):
     """One compilation serves all numbers of rows."""
     torch._dynamo.reset()
@@ -142,11 +136,10 @@ def test_falls_back_and_says_so_once(device, shape, branch, dtype):
     torch.compile(triton_add_layer_norm, fullgraph=True, backend="eager")(*inputs)
 
 
-@pytest.mark.parametrize("weight, bias", [((5,), None), ((4,), (3,))])
-def test_shapes_that_do_not_fit(device, weight, bias):
-    x, weight, bias = (shape and torch.ones(shape, device=device) for shape in ((3, 4), weight, bias))
+@pytest.mark.parametrize("shapes", [[(3, 4), (5,)], [(3, 4), (4,), (3,)]])
+def test_shapes_that_do_not_fit(device, shapes):
     with pytest.raises(RuntimeError):
-        triton_layer_norm(x, weight, bias)
+        triton_layer_norm(*(torch.ones(shape, device=device) for shape in shapes))
 
 
 def test_tensors_on_a_cpu_need_the_interpreter(monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -83,6 +84,7 @@ def train(config, world=None, frozen=False):
 def join(config):
     """Return the World of this process, connected to the others."""
     world = distributed.Step.world = distributed.launched()
+    world.find()
     world.join(world.select_device(config.device), config.comm_timeout)
     return world
 
@@ -132,6 +134,12 @@ def checks(world):
 def script(folder, *arguments):
     """Run the script; a file called by the rank has this process's number."""
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    run_script(arguments)
+
+
+def script_stopped(folder, *arguments):
+    """Run the script, and stop it after a second."""
+    threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()
     run_script(arguments)
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,11 +124,3 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
     assert not fits(q, "sm_100") and not fits(q.float()) and not fits(q[..., :64])
     assert not fits(q[:, :511]) and not fits(q[:1, :512])  # short, or fewer tiles than multiprocessors
     assert not fits(q.transpose(2, 3).contiguous().transpose(2, 3))  # rows with gaps
-
-
-@pytest.mark.parametrize("arch, hidden, found", [("sm_90", 1024, 1), ("sm_100", 1024, 0), ("sm_90", 512, 0)])
-def test_a_run_says_that_the_kernel_may_serve_it(arch, hidden, found):
-    config = llama.Config(hidden_dim=hidden, num_heads=8, use_amp=True)
-    device = llama.Device("cuda", "GPU", arch, 132, 32)
-    step = SimpleNamespace(config=config, device=device, implementation="triton", processes=1)
-    assert sum("attention_hopper.py" in line for line in llama.companion("notes").inert_flags(step)) == found

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,21 +29,31 @@ ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", 
 needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
 
 
-def begin(python, function, *arguments):
-    """Start a function of distributed_program.py in two processes of torchrun, whose output ends in one pipe."""
-    command = [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def begin(command, function, *arguments, **environment):
+    """Start a function of distributed_program.py, whose output ends in one pipe."""
     return subprocess.Popen(
         [*command, distributed_program.__file__, function, *map(str, arguments)],
-        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1"),
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1") | environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
 
+def torchrun(python):
+    """The command that starts a program in two processes."""
+    return [python, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def by_hand(python, port, rank, *arguments):
+    """Start one of two processes of ENDLESS without torchrun."""
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    return begin([python], *arguments, *ENDLESS, **place)
+
+
 @pytest.fixture(scope="module")
 def start(python):
-    return functools.partial(begin, python)
+    return functools.partial(begin, torchrun(python))
 
 
 def finish(program):
@@ -94,7 +105,6 @@ def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeyp
             assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
     assert all(map(torch.equal, both[0]["weights"], both[1]["weights"]))
-    assert ON_GPUS or name == "kernels" or min(alone["losses"]) < alone["losses"][0] - 0.05  # it learns
 
 
 @needs_triton
@@ -138,8 +148,10 @@ def test_a_run_of_two_processes(start, tmp_path):
     assert [process["rank"] for process in world["processes"]] == [0, 1]
 
 
-def test_a_process_alone_has_no_world(run):
+def test_a_process_alone_has_no_world(run, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
     done = run("--shard", "full")
+    assert done.out.count("Note: PMI_SIZE=2, but RANK is not set: each process") == 1
     assert "--shard full has no effect on one process" in done.out and "Processes:" not in done.out
     assert done.result["summary"]["world"] is None
 
@@ -153,7 +165,9 @@ def endless(tmp_path, python):
     programs, pids = [], []
 
     def run(*arguments, python=python):
-        program = begin(python, "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments)
+        program = begin(
+            torchrun(python), "script", tmp_path, *ENDLESS, "--output-dir", tmp_path / "results", *arguments
+        )
         programs.append(program)
         next(line for line in program.stdout if line.startswith("step    4/"))
         pids.extend(int((tmp_path / rank).read_text()) for rank in "01")
@@ -203,6 +217,26 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
     assert message in line and exit_code != 0 and not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize(
+    "function, told", [("script", ["(no answer): start them with torchrun"]), ("script_stopped", [])]
+)
+def test_another_program_listens_on_the_port(python, tmp_path, function, told):
+    """It accepts and never answers. PyTorch's handshake would wait for ever, deaf to signals."""
+    with socket.create_server(("localhost", 0)) as silent:
+        program = by_hand(python, silent.getsockname()[1], "1", function, tmp_path, "--comm-timeout", "1")
+        exit_code, out = finish(program)
+    assert exit_code != 0 and out.count("\n") == len(told) and all(words in out for words in told)
+
+
+def test_processes_started_by_hand_complain_once(python, tmp_path):
+    """And PyTorch does not at all, though the store of rank 0 ends with it."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    programs = [by_hand(python, port, rank, "script_of_another_mind", tmp_path) for rank in "01"]
+    out = "".join(out for _, out in map(finish, programs))
+    assert out.count("\n") == 1 and "rank 1 was given --seq-len 9" in out
+
+
 # --- the parts, without processes
 
 
@@ -221,9 +255,7 @@ def test_slices_of_all_processes_are_the_buckets(size):
         for bucket in optimizer.buckets:
             length = len(bucket.own_weights)
             assert length * size == len(bucket.all_weights) and length % llama.ADAMW_BLOCK == 0
-            assert bucket.parameters[0].main_grad.data_ptr() == bucket.all_grads.data_ptr()
-            for own, all in ((bucket.own_weights, bucket.all_weights), (bucket.own_grads, bucket.all_grads)):
-                assert own.data_ptr() == all[rank * length :].data_ptr()
+            assert bucket.own_grads.data_ptr() == bucket.all_grads[rank * length :].data_ptr()
 
 
 ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
@@ -297,6 +329,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, capsys):
 def end_of(monkeypatch, error, store=None):
     """The exit code of rank 1 of two after this error."""
     monkeypatch.setattr(distributed, "launched", lambda: World(1, 2, store=store))
+    monkeypatch.setattr(World, "find", lambda self, seconds: None)
     monkeypatch.setattr(distributed, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as end:
         distributed.run_together(Mock(side_effect=error), "program")
@@ -323,20 +356,20 @@ def test_more_processes_than_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("environment, named", [
-    ("WORLD_SIZE=2", "'RANK'"), ("WORLD_SIZE=2 RANK=0", "'LOCAL_RANK'"), ("WORLD_SIZE=x", "WORLD_SIZE=x "),
+    ("WORLD_SIZE=2", "'RANK'"), ("WORLD_SIZE=x", "WORLD_SIZE=x "),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0", "MASTER_ADDR expected"), ("WORLD_SIZE=0 RANK=0 LOCAL_RANK=0", "not below"),
     ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0", "RANK is not below"), ("WORLD_SIZE=2 RANK=-1 LOCAL_RANK=0", "not below"),
-    ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x"),
     ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=0", "1/2 clients joined"),
 ])  # fmt: skip
 def test_processes_that_do_not_find_each_other(monkeypatch, capsys, environment, named):
     """They were started by hand, without all that torchrun sets, or one of them is missing."""
-    monkeypatch.setattr(distributed, "FIND_SECONDS", 0.1)
+    monkeypatch.setattr(distributed, "exit_now", sys.exit)
     given = dict(part.split("=") for part in environment.split())
     for name in distributed.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert llama.main([]) == 2
+    with pytest.raises(SystemExit, match="^2$"):
+        sys.exit(llama.main(["--comm-timeout", "1"]))
     error = capsys.readouterr().err
     assert named in error and "torchrun" in error and error.count("\n") == 1

@@ -53,7 +53,6 @@ PEAKS = """
 38  - - - AMD Instinct MI300X
 2   - - - x86_64
 """
-OLDER = ("MI2", "A100", "A10G")  # without FP8
 
 
 @pytest.mark.parametrize("line", [line for line in PEAKS.strip().splitlines() if line[0] != "#"])
@@ -63,9 +62,6 @@ def test_a_device_has_the_peak_of_its_datasheet_and_a_look_alike_has_none(line):
     for name in names.split("; "):
         some = device(name, int(units))
         assert [hardware.peak_tflops(some, precision) for precision in ("bf16", "tf32", "fp32")] == expected, name
-        fp8 = hardware.peak_tflops(some, "fp8")  # about twice that of bf16: the datasheets round
-        has_fp8 = expected[0] and not any(old in name for old in OLDER)
-        assert fp8 == pytest.approx(2 * expected[0], rel=0.015) if has_fp8 else fp8 is None, name
 
 
 def notes_of(config, device, implementation="triton"):
@@ -181,7 +177,6 @@ def test_the_gpu_is_asked_before_the_warm_up_and_after_the_measured_steps(monkey
     noted(profiler, "count_kernels")
     done = run()
     assert calls == ["gpu_state", "warm_up", "train", "gpu_state", "count_kernels"]
-    assert {name: state["power_w"] for name, state in done.result["summary"]["gpu"].items()} == dict(idle=10, busy=40)
     assert "\nGPU after the last step: 40 W, 40 MHz, 40 degrees C\n" in done.out
 
 

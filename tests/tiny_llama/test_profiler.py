@@ -13,7 +13,6 @@ import torch
 from torch.autograd import DeviceType
 
 import tiny_llama_v3 as llama
-from tiny_llama import groups as layer_groups
 from tiny_llama import profiler
 
 LAYERS = "(forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward))"
@@ -122,17 +121,6 @@ def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers,
     before, window, after = re.split(r" ?(\(steps .*\)) ?", markers())
     assert before.endswith("synchronize") and after.split().count("gradient_norm") == 1
     assert window == f"(steps {TWO_STEPS} synchronize)"
-
-
-@needs_triton
-@pytest.mark.parametrize("flags, groups", [([], 1), ([], 2), (["--severed-autograd"], None)])
-def test_ranges_of_the_triton_kernels(run, markers, monkeypatch, flags, groups):
-    """Of the layers of a group, and of the layers by themselves. Without autograd's history, none has a backward."""
-    flags = ["--impl", "triton", "--device", "auto", "--num-steps", "1", "--warmup-steps", "0", *flags]
-    monkeypatch.setattr(layer_groups, "GROUP_BYTES", 0 if groups == 2 else layer_groups.GROUP_BYTES)
-    monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
-    run(*flags)
-    assert markers() == (ONE_STEP if groups else NO_BACKWARD)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from nanogpt_triton.data.preparing import read_text, run  # noqa: E402
-from nanogpt_triton.dataset import BytePairs, library, reading, write_dataset  # noqa: E402
+from nanogpt_triton.data.preparing import run  # noqa: E402
+from nanogpt_triton.dataset import BytePairs, library, read_text, reading, write_dataset  # noqa: E402
 
 REPOSITORY = "Skylion007/openwebtext"  # Parquet files: datasets refuses scripts since its version 4
 

@@ -1,0 +1,27 @@
+"""Opening what a person names: a regular file of a bounded size, or an error in one line, at once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tiny_llama import files
+
+
+@pytest.mark.parametrize("make, named", [
+    (None, "No such file"), (os.mkdir, "Is a directory"), (os.mkfifo, "not a regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    (lambda path: path.write_text("12345"), "of at most 4 bytes"),
+])  # fmt: skip
+def test_what_is_no_file_of_a_moderate_size_is_refused_at_once(tmp_path, make, named):
+    make and make(tmp_path / "x")
+    with pytest.raises(OSError, match=f"{named}.*: '.*x'$"):
+        files.open_input(tmp_path / "x", most_bytes=4)
+
+
+def test_a_file_is_read_as_it_is(tmp_path):
+    (tmp_path / "x").write_bytes(b"\r\n\xff")
+    with files.open_input(tmp_path / "x", most_bytes=3) as file:
+        assert file.read() == b"\r\n\xff"
+    subprocess.run([sys.executable, "-S", files.__file__], check=True)  # without any package
