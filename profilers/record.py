@@ -17,10 +17,11 @@ if not __package__:
 
 from measure.command_line import UsageError, exit_code_of, positive, program
 from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
-from profilers.rocm import ROCPD, core_of, rocm_path, root_of
+from profilers.rocm import ROCPD, architectures, core_of, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
-# on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses.
+# on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses. Radeon cards have few of
+# these, and theirs of the memory (FETCH_SIZE) are refused or zero on gfx1100.
 PASSES = (
     "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE",
     "FETCH_SIZE",
@@ -28,18 +29,20 @@ PASSES = (
     "MeanOccupancyPerCU",
     "VALUUtilization VALUBusy MfmaUtil",
 )
-NCU_METRICS = (
-    "gpu__time_duration.sum",  # always counted: rates need it
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "lts__t_sector_hit_rate.pct",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "smsp__inst_executed.sum",
-    "launch__registers_per_thread",
-)
+RADEON_PASSES = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE", "L2CacheHit"
+# The first is always counted: rates need it.
+NCU_METRICS = """
+gpu__time_duration.sum
+sm__throughput.avg.pct_of_peak_sustained_elapsed
+gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed
+gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed
+dram__bytes_read.sum
+dram__bytes_write.sum
+lts__t_sector_hit_rate.pct
+sm__warps_active.avg.pct_of_peak_sustained_active
+smsp__inst_executed.sum
+launch__registers_per_thread
+""".split()
 NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
 
@@ -66,7 +69,7 @@ def get_hotspots(recording):
     recording.start("hotspots/hotspot")
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
-        options = ["--kernel-trace", "--marker-trace", "--stats", "--output-format", "csv"]
+        options = "--kernel-trace --marker-trace --stats --output-format csv".split()
         recording.run_or_fail(recording.rocprofv3("hotspots", *options))
         recording.require("*_kernel_stats.csv")
     else:
@@ -79,6 +82,11 @@ def get_hotspots(recording):
 # Hardware counters. Those that cannot be read are missing from the result, and the rest is kept.
 
 
+def passes_here(*more):
+    """Return the counters of a run each that this machine's GPUs have; more: those of the matrix units."""
+    return RADEON_PASSES if {name[:4] for name in architectures()} == {"gfx1"} else (*PASSES, *more)
+
+
 def count_by_rocprofv3(recording, passes):
     """Run the program for each pass, with the ranges that mark its steps."""
     for number, names in enumerate(map(str.split, passes), 1):
@@ -89,20 +97,19 @@ def count_by_rocprofv3(recording, passes):
             if folder.is_dir():
                 folder.rename(f"{folder}.failed")
         # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
-        elif not recording.dry:
+        elif recording.recorded:
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
             if dropped := [name for name in names if f'"{name.partition(":")[0]}"' not in text]:
-                known = "this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
-                recording.miss(f"{' '.join(dropped)}: {known}")
+                recording.miss(f"{' '.join(dropped)}: {recording.explain(0)}")
 
 
 def count_by_ncu(recording, metrics):
     """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
     report = recording.result / "ncu.ncu-rep"
-    options = ["--nvtx", "--nvtx-include", "step/", "--clock-control", "none", "--print-kernel-base", "demangled"]
-    options += ["--metrics", ",".join(sorted({NCU_METRICS[0], *metrics}))]
+    options = "--nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled --metrics".split()
+    options += [",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
-    one_step = ["--num-steps", "1", "--warmup-steps", "1"]
+    one_step = "--num-steps 1 --warmup-steps 1".split()
     table = ["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
     status = recording.attempt("hardware counters", ["ncu", *options, *place, *recording.program, *one_step])
     if recording.dry:
@@ -119,12 +126,12 @@ def get_counters(recording):
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        has_database = "--kernel-rename" not in recording.tool_arguments and recording.rocm.release >= ROCPD
+        has_database = "--kernel-rename" not in recording.asked and recording.rocm.release >= ROCPD
         options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
         recording.run_or_fail(recording.rocprofv3("kernels", *options))
         recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
         if counts:
-            count_by_rocprofv3(recording, passes or PASSES)
+            count_by_rocprofv3(recording, passes or passes_here())
     else:
         recording.profile_by_torch()
         if recording.tool == "ncu":
@@ -165,7 +172,7 @@ def run_rocprof_compute(recording):
             "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
             "get_counters.sh --pmc with it"
         )
-    tool, asked = recording.rocm, recording.tool_arguments
+    tool, asked = recording.rocm, recording.asked.keys()
     traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     recording.arguments = ["--warmup-steps", "1", *recording.arguments]
@@ -176,26 +183,32 @@ def run_rocprof_compute(recording):
     # The root has a list of counters: up to 7.11 the tool looks for it in /opt/rocm, later in ROCM_PATH.
     root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
     os.environ["ROCM_PATH"] = root
-    options = [] if "--roof-only" in asked else ["--no-roof"]
+    # --roofline is the name of ROCm 10.2 for --roof-only, but that it may stand beside other blocks.
+    roofline = asked & {"--roof-only", "--roofline", "--bench-only", "--roofline-bench-only"}
+    chosen = asked & {"-b", "--block", "--set", "--speed-of-light", "--memory-chart"}
+    options = [] if roofline else ["--no-roof"]
     if (7, 0) <= tool.release < (7, 12):
         options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
     options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
     # The meaning of -p depends on the release; below the working directory all releases agree.
-    command = [*recording.launch, "profile", "-n", "tiny_llama", *options, *asked, "--", *recording.program]
-    recording.run_or_fail(command, folder=recording.result)
-    if "--roof-only" in asked:
+    own = [*options, *recording.tool_arguments, "--", *recording.program]
+    recording.run_or_fail([*recording.launch, "profile", "-n", "tiny_llama", *own], folder=recording.result)
+    if traced and not recording.dry and "roctx" in (reason := recording.explain(0)):
+        traced = recording.miss(f"the operators ({reason})")
+    if roofline and not chosen:
         recording.require("roofline.csv")
         place = recording.recorded.parent if recording.recorded else recording.result
         chart = shlex.join([*recording.launch, "analyze", "-p", str(place), "-b", "4"])
         recording.finish(f"The roofline: empirRoof_* beside it or, since ROCm 7.13, {chart}")
         return
     # sysinfo.csv exists even if nothing was counted; results_* since 7.12, *.db where these are not written.
-    recording.require("pmc_perf*.csv", "results_*.csv*", "*.db")
+    recording.require("pmc_perf*.csv*", "results_*.csv*", "*.db")
     workloads = recording.result / "workloads"
     described = next(workloads.rglob("sysinfo.csv"), workloads / "tiny_llama" / "GPU_MODEL" / "sysinfo.csv")
     begin = 0 if recording.dry else recording.log.stat().st_size
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
-    analyze_kernels(recording, analyze)
+    # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
+    analyze_kernels(recording, analyze, [] if chosen else "-b 2 6.2 16.1 17.1".split())
     if traced:
         recording.note("Operators and their kernels:")
         listed = [f"--list-{name}-operators" for name in traced]
@@ -221,7 +234,7 @@ def operators_of(tool):
     return traced
 
 
-def analyze_kernels(recording, analyze):
+def analyze_kernels(recording, analyze, sections):
     """Analyze each kernel by itself: without -k, an analysis shows the average over all of them."""
 
     def succeeds(title, *options):
@@ -230,9 +243,6 @@ def analyze_kernels(recording, analyze):
 
     if not succeeds("Kernels and dispatches:", "--list-stats"):
         return
-    # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
-    chosen = {"-b", "--block", "--set"} & set(recording.tool_arguments)
-    sections = [] if chosen else ["-b", "2", "6.2", "16.1", "17.1"]
     top = recording.options.kernels
     if recording.dry:
         title = f"For each of the first {top} of these kernels, of which KERNEL is the number:"
@@ -257,7 +267,8 @@ def get_rocprof_sys(recording):
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
     if recording.rocm:
-        command, files = rocprof_sys(recording), ("perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db")
+        command, files = rocprof_sys(recording), ["perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db"]
+        files += ["wall_clock*"] * ("--output-format" in recording.asked)
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
         command, files = [*recording.program, "--profile", str(recording.result)], ("trace.json",)
@@ -280,9 +291,8 @@ def get_rocprof_sys(recording):
 def rocprof_sys(recording):
     """Return the command line: -run would not sample, and -P without -T would switch the trace off."""
     # From ROCm 10.1 on a trace for Perfetto has to be asked for by --output-format, which excludes -T and -P.
-    formats = ["--output-format", "proto", "text"] if recording.rocm.release >= (7, 14) else ["-T", "-P"]
-    if "--output-format" in recording.tool_arguments:
-        formats = []
+    formats = "--output-format proto text" if recording.rocm.release >= (7, 14) else "-T -P"
+    formats = [] if "--output-format" in recording.asked else formats.split()
     # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
     # the reason of a crash.
     name = "ROCPROFSYS_ENABLE_SIGNAL_HANDLER"
@@ -304,7 +314,7 @@ def run_rocprof_triton(recording):
     recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
     if recording.rocm:
         recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
-        count_by_rocprofv3(recording, [*PASSES, "MfmaFlops"])
+        count_by_rocprofv3(recording, passes_here("MfmaFlops"))
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
     recording.attempt("the pictures", module_command("plot", result, alone))

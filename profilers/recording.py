@@ -31,6 +31,9 @@ EXPLANATIONS = {
     r"^[a-z_0-9]+\.py: error: ": "the program cannot do what its options ask for: see its message above",
     r"Cannot find a supported arch|not supported.*gfx|Unsupported.*gfx": "rocprof-compute does not support this GPU: "
     "it wants an MI200, MI300 or newer; get_counters.sh --pmc may do",
+    # ROCm 7.12 to 7.14 stop there, 10.0 only warns.
+    r"ROCTX (bindings )?not found": "this ROCm has no roctx for this Python, which --operators needs: give PYTHON, one "
+    "of those with a roctx in ROCM_PATH/lib/pythonX.Y/site-packages, or leave --operators out",
     r"Request exceeds the capabilities of the hardware": "too many counters for one pass: name fewer, or several --pmc",
     r"No HIP GPUs are available": "PyTorch sees no GPU. If it does without the profiler, two ROCm installations meet: "
     "load the one PyTorch was built for",
@@ -40,13 +43,25 @@ EXPLANATIONS = {
     "the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own",
     r"unrecognized arguments|Unrecognized command line option": "{tool} of this release has no such option: its own "
     "--help lists those that it has",
+    r"Unable to find all counters": "this GPU, or this release, does not know them (rocprofv3 -L lists those that it "
+    "does)",
+}
+# Options of a profiler that the scripts give, or on which what they look for depends.
+OURS = {
+    "rocprofv3": "-d --output-directory -o --output-file -f --output-format --pmc -i --input --stats --kernel-trace "
+    "--marker-trace --runtime-trace --rocm-root --minimum-output-data --mpi-world-rank-variable "
+    "--mpi-world-size-variable",
+    # -d is --dispatch, and from ROCm 10.2 on --output-directory.
+    "rocprof-compute": "-n --name -p --path -d --output-directory --subpath",
+    "rocprof-sys": "-o --output -T --trace -P --profile",
+    "ncu": "-o --export --metrics",
 }
 # Variables by which torchrun, srun, Open MPI and MPICH tell a process its number, and how many there are.
 LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
+    "RANK WORLD_SIZE",
+    "SLURM_PROCID SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK PMI_SIZE",
 )
 
 
@@ -100,12 +115,12 @@ def resolve(tool, path):
 
 
 def this_process():
-    """Return (number, count) of the processes that a launcher has started, (0, 1) without one."""
-    for names in LAUNCHERS:
+    """Return (number, count, names of their variables) of the processes of a launcher, (0, 1, []) without one."""
+    for names in map(str.split, LAUNCHERS):
         values = [os.environ.get(name, "") for name in names]
         if all(map(str.isdecimal, values)) and int(values[1]) > 1:
-            return tuple(map(int, values))
-    return 0, 1
+            return *map(int, values), names
+    return 0, 1, []
 
 
 def module_command(name, *arguments):
@@ -139,8 +154,11 @@ class Recording:
     def __init__(self, tools, options, steps):
         self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
+        # {a word of the profiler's own options: the one after it}, with NAME=VALUE and -nVALUE in two.
+        words = [part for word in self.tool_arguments for part in re.split(r"=|(?<=^-\w)(?=.)", word, maxsplit=1)]
+        self.asked = dict(zip(words, [*words[1:], ""], strict=False))
         self.dry = options.dry_run
-        self.log = self.recorded = None
+        self.log = self.recorded = self.left_out = None
         self.missing = []
         os.environ["PATH"] = rocm.search_path()
         self.choose_tool(tools)
@@ -174,6 +192,9 @@ class Recording:
         if self.tool == "torch" and self.tool_arguments:
             left_out = " ".join(self.tool_arguments)
             raise UsageError(f'torch.profiler takes no options of its own: leave out "{left_out}"{reason}')
+        if ours := [name for name in OURS.get(self.tool, "").split() if name in self.asked]:
+            change = "the result depends on it. For another, change the line that --dry-run shows"
+            raise UsageError(f"leave out {ours[0]} of {self.tool}: this script sets it, and {change}")
         if self.rocm:
             self.launch_rocm(build)
         elif self.tool == "ncu":
@@ -195,7 +216,7 @@ class Recording:
 
     def start(self, name):
         """Make the folder of the result, such as traces/trace_<time>, and set program, the run to be profiled."""
-        number, processes = this_process()
+        number, processes, variables = this_process()
         output, self.together = self.options.output, []
         if processes > 1 and not output:
             raise UsageError(f"{processes} processes need one folder for all: name it by --output")
@@ -207,6 +228,7 @@ class Recording:
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"
+            self.choose_ranks(number, variables)
         if self.result.is_dir() and any(self.result.iterdir()):
             raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
@@ -223,6 +245,14 @@ class Recording:
             raise UsageError(f"--output {self.result} {reason}") from error
         self.log = self.result / "log.txt"
         self.log.touch()
+
+    def choose_ranks(self, number, variables):
+        """Tell rocprofv3, if it is to record some processes only, which this one is: it does not know torchrun's."""
+        asked = re.findall(r"(\d+)-?(\d*)", self.asked.get("--profile-mpi-ranks", ""))
+        self.left_out = asked and not any(int(first) <= number <= int(last or first) for first, last in asked)
+        options = "--mpi-world-rank-variable", "--mpi-world-size-variable"
+        if asked and self.rocm and self.rocm.has_option(options[0], (10, 0), "--help"):
+            self.tool_arguments = [*itertools.chain(*zip(options, variables, strict=True)), *self.tool_arguments]
 
     def set_aside(self):
         """Rename a result that is not finished, for the reports to skip it. If it cannot be, it stays INCOMPLETE."""
@@ -289,6 +319,8 @@ class Recording:
 
     def attempt(self, part, command):
         """Run a command without which only a part of the result is missing. Return its exit status."""
+        if self.left_out and not self.recorded:
+            return 0
         if status := self.run(command):
             self.miss(f"{part} ({self.explain(status)}); try again: {shlex.join(command)}")
         return status
@@ -299,7 +331,8 @@ class Recording:
         for pattern, meaning in EXPLANATIONS.items():
             if re.search(pattern, text, re.MULTILINE):
                 return meaning.format(tool=self.tool)
-        return f"{self.tool} or the program ended with status {status}"
+        crash = ", a crash: profilers/doctor.sh tries the profiler on its own" * (status == 139)
+        return f"{self.tool} or the program ended with status {status}{crash}"
 
     def require(self, *patterns):
         """Set recorded, the first file of these names, or end: a profiler's status 0 says little."""
@@ -307,9 +340,10 @@ class Recording:
         self.recorded = min(files, default=None)
         if self.recorded:
             self.note(f"Recorded: {self.recorded}")
+        elif self.left_out:
+            self.note("Not recorded: --profile-mpi-ranks leaves this process out")
         elif not self.dry:
-            left = f"{self.tool} recorded nothing, it left no {' '.join(patterns)}"
-            self.fail(1, f"{left}: does the program use the GPU? Is a second ROCm in the way?")
+            self.fail(1, f"{self.tool} recorded nothing, it left no {' '.join(patterns)}: {self.explain(0)}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # What several scripts record

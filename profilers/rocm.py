@@ -4,6 +4,7 @@ A release is a tuple of numbers, (7, 2) for ROCm 7.2.4. The module imports only 
 asks it for the release before anything is installed.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -102,6 +103,15 @@ def release_of(path):
     answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True).stdout
     told = re.search(r"^ *rocm_version: *(.*)", answer, re.MULTILINE)
     return release_in(told[1]) if told else SILENT
+
+
+def architectures():
+    """Return the architectures of the GPUs that AMD's driver lists, such as gfx942."""
+    versions = set()
+    for path in Path(os.environ.get("KFD_TOPOLOGY") or "/sys/class/kfd/kfd/topology").glob("nodes/*/properties"):
+        with contextlib.suppress(OSError):  # of a GPU that is another job's
+            versions |= set(re.findall(r"^gfx_target_version ([1-9]\d*)", path.read_text(), re.MULTILINE))
+    return [f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in sorted(map(int, versions))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from profilers.readers.files import reported
 
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
 RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
+MERGED = "pmc_perf.csv.gz"  # a row for each dispatch, which an analysis of ROCm 10.2 writes
 NAMES = {"keep_default_na": False, "encoding_errors": "replace"}  # a kernel may be called nan
 DISPATCH = ["Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"]
 
@@ -30,7 +31,7 @@ def read_kernels(folder):
     """Return a table of Name, Count and Time, the longest first. Its index is the number; Time has any unit."""
     path = Path(folder, TABLE)
     if not path.exists():
-        return rank_kernels(sorted(Path(folder).glob(RESULTS)), path)
+        return rank_kernels(sorted(Path(folder).glob(RESULTS)) or [*Path(folder).glob(MERGED)], path)
     with reported(path):
         table = pd.read_csv(path, **NAMES)
         columns = ["Kernel_Name", "Count", *(name for name in table if name.startswith("Sum("))]

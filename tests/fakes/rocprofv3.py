@@ -19,17 +19,24 @@ COUNTERS = {  # by the slots that each takes
     "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
     "SQ SQ": "MeanOccupancyPerCU VALUUtilization", "SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
     "GRBM": "GRBM_COUNT GRBM_GUI_ACTIVE", "TCC": "TCC_HIT_sum TCC_MISS_sum", "TCC TCC": "WRITE_SIZE",
-    "TCC TCC TCC": "FETCH_SIZE",
+    "TCC TCC TCC": "FETCH_SIZE", "GL2C": "L2CacheHit",
 }  # fmt: skip
 SLOTS_OF = {name: slots.split() for slots, names in COUNTERS.items() for name in names.split()}
-ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}}
+ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}, "gfx942": {"L2CacheHit"}}
+ABSENT["gfx1100"] = SLOTS_OF.keys() - "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT".split()
+ABSENT["gfx1100"] -= {"GRBM_GUI_ACTIVE", "L2CacheHit", "MeanOccupancyPerCU"}
+RANKS = ["SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"]  # that it knows
 
 
 def make_parser():
     has_rocpd = RELEASE >= (7, 0)
     parser = argparse.ArgumentParser(prog="rocprofv3", allow_abbrev=not has_rocpd)
     for name in (*TRACES, *(name for name, since in SWITCHES.items() if RELEASE >= since)):
-        parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument(f"--{name}", nargs="?", const=True)
+    parser.set_defaults(profile_mpi_ranks=None, mpi_world_rank_variable=None)
+    if RELEASE >= (10, 0):
+        for name in ("--profile-mpi-ranks", "--mpi-world-rank-variable", "--mpi-world-size-variable"):
+            parser.add_argument(name)
     if has_rocpd:
         parser.add_argument("--version", action="store_true")
         parser.add_argument("--rocm-root")
@@ -41,6 +48,13 @@ def make_parser():
     parser.add_argument("--pmc", nargs="*")
     parser.add_argument("--kernel-include-regex")
     return parser
+
+
+def is_selected(options):
+    """Whether this process is one of --profile-mpi-ranks; all are, where it does not find their number."""
+    known = [options.mpi_world_rank_variable] if options.mpi_world_rank_variable else RANKS
+    ranks = [os.environ[name] for name in known if name in os.environ]
+    return not (options.profile_mpi_ranks and ranks) or ranks[0] in options.profile_mpi_ranks.split(",")
 
 
 def counters_of(options):
@@ -131,7 +145,7 @@ def main():
     complain()
     counters = counters_of(options)
     status = run_program(program)
-    if not os.environ.get("FAKE_NOTHING"):
+    if not os.environ.get("FAKE_NOTHING") and is_selected(options):
         write(options, traced, counters, program)
     finish(status)
 

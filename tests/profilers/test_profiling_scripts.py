@@ -110,11 +110,13 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN};MfmaUtil: {UNKNOWN}", "VALUBusy"),
+    ("gfx942", ["SQ_WAVES", "--", "--", "--kernel-include-regex", "none"], "SQ_WAVES: rocprofv3 or the",
+     None),
 ])  # fmt: skip
 def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked, missing, counted):
     machine.with_rocm("7.0")
-    run = machine.run("get_counters.sh", "--pmc", *asked, "--output", "out", FAKE_ARCH=arch)
-    assert run.code == 1 and f"error: the result lacks a part: {missing};" in run.err and run.err.count("\n") == 1
+    run = machine.run("get_counters.sh", "--output", "out", "--pmc", *asked, FAKE_ARCH=arch)
+    assert run.code == 1 and f"error: the result lacks a part: {missing}" in run.err and run.err.count("\n") == 1
     assert run.err.endswith(f"; the log: {machine.work}/out/log.txt\n")
     assert machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
     assert "Kernels of 3 steps" in run.out and one_file(machine, "kernels_of_the_steps.csv")
@@ -163,7 +165,7 @@ def test_options_of_the_profiler_come_last(machine, script):
 @pytest.mark.parametrize("release", first_fast("7.1", "6.4"))
 def test_kernels_under_the_names_of_their_ranges(machine, release):
     """Which tells what a matrix product is for."""
-    arguments = "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-rename"
+    arguments = "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--kernel-rename=true"
     run = machine.with_rocm(release).run("get_counters.sh", *arguments)
     assert run.code == 0 and {"forward", "backward"} <= set(read_dispatches(machine.work / "out")["Name"])
     kernels, counted = run.out.split("by hardware counters")
@@ -179,6 +181,18 @@ def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
         monkeypatch.setenv("ROCPROF_SELECTED_REGIONS", value)
         profiler.show_ranges(SimpleNamespace(config=SimpleNamespace(compile=True), phases={}))
         assert len(calls) == len(value)
+
+
+@pytest.mark.parametrize("script, option", [
+    ("get_trace.sh", "--output-format csv"), ("get_hotspots.sh", "--output-format=json"), ("get_trace.sh", "-fcsv"),
+    ("get_counters.sh", "-d=else"), ("run_rocprof_triton.sh", "--pmc FETCH_SIZE"), ("get_rocprof_sys.sh", "-T"),
+])  # fmt: skip
+def test_options_on_which_the_result_depends_are_the_script_s(machine, script, option):
+    """Else what was recorded would not be found, and a good recording be called failed."""
+    run = machine.with_rocm("10.0").run(script, "--output", "out", "--", "--", *option.split())
+    name = re.match("--[a-z-]+|-.", option)[0]
+    assert run.code == 2 and f"leave out {name} of {TOOLS[script]}: this script sets it" in run.err
+    assert run.out == "" and machine.results() == []
 
 
 def test_an_option_that_this_release_lacks(machine):
@@ -431,6 +445,25 @@ def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
         assert run.code == 0 and f"{machine.work}/out/{folder}" in run.out
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
     assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
+
+
+@pytest.mark.parametrize("rank, size", first_fast(*STARTED_BY[:2]))
+@pytest.mark.parametrize("script", ["get_counters.sh", "get_hotspots.sh"])
+def test_only_some_ranks_are_recorded(machine, script, rank, size):
+    """rocprofv3 does not know the variables of torchrun; a process that is left out runs as often as the others."""
+    options = ["--pmc", "SQ_WAVES"] * ("counters" in script)
+    machine.with_rocm("10.0")
+    for number in ("0", "1"):
+        env = {rank: number, size: "2"}
+        run = machine.run(script, *options, "--output", "out", "--", "--", "--profile-mpi-ranks=1,3-5", **env)
+        assert run.code == 0 and run.err == "" and len(list(run.commands)) >= len(options)
+        assert ("Kernels of 3 steps" in run.out) == (number == "1")
+        assert ("Not recorded: --profile-mpi-ranks leaves this process out" in run.out) == (number == "0")
+        assert f" --mpi-world-rank-variable {rank} --mpi-world-size-variable {size} " in run.out
+        assert sum(words[0] == "rocprofv3" for words in run.commands) == 1 + bool(options)
+    (command,) = re.findall(r"^All 2 processes in one table: (.*)$", run.out, flags=re.M)
+    done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
+    assert "Kernels of 3 steps" in done.stdout, done.stderr
 
 
 def test_all_ranks_in_one_table(machine):
