@@ -80,13 +80,17 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def ask(questions, seconds=SECONDS):
-    """Return (the answers of a second Python in one dict, why there are no more of them, or None)."""
+def ask(questions, seconds=SECONDS, under=()):
+    """Return (the answers of a second Python in one dict, why there are no more of them, or None).
+
+    under: the words of a command that runs it.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # A file, as what a killed Python has started may hold a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         pipes = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        process = subprocess.Popen([sys.executable, "-c", questions], env=os.environ | {"PYTHONPATH": path}, **pipes)
+        command = [*under, sys.executable, "-c", questions]
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -182,13 +186,23 @@ def probe_profilers(answers, problem, build):
         return
     if obstacle := rocm.device_obstacle():
         yield Finding("access", FAIL, f"ROCm {obstacle}", "on a cluster, a job with a GPU has the rights")
-    # Another release than PyTorch's may record nothing, crash or hang, without a word about the reason.
+    # Another release than PyTorch's may record nothing, crash or hang, without a word about the reason. Also one of the
+    # same may end in the import of triton, by another C++ library of the system's, or where few files may be open.
     for name in rocm.EXECUTABLES:
         tool = rocm.find(name)
         if reason := rocm.lack_of(tool) or rocm.mismatch_of(tool, build):
             yield Finding("profilers", WARN, f"{name}: {reason}", "until then, --profile DIR uses PyTorch's profiler")
+        elif name == "rocprofv3" and "triton" in answers and (trouble := trouble_under(tool)):
+            remedy = "try again after ulimit -n 65536; else --profile DIR uses PyTorch's profiler"
+            yield Finding("profilers", WARN, f"{name}: an import of triton fails under it, {trouble}", remedy)
         else:
             yield Finding("profilers", OK, f"{name}: {tool.path}, ROCm {rocm.dotted(tool.release)}, {tool.why}")
+
+
+def trouble_under(tool):
+    """Return why a program that imports triton does not end well under a profiler, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ask("import triton", under=[*tool.launch, "--kernel-trace", "-d", folder, "--"])[1]
 
 
 def probe_kernel(answers, problem, build):

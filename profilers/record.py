@@ -331,18 +331,19 @@ def run_rocprof_triton(recording):
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-SCRIPTS = {  # function, tools in the order in which they are tried, steps of the program
-    "get_trace.sh": (get_trace, ("rocprofv3", "torch"), 10),
-    "get_hotspots.sh": (get_hotspots, ("rocprofv3", "torch"), 10),
-    "get_counters.sh": (get_counters, ("rocprofv3", "ncu", "torch"), 10),
-    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "torch"), 1),
-    "get_rocprof_sys.sh": (get_rocprof_sys, ("rocprof-sys", "torch"), 10),
-    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "torch"), 10),
+SCRIPTS = {  # function, and tools in the order in which they are tried
+    "get_trace.sh": (get_trace, "rocprofv3 torch"),
+    "get_hotspots.sh": (get_hotspots, "rocprofv3 torch"),
+    "get_counters.sh": (get_counters, "rocprofv3 ncu torch"),
+    "get_rocprof_compute.sh": (get_rocprof_compute, "rocprof-compute torch"),
+    "get_rocprof_sys.sh": (get_rocprof_sys, "rocprof-sys torch"),
+    "run_rocprof_triton.sh": (run_rocprof_triton, "rocprofv3 torch"),
 }
 
 
 def record(script, argv):
-    function, tools, steps = SCRIPTS[script]
+    function, names = SCRIPTS[script]
+    tools, steps = names.split(), 1 if function is get_rocprof_compute else 10  # of the program, which that one repeats
     parser = parser_of(script, tools, steps)
     if function is get_counters:
         pmc = "count these, or without names a default choice; each --pmc is a run of its own"
@@ -354,7 +355,7 @@ def record(script, argv):
         parser.add_argument("--operators", action="store_true", help=operators)
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
-        tools = ("rocprofv3", "torch")  # ncu only counts
+        tools.remove("ncu")  # which only counts
     recording = Recording(tools, options, steps)
     try:
         function(recording)
@@ -373,6 +374,5 @@ def main(argv):
 
 if __name__ == "__main__":
     # The script named the root to find this module; the profiled program is not to see it.
-    others = [path for path in os.environ.pop("PYTHONPATH", "").split(":") if path not in ("", str(ROOT))]
-    os.environ |= {"PYTHONPATH": ":".join(others)} if others else {}
+    os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(str(ROOT)).lstrip(":")
     sys.exit(main(sys.argv[1:]))

@@ -71,15 +71,13 @@ def parser_of(script, tools, steps):
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     parser = Parser(script, "\n".join(line[2:] for line in comment))
     parser.usage, parser.epilog = argparse.SUPPRESS, AFTER.format(steps=steps)
-    parser.add_argument("--output", metavar="DIR", help="where the result goes; must be new or empty")
-    stage = "of the workshop: tiny_llama_v3.py --list-stages"
-    parser.add_argument("--stage", type=int, choices=range(1, 9), metavar="N", help=stage)
-    choices = [*tools, "auto"]
+    add, choices = parser.add_argument, [*tools, "auto"]
+    add("--output", metavar="DIR", help="where the result goes; must be new or empty")
+    add("--stage", type=int, choices=range(1, 9), metavar="N", help="of the workshop: tiny_llama_v3.py --list-stages")
     tool = f"{'|'.join(choices)}; auto, the default, takes the first that works here"
-    parser.add_argument("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
-    where = "this profiler of ROCm: its file, or a folder that has it in it or in its bin"
-    parser.add_argument("--tool-path", metavar="P", help=where)
-    parser.add_argument("--dry-run", action="store_true", help="print the command lines and do nothing")
+    add("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
+    add("--tool-path", metavar="P", help="this profiler of ROCm: its file, or a folder that has it in it or in its bin")
+    add("--dry-run", action="store_true", help="print the command lines and do nothing")
     return parser
 
 
@@ -195,21 +193,17 @@ class Recording:
         if ours := [name for name in OURS.get(self.tool, "").split() if name in self.asked]:
             change = "the result depends on it. For another, change the line that --dry-run shows"
             raise UsageError(f"leave out {ours[0]} of {self.tool}: this script sets it, and {change}")
-        if self.rocm:
-            self.launch_rocm(build)
+        if tool := self.rocm:
+            self.launch = tool.launch
+            self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
+            if warning := rocm.mismatch_of(tool, build):
+                self.note(f"Note: {warning}")
+            if tool.is_installed:
+                os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
         elif self.tool == "ncu":
             self.note(f"Tool: ncu, NVIDIA Nsight Compute{reason}")
         else:
             self.note(f"Tool: torch.profiler, through tiny_llama_v3.py --profile{reason}")
-
-    def launch_rocm(self, build):
-        tool = self.rocm
-        self.launch = tool.launch
-        self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
-        if tool.is_installed:
-            os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
-        if warning := rocm.mismatch_of(tool, build):
-            self.note(f"Note: {warning}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The result

@@ -24,7 +24,7 @@ TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, different
 RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
 MERGED = "pmc_perf.csv.gz"  # a row for each dispatch, which an analysis of ROCm 10.2 writes
 NAMES = {"keep_default_na": False, "encoding_errors": "replace"}  # a kernel may be called nan
-DISPATCH = ["Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"]
+DISPATCH = "Kernel_Name Dispatch_ID Grid_Size Workgroup_Size LDS_Per_Workgroup".split()
 
 
 def read_kernels(folder):

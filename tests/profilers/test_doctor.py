@@ -43,10 +43,11 @@ def diagnose(probe, build="rocm 6.4", until=None, **changes):
     return [(finding.level, f"{finding.probe}: {finding.text}", finding.remedy) for finding in found]
 
 
-def install(folder, name="rocprofv3", release="6.4.1"):
+def install(folder, name="rocprofv3", release="6.4.1", status=0):
     path = folder / "bin" / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(0o755)
+    path.write_text(f"#!/bin/sh\nexit {status}\n")
+    path.chmod(0o755)
     (folder / ".info").mkdir(exist_ok=True)
     (folder / ".info" / "version").write_text(f"{release}-47\n")
     return path
@@ -117,6 +118,7 @@ def test_access(here, monkeypatch):
 
 @pytest.mark.parametrize("release, level, told", [
     ("6.4.1", "OK", "rocprofv3, ROCm 6.4, of the release of this PyTorch"),
+    ("6.4.139", "WARN", "rocprofv3: an import of triton fails under it, exit status 139: no output"),
     ("6.2.4", "WARN", "is of ROCm 6.2, and lacks options that are used here: load ROCm 6.3"),
     ("6.3.0", "WARN", "rocprofv3 is of 6.3: it may record nothing"),
     ("10.0.0", "WARN", "two ROCm installations. PyTorch brings ROCm 6.4, rocprofv3 is of 10.0"),
@@ -124,7 +126,7 @@ def test_access(here, monkeypatch):
 def test_profilers(here, monkeypatch, release, level, told):
     (here / "kfd").touch()
     monkeypatch.setattr(doctor.rocm, "torch_build", lambda: "rocm 6.4")
-    install(here / "rocm", release=release)
+    install(here / "rocm", release=release, status=139 if "139" in release else 0)
     (found, text, _), *others = diagnose("profilers")
     assert found == level and told in text
     assert [found for found, _, _ in others] == ["WARN"] * 2 and all(
