@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from measure.command_line import Parser, program, replacing
+from measure.command_line import Parser, program
 
 TOP = 20
 
@@ -37,8 +37,7 @@ def main(argv):
     finally:  # a program may end by SystemExit
         print(f"\nThe {TOP} functions that took the host the longest, without those they called (tottime):")
         pstats.Stats(profile).sort_stats("tottime").print_stats(TOP)
-        with replacing(Path(options.output), follow=True) as path:
-            profile.dump_stats(path)
+        profile.dump_stats(options.output)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import UsageError, exit_code_of, positive, program
-from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
-from profilers.rocm import ROCPD, architectures, core_of, rocm_path, root_of
+from profilers.recording import ROOT, Recording, module_command, parse, parser_of, suggestion, this_process
+from profilers.rocm import ROCPD, architectures, core_of, python, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
 # on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses. Radeon cards have few of
@@ -43,6 +43,7 @@ sm__warps_active.avg.pct_of_peak_sustained_active
 smsp__inst_executed.sum
 launch__registers_per_thread
 """.split()
+TRACED = "--kernel-trace", "--marker-trace"
 NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
 
@@ -69,8 +70,7 @@ def get_hotspots(recording):
     recording.start("hotspots/hotspot")
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
-        options = "--kernel-trace --marker-trace --stats --output-format csv".split()
-        recording.run_or_fail(recording.rocprofv3("hotspots", *options))
+        recording.run_or_fail(recording.rocprofv3("hotspots", *TRACED, "--stats", "--output-format", "csv"))
         recording.require("*_kernel_stats.csv")
     else:
         recording.profile_by_torch()
@@ -91,7 +91,7 @@ def count_by_rocprofv3(recording, passes):
     """Run the program for each pass, with the ranges that mark its steps."""
     for number, names in enumerate(map(str.split, passes), 1):
         folder = recording.result / f"pass_{number}"
-        options = ["--pmc", *names, "--kernel-trace", "--marker-trace", "--output-format", "csv"]
+        options = ["--pmc", *names, *TRACED, "--output-format", "csv"]
         if status := recording.run(recording.rocprofv3(f"pass_{number}/counters", *options)):
             recording.miss(f"{' '.join(names)}: {recording.explain(status)}")
             if folder.is_dir():
@@ -127,9 +127,9 @@ def get_counters(recording):
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
         has_database = "--kernel-rename" not in recording.asked and recording.rocm.release >= ROCPD
-        options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
-        recording.run_or_fail(recording.rocprofv3("kernels", *options))
-        recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
+        kind, file = ("rocpd", "*_results.db") if has_database else ("csv", "*_kernel_trace.csv")
+        recording.run_or_fail(recording.rocprofv3("kernels", *TRACED, "--output-format", kind))
+        recording.require(file)
         if counts:
             count_by_rocprofv3(recording, passes or passes_here())
     else:
@@ -172,7 +172,7 @@ def run_rocprof_compute(recording):
             "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
             "get_counters.sh --pmc with it"
         )
-    tool, asked = recording.rocm, recording.asked.keys()
+    tool, asked = recording.rocm, recording.asked
     traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     recording.arguments = ["--warmup-steps", "1", *recording.arguments]
@@ -184,7 +184,7 @@ def run_rocprof_compute(recording):
     root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
     os.environ["ROCM_PATH"] = root
     # --roofline is the name of ROCm 10.2 for --roof-only, but that it may stand beside other blocks.
-    roofline = asked & {"--roof-only", "--roofline", "--bench-only", "--roofline-bench-only"}
+    roofline = asked & {"--roof-only", "--roofline"}
     chosen = asked & {"-b", "--block", "--set", "--speed-of-light", "--memory-chart"}
     options = [] if roofline else ["--no-roof"]
     if (7, 0) <= tool.release < (7, 12):
@@ -226,12 +226,11 @@ def run_rocprof_compute(recording):
 def operators_of(tool):
     """Return to whose operators rocprof-compute can attribute counters: PyTorch's and, in newer releases, Triton's."""
     since = {"torch": (7, 12), "triton": (10, 0)}
-    help_words = "profile", "--experimental", "--help"
-    traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
-    if not traced:
-        lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
-        raise UsageError(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
-    return traced
+    words = "profile", "--experimental"
+    if traced := [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *words)]:
+        return traced
+    lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
+    raise UsageError(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
 
 
 def analyze_kernels(recording, analyze, sections):
@@ -267,8 +266,7 @@ def get_rocprof_sys(recording):
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
     if recording.rocm:
-        command, files = rocprof_sys(recording), ["perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db"]
-        files += ["wall_clock*"] * ("--output-format" in recording.asked)
+        command, files = rocprof_sys(recording), ("perfetto-trace*.p*", "*.db", "wall_clock*")
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
         command, files = [*recording.program, "--profile", str(recording.result)], ("trace.json",)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -105,11 +104,11 @@ def resolve(tool, path):
     if tool not in rocm.EXECUTABLES:
         raise UsageError(f"--tool-path names a profiler of ROCm, and --tool {tool} is none: leave one out")
     name = rocm.EXECUTABLES[tool]
-    found = shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}")
-    if not found:
-        give = "give its file, or the folder of one installation of ROCm"
-        raise UsageError(f"--tool-path {path}: there is no {name}: {give}")
-    return os.path.abspath(found)
+    if found := shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}"):
+        return os.path.abspath(found)
+    raise UsageError(
+        f"--tool-path {path}: there is no {name}: give its file, or the folder of one installation of ROCm"
+    )
 
 
 def this_process():
@@ -124,11 +123,7 @@ def this_process():
 def module_command(name, *arguments):
     """Return the words that run a program of profilers/ from any folder."""
     path = ":".join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return ["env", f"PYTHONPATH={path}", python(), "-m", f"profilers.{name}", *map(str, arguments)]
-
-
-def python():
-    return os.environ.get("PYTHON") or sys.executable
+    return ["env", f"PYTHONPATH={path}", rocm.python(), "-m", f"profilers.{name}", *map(str, arguments)]
 
 
 def suggestion(text, name, *arguments):
@@ -152,9 +147,9 @@ class Recording:
     def __init__(self, tools, options, steps):
         self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
-        # {a word of the profiler's own options: the one after it}, with NAME=VALUE and -nVALUE in two.
-        words = [part for word in self.tool_arguments for part in re.split(r"=|(?<=^-\w)(?=.)", word, maxsplit=1)]
-        self.asked = dict(zip(words, [*words[1:], ""], strict=False))
+        # The names of the profiler's own options; a value follows after a newline or =, or directly as in -fcsv.
+        self.own = "\n".join(self.tool_arguments)
+        self.asked = set(re.findall(r"^(--[^=\n]+|-\w)", self.own, re.MULTILINE))
         self.dry = options.dry_run
         self.log = self.recorded = self.left_out = None
         self.missing = []
@@ -191,8 +186,10 @@ class Recording:
             left_out = " ".join(self.tool_arguments)
             raise UsageError(f'torch.profiler takes no options of its own: leave out "{left_out}"{reason}')
         if ours := [name for name in OURS.get(self.tool, "").split() if name in self.asked]:
-            change = "the result depends on it. For another, change the line that --dry-run shows"
-            raise UsageError(f"leave out {ours[0]} of {self.tool}: this script sets it, and {change}")
+            raise UsageError(
+                f"leave out {ours[0]} of {self.tool}: this script sets it, and the result depends on it. For another, "
+                "change the line that --dry-run shows"
+            )
         if tool := self.rocm:
             self.launch = tool.launch
             self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
@@ -200,10 +197,9 @@ class Recording:
                 self.note(f"Note: {warning}")
             if tool.is_installed:
                 os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
-        elif self.tool == "ncu":
-            self.note(f"Tool: ncu, NVIDIA Nsight Compute{reason}")
         else:
-            self.note(f"Tool: torch.profiler, through tiny_llama_v3.py --profile{reason}")
+            names = {"ncu": "ncu, NVIDIA Nsight Compute", "torch": "torch.profiler, through tiny_llama_v3.py --profile"}
+            self.note(f"Tool: {names[self.tool]}{reason}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The result
@@ -214,20 +210,23 @@ class Recording:
         output, self.together = self.options.output, []
         if processes > 1 and not output:
             raise UsageError(f"{processes} processes need one folder for all: name it by --output")
-        place = output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
-        while not output and os.path.lexists(place):  # by a job that began in the same second
-            time.sleep(0.1)
-            place = f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
-        self.result = Path(place).resolve()  # as rocprof-compute refuses a path with ".."
+        # Resolved, as rocprof-compute refuses a path with "..".
+        self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}").resolve()
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"
-            self.choose_ranks(number, variables)
+            # rocprofv3 does not know torchrun's variables, and says nothing of a process that it leaves out.
+            chosen = re.search(r"^--profile-mpi-ranks[=\n]([\d,-]+)", self.own, re.MULTILINE)
+            if chosen and self.rocm and self.rocm.has_option("--mpi-world-rank-variable", (10, 0)):
+                rank, size = variables
+                self.tool_arguments += ["--mpi-world-rank-variable", rank, "--mpi-world-size-variable", size]
+            ranges = re.findall(r"(\d+)-?(\d*)", chosen[1] if chosen else "")
+            self.left_out = ranges and all(not int(a) <= number <= int(b or a) for a, b in ranges)
         if self.result.is_dir() and any(self.result.iterdir()):
             raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
-        sizes = ["--batch-size", "8", "--seq-len", "128", "--num-steps", str(self.steps)]
-        self.program = [python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
+        sizes = f"--batch-size 8 --seq-len 128 --num-steps {self.steps}".split()
+        self.program = [rocm.python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
         self.program += ["--output-dir", str(self.result / "run"), *self.arguments]
         if self.dry:
             return
@@ -239,14 +238,6 @@ class Recording:
             raise UsageError(f"--output {self.result} {reason}") from error
         self.log = self.result / "log.txt"
         self.log.touch()
-
-    def choose_ranks(self, number, variables):
-        """Tell rocprofv3, if it is to record some processes only, which this one is: it does not know torchrun's."""
-        asked = re.findall(r"(\d+)-?(\d*)", self.asked.get("--profile-mpi-ranks", ""))
-        self.left_out = asked and not any(int(first) <= number <= int(last or first) for first, last in asked)
-        options = "--mpi-world-rank-variable", "--mpi-world-size-variable"
-        if asked and self.rocm and self.rocm.has_option(options[0], (10, 0), "--help"):
-            self.tool_arguments = [*itertools.chain(*zip(options, variables, strict=True)), *self.tool_arguments]
 
     def set_aside(self):
         """Rename a result that is not finished, for the reports to skip it. If it cannot be, it stays INCOMPLETE."""
@@ -325,8 +316,7 @@ class Recording:
         for pattern, meaning in EXPLANATIONS.items():
             if re.search(pattern, text, re.MULTILINE):
                 return meaning.format(tool=self.tool)
-        crash = ", a crash: profilers/doctor.sh tries the profiler on its own" * (status == 139)
-        return f"{self.tool} or the program ended with status {status}{crash}"
+        return f"{self.tool} or the program ended with status {status}"
 
     def require(self, *patterns):
         """Set recorded, the first file of these names, or end: a profiler's status 0 says little."""

@@ -144,7 +144,7 @@ class Tool(NamedTuple):
         if not self.is_installed:
             return self.release >= since
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        return option in subprocess.run([*self.launch, *help_words], **pipes).stdout
+        return option in subprocess.run([*self.launch, *help_words, "--help"], **pipes).stdout
 
 
 def core_of(path):
@@ -219,10 +219,13 @@ def device_obstacle():
     )
 
 
+def python():
+    return os.environ.get("PYTHON") or sys.executable
+
+
 def built_for(build):
-    python = os.environ.get("PYTHON") or sys.executable
     return (
-        f"would record nothing: the PyTorch of {python} is built for {build or 'nothing, it is missing'} "
+        f"would record nothing: the PyTorch of {python()} is built for {build or 'nothing, it is missing'} "
         "(docs/rocm.md, Install, names the three ways to one for ROCm)"
     )
 
