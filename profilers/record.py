@@ -110,14 +110,12 @@ def count_by_ncu(recording, metrics):
     options += [",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
     one_step = "--num-steps 1 --warmup-steps 1".split()
-    table = ["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
-    status = recording.attempt("hardware counters", ["ncu", *options, *place, *recording.program, *one_step])
-    if recording.dry:
-        recording.note(f"{shlex.join(table)} > ncu_raw.csv")
-    elif not status:
-        with open(recording.result / "ncu_raw.csv", "w") as file:
-            subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, check=True)
-    return status
+    table = ["ncu", "--import", str(report), "--csv", "--page", "raw"]
+    table += "--print-units base --print-kernel-base demangled".split()
+    write = f"{shlex.join(table)} > {shlex.quote(str(recording.result))}/ncu_raw.csv"
+    return recording.attempt(
+        "hardware counters", ["ncu", *options, *place, *recording.program, *one_step]
+    ) or recording.attempt("the counters as a table", ["sh", "-c", write])
 
 
 def get_counters(recording):
@@ -142,8 +140,8 @@ def get_counters(recording):
     recording.report_kernels("--csv", result)
     if counts:
         recording.attempt("the table of the counters", module_command("counters", result))
-    table = f"{result}/kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
-    recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
+    table = "kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
+    recording.finish(f"The table as a file: {result}/{table}", compare_with(recording), *recording.together)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def run_rocprof_compute(recording):
     # --roofline is the name of ROCm 10.2 for --roof-only, but that it may stand beside other blocks.
     roofline = asked & {"--roof-only", "--roofline"}
     chosen = asked & {"-b", "--block", "--set", "--speed-of-light", "--memory-chart"}
-    options = [] if roofline else ["--no-roof"]
+    options = ["--no-roof"] * (not roofline)
     if (7, 0) <= tool.release < (7, 12):
         options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
     options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
@@ -226,11 +224,11 @@ def run_rocprof_compute(recording):
 def operators_of(tool):
     """Return to whose operators rocprof-compute can attribute counters: PyTorch's and, in newer releases, Triton's."""
     since = {"torch": (7, 12), "triton": (10, 0)}
-    words = "profile", "--experimental"
-    if traced := [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *words)]:
+    help_of = "profile", "--experimental"
+    if traced := [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_of)]:
         return traced
-    lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
-    raise UsageError(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
+    lacks = f"--torch-trace, of ROCm 7.12 or newer; this one has none: {tool.path}"
+    raise UsageError(f"--operators needs a rocprof-compute with {lacks}")
 
 
 def analyze_kernels(recording, analyze, sections):
@@ -242,12 +240,11 @@ def analyze_kernels(recording, analyze, sections):
 
     if not succeeds("Kernels and dispatches:", "--list-stats"):
         return
-    top = recording.options.kernels
     if recording.dry:
-        title = f"For each of the first {top} of these kernels, of which KERNEL is the number:"
+        title = f"For each of the first {recording.options.kernels} of these kernels, of which KERNEL is the number:"
         succeeds(title, *sections, "-k", "KERNEL")
         return
-    command = module_command("rocprof_compute_kernels", analyze[-1], "--top", top)
+    command = module_command("rocprof_compute_kernels", analyze[-1], "--top", recording.options.kernels)
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if listing.returncode:
         recording.miss(f"each kernel by itself ({listing.stdout.strip()})")
@@ -266,10 +263,10 @@ def get_rocprof_sys(recording):
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
     if recording.rocm:
-        command, files = rocprof_sys(recording), ("perfetto-trace*.p*", "*.db", "wall_clock*")
+        command = rocprof_sys(recording)
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
-        command, files = [*recording.program, "--profile", str(recording.result)], ("trace.json",)
+        command = [*recording.program, "--profile", str(recording.result)]
         advice = "Open trace.json in https://ui.perfetto.dev"
     status = recording.attempt("the timeline", command)
     # It has no Python functions; a second run records these, whatever became of the first.
@@ -279,7 +276,7 @@ def get_rocprof_sys(recording):
     if status and failed:
         recording.fail(status, recording.missing[0])
     if not status:
-        recording.require(*files)
+        recording.require("trace.json", "perfetto-trace*.p*", "*.db", "wall_clock*")
     if str(recording.recorded).endswith(".db"):
         advice = f"Make a trace for Perfetto of it: rocpd convert -i {recording.recorded} -f pftrace"
     functions = f"What called what on the host: {shlex.join([python(), '-m', 'pstats', str(profile)])}"
@@ -294,8 +291,8 @@ def rocprof_sys(recording):
     # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
     # the reason of a crash.
     name = "ROCPROFSYS_ENABLE_SIGNAL_HANDLER"
-    start = ["env", f"{name}={os.environ.get(name) or 'OFF'}", *recording.launch, "-H", "-D", *formats]
-    return [*start, "-o", str(recording.result), *recording.tool_arguments, "--", *recording.program]
+    options = ["-H", "-D", *formats, "-o", str(recording.result), *recording.tool_arguments]
+    return ["env", f"{name}={os.environ.get(name) or 'OFF'}", *recording.launch, *options, "--", *recording.program]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,14 +340,20 @@ def record(script, argv):
     function, names = SCRIPTS[script]
     tools, steps = names.split(), 1 if function is get_rocprof_compute else 10  # of the program, which that one repeats
     parser = parser_of(script, tools, steps)
+    add = parser.add_argument
     if function is get_counters:
-        pmc = "count these, or without names a default choice; each --pmc is a run of its own"
-        parser.add_argument("--pmc", nargs="*", action="append", metavar="NAME", help=pmc)
+        add(
+            "--pmc",
+            nargs="*",
+            action="append",
+            metavar="NAME",
+            help="count these, or without names a default choice; each --pmc is a run of its own",
+        )
     elif function is get_rocprof_compute:
         kernels = "rocprof-compute: report on the N kernels that take the most time (default: 5)"
-        parser.add_argument("--kernels", type=positive, default=5, metavar="N", help=kernels)
+        add("--kernels", type=positive, default=5, metavar="N", help=kernels)
         operators = "rocprof-compute, experimental: what each operator of PyTorch, and launch of Triton, costs"
-        parser.add_argument("--operators", action="store_true", help=operators)
+        add("--operators", action="store_true", help=operators)
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
         tools.remove("ncu")  # which only counts

@@ -4,7 +4,6 @@ A release is a tuple of numbers, (7, 2) for ROCm 7.2.4. The module imports only 
 asks it for the release before anything is installed.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -107,11 +106,10 @@ def release_of(path):
 
 def architectures():
     """Return the architectures of the GPUs that AMD's driver lists, such as gfx942."""
-    versions = set()
-    for path in Path(os.environ.get("KFD_TOPOLOGY") or "/sys/class/kfd/kfd/topology").glob("nodes/*/properties"):
-        with contextlib.suppress(OSError):  # of a GPU that is another job's
-            versions |= set(re.findall(r"^gfx_target_version ([1-9]\d*)", path.read_text(), re.MULTILINE))
-    return [f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in sorted(map(int, versions))]
+    folder = os.environ.get("KFD_TOPOLOGY") or "/sys/class/kfd/kfd/topology"
+    command = ["grep", "-rhs", "^gfx_target_version [1-9]", folder]  # -s, as a GPU may be another job's
+    lines = subprocess.run(command, capture_output=True, text=True).stdout
+    return [f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in sorted(set(map(int, lines.split()[1::2])))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,8 +141,8 @@ class Tool(NamedTuple):
         """Tell whether its help names an option; if it is not installed, whether its release has it."""
         if not self.is_installed:
             return self.release >= since
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        return option in subprocess.run([*self.launch, *help_words, "--help"], **pipes).stdout
+        command = [*self.launch, *help_words, "--help"]
+        return option in subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace").stdout
 
 
 def core_of(path):

@@ -139,8 +139,6 @@ def analyze(options):
         print("PyTorch Operator Call Tree:")
         return
     dispatches = pd.read_csv(recorded[0])
-    if RELEASE >= (10, 2):
-        dispatches.to_csv(folder / "pmc_perf.csv.gz")
     if options.dispatch:
         dispatches = dispatches.iloc[[number - (RELEASE >= (10, 2)) for number in options.dispatch]]
     kernels = write_statistics(folder, dispatches)
