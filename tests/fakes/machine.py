@@ -134,6 +134,12 @@ class Machine:
         (self.folder / "kfd").touch()
         return self
 
+    def with_gpu(self, version):
+        """A GPU of AMD's, whose architecture the driver calls by a number."""
+        (node := self.folder / "topology" / "nodes" / "1").mkdir(parents=True)
+        (node / "properties").write_text(f"gfx_target_version {version}\n")
+        return self
+
     def with_nvidia(self):
         self.install(self.bin / "ncu", "ncu.py")
         return self.with_torch(cuda="12.8")

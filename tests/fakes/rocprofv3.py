@@ -23,9 +23,8 @@ COUNTERS = {  # by the slots that each takes
 }  # fmt: skip
 SLOTS_OF = {name: slots.split() for slots, names in COUNTERS.items() for name in names.split()}
 ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}, "gfx942": {"L2CacheHit"}}
-ABSENT["gfx1100"] = SLOTS_OF.keys() - "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT".split()
-ABSENT["gfx1100"] -= {"GRBM_GUI_ACTIVE", "L2CacheHit", "MeanOccupancyPerCU"}
-RANKS = ["SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"]  # that it knows
+OF_RADEON = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE L2CacheHit MeanOccupancyPerCU"
+ABSENT["gfx1100"] = SLOTS_OF.keys() - OF_RADEON.split()
 
 
 def make_parser():
@@ -52,9 +51,8 @@ def make_parser():
 
 def is_selected(options):
     """Whether this process is one of --profile-mpi-ranks; all are, where it does not find their number."""
-    known = [options.mpi_world_rank_variable] if options.mpi_world_rank_variable else RANKS
-    ranks = [os.environ[name] for name in known if name in os.environ]
-    return not (options.profile_mpi_ranks and ranks) or ranks[0] in options.profile_mpi_ranks.split(",")
+    rank = os.environ.get(options.mpi_world_rank_variable or "SLURM_PROCID")
+    return not (options.profile_mpi_ranks and rank) or rank in options.profile_mpi_ranks.split(",")
 
 
 def counters_of(options):

@@ -79,9 +79,7 @@ def test_without_an_archive_the_results_stay_and_the_status_is_one(machine):
 
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
-    (node := machine.folder / "topology" / "nodes" / "1").mkdir(parents=True)
-    (node / "properties").write_text("gfx_target_version 90500\n")
-    run = machine.start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
+    run = machine.with_gpu(90500).start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
     change, *commands = map(shlex.split, run.out.splitlines())
     assert run.code == 0 and change == ["cd", str(ROOT)] and len(commands) == len(PARTS) + 2
     assert sum(words[:2] == ["env", "TRITON_HIP_USE_ASYNC_COPY=1"] for words in commands) == 1

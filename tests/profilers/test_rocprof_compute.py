@@ -166,12 +166,6 @@ def test_known_complaints_are_explained(machine, complaint, reason):
     assert run.code == 1 and reason in run.err and machine.results() == ["out.failed"]
 
 
-def test_nothing_counted_although_the_system_is_described(machine):
-    run = run_script(machine.with_rocm("7.1"), FAKE_NOTHING="1")
-    assert run.code == 1 and "it left no pmc_perf*.csv" in run.err and analyses_of(run) == []
-    assert list((machine.work / "out.failed").rglob("sysinfo.csv"))
-
-
 def test_an_analysis_that_fails_costs_no_counters(machine):
     """7.13 needs its Python packages for the analysis alone."""
     run = run_script(machine.with_rocm("7.13"), FAKE_NO_PACKAGE="pandas")
