@@ -106,9 +106,7 @@ def test_a_gpu_that_pytorch_does_not_see(here, monkeypatch):
 
 
 def test_access(here, monkeypatch):
-    level, text, _ = diagnose("access")[0]
-    assert level == "FAIL" and text == f"access: ROCm finds no AMD GPU: {here}/kfd does not exist (a container needs " \
-        "--device=/dev/kfd --device=/dev/dri)"  # fmt: skip
+    assert "ROCm finds no AMD GPU" in diagnose("access")[0][1]
     (here / "kfd").touch()
     assert diagnose("access") == []
     monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)

@@ -45,13 +45,11 @@ def executable(path, text):
 # --- with ROCm
 
 
-@pytest.mark.parametrize("script, release", [
-    *itertools.product(SCRIPTS, ["10.0"]), *first_fast(("get_trace.sh", "7.1"), *itertools.product(SCRIPTS, ["6.4"])),
-])  # fmt: skip
-def test_runs_with_rocm(machine, script, release):
-    run = machine.with_rocm(release).run(script)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_runs_with_rocm(machine, script):
+    run = machine.with_rocm("10.0").run(script)
     assert run.code == 0 and run.err == ""
-    assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm {release}: {machine.folder}/rocm/bin/")
+    assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm 10.0: {machine.folder}/rocm/bin/")
     assert run.out.splitlines()[0].endswith(", of the release of this PyTorch")
     (result,) = machine.results()
     assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
