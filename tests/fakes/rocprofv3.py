@@ -76,7 +76,7 @@ def write(options, traced, counters, program):
     prefix = str(Path(options.output_directory or ".") / prefix)
     bundle = "runtime-trace" in traced
     kernels = bundle or "kernel-trace" in traced
-    markers = (bundle or "marker-trace" in traced) and not os.environ.get("FAKE_NO_RANGES")
+    markers = bundle or "marker-trace" in traced
     formats = options.output_format or (["rocpd"] if RELEASE >= (7, 0) else ["csv"])
     if RELEASE >= (7, 13) and {"csv", "pftrace", "otf2"} & set(formats):
         print("Warning: csv, pftrace and otf2 are deprecated as formats of the recording", file=sys.stderr)

@@ -65,18 +65,6 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
     assert not any(b"secret" in content for content in packed.values())
 
 
-def test_without_an_archive_the_results_stay_and_the_status_is_one(machine):
-    """A status of 2 would say that nothing was run."""
-    without_pytorch(machine.with_rocm("7.1"))
-    for tool, text in (("tar", "exit 2"), ("timeout", "true")):
-        (machine.bin / tool).write_text(f"#!/bin/sh\n{text}\n")
-        (machine.bin / tool).chmod(0o755)
-    run = machine.start(SCRIPT)
-    (folder,) = machine.work.iterdir()
-    assert run.code == 1 and run.err.endswith(f"the archive cannot be written; all is in {folder}\n")
-    assert len(list(folder.glob("*.log"))) == len(PARTS) and (folder / "summary.txt").exists()
-
-
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
     run = machine.with_gpu(90500).start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)

@@ -53,21 +53,6 @@ def test_each_kernel_is_analyzed_by_itself(machine, release):
     assert program[program.index("--warmup-steps") + 1] == "1"  # not the default 3; with --graph not 0
 
 
-@pytest.mark.parametrize("release", first_fast("10.0", "6.4"))
-def test_dry_run_prints_what_a_run_executes(machine, release):
-    machine.with_rocm(release)
-    arguments = "--kernels", "1", "--stage", "4", "--", "--seq-len", "64", "--warmup-steps", "2"
-    dry = run_script(machine, "--dry-run", *arguments)
-    assert dry.code == 0 and not list(machine.work.iterdir())
-    assert "For each of the first 1 of these kernels, of which KERNEL is the number:" in dry.out
-    wet = run_script(machine, *arguments)
-    known_later = {"KERNEL": "1", "GPU_MODEL": "MI300X_A1"}
-    planned = [
-        [re.sub("KERNEL|GPU_MODEL", lambda m: known_later[m[0]], word) for word in words] for words in dry.commands
-    ]
-    assert planned == wet.commands and len(planned) == 3 and profile_of(wet)[-2:] == ["--warmup-steps", "2"]
-
-
 # --- what the tool wants of the machine
 
 
@@ -172,12 +157,6 @@ def test_an_analysis_that_fails_costs_no_counters(machine):
     assert run.code == 1 and machine.results() == ["out"] and list((machine.work / "out").rglob("results_*.csv"))
     (command,) = re.findall(r"try again: (rocprof-compute analyze -p \S+ --list-stats)", run.err)
     assert "requirements.txt" in run.err and [shlex.split(command)] == analyses_of(run)
-
-
-def test_kernels_that_cannot_be_told_apart(machine):
-    run = run_script(machine.with_rocm("7.1"), FAKE_NO_STATISTICS="1")
-    assert run.code == 1 and "Missing: each kernel by itself (rocprof_compute_kernels: error: " in run.out
-    assert machine.results() == ["out"] and not any("-k" in words for words in analyses_of(run))
 
 
 # --- the table of kernels
