@@ -189,11 +189,6 @@ def test_options_on_which_the_result_depends_are_the_script_s(machine, script, o
     assert run.out == "" and machine.results() == []
 
 
-def test_an_option_that_this_release_lacks(machine):
-    run = machine.with_rocm("7.1").run("get_hotspots.sh", "--output", "out", "--", "--", "--no-such")
-    assert run.code == 2 and "rocprofv3 of this release has no such option: its own --help lists" in run.err
-
-
 # --- which tool
 
 

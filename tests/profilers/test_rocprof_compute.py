@@ -73,12 +73,6 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
 # --- options
 
 
-def test_a_kernel_chosen_by_its_name(machine):
-    run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", "-k", "rmsnorm_kernel")
-    assert " -k rmsnorm_kernel -- " in shlex.join(profile_of(run))
-    assert "rmsnorm_kernel: 100.0% of the time" in run.out and len(analyses_of(run)) == 2
-
-
 @pytest.mark.parametrize("release, option", first_fast(("10.2", "--roofline"), ("6.4", "--roof-only")))
 def test_the_roofline_alone(machine, release, option):
     run = run_script(machine.with_rocm(release), "--", "--", option)
