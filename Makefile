@@ -4,6 +4,9 @@
 PYTHON ?= python3
 # The tests' scripts would run PYTHON instead of .venv's, whose parent it is.
 unexport PYTHON
+# Packages go into .venv, wherever others are to go.
+export PIP_USER = 0
+unexport PIP_TARGET PIP_PREFIX PIP_ROOT
 # What is typed behind make only; not what the environment calls so.
 ARGS =
 PYTEST_ARGS =

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 if not __package__:
     print("run it from the root as python -m profilers.doctor", file=sys.stderr)
@@ -24,8 +23,6 @@ if not __package__:
 from measure.command_line import Parser, program
 from profilers import rocm
 
-ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60  # that the second Python may take
 NVIDIA = Path("/dev/nvidiactl")
 KNOWN = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), "every kernel compiles for it, none was run on it")
 KNOWN["sm_90"] = "tested"
@@ -73,20 +70,15 @@ tell(error=error, seconds=time.perf_counter() - start)
 """
 
 
-class Finding(NamedTuple):
-    probe: str
-    level: str
-    text: str
-    remedy: str = ""
+def ask(questions, seconds=60, under=()):
+    """Return (the answers of a second Python in one dict, why there are no more of them, or None).
 
-
-def ask(questions, seconds=SECONDS):
-    """Return (the answers of a second Python in one dict, why there are no more of them, or None)."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    under: the words of a command that runs it.
+    """
     # A file, as what a killed Python has started may hold a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        process = subprocess.Popen([sys.executable, "-c", questions], env=os.environ | {"PYTHONPATH": path}, **pipes)
+        command, null = [*under, sys.executable, "-c", questions], subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=null, stdout=output, stderr=subprocess.STDOUT)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -105,23 +97,33 @@ def ask(questions, seconds=SECONDS):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Each function yields findings from the answers and from what PyTorch is built for, such as "rocm 6.4". What another
-# one reports as missing is skipped.
+# Each function yields findings, (level, text, remedy if it is not OK), from the answers and from what PyTorch is built
+# for, such as "rocm 6.4". What another one reports as missing is skipped.
+
+
+def probe_python(answers, problem, build):
+    yield OK, f"{sys.version.split()[0]}, {sys.executable}"
 
 
 def probe_torch(answers, problem, build):
     if "torch" not in answers:
-        remedy = "make run installs it; on a cluster load its PyTorch module first, and make keeps that one"
-        yield Finding("torch", FAIL, f"cannot be imported: {problem}", remedy)
+        yield (
+            FAIL,
+            f"cannot be imported: {problem}",
+            "make run installs it; on a cluster load its PyTorch module first, and make keeps that one",
+        )
         return
     text = f"{answers['torch']} for {build}"
     # A processor may have a GPU of AMD's beside a card of NVIDIA's: a driver that fits is enough.
     devices = [device for device in (rocm.kfd(), NVIDIA) if device.exists()]
     if devices and driver_of(build) not in devices:
-        remedy = "remove .venv, and make run with the PyTorch of the cluster, or TORCH_INDEX of a build for this GPU"
-        yield Finding("torch", FAIL, f"{text}, but there is {devices[0]}", remedy)
+        yield (
+            FAIL,
+            f"{text}, but there is {devices[0]}",
+            "remove .venv, and make run with the PyTorch of the cluster, or TORCH_INDEX of a build for this GPU",
+        )
     else:
-        yield Finding("torch", OK, text)
+        yield OK, text
 
 
 def driver_of(build):
@@ -135,16 +137,25 @@ def probe_triton(answers, problem, build):
     owners = answers.get("owners", {})
     owned = ", ".join(f"{name} {version}" for name, version in sorted(owners.items()))
     if len(owners) > 1:
-        remedy = "pip uninstall all of them, and install the one that torch needs again, with --no-deps"
-        yield Finding("triton", FAIL, f"{len(owners)} distributions share its folder: {owned}", remedy)
+        yield (
+            FAIL,
+            f"{len(owners)} distributions share its folder: {owned}",
+            "pip uninstall all of them, and install the one that torch needs again, with --no-deps",
+        )
     elif answers.get("conflicts"):
-        remedy = "install what torch asks for, with pip's --no-deps"
-        yield Finding("triton", WARN, f"{owned}: {'; '.join(answers['conflicts'])}", remedy)
+        yield (
+            WARN,
+            f"{owned}: {'; '.join(answers['conflicts'])}",
+            "install what torch asks for, with pip's --no-deps",
+        )
     elif "triton" in answers:
-        yield Finding("triton", OK, f"{answers['triton']}, owned by {owned or 'no distribution'}")
+        yield OK, f"{answers['triton']}, owned by {owned or 'no distribution'}"
     elif "gpus" in answers:
-        remedy = "without it the model runs on plain PyTorch; torch's own index has the one that fits"
-        yield Finding("triton", WARN, f"cannot be imported: {problem}", remedy)
+        yield (
+            WARN,
+            f"cannot be imported: {problem}",
+            "without it the model runs on plain PyTorch; torch's own index has the one that fits",
+        )
 
 
 def probe_gpu(answers, problem, build):
@@ -152,43 +163,54 @@ def probe_gpu(answers, problem, build):
         return
     driver = driver_of(build)
     if not driver:
-        yield Finding("gpu", WARN, "this PyTorch uses none", "exercises and tests run without one; times need a GPU")
+        yield WARN, "this PyTorch uses none", "exercises and tests run without one; times need a GPU"
     elif "gpus" not in answers:
-        yield Finding("gpu", FAIL, f"PyTorch could not look for it: {problem}", "see dmesg, or ask the site")
+        yield FAIL, f"PyTorch could not look for it: {problem}", "see dmesg, or ask the site"
     elif not answers["gpus"]:
         level, there = (FAIL, "is there") if driver.exists() else (WARN, "is not there")
         shown = "".join(f" ({name}={value})" for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES"))
-        remedy = "on a cluster start a job with a GPU: srun --gpus=1; in a container pass the devices"
-        yield Finding("gpu", level, f"PyTorch sees none, and {driver} {there}{shown}", remedy)
+        yield (
+            level,
+            f"PyTorch sees none, and {driver} {there}{shown}",
+            "on a cluster start a job with a GPU: srun --gpus=1; in a container pass the devices",
+        )
     for index, gpu in enumerate(answers.get("gpus", ())):
         gib = 2**30
         text = f"{index}: {gpu['name']}, {gpu['arch']}, {gpu['free'] / gib:.0f} of {gpu['total'] / gib:.0f} GiB free"
         known = KNOWN.get(gpu["arch"])
         if not known:
-            remedy = "run: python tiny_llama_v3.py --check"
-            yield Finding("gpu", WARN, f"{text}; nothing is known of it", remedy)
+            yield WARN, f"{text}; nothing is known of it", "run: python tiny_llama_v3.py --check"
         # PyTorch itself has taken little by now: what is missing is another program's.
         elif gpu["free"] < 0.5 * gpu["total"]:
-            remedy = "times will differ; choose another GPU"
-            yield Finding("gpu", WARN, f"{text}: someone else uses it", remedy)
+            yield WARN, f"{text}: someone else uses it", "times will differ; choose another GPU"
         else:
-            yield Finding("gpu", OK, f"{text} ({known})")
+            yield OK, f"{text} ({known})"
+
+
+def probe_access(answers, problem, build):
+    if build.startswith("rocm") and (obstacle := rocm.device_obstacle()):
+        yield FAIL, f"ROCm {obstacle}", "on a cluster, a job with a GPU has the rights"
 
 
 def probe_profilers(answers, problem, build):
     """Those of this PyTorch's vendor, as the profiling scripts would take them."""
     if not build.startswith("rocm"):
-        yield Finding("profilers", OK, f"PyTorch's, by --profile DIR; for counters: {shutil.which('ncu') or 'no ncu'}")
+        yield OK, f"PyTorch's, by --profile DIR; for counters: {shutil.which('ncu') or 'no ncu'}"
         return
-    if obstacle := rocm.device_obstacle():
-        yield Finding("access", FAIL, f"ROCm {obstacle}", "on a cluster, a job with a GPU has the rights")
-    # Another release than PyTorch's may record nothing, crash or hang, without a word about the reason.
+    # Another release than PyTorch's may record nothing, crash or hang, without a word about the reason. Also one of the
+    # same may end in the import of triton, by another C++ library of the system's, or where few files may be open.
+    os.environ["PATH"] = rocm.search_path()
     for name in rocm.EXECUTABLES:
         tool = rocm.find(name)
-        if reason := rocm.lack_of(tool) or rocm.mismatch_of(tool, build):
-            yield Finding("profilers", WARN, f"{name}: {reason}", "until then, --profile DIR uses PyTorch's profiler")
+        reason = rocm.lack_of(tool) or rocm.mismatch_of(tool, build)
+        if not reason and name == "rocprofv3" and "triton" in answers:
+            command = [*tool.launch, "--kernel-trace", "-d", tempfile.gettempdir(), "--"]  # it records nothing
+            _, trouble = ask("import triton", under=command)
+            reason = trouble and f"import triton fails under it, {trouble}. Try again after ulimit -n 65536"
+        if reason:
+            yield WARN, f"{name}: {reason}", "until then, --profile DIR uses PyTorch's profiler"
         else:
-            yield Finding("profilers", OK, f"{name}: {tool.path}, ROCm {rocm.dotted(tool.release)}, {tool.why}")
+            yield OK, f"{name}: {tool.path}, ROCm {rocm.dotted(tool.release)}, {tool.why}"
 
 
 def probe_kernel(answers, problem, build):
@@ -197,30 +219,36 @@ def probe_kernel(answers, problem, build):
     # Rounding in fp32 makes an error of about 1e-7 of a row of 512 numbers; a wrong compiler makes one of any size.
     where = "on the GPU" if answers["gpus"] else "in Triton's interpreter, as there is no GPU"
     if "error" not in answers:
-        remedy = "see the whole message: python tiny_llama_v3.py --check --num-steps 1"
-        yield Finding("kernel", FAIL, f"RMSNorm did not run: {problem}", remedy)
+        yield (
+            FAIL,
+            f"RMSNorm did not run: {problem}",
+            "see the whole message: python tiny_llama_v3.py --check --num-steps 1",
+        )
     elif not answers["error"] < 1e-5:  # NaN included
-        remedy = "do not trust this combination of driver, torch and triton; try the one that torch was built for"
-        yield Finding("kernel", FAIL, f"RMSNorm is wrong by {answers['error']:.1e}, allowed 1.0e-05", remedy)
+        yield (
+            FAIL,
+            f"RMSNorm is wrong by {answers['error']:.1e}, allowed 1.0e-05",
+            "do not trust this combination of driver, torch and triton; try the one that torch was built for",
+        )
     else:
         text = f"RMSNorm ran {where}: error {answers['error']:.1e}, first run {answers['seconds']:.1f} s"
-        yield Finding("kernel", OK, text)
+        yield OK, text
 
 
-PROBES = probe_torch, probe_triton, probe_gpu, probe_profilers, probe_kernel
+PROBES = probe_python, probe_torch, probe_triton, probe_gpu, probe_access, probe_profilers, probe_kernel
 
 
 @program("doctor.sh")
 def main(argv):
     Parser("doctor.sh", __doc__).parse_args(argv)
     counts = {OK: 0, WARN: 0, FAIL: 0}
-    python = Finding("python", OK, f"{sys.version.split()[0]}, {sys.executable}")
     facts = *ask(QUESTIONS), rocm.torch_build()
-    for finding in [python, *(finding for probe in PROBES for finding in probe(*facts))]:
-        counts[finding.level] += 1
-        print(f"{finding.level:5} {finding.probe:10} {finding.text}", flush=True)
-        if finding.remedy:
-            print(f"{'':17}{finding.remedy}", flush=True)
+    for probe in PROBES:
+        for level, text, *remedy in probe(*facts):
+            counts[level] += 1
+            print(f"{level:5} {probe.__name__.removeprefix('probe_'):10} {text}", flush=True)
+            if remedy:
+                print(f"{'':17}{remedy[0]}", flush=True)
     print(f"\n{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL")
     return 1 if counts[FAIL] else 0
 

@@ -14,17 +14,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from measure.command_line import Parser, program, replacing
-
-TOP = 20
+from measure.command_line import Parser, program
 
 
 @program("host_profile")
 def main(argv):
     parser = Parser("host_profile", __doc__)
-    parser.add_argument("output", metavar="FILE.pstats", help="the file with all functions")
+    parser.add_argument("output", metavar="FILE.pstats")
     parser.add_argument("program", metavar="program.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     sys.argv = [options.program, *options.arguments]
     sys.path[0] = str(Path(options.program).resolve().parent)  # for the modules beside the program
@@ -35,10 +33,9 @@ def main(argv):
         traceback.print_exc()
         return 1
     finally:  # a program may end by SystemExit
-        print(f"\nThe {TOP} functions that took the host the longest, without those they called (tottime):")
-        pstats.Stats(profile).sort_stats("tottime").print_stats(TOP)
-        with replacing(Path(options.output), follow=True) as path:
-            profile.dump_stats(path)
+        print("\nThe 20 functions that took the host the longest, without those they called (tottime):")
+        pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+        profile.dump_stats(options.output)
 
 
 if __name__ == "__main__":

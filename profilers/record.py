@@ -16,11 +16,12 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import UsageError, exit_code_of, positive, program
-from profilers.recording import ROOT, Recording, module_command, parse, parser_of, python, suggestion, this_process
-from profilers.rocm import ROCPD, core_of, rocm_path, root_of
+from profilers.recording import ROOT, Recording, module_command, parse, parser_of, suggestion, this_process
+from profilers.rocm import ROCPD, architectures, core_of, python, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
-# on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses.
+# on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses. Radeon cards have few of
+# these, and theirs of the memory (FETCH_SIZE) are refused or zero on gfx1100.
 PASSES = (
     "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE",
     "FETCH_SIZE",
@@ -28,18 +29,21 @@ PASSES = (
     "MeanOccupancyPerCU",
     "VALUUtilization VALUBusy MfmaUtil",
 )
-NCU_METRICS = (
-    "gpu__time_duration.sum",  # always counted: rates need it
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "lts__t_sector_hit_rate.pct",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "smsp__inst_executed.sum",
-    "launch__registers_per_thread",
-)
+RADEON_PASSES = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE", "L2CacheHit"
+# The first is always counted: rates need it.
+NCU_METRICS = """
+gpu__time_duration.sum
+sm__throughput.avg.pct_of_peak_sustained_elapsed
+gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed
+gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed
+dram__bytes_read.sum
+dram__bytes_write.sum
+lts__t_sector_hit_rate.pct
+sm__warps_active.avg.pct_of_peak_sustained_active
+smsp__inst_executed.sum
+launch__registers_per_thread
+""".split()
+TRACED = "--kernel-trace", "--marker-trace"
 NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
 
@@ -66,8 +70,7 @@ def get_hotspots(recording):
     recording.start("hotspots/hotspot")
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
-        options = ["--kernel-trace", "--marker-trace", "--stats", "--output-format", "csv"]
-        recording.run_or_fail(recording.rocprofv3("hotspots", *options))
+        recording.run_or_fail(recording.rocprofv3("hotspots", *TRACED, "--stats", "--output-format", "csv"))
         recording.require("*_kernel_stats.csv")
     else:
         recording.profile_by_torch()
@@ -79,38 +82,40 @@ def get_hotspots(recording):
 # Hardware counters. Those that cannot be read are missing from the result, and the rest is kept.
 
 
+def passes_here(*more):
+    """Return the counters of a run each that this machine's GPUs have; more: those of the matrix units."""
+    return RADEON_PASSES if {name[:4] for name in architectures()} == {"gfx1"} else (*PASSES, *more)
+
+
 def count_by_rocprofv3(recording, passes):
     """Run the program for each pass, with the ranges that mark its steps."""
     for number, names in enumerate(map(str.split, passes), 1):
         folder = recording.result / f"pass_{number}"
-        options = ["--pmc", *names, "--kernel-trace", "--marker-trace", "--output-format", "csv"]
+        options = ["--pmc", *names, *TRACED, "--output-format", "csv"]
         if status := recording.run(recording.rocprofv3(f"pass_{number}/counters", *options)):
             recording.miss(f"{' '.join(names)}: {recording.explain(status)}")
             if folder.is_dir():
                 folder.rename(f"{folder}.failed")
         # Unknown counters are dropped with a warning, and status 0. A name may end in :device=0.
-        elif not recording.dry:
+        elif recording.recorded:
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
             if dropped := [name for name in names if f'"{name.partition(":")[0]}"' not in text]:
-                known = "this GPU, or this release, does not know them (rocprofv3 -L lists those that it does)"
-                recording.miss(f"{' '.join(dropped)}: {known}")
+                recording.miss(f"{' '.join(dropped)}: {recording.explain(0)}")
 
 
 def count_by_ncu(recording, metrics):
     """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
     report = recording.result / "ncu.ncu-rep"
-    options = ["--nvtx", "--nvtx-include", "step/", "--clock-control", "none", "--print-kernel-base", "demangled"]
-    options += ["--metrics", ",".join(sorted({NCU_METRICS[0], *metrics}))]
+    options = "--nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled --metrics".split()
+    options += [",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
-    one_step = ["--num-steps", "1", "--warmup-steps", "1"]
-    table = ["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
-    status = recording.attempt("hardware counters", ["ncu", *options, *place, *recording.program, *one_step])
-    if recording.dry:
-        recording.note(f"{shlex.join(table)} > ncu_raw.csv")
-    elif not status:
-        with open(recording.result / "ncu_raw.csv", "w") as file:
-            subprocess.run([*table, "--print-kernel-base", "demangled"], stdout=file, check=True)
-    return status
+    one_step = "--num-steps 1 --warmup-steps 1".split()
+    table = ["ncu", "--import", str(report), "--csv", "--page", "raw"]
+    table += "--print-units base --print-kernel-base demangled".split()
+    write = f"{shlex.join(table)} > {shlex.quote(str(recording.result))}/ncu_raw.csv"
+    return recording.attempt(
+        "hardware counters", ["ncu", *options, *place, *recording.program, *one_step]
+    ) or recording.attempt("the counters as a table", ["sh", "-c", write])
 
 
 def get_counters(recording):
@@ -119,12 +124,12 @@ def get_counters(recording):
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        has_database = "--kernel-rename" not in recording.tool_arguments and recording.rocm.release >= ROCPD
-        options = ["--kernel-trace", "--marker-trace", "--output-format", "rocpd" if has_database else "csv"]
-        recording.run_or_fail(recording.rocprofv3("kernels", *options))
-        recording.require("*_results.db" if has_database else "*_kernel_trace.csv")
+        has_database = "--kernel-rename" not in recording.asked and recording.rocm.release >= ROCPD
+        kind, file = ("rocpd", "*_results.db") if has_database else ("csv", "*_kernel_trace.csv")
+        recording.run_or_fail(recording.rocprofv3("kernels", *TRACED, "--output-format", kind))
+        recording.require(file)
         if counts:
-            count_by_rocprofv3(recording, passes or PASSES)
+            count_by_rocprofv3(recording, passes or passes_here())
     else:
         recording.profile_by_torch()
         if recording.tool == "ncu":
@@ -135,8 +140,8 @@ def get_counters(recording):
     recording.report_kernels("--csv", result)
     if counts:
         recording.attempt("the table of the counters", module_command("counters", result))
-    table = f"{result}/kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
-    recording.finish(f"The table as a file: {table}", compare_with(recording), *recording.together)
+    table = "kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
+    recording.finish(f"The table as a file: {result}/{table}", compare_with(recording), *recording.together)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def run_rocprof_compute(recording):
             "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
             "get_counters.sh --pmc with it"
         )
-    tool, asked = recording.rocm, recording.tool_arguments
+    tool, asked = recording.rocm, recording.asked
     traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     recording.arguments = ["--warmup-steps", "1", *recording.arguments]
@@ -176,26 +181,32 @@ def run_rocprof_compute(recording):
     # The root has a list of counters: up to 7.11 the tool looks for it in /opt/rocm, later in ROCM_PATH.
     root = str(core_of(tool.path) or root_of(tool.path) or rocm_path())
     os.environ["ROCM_PATH"] = root
-    options = [] if "--roof-only" in asked else ["--no-roof"]
+    # --roofline is the name of ROCm 10.2 for --roof-only, but that it may stand beside other blocks.
+    roofline = asked & {"--roof-only", "--roofline"}
+    chosen = asked & {"-b", "--block", "--set", "--speed-of-light", "--memory-chart"}
+    options = ["--no-roof"] * (not roofline)
     if (7, 0) <= tool.release < (7, 12):
         options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
     options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
     # The meaning of -p depends on the release; below the working directory all releases agree.
-    command = [*recording.launch, "profile", "-n", "tiny_llama", *options, *asked, "--", *recording.program]
-    recording.run_or_fail(command, folder=recording.result)
-    if "--roof-only" in asked:
+    own = [*options, *recording.tool_arguments, "--", *recording.program]
+    recording.run_or_fail([*recording.launch, "profile", "-n", "tiny_llama", *own], folder=recording.result)
+    if traced and not recording.dry and "roctx" in (reason := recording.explain(0)):
+        traced = recording.miss(f"the operators ({reason})")
+    if roofline and not chosen:
         recording.require("roofline.csv")
         place = recording.recorded.parent if recording.recorded else recording.result
         chart = shlex.join([*recording.launch, "analyze", "-p", str(place), "-b", "4"])
         recording.finish(f"The roofline: empirRoof_* beside it or, since ROCm 7.13, {chart}")
         return
     # sysinfo.csv exists even if nothing was counted; results_* since 7.12, *.db where these are not written.
-    recording.require("pmc_perf*.csv", "results_*.csv*", "*.db")
+    recording.require("pmc_perf*.csv*", "results_*.csv*", "*.db")
     workloads = recording.result / "workloads"
     described = next(workloads.rglob("sysinfo.csv"), workloads / "tiny_llama" / "GPU_MODEL" / "sysinfo.csv")
     begin = 0 if recording.dry else recording.log.stat().st_size
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
-    analyze_kernels(recording, analyze)
+    # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
+    analyze_kernels(recording, analyze, [] if chosen else "-b 2 6.2 16.1 17.1".split())
     if traced:
         recording.note("Operators and their kernels:")
         listed = [f"--list-{name}-operators" for name in traced]
@@ -213,15 +224,14 @@ def run_rocprof_compute(recording):
 def operators_of(tool):
     """Return to whose operators rocprof-compute can attribute counters: PyTorch's and, in newer releases, Triton's."""
     since = {"torch": (7, 12), "triton": (10, 0)}
-    help_words = "profile", "--experimental", "--help"
-    traced = [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_words)]
-    if not traced:
-        lacks = "--torch-trace, of ROCm 7.12 or newer; this one has none"
-        raise UsageError(f"--operators needs a rocprof-compute with {lacks}: {tool.path}")
-    return traced
+    help_of = "profile", "--experimental"
+    if traced := [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_of)]:
+        return traced
+    lacks = f"--torch-trace, of ROCm 7.12 or newer; this one has none: {tool.path}"
+    raise UsageError(f"--operators needs a rocprof-compute with {lacks}")
 
 
-def analyze_kernels(recording, analyze):
+def analyze_kernels(recording, analyze, sections):
     """Analyze each kernel by itself: without -k, an analysis shows the average over all of them."""
 
     def succeeds(title, *options):
@@ -230,15 +240,11 @@ def analyze_kernels(recording, analyze):
 
     if not succeeds("Kernels and dispatches:", "--list-stats"):
         return
-    # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
-    chosen = {"-b", "--block", "--set"} & set(recording.tool_arguments)
-    sections = [] if chosen else ["-b", "2", "6.2", "16.1", "17.1"]
-    top = recording.options.kernels
     if recording.dry:
-        title = f"For each of the first {top} of these kernels, of which KERNEL is the number:"
+        title = f"For each of the first {recording.options.kernels} of these kernels, of which KERNEL is the number:"
         succeeds(title, *sections, "-k", "KERNEL")
         return
-    command = module_command("rocprof_compute_kernels", analyze[-1], "--top", top)
+    command = module_command("rocprof_compute_kernels", analyze[-1], "--top", recording.options.kernels)
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if listing.returncode:
         recording.miss(f"each kernel by itself ({listing.stdout.strip()})")
@@ -257,10 +263,10 @@ def get_rocprof_sys(recording):
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
     if recording.rocm:
-        command, files = rocprof_sys(recording), ("perfetto-trace*.proto", "perfetto-trace*.pftrace", "*.db")
+        command = rocprof_sys(recording)
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
-        command, files = [*recording.program, "--profile", str(recording.result)], ("trace.json",)
+        command = [*recording.program, "--profile", str(recording.result)]
         advice = "Open trace.json in https://ui.perfetto.dev"
     status = recording.attempt("the timeline", command)
     # It has no Python functions; a second run records these, whatever became of the first.
@@ -270,7 +276,7 @@ def get_rocprof_sys(recording):
     if status and failed:
         recording.fail(status, recording.missing[0])
     if not status:
-        recording.require(*files)
+        recording.require("trace.json", "perfetto-trace*.p*", "*.db", "wall_clock*")
     if str(recording.recorded).endswith(".db"):
         advice = f"Make a trace for Perfetto of it: rocpd convert -i {recording.recorded} -f pftrace"
     functions = f"What called what on the host: {shlex.join([python(), '-m', 'pstats', str(profile)])}"
@@ -280,14 +286,13 @@ def get_rocprof_sys(recording):
 def rocprof_sys(recording):
     """Return the command line: -run would not sample, and -P without -T would switch the trace off."""
     # From ROCm 10.1 on a trace for Perfetto has to be asked for by --output-format, which excludes -T and -P.
-    formats = ["--output-format", "proto", "text"] if recording.rocm.release >= (7, 14) else ["-T", "-P"]
-    if "--output-format" in recording.tool_arguments:
-        formats = []
+    formats = "--output-format proto text" if recording.rocm.release >= (7, 14) else "-T -P"
+    formats = [] if "--output-format" in recording.asked else formats.split()
     # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
     # the reason of a crash.
     name = "ROCPROFSYS_ENABLE_SIGNAL_HANDLER"
-    start = ["env", f"{name}={os.environ.get(name) or 'OFF'}", *recording.launch, "-H", "-D", *formats]
-    return [*start, "-o", str(recording.result), *recording.tool_arguments, "--", *recording.program]
+    options = ["-H", "-D", *formats, "-o", str(recording.result), *recording.tool_arguments]
+    return ["env", f"{name}={os.environ.get(name) or 'OFF'}", *recording.launch, *options, "--", *recording.program]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -304,7 +309,7 @@ def run_rocprof_triton(recording):
     recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
     if recording.rocm:
         recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
-        count_by_rocprofv3(recording, [*PASSES, "MfmaFlops"])
+        count_by_rocprofv3(recording, passes_here("MfmaFlops"))
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
     recording.attempt("the pictures", module_command("plot", result, alone))
@@ -321,30 +326,37 @@ def run_rocprof_triton(recording):
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-SCRIPTS = {  # function, tools in the order in which they are tried, steps of the program
-    "get_trace.sh": (get_trace, ("rocprofv3", "torch"), 10),
-    "get_hotspots.sh": (get_hotspots, ("rocprofv3", "torch"), 10),
-    "get_counters.sh": (get_counters, ("rocprofv3", "ncu", "torch"), 10),
-    "get_rocprof_compute.sh": (get_rocprof_compute, ("rocprof-compute", "torch"), 1),
-    "get_rocprof_sys.sh": (get_rocprof_sys, ("rocprof-sys", "torch"), 10),
-    "run_rocprof_triton.sh": (run_rocprof_triton, ("rocprofv3", "torch"), 10),
+SCRIPTS = {  # function, and tools in the order in which they are tried
+    "get_trace.sh": (get_trace, "rocprofv3 torch"),
+    "get_hotspots.sh": (get_hotspots, "rocprofv3 torch"),
+    "get_counters.sh": (get_counters, "rocprofv3 ncu torch"),
+    "get_rocprof_compute.sh": (get_rocprof_compute, "rocprof-compute torch"),
+    "get_rocprof_sys.sh": (get_rocprof_sys, "rocprof-sys torch"),
+    "run_rocprof_triton.sh": (run_rocprof_triton, "rocprofv3 torch"),
 }
 
 
 def record(script, argv):
-    function, tools, steps = SCRIPTS[script]
+    function, names = SCRIPTS[script]
+    tools, steps = names.split(), 1 if function is get_rocprof_compute else 10  # of the program, which that one repeats
     parser = parser_of(script, tools, steps)
+    add = parser.add_argument
     if function is get_counters:
-        pmc = "count these, or without names a default choice; each --pmc is a run of its own"
-        parser.add_argument("--pmc", nargs="*", action="append", metavar="NAME", help=pmc)
+        add(
+            "--pmc",
+            nargs="*",
+            action="append",
+            metavar="NAME",
+            help="count these, or without names a default choice; each --pmc is a run of its own",
+        )
     elif function is get_rocprof_compute:
         kernels = "rocprof-compute: report on the N kernels that take the most time (default: 5)"
-        parser.add_argument("--kernels", type=positive, default=5, metavar="N", help=kernels)
+        add("--kernels", type=positive, default=5, metavar="N", help=kernels)
         operators = "rocprof-compute, experimental: what each operator of PyTorch, and launch of Triton, costs"
-        parser.add_argument("--operators", action="store_true", help=operators)
+        add("--operators", action="store_true", help=operators)
     options = parse(parser, tools, argv)
     if function is get_counters and options.pmc is None:
-        tools = ("rocprofv3", "torch")  # ncu only counts
+        tools.remove("ncu")  # which only counts
     recording = Recording(tools, options, steps)
     try:
         function(recording)
@@ -363,6 +375,5 @@ def main(argv):
 
 if __name__ == "__main__":
     # The script named the root to find this module; the profiled program is not to see it.
-    others = [path for path in os.environ.pop("PYTHONPATH", "").split(":") if path not in ("", str(ROOT))]
-    os.environ |= {"PYTHONPATH": ":".join(others)} if others else {}
+    os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(str(ROOT)).lstrip(":")
     sys.exit(main(sys.argv[1:]))

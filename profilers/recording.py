@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -31,6 +30,9 @@ EXPLANATIONS = {
     r"^[a-z_0-9]+\.py: error: ": "the program cannot do what its options ask for: see its message above",
     r"Cannot find a supported arch|not supported.*gfx|Unsupported.*gfx": "rocprof-compute does not support this GPU: "
     "it wants an MI200, MI300 or newer; get_counters.sh --pmc may do",
+    # ROCm 7.12 to 7.14 stop there, 10.0 only warns.
+    r"ROCTX (bindings )?not found": "this ROCm has no roctx for this Python, which --operators needs: give PYTHON, one "
+    "of those with a roctx in ROCM_PATH/lib/pythonX.Y/site-packages, or leave --operators out",
     r"Request exceeds the capabilities of the hardware": "too many counters for one pass: name fewer, or several --pmc",
     r"No HIP GPUs are available": "PyTorch sees no GPU. If it does without the profiler, two ROCm installations meet: "
     "load the one PyTorch was built for",
@@ -40,13 +42,25 @@ EXPLANATIONS = {
     "the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own",
     r"unrecognized arguments|Unrecognized command line option": "{tool} of this release has no such option: its own "
     "--help lists those that it has",
+    r"Unable to find all counters": "this GPU, or this release, does not know them (rocprofv3 -L lists those that it "
+    "does)",
+}
+# Options of a profiler that the scripts give, or on which what they look for depends.
+OURS = {
+    "rocprofv3": "-d --output-directory -o --output-file -f --output-format --pmc -i --input --stats --kernel-trace "
+    "--marker-trace --runtime-trace --rocm-root --minimum-output-data --mpi-world-rank-variable "
+    "--mpi-world-size-variable",
+    # -d is --dispatch, and from ROCm 10.2 on --output-directory.
+    "rocprof-compute": "-n --name -p --path -d --output-directory --subpath",
+    "rocprof-sys": "-o --output -T --trace -P --profile",
+    "ncu": "-o --export --metrics",
 }
 # Variables by which torchrun, srun, Open MPI and MPICH tell a process its number, and how many there are.
 LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
+    "RANK WORLD_SIZE",
+    "SLURM_PROCID SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK PMI_SIZE",
 )
 
 
@@ -56,15 +70,13 @@ def parser_of(script, tools, steps):
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     parser = Parser(script, "\n".join(line[2:] for line in comment))
     parser.usage, parser.epilog = argparse.SUPPRESS, AFTER.format(steps=steps)
-    parser.add_argument("--output", metavar="DIR", help="where the result goes; must be new or empty")
-    stage = "of the workshop: tiny_llama_v3.py --list-stages"
-    parser.add_argument("--stage", type=int, choices=range(1, 9), metavar="N", help=stage)
-    choices = [*tools, "auto"]
+    add, choices = parser.add_argument, [*tools, "auto"]
+    add("--output", metavar="DIR", help="where the result goes; must be new or empty")
+    add("--stage", type=int, choices=range(1, 9), metavar="N", help="of the workshop: tiny_llama_v3.py --list-stages")
     tool = f"{'|'.join(choices)}; auto, the default, takes the first that works here"
-    parser.add_argument("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
-    where = "this profiler of ROCm: its file, or a folder that has it in it or in its bin"
-    parser.add_argument("--tool-path", metavar="P", help=where)
-    parser.add_argument("--dry-run", action="store_true", help="print the command lines and do nothing")
+    add("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
+    add("--tool-path", metavar="P", help="this profiler of ROCm: its file, or a folder that has it in it or in its bin")
+    add("--dry-run", action="store_true", help="print the command lines and do nothing")
     return parser
 
 
@@ -92,30 +104,26 @@ def resolve(tool, path):
     if tool not in rocm.EXECUTABLES:
         raise UsageError(f"--tool-path names a profiler of ROCm, and --tool {tool} is none: leave one out")
     name = rocm.EXECUTABLES[tool]
-    found = shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}")
-    if not found:
-        give = "give its file, or the folder of one installation of ROCm"
-        raise UsageError(f"--tool-path {path}: there is no {name}: {give}")
-    return os.path.abspath(found)
+    if found := shutil.which(name, path=f"{path}:{path}/bin:{os.path.dirname(path)}"):
+        return os.path.abspath(found)
+    raise UsageError(
+        f"--tool-path {path}: there is no {name}: give its file, or the folder of one installation of ROCm"
+    )
 
 
 def this_process():
-    """Return (number, count) of the processes that a launcher has started, (0, 1) without one."""
-    for names in LAUNCHERS:
+    """Return (number, count, names of their variables) of the processes of a launcher, (0, 1, []) without one."""
+    for names in map(str.split, LAUNCHERS):
         values = [os.environ.get(name, "") for name in names]
         if all(map(str.isdecimal, values)) and int(values[1]) > 1:
-            return tuple(map(int, values))
-    return 0, 1
+            return *map(int, values), names
+    return 0, 1, []
 
 
 def module_command(name, *arguments):
     """Return the words that run a program of profilers/ from any folder."""
     path = ":".join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return ["env", f"PYTHONPATH={path}", python(), "-m", f"profilers.{name}", *map(str, arguments)]
-
-
-def python():
-    return os.environ.get("PYTHON") or sys.executable
+    return ["env", f"PYTHONPATH={path}", rocm.python(), "-m", f"profilers.{name}", *map(str, arguments)]
 
 
 def suggestion(text, name, *arguments):
@@ -139,8 +147,11 @@ class Recording:
     def __init__(self, tools, options, steps):
         self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
+        # The names of the profiler's own options; a value follows after a newline or =, or directly as in -fcsv.
+        self.own = "\n".join(self.tool_arguments)
+        self.asked = set(re.findall(r"^(--[^=\n]+|-\w)", self.own, re.MULTILINE))
         self.dry = options.dry_run
-        self.log = self.recorded = None
+        self.log = self.recorded = self.left_out = None
         self.missing = []
         os.environ["PATH"] = rocm.search_path()
         self.choose_tool(tools)
@@ -174,44 +185,48 @@ class Recording:
         if self.tool == "torch" and self.tool_arguments:
             left_out = " ".join(self.tool_arguments)
             raise UsageError(f'torch.profiler takes no options of its own: leave out "{left_out}"{reason}')
-        if self.rocm:
-            self.launch_rocm(build)
-        elif self.tool == "ncu":
-            self.note(f"Tool: ncu, NVIDIA Nsight Compute{reason}")
+        if ours := [name for name in OURS.get(self.tool, "").split() if name in self.asked]:
+            raise UsageError(
+                f"leave out {ours[0]} of {self.tool}: this script sets it, and the result depends on it. For another, "
+                "change the line that --dry-run shows"
+            )
+        if tool := self.rocm:
+            self.launch = tool.launch
+            self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
+            if warning := rocm.mismatch_of(tool, build):
+                self.note(f"Note: {warning}")
+            if tool.is_installed:
+                os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
         else:
-            self.note(f"Tool: torch.profiler, through tiny_llama_v3.py --profile{reason}")
-
-    def launch_rocm(self, build):
-        tool = self.rocm
-        self.launch = tool.launch
-        self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
-        if tool.is_installed:
-            os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
-        if warning := rocm.mismatch_of(tool, build):
-            self.note(f"Note: {warning}")
+            names = {"ncu": "ncu, NVIDIA Nsight Compute", "torch": "torch.profiler, through tiny_llama_v3.py --profile"}
+            self.note(f"Tool: {names[self.tool]}{reason}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # The result
 
     def start(self, name):
         """Make the folder of the result, such as traces/trace_<time>, and set program, the run to be profiled."""
-        number, processes = this_process()
+        number, processes, variables = this_process()
         output, self.together = self.options.output, []
         if processes > 1 and not output:
             raise UsageError(f"{processes} processes need one folder for all: name it by --output")
-        place = output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
-        while not output and os.path.lexists(place):  # by a job that began in the same second
-            time.sleep(0.1)
-            place = f"{name}_{datetime.now():%Y%m%d_%H%M%S}"
-        self.result = Path(place).resolve()  # as rocprof-compute refuses a path with ".."
+        # Resolved, as rocprof-compute refuses a path with "..".
+        self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}").resolve()
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"
+            # rocprofv3 does not know torchrun's variables, and says nothing of a process that it leaves out.
+            chosen = re.search(r"^--profile-mpi-ranks[=\n]([\d,-]+)", self.own, re.MULTILINE)
+            if chosen and self.rocm and self.rocm.has_option("--mpi-world-rank-variable", (10, 0)):
+                rank, size = variables
+                self.tool_arguments += ["--mpi-world-rank-variable", rank, "--mpi-world-size-variable", size]
+            ranges = re.findall(r"(\d+)-?(\d*)", chosen[1] if chosen else "")
+            self.left_out = ranges and all(not int(a) <= number <= int(b or a) for a, b in ranges)
         if self.result.is_dir() and any(self.result.iterdir()):
             raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
         stage = ["--stage", str(self.options.stage)] if self.options.stage else []
-        sizes = ["--batch-size", "8", "--seq-len", "128", "--num-steps", str(self.steps)]
-        self.program = [python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
+        sizes = f"--batch-size 8 --seq-len 128 --num-steps {self.steps}".split()
+        self.program = [rocm.python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
         self.program += ["--output-dir", str(self.result / "run"), *self.arguments]
         if self.dry:
             return
@@ -289,6 +304,8 @@ class Recording:
 
     def attempt(self, part, command):
         """Run a command without which only a part of the result is missing. Return its exit status."""
+        if self.left_out and not self.recorded:
+            return 0
         if status := self.run(command):
             self.miss(f"{part} ({self.explain(status)}); try again: {shlex.join(command)}")
         return status
@@ -307,9 +324,10 @@ class Recording:
         self.recorded = min(files, default=None)
         if self.recorded:
             self.note(f"Recorded: {self.recorded}")
+        elif self.left_out:
+            self.note("Not recorded: --profile-mpi-ranks leaves this process out")
         elif not self.dry:
-            left = f"{self.tool} recorded nothing, it left no {' '.join(patterns)}"
-            self.fail(1, f"{left}: does the program use the GPU? Is a second ROCm in the way?")
+            self.fail(1, f"{self.tool} recorded nothing, it left no {' '.join(patterns)}: {self.explain(0)}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # What several scripts record

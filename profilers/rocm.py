@@ -104,6 +104,14 @@ def release_of(path):
     return release_in(told[1]) if told else SILENT
 
 
+def architectures():
+    """Return the architectures of the GPUs that AMD's driver lists, such as gfx942."""
+    folder = os.environ.get("KFD_TOPOLOGY") or "/sys/class/kfd/kfd/topology"
+    command = ["grep", "-rhs", "^gfx_target_version [1-9]", folder]  # -s, as a GPU may be another job's
+    lines = subprocess.run(command, capture_output=True, text=True).stdout
+    return [f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in sorted(set(map(int, lines.split()[1::2])))]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Profilers
 
@@ -133,8 +141,8 @@ class Tool(NamedTuple):
         """Tell whether its help names an option; if it is not installed, whether its release has it."""
         if not self.is_installed:
             return self.release >= since
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        return option in subprocess.run([*self.launch, *help_words], **pipes).stdout
+        command = [*self.launch, *help_words, "--help"]
+        return option in subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace").stdout
 
 
 def core_of(path):
@@ -209,10 +217,13 @@ def device_obstacle():
     )
 
 
+def python():
+    return os.environ.get("PYTHON") or sys.executable
+
+
 def built_for(build):
-    python = os.environ.get("PYTHON") or sys.executable
     return (
-        f"would record nothing: the PyTorch of {python} is built for {build or 'nothing, it is missing'} "
+        f"would record nothing: the PyTorch of {python()} is built for {build or 'nothing, it is missing'} "
         "(docs/rocm.md, Install, names the three ways to one for ROCm)"
     )
 

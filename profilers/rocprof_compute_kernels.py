@@ -23,7 +23,7 @@ from profilers.readers.files import reported
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
 RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
 NAMES = {"keep_default_na": False, "encoding_errors": "replace"}  # a kernel may be called nan
-DISPATCH = ["Kernel_Name", "Dispatch_ID", "Grid_Size", "Workgroup_Size", "LDS_Per_Workgroup"]
+DISPATCH = "Kernel_Name Dispatch_ID Grid_Size Workgroup_Size LDS_Per_Workgroup".split()
 
 
 def read_kernels(folder):
@@ -47,8 +47,9 @@ def rank_kernels(paths, table):
             rows = pd.read_csv(path, **NAMES)
             passes.append(rows.assign(Time=rows["End_Timestamp"] - rows["Start_Timestamp"]))
     if not passes:
-        again = f"rocprof-compute analyze -p {table.parent} --list-stats writes it"
-        raise NothingRecorded(f"{table} does not exist: {again}")
+        raise NothingRecorded(
+            f"{table} does not exist: rocprof-compute analyze -p {table.parent} --list-stats writes it"
+        )
     # A dispatch has a row for each counter, and again in each pass, which replays the program.
     rows = pd.concat(passes)
     rows = rows.drop_duplicates(rows.columns.intersection(DISPATCH))

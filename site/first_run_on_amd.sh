@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests, measures and profiles the project on an AMD GPU, and packs what it learns into one archive to send back,
-# first_run_<host>_<date>.tar.gz in the current folder. It should take about ten minutes, once .venv is there.
+# first_run_<host>_<date>.tar.gz in the current folder. It should take about a quarter of an hour, once .venv is there.
 #
 # Usage: site/first_run_on_amd.sh [--dry-run] [-- OPTIONS]
 #
@@ -37,7 +37,8 @@ if [[ -z $DRY_RUN ]]; then
         PYTHON=$ROOT/.venv/bin/python
     fi
 fi
-TORCH_BUILD=$("$PYTHON" -c 'from profilers.rocm import torch_build; print(torch_build())' 2>/dev/null) || true
+ask_rocm() { "$PYTHON" -c "from profilers import rocm; print(rocm.$1())" 2>/dev/null || true; }
+TORCH_BUILD=$(ask_rocm torch_build)
 [[ -n $DRY_RUN || $TORCH_BUILD == rocm* ]] ||
     die "the PyTorch of $PYTHON is built for ${TORCH_BUILD:-nothing, it is missing} (docs/rocm.md, Install)"
 NAME=first_run_$(uname -n | tr -c '[:alnum:].\n-' _)_$(date +%Y%m%d_%H%M%S)
@@ -48,7 +49,7 @@ RESULT=$PWD/$NAME
 for name in $(compgen -e); do
     case $name in
     PATH | HOME | TMPDIR | LANG | LC_* | LD_* | PYTHON* | VIRTUAL_ENV | CONDA_* | OMP_* | MPL* | XDG_CACHE_HOME) ;;
-    AITER_* | AMD* | CUDA_* | GPU_* | HIP* | HSA_* | KFD_DEVICE | MIOPEN_* | PYTORCH_* | ROC* | TORCH* | TRITON_*) ;;
+    AITER_* | AMD* | CUDA_* | GPU_* | HIP* | HSA_* | KFD_* | MIOPEN_* | PYTORCH_* | ROC* | TORCH* | TRITON_*) ;;
     *) declare +x "$name" ;; # it may be called like a variable of this script, which keeps its value
     esac
 done
@@ -110,11 +111,21 @@ cd "$ROOT"
 CHECK=("$PYTHON" tiny_llama_v3.py --check --num-steps 1 "${ARGUMENTS[@]}" --output-dir "$RESULT/runs")
 part doctor 180 profilers/doctor.sh
 part tests 600 "$PYTHON" -m pytest -p no:cacheprovider -n 4 -m "not slow" tests/core/test_kernels.py
+part same_bits 180 "$PYTHON" -m pytest -p no:cacheprovider -rA tests/core/test_same_bits.py
 part check_fp32 120 "${CHECK[@]}"
 part check_bf16 120 "${CHECK[@]}" --use-amp
 part stages 300 "$PYTHON" -m exercises.performance_debugging.replay --beyond --no-profile --num-steps 10 \
     --output "$RESULT/stages" -- "${ARGUMENTS[@]}"
 part kernels 300 "$PYTHON" -m benchmarks.kernels --output-dir "$RESULT"
+# Attention with what Triton's compiler for AMD can do differently, and without.
+settings=(TRITON_HIP_USE_BLOCK_PINGPONG)
+[[ $(ask_rocm architectures) != *gfx950* ]] || settings+=(TRITON_HIP_USE_ASYNC_COPY)
+for setting in "${settings[@]}"; do
+    for on in 0 1; do
+        name=$(tr '[:upper:]' '[:lower:]' <<<"${setting#TRITON_HIP_USE_}_$on")
+        part "$name" 120 env "$setting=$on" "$PYTHON" -m benchmarks.kernels --only attention --output-dir "$RESULT/$name"
+    done
+done
 part steps 300 "$PYTHON" -m benchmarks.steps --sizes small medium --windows 3 --time-limit 200 --output-dir "$RESULT" \
     --rows triton "sdpa compile" "triton graph" "torch graph" "sdpa compile graph"
 recording trace 120 rocprofv3

@@ -13,12 +13,16 @@ die() {
 
 (($# == 0)) || die "$1 is not an option: what can be set stands at the top of this file. Nothing was changed"
 
+# What pip is told for other environments would install elsewhere, or end it.
+export PIP_USER=0
+unset PIP_TARGET PIP_PREFIX PIP_ROOT
+
 # An activated .venv must not become its own parent.
 own_bin=$(pwd -P)/.venv/bin:
 PATH=${PATH//"$own_bin"/}
 parent=${PYTHON:-python3}
 python=.venv/bin/python
-: "${KFD_DEVICE:=/dev/kfd}" "${KFD_TOPOLOGY:=/sys/class/kfd/kfd/topology}" "${NVIDIA_DEVICE:=/dev/nvidiactl}"
+: "${KFD_DEVICE:=/dev/kfd}" "${NVIDIA_DEVICE:=/dev/nvidiactl}"
 
 "$parent" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "PYTHON=$parent is not Python 3.10 or newer"
 "$parent" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -35,7 +39,7 @@ choose_wheels() {
     if [[ -z ${TORCH_INDEX:-} && -e $KFD_DEVICE ]]; then
         release=$("$parent" -c 'from profilers.rocm import release_here; print(release_here())')
         # PyTorch's own: the newest that is not newer than this ROCm, so that its driver and its profilers fit.
-        for known in 6.4 7.0 7.1 7.2; do
+        for known in 6.4 7.0 7.1 7.2 7.14; do
             (($(number "$known") > $(number "${release:-7.2}"))) || index=$known
         done
         TORCH_INDEX=https://download.pytorch.org/whl/rocm$index
@@ -47,9 +51,12 @@ choose_wheels() {
         echo "There is no GPU here, and torch brings some 3 GB of CUDA libraries. To do without them, press Ctrl-C and"
         echo "give the target TORCH_INDEX=https://download.pytorch.org/whl/cpu"
     fi
+    case ${TORCH_INDEX:-} in
+    *.amd.com/* | */rocm7.14*) wanted[0]="${wanted[0]%,*},<2.15" ;; # ROCm 7.14 and 10.1 have no older one
+    esac
     if [[ ${TORCH_INDEX:-} == *.amd.com/* ]]; then # where each architecture's code is a package of its own
-        devices=$(cat "$KFD_TOPOLOGY"/nodes/*/properties 2>/dev/null | sort -u | awk '/^gfx_target_version [1-9]/ {
-            printf "%sdevice-gfx%d%x%x", comma, $2 / 10000, $2 / 100 % 100, $2 % 100; comma = "," }') || true
+        devices=$("$parent" -c 'from profilers.rocm import architectures
+print(*(f"device-{name}" for name in architectures()), sep=",")')
         wanted[0]=${wanted[0]/torch/torch[${devices:-device-all}]}
     fi
 }
@@ -85,7 +92,7 @@ else
     [[ -n $usable ]] || make_venv
     # Asked alone, the index cannot lose against a higher version elsewhere.
     "$python" -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${wanted[@]}" ||
-        die "pip could not install ${wanted[*]}: TORCH_INDEX=URL names another index (docs/rocm.md, Install)"
+        die "pip could not install ${wanted[*]}, see above; TORCH_INDEX=URL names another index (docs/rocm.md, Install)"
 fi
 
 "$python" -c 'import sys, torch
@@ -94,7 +101,7 @@ from pip._vendor.packaging.version import Version
 print(f"torch {torch.__version__} from {torch.__file__}")
 if Version(torch.__version__).base_version not in Requirement(sys.argv[1]).specifier:
     print(f"setup_env.sh: warning: torch {torch.__version__} is kept; tested is {sys.argv[1]}", file=sys.stderr)
-' "$(requirement torch)"
+' "${wanted[0]:-$(requirement torch)}"
 
 # ROCm's PyTorch has a triton of its own, under another name: pip would put PyPI's beside it.
 if ! imports "$python" triton && "$python" -c 'import sys, torch; sys.exit(torch.version.hip is not None)'; then

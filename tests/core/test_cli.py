@@ -323,9 +323,10 @@ def test_reader_of_the_output_leaves(tmp_path, flags):
 
 
 def test_companions_are_found_beside_the_script(tmp_path):
-    """Also where Python does not look into the script's folder."""
+    """Also where Python does not look into the script's folder, as under rocprof-compute, which runs it by runpy."""
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
-    command = [sys.executable, SCRIPT, "--list-stages"]
+    by_runpy = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", by_runpy, SCRIPT, "--list-stages"]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and "stage 8:" in run.stdout, run.stderr
 

@@ -39,7 +39,7 @@ print(json.dumps({**modules, "installed": installed}))
 ASKED_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *"import torch") exit 1 ;;
-    *release_here*) exec REAL "$@" ;;
+    *profilers.rocm*) exec REAL "$@" ;;
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     "-m pip install"*) printf 'pip: %s\\n' "${*:4}" && exit 1 ;;
 esac
@@ -122,7 +122,8 @@ class Project:
         return subprocess.run(command, cwd=cwd or self.root, env=self.env | env, **pipes)
 
     def make(self, *goals, python, torch_index=""):
-        return self.execute("make", *goals, f"PYTHON={python}", f"TORCH_INDEX={torch_index}")
+        users = dict(PIP_USER="1", PIP_TARGET=str(self.root), PIP_PREFIX=str(self.root))  # of other environments
+        return self.execute("make", *goals, f"PYTHON={python}", f"TORCH_INDEX={torch_index}", **users)
 
     def run(self, python, torch_index=""):
         """Run `make run`, and return what the script saw."""
@@ -284,7 +285,8 @@ PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd
         ("", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
         ("rocm=6.2.4-125", "0 90402", "device-gfx942", PYTORCH + "6.3", ""),
         ("rocm-6.4.3=6.4.3-1 rocm-7.1.0=7.1.0", "0 90010", "device-gfx90a", PYTORCH + "7.1", ""),
-        ("rocm/core=7.14.1", "0 90500", "device-gfx950", PYTORCH + "7.2", ""),
+        ("rocm/core=7.13.0", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
+        ("rocm/core=7.14.1", "0 90500", "device-gfx950", PYTORCH + "7.14", ""),
         ("rocm=7.2.1 module=6.4.1", "0 90402", "device-gfx942", PYTORCH + "6.4", ""),
         ("rocm-7.2.1=7.2.1 rocm/core-10.0=10.0.0", "0 90402 90402", "device-gfx942", AMD, " rocm==10.0.*"),
         ("rocm=10.1.0", "0 90010 90500", "device-gfx90a,device-gfx950", AMD, " rocm==10.1.*"),
@@ -307,7 +309,8 @@ def test_torch_is_the_one_for_the_release_of_rocm(project, tmp_path, asked, inst
         done = project.make(".venv/run.stamp", python=asked, torch_index=torch_index)
         return re.search(r"^pip: (?:--index-url (\S+) )?(.*)$", done.stdout, re.MULTILINE).groups("")
 
-    torch, of_amd = f"torch{TESTED_TORCH}", f"torch[{devices}]{TESTED_TORCH}"
+    newer = TESTED_TORCH.replace("<2.14", "<2.15")  # what is built for ROCm 7.14 and 10.1
+    torch, of_amd = f"torch{newer if index.endswith('14') else TESTED_TORCH}", f"torch[{devices}]{newer}"
     assert asked_for("") == (index, (of_amd if index == AMD else torch) + others)
     nightly = "https://rocm.nightlies.amd.com/whl-multi-arch/"
     assert asked_for(nightly) == (nightly, of_amd)

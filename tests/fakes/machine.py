@@ -67,7 +67,14 @@ class Machine:
         self.bin.mkdir()
         self.env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
         self.env |= {"PROGRAM_JSON": json.dumps(ALONE), "MPLCONFIGDIR": str(folder)}
-        places = dict(ROCM_PATH="rocm", ROCM_PARENT="opt", KFD_DEVICE="kfd", PYTHON="bin/python", PYTHONPATH="site")
+        places = dict(
+            ROCM_PATH="rocm",
+            ROCM_PARENT="opt",
+            KFD_DEVICE="kfd",
+            KFD_TOPOLOGY="topology",
+            PYTHON="bin/python",
+            PYTHONPATH="site",
+        )
         self.env |= {name: str(folder / place) for name, place in places.items()}
         program = self.install(self.bin / "program", "program.py")
         (self.bin / "python").write_text(PYTHON.format(fake=program, python=self.python))
@@ -125,6 +132,12 @@ class Machine:
         (core / "__init__.py").touch()
         (core / "bin" / "rocprofv3_avail_module").mkdir()
         (self.folder / "kfd").touch()
+        return self
+
+    def with_gpu(self, version):
+        """A GPU of AMD's, whose architecture the driver calls by a number."""
+        (node := self.folder / "topology" / "nodes" / "1").mkdir(parents=True)
+        (node / "properties").write_text(f"gfx_target_version {version}\n")
         return self
 
     def with_nvidia(self):

@@ -1,4 +1,4 @@
-"""rocprof-compute: profile and analyze of ROCm 6.4 (3.1) to 7.2 (3.4), 7.12 (3.5) to 10.1 (3.9)."""
+"""rocprof-compute: profile and analyze of ROCm 6.4 (3.1) to 7.2 (3.4), 7.12 (3.5) to 10.2 (3.10)."""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ def make_parser():
     profile = modes.add_parser("profile", allow_abbrev=False)
     profile.add_argument("-n", "--name", required=True)
     profile.add_argument("--no-roof", action="store_true")
-    profile.add_argument("--roof-only", action="store_true")
+    profile.add_argument("--roof-only", *["--roofline"] * (RELEASE >= (10, 2)), action="store_true")
     profile.add_argument("-k", "--kernel", nargs="+", default=[])
     profile.add_argument("-b", "--block", nargs="+", default=[])
     profile.set_defaults(set=None)
@@ -89,7 +89,7 @@ def profile(options, program):
         fail("Torch trace is an experimental feature. Use --experimental to enable it.")
     if options.no_roof and options.roof_only:
         fail("--roof-only wants a roofline")
-    if bool(options.block) + bool(options.set) + options.roof_only > 1:
+    if bool(options.block) + bool(options.set) + options.roof_only > 1 + (RELEASE >= (10, 2)):
         fail("--block, --set, and --roof-only are mutually exclusive options. Please use only one of them.")
     if RELEASE >= (7, 1):  # 7.0 counts with rocprofv3
         require_counter_list(options.library)
@@ -140,12 +140,12 @@ def analyze(options):
         return
     dispatches = pd.read_csv(recorded[0])
     if options.dispatch:
-        dispatches = dispatches.iloc[options.dispatch]
+        dispatches = dispatches.iloc[[number - (RELEASE >= (10, 2)) for number in options.dispatch]]
     kernels = write_statistics(folder, dispatches)
     for number in options.kernel:
         if number >= len(kernels):
             fail(f"{number} is an invalid kernel id. Please enter an id between 0-{len(kernels) - 1}")
-    if os.environ.get("FAKE_NO_STATISTICS") or RELEASE >= (10, 1):
+    if RELEASE >= (10, 1):
         (folder / "pmc_kernel_top.csv").unlink()
     if options.list_stats:
         print("Detected Kernels (sorted descending by duration)", *kernels, "Dispatch list", sep="\n")

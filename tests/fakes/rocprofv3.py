@@ -19,17 +19,23 @@ COUNTERS = {  # by the slots that each takes
     "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
     "SQ SQ": "MeanOccupancyPerCU VALUUtilization", "SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
     "GRBM": "GRBM_COUNT GRBM_GUI_ACTIVE", "TCC": "TCC_HIT_sum TCC_MISS_sum", "TCC TCC": "WRITE_SIZE",
-    "TCC TCC TCC": "FETCH_SIZE",
+    "TCC TCC TCC": "FETCH_SIZE", "GL2C": "L2CacheHit",
 }  # fmt: skip
 SLOTS_OF = {name: slots.split() for slots, names in COUNTERS.items() for name in names.split()}
-ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}}
+ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}, "gfx942": {"L2CacheHit"}}
+OF_RADEON = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE L2CacheHit MeanOccupancyPerCU"
+ABSENT["gfx1100"] = SLOTS_OF.keys() - OF_RADEON.split()
 
 
 def make_parser():
     has_rocpd = RELEASE >= (7, 0)
     parser = argparse.ArgumentParser(prog="rocprofv3", allow_abbrev=not has_rocpd)
     for name in (*TRACES, *(name for name, since in SWITCHES.items() if RELEASE >= since)):
-        parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument(f"--{name}", nargs="?", const=True)
+    parser.set_defaults(profile_mpi_ranks=None, mpi_world_rank_variable=None)
+    if RELEASE >= (10, 0):
+        for name in ("--profile-mpi-ranks", "--mpi-world-rank-variable", "--mpi-world-size-variable"):
+            parser.add_argument(name)
     if has_rocpd:
         parser.add_argument("--version", action="store_true")
         parser.add_argument("--rocm-root")
@@ -41,6 +47,12 @@ def make_parser():
     parser.add_argument("--pmc", nargs="*")
     parser.add_argument("--kernel-include-regex")
     return parser
+
+
+def is_selected(options):
+    """Whether this process is one of --profile-mpi-ranks; all are, where it does not find their number."""
+    rank = os.environ.get(options.mpi_world_rank_variable or "SLURM_PROCID")
+    return not (options.profile_mpi_ranks and rank) or rank in options.profile_mpi_ranks.split(",")
 
 
 def counters_of(options):
@@ -64,7 +76,7 @@ def write(options, traced, counters, program):
     prefix = str(Path(options.output_directory or ".") / prefix)
     bundle = "runtime-trace" in traced
     kernels = bundle or "kernel-trace" in traced
-    markers = (bundle or "marker-trace" in traced) and not os.environ.get("FAKE_NO_RANGES")
+    markers = bundle or "marker-trace" in traced
     formats = options.output_format or (["rocpd"] if RELEASE >= (7, 0) else ["csv"])
     if RELEASE >= (7, 13) and {"csv", "pftrace", "otf2"} & set(formats):
         print("Warning: csv, pftrace and otf2 are deprecated as formats of the recording", file=sys.stderr)
@@ -131,7 +143,7 @@ def main():
     complain()
     counters = counters_of(options)
     status = run_program(program)
-    if not os.environ.get("FAKE_NOTHING"):
+    if not os.environ.get("FAKE_NOTHING") and is_selected(options):
         write(options, traced, counters, program)
     finish(status)
 

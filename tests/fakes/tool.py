@@ -14,7 +14,8 @@ signal.signal(signal.SIGINT, lambda *_: None)  # the program's to answer; the to
 def complain():
     if complaint := os.environ.get("FAKE_COMPLAINT"):
         print(complaint, file=sys.stderr)
-        sys.exit(int(os.environ.get("FAKE_STATUS", 1)))
+        if status := int(os.environ.get("FAKE_STATUS", 1)):
+            sys.exit(status)
 
 
 def finish(status):

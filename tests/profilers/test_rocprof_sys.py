@@ -41,17 +41,6 @@ def test_a_second_run_that_fails_costs_no_trace(machine, release):
     assert files(machine, TRACE if release else "trace.json") and "-m pstats" not in run.out
 
 
-@pytest.mark.parametrize("options", [
-    ["-I", "rocm", "amd-smi"], ["-c", "one.cfg", "two.cfg"], ["-f", "1000"], ["--realtime"], ["-H"],
-])  # fmt: skip
-def test_options_of_the_tool_end_before_the_program(machine, options):
-    run = run_script(machine.with_rocm("7.1"), "--", "--use-amp", "--", *options)
-    (words,) = [words for words in run.commands if "rocprof-sys-sample" in words]
-    cut = words.index("--")
-    assert run.code == 0 and files(machine, TRACE)
-    assert words[cut - len(options) : cut] == options and "--use-amp" in words[cut:]
-
-
 def test_a_format_that_is_asked_for_is_the_only_one(machine):
     run = run_script(machine.with_rocm("10.1"), "--", "--", "--output-format", "rocpd")
     assert run.code == 0 and files(machine, "rocpd-*.db") and not files(machine, TRACE)
@@ -64,16 +53,6 @@ def test_the_host_is_profiled_whatever_becomes_of_the_trace(machine):
     assert run.code == 1 and machine.results() == ["out"] and files(machine, "host_profile.pstats")
     assert "Missing: the timeline (rocprof-sys of this release has no such option" in run.out
     assert "ui.perfetto.dev" not in run.out and "-m pstats" in run.out
-    run = run_script(
-        machine, "--output", "two", FAKE_COMPLAINT="Unrecognized command line option", HOST_PROFILE_STATUS="3"
-    )
-    assert run.code == 1 and "Python function (rocprof-sys or the program ended with status 3)" in run.out
-
-
-def test_a_trace_that_is_not_there(machine):
-    run = run_script(machine.with_rocm("7.2"), FAKE_NOTHING="1")
-    assert run.code == 1 and "rocprof-sys recorded nothing" in run.err and machine.results() == ["out.failed"]
-    assert files(machine, "host_profile.pstats")
 
 
 @pytest.mark.parametrize("setting, told", [({}, True), ({"ROCPROFSYS_ENABLE_SIGNAL_HANDLER": "ON"}, False)])
