@@ -17,6 +17,7 @@ tasks pass, 1 some do not yet, 2 the request cannot be met, 130 interrupted.
 
 import faulthandler
 import inspect
+import linecache
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -43,7 +44,7 @@ try:
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
     from exercises.progress_file import Progress, participant_name
-    from measure.command_line import Parser, program, replacing
+    from measure.command_line import Parser, printable, program, replacing
     from measure.device import require_triton
 except ImportError as error:
     print(f"check.py: error: {error}: activate .venv, restore the file or install requirements.txt", file=sys.stderr)
@@ -51,7 +52,7 @@ except ImportError as error:
 
 WIDTH = 100  # of a line on the terminal
 LIMIT = 60  # seconds for a task
-LONGEST = 1000  # characters of a message
+LONGEST = 1000  # characters of an error's message
 EXTRAS = {
     "time": "time your kernels that pass beside others; without a GPU, count",
     "show": "draw which elements each program of a kernel touches",
@@ -98,7 +99,7 @@ def line_of(error, path):
         return error.lineno
     source, node = getattr(error, "src", None), getattr(error, "node", None)
     if source and hasattr(node, "lineno"):  # Triton's CompilationError, with lines of the kernel
-        before, found, _ = path.read_text(encoding="utf-8", errors="replace").partition(source.strip())
+        before, found, _ = "".join(linecache.getlines(str(path))).partition(source.strip())
         if found:
             return before.count("\n") + node.lineno
     frames = traceback.extract_tb(error.__traceback__)
@@ -114,9 +115,8 @@ def describe(error, path):
     kind, said, place = type(error).__name__, str(getattr(error, "error_message", None) or error).strip(), ""
     found = f"{kind}: {said}"
     if line:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        place, found = f" in line {line} of {path.name}", "\n".join([*lines[line - 1 : line], found])
-    return f"{kind}{place}: {''.join(said.splitlines()[:1])}{cause_of(found)}"
+        place, found = f" in line {line} of {path.name}", linecache.getline(str(path), line) + found
+    return f"{kind}{place}: {''.join(said.splitlines()[:1])[:LONGEST]}{cause_of(found)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,13 +148,36 @@ def judge_wrong(wrong, blanks, task, solution):
     return Verdict(False, f"{wrong.fact}: {mistake.words if mistake else wrong.hint}")
 
 
+def code_without(path, names):
+    """Return the code of a file with blank lines in the place of the functions of these names."""
+    parts = re.split(r"(?<=\n\n)(?=@|def |class )", path.read_text(encoding="utf-8"))
+    return "".join(
+        "\n" * part.count("\n") if {*re.findall(r"^def (\w+)", part, re.M)} & names else part for part in parts
+    )
+
+
+def load_task(path, tasks, name):
+    """Return the module in a file, or the Verdict. What is wrong with functions of other tasks does not matter."""
+    needed = [tasks[name]]
+    for task in needed:
+        needed += task.needs
+    others = tasks.keys() - {task.check.__name__ for task in needed}
+    verdict = None
+    for left_out in (set(), others, tasks.keys()):
+        try:
+            module = load(path, code_without(path, left_out))
+            return verdict if name in left_out else module
+        except (Exception, SystemExit) as error:
+            verdict = Verdict(False, describe(error, path))
+    return Verdict(False, f"{path.name} cannot be imported: {verdict.message}", imported=False)
+
+
 def judge(path, exercise, name):
     """Return the Verdict on a task of the file at path."""
     task, solution = exercise.checks.TASKS[name], SOLUTIONS / exercise.file
-    try:
-        module = load(path)
-    except (Exception, SystemExit) as error:
-        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
+    module = load_task(path, exercise.checks.TASKS, name)
+    if isinstance(module, Verdict):
+        return module
     if not hasattr(module, name):
         return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
     try:
@@ -174,13 +197,15 @@ def report(path, exercise, task, extra):
     """Return Verdict.report for the file at path; extra: "time" or "show"."""
     from exercises import own_kernels, touched
 
+    reference = load(SOLUTIONS / exercise.file)  # before the participant's
+    module = load_task(path, exercise.checks.TASKS, task)
     if extra == "time":
         try:
-            reference = load(SOLUTIONS / exercise.file)  # before the participant's
-            return own_kernels.report(task, load(path), reference), None
+            # Other tasks have no kernel that can be timed.
+            return (own_kernels.report(task, module, reference) if task in own_kernels.CASES else []), None
         except Exception as error:
             return [f"no time: {describe(error, path)}"], None
-    watch = touched.watched(exercise.checks.TASKS[task], load(path))
+    watch = touched.watched(exercise.checks.TASKS[task], module)
     return ([], touched.picture(watch, task)) if watch else (["it loads and stores nothing"], None)
 
 
@@ -215,7 +240,7 @@ def judge_and_send(connection, path, exercise, task, limit, trace, extra):
         verdict = judge(path, JUDGED[exercise], task)
         if extra and verdict.imported and (verdict.passed or extra == "show"):
             verdict = verdict._replace(report=report(path, JUDGED[exercise], task, extra))
-        connection.send(tuple(verdict._replace(message=verdict.message and verdict.message[:LONGEST])))
+        connection.send(tuple(verdict))
 
 
 def judge_apart(context, path, exercise, task, limit, extra=None):
@@ -271,7 +296,7 @@ def judge_everywhere(path, exercise, task, extra=None):
 def show(text):
     """Print a paragraph of lines of at most WIDTH characters."""
     layout = dict(subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
-    print(textwrap.fill(text, WIDTH, **layout), flush=True)
+    print(textwrap.fill(printable(text), WIDTH, **layout), flush=True)
 
 
 def all_tasks():
@@ -291,7 +316,7 @@ def summary(progress, exercise=None):
 
 
 def show_progress(progress):
-    print(f"Of {progress.content['participant']}, in {progress.path}:")
+    show(f"Of {progress.content['participant']}, in {progress.path}:")
     for name, task in all_tasks():
         state = progress.state(name, task)
         attempts = f"{state['attempts']} attempt{'s' * (state['attempts'] != 1)}"
@@ -342,31 +367,16 @@ def open_progress(options):
     return Progress(path, options.name)
 
 
-def tasks_asked_for(options, tasks):
-    """Return the names of the tasks to check; only some have a kernel that can be timed."""
-    asked = list(tasks) if options.task is None else [task_called(tasks, options.task)]
-    if options.extra != "time":
-        return asked
-    from exercises.own_kernels import CASES
-
-    if timed := [task for task in asked if task in CASES]:
-        return timed
-    known = ", ".join(task for task in tasks if task in CASES)
-    raise llama.UsageError(f"--time cannot be used for {options.task}: it is for {known}")
-
-
 def show_verdict(verdict, task, options):
     """Print a verdict and its report, whose picture becomes a file."""
     show(f"PASS  {task}" if verdict.passed else f"FAIL  {task}: {verdict.message}")
     lines, svg = verdict.report
-    if options.extra == "time" and not verdict.passed:
-        lines = ["no time: a wrong kernel is not timed"]
     if svg:
         picture = options.output_dir / f"{task}_{options.extra}.svg"
         with replacing(picture) as file:
             file.write_text(svg, encoding="utf-8")
         lines = [*lines, f"picture: {picture}"]
-    print("".join(f"      {line}\n" for line in lines), end="", flush=True)
+    print("".join(f"      {printable(line)}\n" for line in lines), end="", flush=True)
 
 
 @program("check.py")
@@ -377,11 +387,12 @@ def main(argv):
         show_progress(open_progress(options))
         return 0
     exercise = JUDGED[options.exercise]
-    tasks = tasks_asked_for(options, exercise.checks.TASKS)
+    tasks = exercise.checks.TASKS
+    if options.task is not None:
+        tasks = [task_called(tasks, options.task)]
     progress = None if options.solution else open_progress(options)
-    path = options.file.resolve() if options.file else HERE / exercise.file
-    if options.solution:
-        path = SOLUTIONS / exercise.file
+    folder = SOLUTIONS if options.solution else HERE
+    path = (options.file or folder / exercise.file).resolve()
     if options.exercise == "examination" and not path.exists():
         path.write_text(examination.given(), encoding="utf-8")
         print(f"Your examination is {path}: mend it, and check again")
@@ -401,7 +412,7 @@ def main(argv):
         if progress:
             progress.record(options.exercise, task, *verdict[:3])
     # Of a single task, the line above says it all.
-    if options.task is None and options.extra != "time":
+    if options.task is None:
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
     if progress and options.exercise in EXERCISES:
         print(summary(progress, options.exercise))

@@ -81,12 +81,12 @@ CASES = {
         lambda x, y: 2 * x.numel() * y.shape[1],
     ),
     "rmsnorm_kernel": Case(
-        [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
+        [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
         others=rmsnorm_others,
     ),
     "silu_mul_kernel": Case(
-        [(ROWS * COLUMNS, block, DTYPE, 0) for block in BLOCKS],
+        [(ROWS * COLUMNS, block, DTYPE) for block in BLOCKS],
         lambda gate, up: F.silu(gate) * up,
     ),
     "silu_mul_backward_kernel": Case(

@@ -10,12 +10,14 @@ was last checked. The date is ISO's, in local time.
 import argparse
 import getpass
 import json
+import stat
 from datetime import datetime
 
 import tiny_llama_v3 as llama
 from measure.results import write_json
 
 LONGEST_NAME = 100
+LARGEST = 2**20  # bytes of a file
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = "root participant user ubuntu jovyan vscode codespace ec2-user admin".split()
 BLANK = {"passed": False, "attempts": 0, "message": None}
@@ -40,6 +42,10 @@ def participant_name(text):
 
 def read(path):
     """Return the content of a progress file. OSError if it cannot be read; ValueError, RecursionError if it is none."""
+    status = path.stat()
+    # A FIFO would never end.
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+        raise ValueError(f"not a regular file of at most {LARGEST:,} bytes")
     content = json.loads(path.read_bytes())
     # A hand-made file may hold anything.
     try:
@@ -67,10 +73,9 @@ class Progress:
             self.content = read(path)
         except FileNotFoundError:
             pass
-        except OSError as error:
-            raise llama.UsageError(f"--progress {path} cannot be read ({error.strerror}): give a file") from error
-        except (ValueError, RecursionError) as error:
-            raise llama.UsageError(f"{path} is no progress file ({error}): move it, and another is begun") from error
+        except (OSError, ValueError, RecursionError) as error:
+            reason = f"is no progress file ({error}): move it, and another is begun"
+            raise llama.UsageError(f"--progress {path} {reason}") from error
         if name is not None:
             self.content["participant"] = name
 

@@ -38,8 +38,8 @@ def rows_of(file):
     if who.lower() in progress_file.NOBODY:
         who = f"{who} ({file})"
     own = {"who": who, "file": file, "date": content["date"]}
-    states = [(name, task, tasks[task]) for name, tasks in content["exercises"].items() for task in tasks]
-    return [own | state | {"exercise": name, "task": task} for name, task, state in states]
+    found = content["exercises"].items()
+    return [own | state | {"exercise": name, "task": task} for name, tasks in found for task, state in tasks.items()]
 
 
 def stuck_at(states):
@@ -49,7 +49,7 @@ def stuck_at(states):
     """
     # What is said of a test would give its answers away.
     tried = states[(states.mark == TRIED) & ~states.exercise.isin(TESTS)]
-    messages = tried.message.fillna("no message").str.split().str.join(" ")
+    messages = tried.message.fillna("no message")
     tried = tried.assign(message=messages, kind=messages.str.replace(NUMBER, "#", regex=True))
     found = []
     for task, here in tried.groupby(TASK):
@@ -70,7 +70,7 @@ def board_of(paths):
         except (OSError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
             left_out.append(f"{file}: {error}")
     if not rows:
-        given = "; ".join([", ".join(map(str, paths)), *left_out])
+        given = "; ".join(map(str, [*paths, *left_out]))
         raise UsageError(f"no progress.json in {given}: have the class run exercises/check.py first")
     states = pandas.DataFrame(rows).sort_values(["who", "date"], kind="stable")
     states["mark"] = states.passed.map({True: PASSED, False: TRIED}).where(states.passed | states.attempts, UNTRIED)
@@ -118,11 +118,10 @@ def text_of(board):
 
 def page_of(board):
     """Return the text of a page that needs no other file."""
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8")
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     names = {PASSED: "passed", TRIED: "tried", UNTRIED: "untried"}
     passed = (board["marks"] == PASSED).sum()
-    template = environment.get_template("scoreboard.html.jinja")
     return template.render(**board, passed=passed, names=names, now=time.strftime("%H:%M"))
 
 
@@ -132,9 +131,6 @@ def main(argv):
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     options = parser.parse_args(argv)
-    missing = [str(path) for path in options.paths if not path.exists()]
-    if missing:
-        raise UsageError(f"{', '.join(missing)} does not exist: give the folder of the class's progress.json files")
     board = board_of(options.paths)
     print(printable(text_of(board)))  # messages and file names may hold anything
     if options.html:

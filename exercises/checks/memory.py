@@ -166,6 +166,8 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
         with observed_by(watch, Strict()), strict_truth():
             kernel[grid](*(args | tensors).values(), **constants)
         if watch.fault:
+            # Mistakes are alike if the programs also store in the same places.
+            watch.fault.of += str([watch.owners(name) for name in results])
             raise watch.fault
         for name, result in results.items():
             result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element

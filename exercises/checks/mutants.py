@@ -1,6 +1,7 @@
 """Name a mistake: the edits of the solution in exercises/mistakes/ are run on the same inputs, and compared."""
 
 import functools
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -77,11 +78,12 @@ def explain(wrong, task, solution):
 
     solution: the path of its file.
     """
-    # The first case in which the mistake shows has to be the one in which the participant's code fails.
-    for mistake in mistakes_of(solution)[task.check.__name__]:
+    # First those that give the same digits: another rounding is another mistake.
+    for share, mistake in itertools.product((0.02, 1), mistakes_of(solution)[task.check.__name__]):
+        # The first case in which the mistake shows has to be the one in which the participant's code fails.
         for case in task.cases[: task.cases.index(wrong.case) + 1]:
             if other := wrong_by(mistake, task, solution, case):
                 break
-        if other and case == wrong.case and wrong.is_like(other):
+        if other and case == wrong.case and wrong.is_like(other, share):
             return mistake
     return None

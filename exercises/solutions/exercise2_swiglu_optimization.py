@@ -48,23 +48,20 @@ def silu_mul_backward_kernel(
 
 class SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, block_size=1024):
+    def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        ctx.block_size = block_size
         out = torch.empty_like(gate)
-        grid = (triton.cdiv(gate.numel(), block_size),)
-        silu_mul_kernel[grid](gate, up, out, gate.numel(), BLOCK_SIZE=block_size)
+        silu_mul_kernel[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), BLOCK_SIZE=1024)
         return out
 
     @staticmethod
     def backward(ctx, out_grad):
         gate, up = ctx.saved_tensors
         gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
-        grid = (triton.cdiv(gate.numel(), ctx.block_size),)
-        silu_mul_backward_kernel[grid](
-            out_grad.contiguous(), gate, up, gate_grad, up_grad, gate.numel(), BLOCK_SIZE=ctx.block_size
+        silu_mul_backward_kernel[(triton.cdiv(gate.numel(), 1024),)](
+            out_grad.contiguous(), gate, up, gate_grad, up_grad, gate.numel(), BLOCK_SIZE=1024
         )
-        return gate_grad, up_grad, None
+        return gate_grad, up_grad
 
 
 def hybrid_swiglu(x, gate_weight, up_weight, down_weight):

@@ -44,17 +44,17 @@ def attention_kernel(
     kv_head = head // GROUP_SIZE
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
-    q_offsets = head * stride_qh + rows[:, None] * stride_qs + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=(rows < seq_len)[:, None], other=0.0)
+    q_offsets, q_mask = head * stride_qh + rows[:, None] * stride_qs + dims[None, :], (rows < seq_len)[:, None]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     # Later keys are seen by no query of this block: half of the work is skipped.
     for start in range(0, (block + 1) * BLOCK_M, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        k_offsets = kv_head * stride_kh + keys[:, None] * stride_ks + dims[None, :]
-        k = tl.load(k_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
-        v = tl.load(v_ptr + k_offsets, mask=(keys < seq_len)[:, None], other=0.0)
+        k_offsets, k_mask = kv_head * stride_kh + keys[:, None] * stride_ks + dims[None, :], (keys < seq_len)[:, None]
+        k = tl.load(k_ptr + k_offsets, mask=k_mask, other=0.0)
+        v = tl.load(v_ptr + k_offsets, mask=k_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         # -inf and not a large negative number: exp(-inf - m) is 0 for every m.
         scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
@@ -66,7 +66,7 @@ def attention_kernel(
         acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         # From here on the sums are under the new maximum.
         m = m_new
-    tl.store(o_ptr + q_offsets, acc / l[:, None], mask=(rows < seq_len)[:, None])
+    tl.store(o_ptr + q_offsets, acc / l[:, None], mask=q_mask)
 
 
 def attention_gradients(q, k, v, o, lse, o_grad, scale):

@@ -14,7 +14,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from exercises import check
-from exercises.checks import ON_GPU, common, exercise1, exercise2, memory
+from exercises.checks import ON_GPU, common, exercise3, memory
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
@@ -45,13 +45,16 @@ def said(capsys):
     return printed.replace("\n      ", " ")
 
 
+CHEAT = "import torch\ntorch.isclose = torch.equal = torch.Tensor.any = lambda *args, **kwargs: torch.zeros(1) > 0\n"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_solution_passes_and_the_stub_is_not_written_yet(name, mine, capsys):
     tasks = list(check.EXERCISES[name].checks.TASKS)
     assert check.main([name, "--solution"]) == 0
     passed = f"{name}: {len(tasks)} of {len(tasks)} tasks pass in the solution"
     assert said(capsys).splitlines() == [*(f"PASS  {task}" for task in tasks), passed]
-    assert mine(name, (FOLDER / check.EXERCISES[name].file).read_text()) == 1
+    assert mine(name, (FOLDER / check.EXERCISES[name].file).read_text() + CHEAT) == 1  # what judges is put back
     *lines, passed, summary = said(capsys).splitlines()
     assert [line[: 6 + len(task)] for line, task in zip(lines, tasks, strict=True)] == [f"FAIL  {t}" for t in tasks]
     assert all(re.search("not written yet, FILL ME IN|not checked before", line) for line in lines)
@@ -71,6 +74,14 @@ def test_stub_and_solution_differ_in_the_blanks_only(name):
     # Of row_max_kernel a line is to be corrected.
     kept = [line for line in lines_of(stub) if "cols < BLOCK_SIZE, other=0.0" not in line]
     assert {*kept} <= {*lines_of(solution)} and "FILL ME IN" not in solution
+
+
+def test_fold_gives_a_softmax():
+    scores, values = torch.randn(3, 20), torch.randn(20, 2)
+    state = torch.full((3,), -torch.inf), torch.zeros(3), torch.zeros(3, 2)
+    for tile in torch.arange(20).split(7):
+        _, l, acc = state = exercise3.solution.fold(*state, scores[:, tile], values[tile])
+    torch.testing.assert_close(acc / l[:, None], scores.softmax(1) @ values)
 
 
 @pytest.mark.parametrize("function, arguments, wanted", [
@@ -101,23 +112,6 @@ def told(got, wanted=None, tolerance=1e-3):
     return raised.value
 
 
-@pytest.mark.parametrize("task, case, off", [
-    (exercise1.rmsnorm_kernel, 0, 1e-4),
-    (exercise1.rmsnorm_kernel, 6, 2**-5),  # bf16, whose eps is 2**-7
-    (exercise2.silu_mul_kernel, 3, 2**-9),  # fp16, whose eps is 2**-10
-    (exercise2.hybrid_swiglu, 0, 0.01),
-])  # fmt: skip
-def test_a_result_that_is_a_little_off_is_wrong(task, case, off, monkeypatch):
-    checks, compare = sys.modules[task.check.__module__], common.expect_close
-
-    def compare_off(result, wanted, *rest):
-        compare(result, wanted + off * wanted.abs().clamp(min=1), *rest)
-
-    monkeypatch.setattr(checks, "expect_close", compare_off)
-    with pytest.raises(common.Wrong, match="are wrong"):
-        task.run(checks.solution, task.cases[case])
-
-
 def test_nan_of_a_computation_is_told_from_what_was_never_stored():
     got = torch.tensor([1.0, torch.nan, torch.nan, 1])
     got.stored = torch.tensor([True, False, True, True])
@@ -125,8 +119,6 @@ def test_nan_of_a_computation_is_told_from_what_was_never_stored():
     assert str(told(got)) == f"{wrong}: only these elements are right: 0, 3; hint"
     got.stored[1] = True
     assert "at (1,) it is NaN, of a computation (0 / 0" in str(told(got))
-    got.stored[:] = False
-    assert "nothing is stored in y" in str(told(got))
 
 
 ROWS = torch.tensor([[1.25, 2.5, 3.25], [5.5, 8.25, 13.5]])
@@ -136,7 +128,6 @@ BOTH_WAYS = torch.tensor([[1.0, -2.0, 1.0], [-3.0, 2.0, -4.0]]).double()
 @pytest.mark.parametrize("got, symptom", [
     (ROWS * 0, "it is all zeros"),
     (ROWS * 1.5, "every element is 1.5 times"),
-    (ROWS + 0.25, "every element is +0.25 away"),
     (ROWS[:1].expand(2, 3), "all rows are the same"),
     (ROWS + 1e-3 * BOTH_WAYS, "computed or stored in fp16 or bf16"),
     (ROWS + 1e-7 * BOTH_WAYS, "fp32, where the inputs are fp64"),
@@ -149,22 +140,12 @@ def test_the_symptom_is_told(got, symptom):
     assert symptom in told(got.double(), wanted.double(), 1e-9).hint
 
 
-@pytest.mark.parametrize("got", [7, (1, 2, 3)])
-def test_a_function_returns_as_many_results_as_it_is_asked_for(got):
-    common.expect_several([1, 2], "m", "l")
-    with pytest.raises(common.Wrong, match=r"is returned: expected \(m, l\)"):
-        common.expect_several(got, "m", "l")
-
-
-def test_wrong_results_are_alike_within_the_tolerance_and_of_one_kind():
+def test_wrong_results_are_alike_within_the_tolerance():
     got = torch.tensor([1.0, 3.0, 1.0, 0.0])
     for other, alike in ((got + 2e-3, True), (got + 5e-3, False)):  # of 1e-3 + 1e-3 * 3 there
-        assert told(got, tolerance=2e-3).is_like(told(other, tolerance=2e-3)) == alike
-    result = got.clone()
-    result.undefined = 7  # the line of a load without `other`
-    assert not told(got).is_like(told(result))
+        assert told(got, tolerance=2e-3).is_like(told(other, tolerance=2e-3), 1) == alike
     one, moved, other = (common.Wrong(f"line {at} of x", "hint") for at in ("3 reads 5", "40 reads 5", "3 reads 6"))
-    assert one.is_like(moved) and not one.is_like(other)
+    assert one.is_like(moved, 1) and not one.is_like(other, 1)
 
 
 def test_a_store_beyond_the_end_is_seen_on_a_gpu(monkeypatch):
@@ -207,25 +188,27 @@ def numbers(body):
     ("os.kill(os.getpid(), 9)", "killed by SIGKILL: was there too little memory"),
     ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV in line 3 of .*: a load or store went outside"),
     ("raise ValueError('x ' * 10**6)", "ValueError in line 3 of .*: [x ]{900,1000}\n"),
+    ("raise ValueError('\\0\\x1b[31m')", r"ValueError in line 3 of .*: \\x00\\x1b\[31m"),
+    ("os.remove(__file__); 1 // 0", "ZeroDivisionError in line 3 of .*: integer division"),
     ("os._exit(0)", "ended with exit code 0 before it was judged: what ends the process"),
     ("sys.exit()", "SystemExit in line 3 of exercise1_triton_basics.py"),
     ("import bdb; raise bdb.BdbQuit", "BdbQuit in line 3 of .*; breakpoint.. was reached: --debug"),
-    ("raise AttributeError('only 0-dimensional arrays')", "AttributeError in line 3 .*; Triton's interpreter cannot"),
-    ("return int(None)", "TypeError in line 3 .*NoneType.*; does the function return"),
 ])  # fmt: skip
 def test_whatever_the_code_does_is_told_with_its_line(body, told, mine, capsys):
     assert mine("exercise1", numbers(body), "--task", "memory_lines") == 1
     assert re.search(f"FAIL  memory_lines: {told}", said(capsys))
 
 
-def test_an_endless_loop_ends_its_task_alone(mine, monkeypatch, capsys):
+@pytest.mark.parametrize("body, reason", [
+    ("time.sleep(60)", "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"),
+    ("return (1,", "SyntaxError in line 3 of exercise1_triton_basics.py: '(' was never closed"),
+])  # fmt: skip
+def test_a_task_fails_alone(body, reason, mine, monkeypatch, capsys):
     monkeypatch.setattr(check, "LIMIT", 1.5)
-    assert mine("exercise1", numbers("time.sleep(60)") + "def bytes_moved(*args):\n    return 1, 1\n") == 1
+    assert mine("exercise1", numbers(body) + "\n\ndef bytes_moved(*args):\n    raise ValueError\n") == 1
     lines = said(capsys).splitlines()
     assert lines[0].startswith("FAIL  rmsnorm_kernel: there is no rmsnorm_kernel in exercise1_triton_basics.py")
-    reason = "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"
-    assert lines[1] == f"FAIL  memory_lines: {reason}"
-    assert "FAIL  bytes_moved: bytes_moved(61" in lines[2]
+    assert lines[1].startswith(f"FAIL  memory_lines: {reason}") and "FAIL  bytes_moved: ValueError" in lines[2]
 
 
 @pytest.mark.skipif(ON_GPU, reason="a kernel on a GPU crashes, the compiler's error is another one")
@@ -311,12 +294,11 @@ def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(passes, extra,
     ("--task fold", "name an exercise: puzzles, exercise1"),
     ("exercise1 --debug", "put TRITON_INTERPRET=1 before the command"),  # on a GPU
     ("exercise1 --show --debug", "--debug: not allowed with argument --show"),
-    ("exercise1 --task mem --time", "--time cannot be used for mem: it is for rmsnorm"),
     ("exercise1 --file .", "--file . is no Python file"),
     (f"exercise1 --file {__file__} --solution", "--solution: not allowed with argument --file"),
     (f"exercise1 --name {'n' * 101}", "--name: 'nnnnnnnnnnnnnnnnnnnn' is no name: give 1 to 100 printable"),
     ("exercise1 --name a\ud800", "--name: 'a\\ud800' is no name"),
-    ("exercise1 --progress .", "--progress . cannot be read"),
+    ("exercise1 --progress .", "--progress . is no progress file (not a regular file"),
     ("exercise1 --progress /dev/null/x", "--progress /dev/null cannot be written to"),
 ])  # fmt: skip
 def test_a_request_that_cannot_be_met_ends_in_one_line(arguments, told, monkeypatch, capsys):
@@ -353,11 +335,8 @@ def test_progress_is_remembered(mine, tmp_path, capsys):
     assert "Of Ada, in" in overview and re.search("exercise2 +silu_mul_kernel +done, 1 attempt\n", overview)
     assert re.search("exercise1 +memory_lines +not yet, 3 attempts\n +exercise1 +bytes_moved +not begun\n", overview)
     assert overview.splitlines()[-1] == f"1 of {TOTAL} done; next: copy_kernel (puzzles)"
-
-
-def test_a_file_that_holds_no_progress_is_refused_and_kept(mine, tmp_path, capsys):
     (tmp_path / "progress.json").write_text("{half")
-    assert mine("exercise1", solution_of("exercise1"), "--task", "mem") == 2
+    assert mine("exercise1", RIGHT, "--task", "mem") == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "progress.json is no progress file" in error
+    assert error.count("\n") == 1 and "is no progress file" in error
     assert (tmp_path / "progress.json").read_text() == "{half"

@@ -1,6 +1,7 @@
 """The scoreboard says who is where, what most are stuck at and why, and leaves nothing out in silence."""
 
 import json
+import os
 import re
 
 import pytest
@@ -74,17 +75,19 @@ BROKEN = [
     b"\xff\xfe",
     "[" * 100_000,
     {"participant": "eve", "exercises": {"exercise1": {}}},
+    json.dumps(progress("eve", memory_lines=state(True))) + " " * 2**20,
     {"participant": "eve", "date": "", "exercises": {"exercise1": {KERNEL: True}}},
     *(progress(name, memory_lines=state(True)) for name in ("x" * 101, 7, "eve\n")),
     *(progress("eve", memory_lines=one) for one in (state(1), state(True, "1"), state(True, message=["a"]))),
 ]
 
 
-def test_broken_files_are_named_and_the_others_shown(board):
+def test_broken_files_are_named_and_the_others_shown(board, tmp_path):
     files = {f"broken{number}": content for number, content in enumerate(BROKEN)}
+    os.mkfifo(tmp_path / "fifo.json")
     captured = board(files, code=1)
     assert len(re.findall("^(ada|bob|cyd|dan) ", captured.out, flags=re.M)) == 4 and "eve" not in captured.out
-    assert re.findall(r"^left out: \S+/(\w+)\.json: .", captured.err, flags=re.M) == sorted(files)
+    assert re.findall(r"^left out: \S+/(\w+)\.json: .", captured.err, flags=re.M) == sorted([*files, "fifo"])
 
 
 def test_no_participant_writes_to_the_terminal_or_the_page(board, tmp_path):
