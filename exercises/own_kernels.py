@@ -170,12 +170,13 @@ class Counts(Observer):
         self.storages = [tensor.untyped_storage() for tensor in tensors]
 
     def load(self, access):
-        """Count an access of a tile of any shape; a wave has neighbours in the last dimension."""
+        """Count an access of a tile of any shape, each in its best order, as a compiled kernel has it."""
+        order = access.order()
         lanes = np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
         for index, storage in enumerate(self.storages):
             # As a GPU's allocator places tensors: each begins at a cache line.
-            offsets = (access.addresses - storage.data_ptr()).ravel()
-            own = access.mask.ravel() & (0 <= offsets) & (offsets < storage.nbytes())
+            offsets = (access.addresses - storage.data_ptr()).ravel(order)
+            own = access.mask.ravel(order) & (0 <= offsets) & (offsets < storage.nbytes())
             lanes[: own.size][own] = offsets[own] + index * APART
         # The different lines of each wave: sorted, those that differ from the one before.
         lines = np.sort(lanes.reshape(-1, LANES) // LINE, axis=1)
