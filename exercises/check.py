@@ -148,9 +148,9 @@ def judge(path, exercise, name):
         module = load(path)
     except (Exception, SystemExit) as error:
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
-    if not hasattr(module, name):
-        return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
     try:
+        if not hasattr(module, name):
+            return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
         task(module)
     except Wrong as wrong:
         return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
