@@ -87,7 +87,7 @@ def row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     ((2.0, 1, 0, 1, -1), 0),
     ((-10.7, -10.1, -9.4), 0),
     ((1000.0, 999, -1000), 2000),
-    ((-3e10, -3e10, -3e10), 0),  # below what often stands in for minus infinity
+    ((-3.3e38, -3.3e38, -3.3e38), 0),  # below what often stands in for minus infinity
 )
 def softmax_kernel(puzzles, scores, lower):
     x = torch.tensor(scores, device=DEVICE)
@@ -101,7 +101,7 @@ def softmax_kernel(puzzles, scores, lower):
 SCORES = [4.0, 8, 1, 6, 3, 2], [3.0, 1, 5, 2, 9, 7], [-6.0, -2, -4, -3, -8, -5]
 
 
-@task((6, 0), (3, 0), (6, 1e11), (3, 1e11))  # n_cols, how much lower the scores are
+@task((6, 0), (3, 0), (6, 3.3e38), (3, 3.3e38))  # n_cols, how much lower the scores are
 def row_max_kernel(puzzles, n_cols, lower):
     x = padded(torch.tensor(SCORES, device=DEVICE)[:, :n_cols] - lower, 8)
     y = launch(puzzles.row_max_kernel, (3,), x, unwritten(3), n_cols, 8, BLOCK_SIZE=4)
