@@ -1,7 +1,5 @@
 """The usual mistakes: each fails its own task, with the words that name it."""
 
-import math
-
 import pytest
 
 import tiny_llama_v3 as llama
@@ -12,8 +10,8 @@ pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
     pytest.mark.skipif(ON_GPU, reason="mistakes are looked for in the interpreter"),
 ]
-# The kernels that take longer than the others: of their mistakes only a few are among the fast tests.
-COSTLY = {"attention_kernel": 12, "grouped_matmul_kernel": 2, "tuned_matmul_kernel": 2}
+# Of the mistakes of a task, so many are among the fast tests: fewest of the kernels that take longest.
+FAST = {"attention_kernel": 6, "grouped_matmul_kernel": 2, "tuned_matmul_kernel": 2}
 MISTAKES = [
     # The edit is made when the tests are collected: one that does not fit its solution is an error there.
     pytest.param(
@@ -22,7 +20,7 @@ MISTAKES = [
         mistake.words,
         mutants.edited(mistake, task, path),
         id=f"{task}: {mistake.new}",
-        marks=[pytest.mark.slow] * (number >= COSTLY.get(task, math.inf)),
+        marks=[pytest.mark.slow] * (number >= FAST.get(task, 10)),
     )  # fmt: skip
     for exercise in check.EXERCISES.values()
     for path in [check.SOLUTIONS / exercise.file]
