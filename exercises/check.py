@@ -148,39 +148,16 @@ def judge_wrong(wrong, blanks, task, solution):
     return Verdict(False, f"{wrong.fact}: {mistake.words if mistake else wrong.hint}")
 
 
-def code_without(path, names):
-    """Return the code of a file with blank lines in the place of the functions of these names."""
-    parts = re.split(r"(?<=\n\n)(?=@|def |class )", path.read_text(encoding="utf-8"))
-    return "".join(
-        "\n" * part.count("\n") if {*re.findall(r"^def (\w+)", part, re.M)} & names else part for part in parts
-    )
-
-
-def load_task(path, tasks, name):
-    """Return the module in a file, or the Verdict. What is wrong with functions of other tasks does not matter."""
-    needed = [tasks[name]]
-    for task in needed:
-        needed += task.needs
-    others = tasks.keys() - {task.check.__name__ for task in needed}
-    verdict = None
-    for left_out in (set(), others, tasks.keys()):
-        try:
-            module = load(path, code_without(path, left_out))
-            return verdict if name in left_out else module
-        except (Exception, SystemExit) as error:
-            verdict = Verdict(False, describe(error, path))
-    return Verdict(False, f"{path.name} cannot be imported: {verdict.message}", imported=False)
-
-
 def judge(path, exercise, name):
     """Return the Verdict on a task of the file at path."""
     task, solution = exercise.checks.TASKS[name], SOLUTIONS / exercise.file
-    module = load_task(path, exercise.checks.TASKS, name)
-    if isinstance(module, Verdict):
-        return module
-    if not hasattr(module, name):
-        return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
     try:
+        module = load(path)
+    except (Exception, SystemExit) as error:
+        return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
+    try:
+        if not hasattr(module, name):
+            return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
         task(module)
     except Wrong as wrong:
         return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
@@ -198,14 +175,14 @@ def report(path, exercise, task, extra):
     from exercises import own_kernels, touched
 
     reference = load(SOLUTIONS / exercise.file)  # before the participant's
-    module = load_task(path, exercise.checks.TASKS, task)
-    if extra == "time":
-        try:
+    try:
+        module = load(path)
+        if extra == "time":
             # Other tasks have no kernel that can be timed.
             return (own_kernels.report(task, module, reference) if task in own_kernels.CASES else []), None
-        except Exception as error:
-            return [f"no time: {describe(error, path)}"], None
-    watch = touched.watched(exercise.checks.TASKS[task], module)
+        watch = touched.watched(exercise.checks.TASKS[task], module)
+    except Exception as error:
+        return [f"no {dict(show='picture').get(extra, extra)}: {describe(error, path)}"], None
     return ([], touched.picture(watch, task)) if watch else (["it loads and stores nothing"], None)
 
 

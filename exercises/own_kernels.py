@@ -169,9 +169,10 @@ class Counts(Observer):
         self.begins = np.sort([tensor.untyped_storage().data_ptr() for tensor in tensors])
 
     def load(self, access):
-        """Count an access of a tile of any shape; a wave has neighbours in the last dimension."""
-        wanted, lanes = access.mask.ravel(), np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
-        addresses = access.addresses.ravel()[wanted]
+        """Count an access of a tile of any shape, in its best order, as a compiled kernel has it."""
+        order = access.order()
+        wanted, lanes = access.mask.ravel(order), np.full(-(-access.mask.size // LANES) * LANES, NOTHING)
+        addresses = access.addresses.ravel(order)[wanted]
         # As a GPU's allocator places tensors: each begins at a cache line.
         lanes[: wanted.size][wanted] = addresses - self.begins[np.searchsorted(self.begins, addresses, "right") - 1]
         # The different lines of each wave: sorted, those that differ from the one before.

@@ -6,6 +6,7 @@ observer may change it: narrow the mask of a load, say, or round the operands of
 
 import contextlib
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,12 +23,10 @@ class Access:
         self.mask = np.broadcast_to(mask.data, self.addresses.shape)
         self.value = value  # what is stored; of a load, what `other` gives, or None
 
-
-class Product:
-    """One tl.dot of a program."""
-
-    def __init__(self, sides, precision):
-        self.sides, self.precision = sides, precision
+    def order(self):
+        """Return the order of a tile's lanes in compiled code: rows ("C"), or columns ("F") if these are contiguous."""
+        steps = np.diff(np.atleast_2d(self.addresses), axis=0)
+        return "F" if (steps * 8 == self.element_type.primitive_bitwidth).any() else "C"
 
 
 class Observer:
@@ -43,7 +42,7 @@ class Observer:
         """See a program store."""
 
     def dot(self, product):
-        """See a program multiply two tiles."""
+        """See a program multiply two tiles, product.sides."""
 
 
 @contextlib.contextmanager
@@ -75,7 +74,7 @@ def observed_by(*observers):
         store(builder, pointers, value, type(mask)(access.mask, mask.dtype), *rest)
 
     def observed_dot(builder, a, b, c, precision, *rest):
-        product = Product([a, b], getattr(precision, "name", ""))
+        product = SimpleNamespace(sides=[a, b], precision=getattr(precision, "name", ""))
         tell("dot", product)
         return dot(builder, *product.sides, c, precision, *rest)
 

@@ -20,18 +20,6 @@ def watched(check, exercise):
     return next((watch for watch in kept if watch.accesses), None)
 
 
-def offsets_of(tensor):
-    return (addresses(tensor) - tensor.data_ptr()) // tensor.element_size()
-
-
-def panels(watch):
-    """Return {(line, verb, tensor): its accesses} in the order of the lines."""
-    found = {}
-    for access in watch.accesses:
-        found.setdefault((access.line, access.verb, access.tensor), []).append(access)
-    return dict(sorted(found.items()))
-
-
 def element(sheet, x, y, size, offset, owners, exists):
     """Draw an element with the programs that touch it, {program: lane}; dashed if there is none, ! if no element."""
     # An element that several programs touch has a strip of each.
@@ -54,14 +42,14 @@ def element(sheet, x, y, size, offset, owners, exists):
 def panel(sheet, top, tensor, words, accesses):
     """Draw what one load or store touches of a tensor, in rows of the tensor. Return its lower edge."""
     owners = {}  # {offset: {program: lane}}
-    for access in accesses:
-        for offset, lane in zip(access.offsets.tolist(), access.lanes.tolist(), strict=True):
-            owners.setdefault(offset, {})[access.program] = lane
-    own = {*offsets_of(tensor).tolist()}
+    for program, offsets, lanes, _ in accesses:
+        for offset, lane in zip(offsets.tolist(), lanes.tolist(), strict=True):
+            owners.setdefault(offset, {})[program] = lane
+    own = {*((addresses(tensor) - tensor.data_ptr()) // tensor.element_size()).tolist()}
     last, columns = max(own), max(tensor.stride())
     # What a mask leaves out lies behind the end, or in a matrix within the next row.
     if tensor.ndim == 1:
-        masked = np.concatenate([access.masked for access in accesses])
+        masked = np.concatenate([left_out for *_, left_out in accesses])
         last = int(max(last, *masked[masked <= last + COLUMNS], 0))
         columns = min(last + 1, COLUMNS)
     rows = min(last // columns + 1, MOST_ROWS)
@@ -82,6 +70,6 @@ def picture(watch, task):
     """Return the SVG of all loads and stores of a launch."""
     sheet, top = Sheet(task), 84
     sheet.text(12, 48, "each program has a color;\na cell shows the offset and, below it, the lane", color=MUTED)
-    for (line, verb, name), accesses in panels(watch).items():
+    for (line, verb, name), accesses in sorted(watch.accesses.items()):
         top = panel(sheet, top, watch.tensors[name], f"line {line} {verb} {name}", accesses)
     return sheet.svg(top)

@@ -1,7 +1,7 @@
 """What a kernel touches: in Triton's interpreter every load and store is compared with the tensors it was given."""
 
 import sys
-from typing import NamedTuple
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -23,18 +23,6 @@ def addresses(tensor):
 # The watch
 
 
-class Touched(NamedTuple):
-    """What one load or store of a program touched."""
-
-    line: int  # of the participant's file
-    verb: str  # "reads" or "writes"
-    tensor: str
-    program: int  # its number, in the order in which the interpreter runs them
-    offsets: np.ndarray  # for each lane that the mask lets through: how many elements from the tensor's first it lies
-    lanes: np.ndarray
-    masked: np.ndarray  # the offsets of the lanes that the mask leaves out
-
-
 class Watch(Observer):
     """Leaves out of loads and stores what is not theirs to touch, and remembers the first such access.
 
@@ -48,11 +36,12 @@ class Watch(Observer):
         self.tensors, self.outputs, self.share, self.grid = tensors, outputs, share, grid
         self.fault = None  # the first Wrong
         self.undefined = None  # the line of the first load whose mask leaves out what has no `other`
-        self.names, elements = list(tensors), [addresses(tensor) for tensor in tensors.values()]
-        self.known, first = np.unique(np.concatenate(elements), return_index=True)
-        self.whose = np.repeat(np.arange(len(elements)), [len(own) for own in elements])[first]  # an index of names
+        self.known = np.unique(np.concatenate([addresses(tensor) for tensor in tensors.values()]))
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
-        self.accesses = []
+        self.traces = {}  # for each verb and tensor, a number that tells apart all accesses until now
+        # For each (line, verb, tensor): of each program the offsets that it touches in elements, their lanes, and what
+        # its mask leaves out.
+        self.accesses = defaultdict(list)
         if self.kept is not None:
             self.kept.append(self)
 
@@ -67,14 +56,12 @@ class Watch(Observer):
         return ", ".join(map(str, np.unravel_index(program, self.grid)))
 
     def tell(self, fact, hint):
-        self.fault = self.fault or Wrong(f"line {self.line()} {fact}", hint)
+        self.fault = self.fault or Wrong(f"line {self.line()} {fact}", hint, of=str(self.trace))
 
-    def meant(self, verb, indices, outside):
-        """Name the tensor to which most of what was touched belongs, else the nearest to the first that is outside."""
-        if len(indices):
-            return self.names[np.bincount(self.whose[indices]).argmax()]
-        likely = self.outputs if verb == "writes" and self.outputs else self.names
-        return min(likely, key=lambda name: np.abs(addresses(self.tensors[name]) - outside[0]).min())
+    def nearest(self, address):
+        """Name the tensor in or behind whose memory an address lies."""
+        begins = {name: tensor.untyped_storage().data_ptr() for name, tensor in self.tensors.items()}
+        return max(begins, key=lambda name: (begins[name] <= address, begins[name]))
 
     def inside(self, verb, access):
         """Narrow the mask to what lies in tensors; return its indices in self.known, the tensor's name, the program."""
@@ -86,16 +73,18 @@ class Watch(Observer):
         # What is not known stays untouched: it may be another tensor's, or nobody's.
         access.mask = wanted & (self.known[indices] == touched)
         indices, outside = indices[access.mask], wanted & ~access.mask
-        name = self.meant(verb, indices, touched[outside])
+        name = self.nearest(np.median(touched[wanted]))
         tensor = self.tensors[name]
         offsets = (touched - tensor.data_ptr()) // tensor.element_size()
+        self.traces[verb, name] = self.trace = hash((self.traces.get((verb, name)), offsets[wanted].tobytes()))
         # The programs of a picture are few, those of a check are many.
         if self.kept is not None:
-            lanes = np.flatnonzero(wanted)
-            self.accesses.append(Touched(self.line(), verb, name, program, offsets[wanted], lanes, offsets[~wanted]))
+            touches = program, offsets[wanted], np.flatnonzero(wanted), offsets[~wanted]
+            self.accesses[self.line(), verb, name].append(touches)
         if outside.any():
             lanes, first, last = outside.sum(), offsets[outside][0], tensor.numel() - 1
-            hint = "is there a mask, and does the address take strides and sizes from the arguments?"
+            hint = "does the address take its strides and sizes from the arguments, and "
+            hint += "is there a mask?" if wanted.all() else f"the mask compare with the sizes of {name}?"
             if lanes == 1 and first == last + 1:
                 hint = f"one too many; the last element is {last}, so is it < or <=?"
             where = f"in {lanes} of {wanted.sum()} lanes of program {self.shown(program)}"
@@ -139,7 +128,7 @@ def apart(tensor):
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-BLOCKS = "a program's block begins at tl.program_id(0) * BLOCK_SIZE, and has BLOCK_SIZE elements"
+BLOCKS = "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one"
 
 
 def launch(kernel, grid, *args, share=BLOCKS, **constants):

@@ -145,7 +145,6 @@ def grouped_matmul_kernel(
     configs=[
         triton.Config({"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=4),
         triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=4),
-        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP": 8}, num_warps=8),
     ],
     key=["M", "N", "K"],
 )

@@ -72,9 +72,9 @@ def test_the_counts_are_exact():
     # each operand for two tiles, z once; in lines of 128 bytes, of which half a row of 64 elements has one
     assert counts["yours, 32 x 32"] == [4 * 64**2 * 5, 1.67, 4 * 64**2 * 5 / 128, 64**3]
     assert counts["bound"] == [4 * 64**2 * 3, 1, 4 * 64**2 * 3 / 128, 64**3]
-    # A wave has eight rows of eight columns, of 32 bytes each; of the odd rows three in twelve lie in two lines. Loads
-    # read along rows, and stores write along columns.
-    assert counts_of("transpose_kernel")["yours, 8 x 8"][2] == 2 * (100 * 13 + 50 * 3)
+    # A wave has four rows of sixteen columns, of 64 bytes each, also where it stores; of four rows, nine tiles lie in
+    # two lines.
+    assert counts_of("transpose_kernel")["yours, 16 x 16"][2] == 2 * (100 * 7 + 25 * 9)
     # Half of the pairs of two heads, two products of 64; PyTorch's operators multiply all pairs.
     # Of 48 queries a program of 16 has one, two or three tiles of keys.
     counts = counts_of("attention_kernel")

@@ -5,7 +5,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from exercises.checks import ON_GPU
-from exercises.probe import Strict, observed_by, strict_truth
+from exercises.probe import Strict, observed_by
 
 pytestmark = [
     pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
@@ -23,15 +23,9 @@ def times_one(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, tl.dot(x, one), mask=offsets < n_elements)
 
 
-@llama.jit
-def truth_of_a_block(x_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
-    if tl.arange(0, BLOCK) < n_elements:
-        tl.store(y_ptr, 1.0)
-
-
 def product(x, n_elements=256):
     y = torch.zeros(16, 16)
-    with observed_by(Strict()), strict_truth():
+    with observed_by(Strict()):
         times_one[(1,)](x, y, n_elements, BLOCK=16)
     return y
 
@@ -46,8 +40,3 @@ def test_fp32_is_rounded_to_ten_bits_and_bf16_multiplied_as_numbers():
 def test_what_a_mask_leaves_out_is_infinite(dtype):
     y = product(torch.ones(16, 16, dtype=dtype), n_elements=8)
     assert not y.flatten()[:8].isfinite().any() and not y.flatten()[8:].any()  # 0 * inf is in each sum
-
-
-def test_the_truth_of_a_block_is_refused():
-    with pytest.raises(Exception, match="combine masks by & and"), strict_truth():
-        truth_of_a_block[(1,)](torch.ones(4), torch.ones(4), 3, BLOCK=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_llama_v3 as llama
+from exercises import check
 from exercises.checks import puzzles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,15 +107,28 @@ def test_the_interpreter_prints_and_stops_as_the_page_says(tmp_path, python):
     assert "array([4., 5., 6., 7.]" in done.stdout and "array([ 8., 10., 12., 14.]" in done.stdout
 
 
+REPLACED = """pass
+
+
+import torch
+torch.isclose = lambda *rest, **more: torch.ones(1) > 0
+"""
+
+
+@pytest.mark.parametrize("old, new, task, told", [
+    ("copy_kernel(x_ptr,", "copy_kernel(x_ptr", "copy_kernel", "SyntaxError in line 8 of puzzles.py"),
+    ("def matmul_kernel(", "def matmul_kernel x(", "multiply_tile", "SyntaxError in line 117 of puzzles.py"),
+    ('"K"]', '"k"]', "tuned_matmul_kernel", "ValueError in line 144 of puzzles.py: key contains names"),
+    ("tl.store(y_ptr + offsets, x)\n", REPLACED, "copy_kernel", "are wrong: at (0,) it is never stored"),
+])  # fmt: skip
+def test_an_error_in_one_puzzle_is_told_there_and_leaves_the_others(old, new, task, told, tmp_path):
+    path, puzzle = tmp_path / "puzzles.py", check.EXERCISES["puzzles"]
+    path.write_text((check.SOLUTIONS / path.name).read_text().replace(old, new, 1))
+    assert told in check.judge(path, puzzle, task).message
+    assert check.judge(path, puzzle, "row_sum_kernel").passed
+
+
 def test_every_picture_stands_on_a_page_with_words_for_those_who_do_not_see_it():
     pages = "".join(page.read_text() for page in ROOT.glob("[de]*/*.md"))
     shown = {name: words for words, name in re.findall(r"!\[(.+?)\]\(\S*pictures/(\w+)\.svg\)", pages)}
     assert shown.keys() == {path.stem for path in PICTURES.iterdir()} and min(map(len, shown.values())) > 20
-
-
-def test_the_order_of_programs_is_drawn_as_it_is_checked():
-    # Five rows and three columns of tiles, row after row and in groups of two rows: nobody draws this one anew.
-    in_groups = [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11], [12, 13, 14]]
-    assert puzzles.order_of_programs(5, 3, 2).tolist() == in_groups
-    numbers = [int(number) for number in re.findall(r">(\d+)</text>", (PICTURES / "puzzle10.svg").read_text())]
-    assert numbers == [*range(15), *sum(in_groups, [])]
