@@ -12,8 +12,11 @@ Exit codes: 0 done, 1 the logits differ, or the loss is not finite, 2 the reques
 """
 
 import contextlib
+import os
 import shutil
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +28,8 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
-from measure.command_line import Parser, UsageError, positive, program
-from measure.results import describe
+from measure.command_line import Parser, UsageError, positive, program, replacing
+from measure.results import describe, import_library
 from tiny_llama import hardware
 from tiny_llama.data import as_batch, windows_of
 
@@ -50,21 +53,52 @@ LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
 
 @contextlib.contextmanager
-def reported(what):
-    """Turn what transformers, safetensors or the system raise when they read something into UsageError."""
+def reported(what, done="read"):
+    """Turn what transformers, safetensors or the system raise when they read or write something into UsageError."""
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{what} cannot be read ({describe(error)})") from error
+        raise UsageError(f"{what} cannot be {done} ({describe(error)})") from error
+
+
+@contextlib.contextmanager
+def naming_keys(folder):
+    """Name the values of config.json in a UsageError by its keys: the script has flags for them, this program none."""
+    try:
+        yield
+    except llama.UsageError as error:
+        text = str(error)
+        for ours, theirs in (HF_SIZES | {"rope_theta": "rope_theta"}).items():
+            text = text.replace(llama.flag_of(ours), theirs)
+        raise UsageError(text if text == str(error) else f"{folder}/config.json: {text}") from error
+
+
+def check_files(*paths):
+    """Raise UsageError for a FIFO or a device: who opens it may wait for ever."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is no regular file: give a copy of what it contains")
+
+
+def check_output(output, model):
+    """Raise UsageError if --output exists or cannot be written, before anything is trained."""
+    if os.path.lexists(output):
+        raise UsageError(f"--output {output} exists: give the name of a new folder")
+    place = next(path for path in output.absolute().parents if path.exists())
+    with reported(f"--output {output}", "written"), tempfile.TemporaryDirectory(dir=place):
+        free, needed = shutil.disk_usage(place).free, 2**20 + 4 * llama.count_weights(model.parameters())
+    if free < needed:
+        raise UsageError(f"--output {output} needs {needed:,} bytes, and {free:,} are free: give another disk")
 
 
 def load(folder):
     """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give one with a whole LLaMA")
+    check_files(*folder.iterdir())
+    with reported("transformers", "imported"):
+        transformers = import_library("transformers")
     with reported(folder):
-        import transformers
-
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -80,11 +114,15 @@ def load(folder):
     for name, value in (SUPPORTED | {"head_dim": head_dim}).items():
         if given.get(name, value) not in (value, None):
             raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+    # Where the file has another head, transformers does not tie it.
+    if given["tie_word_embeddings"] != (model.lm_head.weight is model.model.embed_tokens.weight):
+        raise UsageError(f"{folder}: tie_word_embeddings is true beside another lm_head.weight: make it false")
     return model.float()
 
 
 def text_batches(path, folder, config):
     """Yield batches as llama.random_tokens() does, of random windows of a text, the same in every run."""
+    check_files(path)
     with reported(f"--text {path} or the tokenizer of {folder}"):
         from transformers import AutoTokenizer
 
@@ -122,9 +160,11 @@ def same_logits(step, model):
 def save(step, model, folder, output):
     """Write the trained weights, and the files of the folder's tokenizer, to a new folder."""
     copy_to_hugging_face(dict(step.model.named_parameters()), model)
-    model.save_pretrained(output)
-    for path in folder.glob("*token*"):
-        shutil.copy(path, output)
+    with replacing(output) as new:
+        with reported(f"--output {output}", "written"):
+            model.save_pretrained(new)
+            for path in folder.glob("*token*"):
+                shutil.copy(path, new)
 
 
 def run(config, device, model, folder, text, output):
@@ -139,7 +179,12 @@ def run(config, device, model, folder, text, output):
     if llama.divergence(records):
         return 1
     if output:
-        save(step, model, folder, output)
+        try:
+            save(step, model, folder, output)
+        except UsageError as error:
+            kept = Path(tempfile.gettempdir(), f"hf_weights_{os.getpid()}")
+            save(step, model, folder, kept)
+            raise UsageError(f"{error}: the trained model is in {kept}") from error
     return 0
 
 
@@ -156,19 +201,21 @@ def main(argv):
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
-    if output and output.exists():
-        raise UsageError(f"--output {output} exists: give the name of a new folder")
     model = load(folder)
+    if output:
+        check_output(output, model)
     given = model.config
-    config = llama.Config(
-        **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-        rope_theta=float(given.rope_parameters["rope_theta"]),
-        untied_head=not given.tie_word_embeddings,
-        data=str(text or "random"),  # which is printed
-        **options,
-    )
-    return hardware.remedied(config, run, llama.select_device(config.device), model, folder, text, output)
+    with naming_keys(folder):
+        config = llama.Config(
+            **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
+            rope_theta=float(given.rope_parameters["rope_theta"]),
+            untied_head=not given.tie_word_embeddings,
+            data=str(text or "random"),  # which is printed
+            **options,
+        )
+        return hardware.remedied(config, run, llama.select_device(config.device), model, folder, text, output)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     sys.exit(main())

@@ -31,7 +31,7 @@ from tiny_llama.groups import has_hooks
 OPERATIONS = llama.default_operations()
 SILU = type(ACT2FN["silu"])
 # Keyword arguments that change nothing that our operations compute; check() sees is_causal.
-HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "is_causal"}
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_attentions", "is_causal"}
 HARMLESS |= {"num_items_in_batch", "ignore_index", "shift_labels"}  # of the loss
 
 
@@ -44,18 +44,17 @@ def check(**layers):
         # Sharded, quantized and computed weights have other types.
         stored = weight is None or type(weight) is nn.Parameter and not weight.is_meta
         if not (plain and stored) or getattr(layer, "bias", None) is not None:
-            found = f"{name} ({kind.__module__}.{kind.__name__}) is no plain layer with its weight in memory"
             remedy = "merge or remove adapters, hooks, wrappers, biases and offloading, or do not swap"
-            raise llama.UsageError(f"swap_kernels: {found}: {remedy}")
+            raise llama.UsageError(f"swap_kernels: {name} ({kind}) is no plain layer with a weight in memory: {remedy}")
 
 
 def refuse_unknown(keywords):
-    """Raise ValueError for keyword arguments that would change what transformers computes."""
-    used = {name for name, value in keywords.items() if value is not None and value is not False}
-    if used - HARMLESS:
+    """Raise ValueError for keyword arguments that could change what transformers computes."""
+    names = {name for name, value in keywords.items() if value is not None} - HARMLESS
+    if names:
         lacking = "no padding, packing or cache, and the same positions in all rows"
-        remedy = f"drop {', '.join(used - HARMLESS)} (packed position_ids and torch.compile make an attention_mask)"
-        raise ValueError(f"our attention has {lacking}: {remedy}")
+        makers = "torch.compile and packed position_ids make an attention_mask"
+        raise ValueError(f"our attention has {lacking}: drop {', '.join(names)} ({makers})")
 
 
 class StackedRowsFunction(torch.autograd.Function):
@@ -129,14 +128,11 @@ class Attention(LlamaAttention):
     def check(self, is_causal):
         """Raise UsageError if this is not the attention that our kernel computes."""
         check(self_attn=self, **self._modules)
-        for name, value, needed in (
-            ("attn_implementation", self.config._attn_implementation, "sdpa"),
-            ("attention_dropout", self.attention_dropout, 0),
-            ("is_causal", is_causal, True),
-            ("scaling", self.scaling, self.head_dim**-0.5),
-        ):
-            if value != needed:
-                raise llama.UsageError(f"swap_kernels: {name} is {value!r}, and only {needed!r} is supported")
+        found = [self.config._attn_implementation, self.attention_dropout, is_causal, self.scaling]
+        needed = ["sdpa", 0, True, self.head_dim**-0.5]
+        if found != needed:
+            names = "attn_implementation, attention_dropout, is_causal and scaling"
+            raise llama.UsageError(f"swap_kernels: {names} are {found}: {needed} is what our kernel computes")
 
     def forward(self, hidden_states, position_embeddings, **others):
         """hidden_states (batch, seq, hidden) -> the same shape, and None"""
@@ -180,15 +176,12 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
 
 
 def before_forward(model, args, keywords):
-    """Run before each forward(): refuse what was wrapped in place, and have no cache unless one is asked for."""
-    odd = {type(layer) for layer in model.base_model.layers} - {LlamaDecoderLayer}
-    odd |= {type(model)} - {LlamaForCausalLM, LlamaModel}
+    """Run before each forward(): refuse what FSDP2 has sharded, and have no cache unless one is asked for."""
+    kinds = {type(model), type(model.model), *map(type, model.model.layers)}
+    odd = kinds - {LlamaForCausalLM, LlamaModel, LlamaDecoderLayer}
     if odd:
-        names = ", ".join(kind.__name__ for kind in odd)
-        raise llama.UsageError(f"swap_kernels: {names} is not supported: swap in a LlamaForCausalLM, and wrap nothing")
-    if type(model) is LlamaModel:
-        keywords["use_cache"] = bool(keywords.get("use_cache"))
-    return args, keywords
+        raise llama.UsageError(f"swap_kernels: {odd} is not supported: wrap nothing, or do not swap")
+    return args, keywords | {"use_cache": bool(keywords.get("use_cache"))}
 
 
 OURS = {LlamaRMSNorm: RMSNorm, LlamaRotaryEmbedding: Rotary, LlamaAttention: Attention, LlamaMLP: SwiGLU}
@@ -198,7 +191,7 @@ PARTS = {*OURS, *OURS.values()}
 def swap_kernels(model):
     """Let a LlamaForCausalLM compute with our operations, and return it. UsageError if it computes something else."""
     if type(model) is not LlamaForCausalLM:
-        raise llama.UsageError(f"swap_kernels: {type(model).__name__} is not supported: give a LlamaForCausalLM")
+        raise llama.UsageError(f"swap_kernels: {type(model)} is not supported: give a LlamaForCausalLM")
     before_forward(model, (), {})
     check(norm=model.model.norm, rotary_emb=model.model.rotary_emb)
     for layer in model.model.layers:
@@ -206,7 +199,6 @@ def swap_kernels(model):
         Attention.check(layer.self_attn, layer.self_attn.is_causal)
     for module in model.modules():
         module.__class__ = OURS.get(type(module), type(module))
-    for module in (model, model.model):
-        module.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
     model.loss_function = causal_loss
     return model
