@@ -43,6 +43,7 @@ SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "is_causal": True,
     "quantization_config": None,
     "rope_type": "default",
     "missing_keys": set(),
@@ -81,18 +82,24 @@ def check_files(*paths):
 
 
 def check_output(output, model):
-    """Raise UsageError if --output exists or cannot be written, before anything is trained."""
+    """Raise UsageError if --output exists or has no room, before anything is trained."""
     if os.path.lexists(output):
         raise UsageError(f"--output {output} exists: give the name of a new folder")
-    place = next(path for path in output.absolute().parents if path.exists())
-    with reported(f"--output {output}", "written"), tempfile.TemporaryDirectory(dir=place):
-        free, needed = shutil.disk_usage(place).free, 2**20 + 4 * llama.count_weights(model.parameters())
+    place = next(path for path in llama.writable_folder("--output", output).absolute().parents if path.exists())
+    free, needed = shutil.disk_usage(place).free, 2**20 + 4 * llama.count_weights(model.parameters())
     if free < needed:
         raise UsageError(f"--output {output} needs {needed:,} bytes, and {free:,} are free: give another disk")
 
 
-def load(folder):
-    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
+def refuse_unsupported(folder, given):
+    """Raise UsageError for the first of these facts, a dict, that our model cannot compute."""
+    for name, value in SUPPORTED.items():
+        if given.get(name, value) not in (value, None):
+            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+
+
+def read_config(folder):
+    """Return the LlamaConfig of a folder, without its weights."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give one with a whole LLaMA")
     check_files(*folder.iterdir())
@@ -101,21 +108,28 @@ def load(folder):
     with reported(folder):
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    given = config.to_dict()
+    refuse_unsupported(folder, given | (given.get("rope_parameters") or {}))
+    return config
+
+
+def load(folder, config):
+    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
+    with reported(folder):
+        from transformers import LlamaForCausalLM
+
+        model, found = LlamaForCausalLM.from_pretrained(
             folder,
+            config=config,
             attn_implementation="sdpa",  # a name of config.json may be that of code in Hugging Face's hub
             use_safetensors=True,
             output_loading_info=True,
-            **LOCAL,
+            local_files_only=True,
         )
-    given = model.config.to_dict() | found
-    given |= given.get("rope_parameters") or {}
-    head_dim = given.get("hidden_size", 0) // given.get("num_attention_heads", 1)
-    for name, value in (SUPPORTED | {"head_dim": head_dim}).items():
-        if given.get(name, value) not in (value, None):
-            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+    refuse_unsupported(folder, found)
     # Where the file has another head, transformers does not tie it.
-    if given["tie_word_embeddings"] != (model.lm_head.weight is model.model.embed_tokens.weight):
+    if config.tie_word_embeddings != (model.lm_head.weight is model.model.embed_tokens.weight):
         raise UsageError(f"{folder}: tie_word_embeddings is true beside another lm_head.weight: make it false")
     return model.float()
 
@@ -167,8 +181,12 @@ def save(step, model, folder, output):
                 shutil.copy(path, new)
 
 
-def run(config, device, model, folder, text, output):
-    """Compare, train and save. Return the exit code."""
+def run(config, device, given, folder, text, output):
+    """Load, compare, train and save. Return the exit code."""
+    hardware.require_host_memory(config, device)
+    model = load(folder, given)
+    if output:
+        check_output(output, model)
     batches = text_batches(text, folder, config) if text else llama.random_tokens(config)
     step, records = make_step(config, device, model), []
     step.load(*next(batches))
@@ -201,19 +219,20 @@ def main(argv):
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
-    model = load(folder)
-    if output:
-        check_output(output, model)
-    given = model.config
+    given = read_config(folder)
     with naming_keys(folder):
+        with reported(f"{folder}/config.json: rope_theta"):
+            rope_theta = float(given.rope_parameters["rope_theta"])
         config = llama.Config(
             **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-            rope_theta=float(given.rope_parameters["rope_theta"]),
+            rope_theta=rope_theta,
             untied_head=not given.tie_word_embeddings,
             data=str(text or "random"),  # which is printed
             **options,
         )
-        return hardware.remedied(config, run, llama.select_device(config.device), model, folder, text, output)
+        if given.head_dim not in (config.head_dim, None):
+            raise UsageError(f"{folder}: head_dim is {given.head_dim}, and only {config.head_dim} is supported")
+        return hardware.remedied(config, run, llama.select_device(config.device), given, folder, text, output)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def cross_entropy(logits, targets, ignore_index=-100):
 
 
 def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **others):
-    """Take the place of ForCausalLMLoss: a label (batch, seq) is the token of its own position, but for shift_labels."""
+    """Take the place of ForCausalLMLoss: labels (batch, seq) are shifted here, shift_labels are already."""
     refuse_unknown(others)
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(logits.device)

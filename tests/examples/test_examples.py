@@ -1,8 +1,11 @@
 """The examples: weights of Hugging Face's format go in and come out, kernels are swapped, errors are one line."""
 
 import json
+import os
 import re
+import shutil
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +104,8 @@ def test_wrong_logits_end_the_program(make_folder, capsys, monkeypatch):
     (dict(attention_bias=True), "attention_bias is True, and only False"),
     (dict(mlp_bias=True), "mlp_bias is True, and only False"),
     (dict(head_dim=16), "head_dim is 16, and only 8"),
+    (dict(rms_norm_eps=float("nan")), "config.json: rms_norm_eps nan is out of range"),
+    (dict(num_key_value_heads=3), "num_attention_heads 4 is not divisible by num_key_value_heads 3"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
 ])  # fmt: skip
 def test_a_model_that_is_not_ours_is_named(make_folder, capsys, changes, words):
@@ -118,13 +123,52 @@ def test_a_damaged_folder_is_named(make_folder, capsys):
     del tensors["model.norm.weight"]
     save_file(tensors, weights, {"format": "pt"})
     assert "missing_keys is {'model.norm.weight'}" in error_of(capsys, folder)
-    write_config(folder, model_type="gpt2")
-    assert "model_type is 'gpt2'" in error_of(capsys, folder)
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "cannot be read (SafetensorError" in error_of(capsys, folder)
     weights.rename(folder / "model.bin")
     assert "no file named model.safetensors" in error_of(capsys, folder)
     assert "is no folder" in error_of(capsys, folder / "elsewhere")
+    for changes, words in (
+        (dict(vocab_size=0), "vocab_size 0 is out of range"),
+        (dict(num_hidden_layers=10**9), ", num_hidden_layers 1000000000, "),
+        (dict(model_type="gpt2"), "model_type is 'gpt2'"),
+    ):  # without building a model of it
+        write_config(folder, **SIZES | changes)
+        assert words in error_of(capsys, folder)
+
+
+def test_a_tied_head_beside_another_in_the_file_is_refused(make_folder, capsys):
+    folder = make_folder()
+    write_config(folder, tie_word_embeddings=True)
+    assert "tie_word_embeddings is true beside another lm_head.weight" in error_of(capsys, folder)
+
+
+def test_pipes_are_refused(make_folder, tmp_path, capsys):
+    folder, pipe = make_folder(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert f"{pipe} is no regular file" in error_of(capsys, folder, "--text", pipe)
+    pipe.rename(folder / "tokenizer.json")
+    assert "tokenizer.json is no regular file" in error_of(capsys, folder)
+
+
+def test_a_full_disk_is_found_before_training_or_the_model_is_kept(
+    transformers, make_folder, tmp_path, capsys, monkeypatch
+):
+    folder, new, save = make_folder(), tmp_path / "lost/new", transformers.LlamaForCausalLM.save_pretrained
+    flags = "--num-steps", 1, "--output", new
+    assert "cannot be written to (Not a directory)" in error_of(capsys, folder, "--output", tmp_path / "text/new")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+
+    def save_but(model, path):
+        save(model, path)
+        if "lost" in str(path):
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", save_but)
+    assert "No space left on device): the trained model is in" in error_of(capsys, folder, *flags)
+    assert not list(new.parent.iterdir()) and list(tmp_path.glob("other/hf_weights_*/model.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9))
+    assert re.search("--output .*new needs [0-9,]+ bytes, and 9 are free", error_of(capsys, folder, *flags))
 
 
 AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokenizer", None]}
@@ -146,7 +190,7 @@ def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers" in error_of(capsys, tmp_path)
+    assert "transformers is not installed" in error_of(capsys, tmp_path)
     assert tritonbench_rows.main([]) == 2 and "a clone of tritonbench" in capsys.readouterr().err
 
 
