@@ -174,11 +174,10 @@ def same_logits(step, model):
 def save(step, model, folder, output):
     """Write the trained weights, and the files of the folder's tokenizer, to a new folder."""
     copy_to_hugging_face(dict(step.model.named_parameters()), model)
-    with replacing(output) as new:
-        with reported(f"--output {output}", "written"):
-            model.save_pretrained(new)
-            for path in folder.glob("*token*"):
-                shutil.copy(path, new)
+    with replacing(output) as new, reported(f"--output {output}", "written"):
+        model.save_pretrained(new)
+        for path in folder.glob("*token*"):
+            shutil.copy(path, new)
 
 
 def run(config, device, given, folder, text, output):
@@ -212,10 +211,13 @@ def main(argv):
     parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text (default: random tokens)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="save the trained model in a new folder")
-    parser.add_argument("--num-steps", type=positive, default=10, help="training steps (default: 10)")
-    parser.add_argument("--batch-size", type=positive, default=1, help="sequences a step (default: 1)")
-    parser.add_argument("--seq-len", type=positive, default=128, help="tokens a sequence (default: 128)")
-    parser.add_argument("--learning-rate", type=float, default=1e-5, help="AdamW's (default: 1e-5)")
+    for flag, kind, default, text in (
+        ("--num-steps", positive, 10, "training steps"),
+        ("--batch-size", positive, 1, "sequences a step"),
+        ("--seq-len", positive, 128, "tokens a sequence"),
+        ("--learning-rate", float, 1e-5, "AdamW's"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
