@@ -58,6 +58,8 @@ def reported(what, done="read"):
     """Turn what transformers, safetensors or the system raise when they read or write something into UsageError."""
     try:
         yield
+    except llama.UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"{what} cannot be {done} ({describe(error)})") from error
 
@@ -223,15 +225,14 @@ def main(argv):
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
     given = read_config(folder)
     with naming_keys(folder):
-        with reported(f"{folder}/config.json: rope_theta"):
-            rope_theta = float(given.rope_parameters["rope_theta"])
-        config = llama.Config(
-            **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-            rope_theta=rope_theta,
-            untied_head=not given.tie_word_embeddings,
-            data=str(text or "random"),  # which is printed
-            **options,
-        )
+        with reported(f"{folder}/config.json"):
+            config = llama.Config(
+                **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
+                rope_theta=float(given.rope_parameters["rope_theta"]),
+                untied_head=not given.tie_word_embeddings,
+                data=str(text or "random"),  # which is printed
+                **options,
+            )
         if given.head_dim not in (config.head_dim, None):
             raise UsageError(f"{folder}: head_dim is {given.head_dim}, and only {config.head_dim} is supported")
         return hardware.remedied(config, run, llama.select_device(config.device), given, folder, text, output)

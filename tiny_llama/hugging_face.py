@@ -38,12 +38,13 @@ HARMLESS |= {"num_items_in_batch", "ignore_index", "shift_labels"}  # of the los
 def check(**layers):
     """Raise UsageError for a layer, by name, that computes something else than our operations do with its weight."""
     for name, layer in layers.items():
-        kind, weight = type(layer), getattr(layer, "weight", None)
+        kind, parameters = type(layer), layer._parameters
+        weight = parameters.get("weight")
         # What takes a place of ours is called, with its hooks.
         plain = "forward" not in vars(layer) if kind in PARTS else kind in (nn.Linear, SILU) and not has_hooks(layer)
         # Sharded, quantized and computed weights have other types.
-        stored = weight is None or type(weight) is nn.Parameter and not weight.is_meta
-        if not (plain and stored) or getattr(layer, "bias", None) is not None:
+        stored = not parameters or type(weight) is nn.Parameter and not weight.is_meta
+        if not (plain and stored) or parameters.get("bias") is not None:
             remedy = "merge or remove adapters, hooks, wrappers, biases and offloading, or do not swap"
             raise llama.UsageError(f"swap_kernels: {name} ({kind}) is no plain layer with a weight in memory: {remedy}")
 
