@@ -12,8 +12,11 @@ Exit codes: 0 done, 1 the logits differ, or the loss is not finite, 2 the reques
 """
 
 import contextlib
+import os
 import shutil
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +28,8 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
-from measure.command_line import Parser, UsageError, positive, program
-from measure.results import describe
+from measure.command_line import Parser, UsageError, positive, program, replacing, require_file
+from measure.results import describe, import_library
 from tiny_llama import hardware
 from tiny_llama.data import as_batch, windows_of
 
@@ -40,6 +43,7 @@ SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "is_causal": True,
     "quantization_config": None,
     "rope_type": "default",
     "missing_keys": set(),
@@ -50,41 +54,64 @@ LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
 
 @contextlib.contextmanager
-def reported(what):
-    """Turn what transformers, safetensors or the system raise when they read something into UsageError."""
+def reported(what, done="read"):
+    """Turn whatever is raised into UsageError. It names what config.json has by its keys, not by the script's flags."""
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{what} cannot be read ({describe(error)})") from error
+        text = describe(error)
+        for ours, theirs in HF_SIZES.items():
+            text = text.replace(llama.flag_of(ours), theirs)
+        raise UsageError(f"{what} cannot be {done} ({text})") from error
 
 
-def load(folder):
-    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
+def refuse_unsupported(folder, given):
+    """Raise UsageError for the first of these facts, a dict, that our model cannot compute."""
+    for name, value in SUPPORTED.items():
+        if given.get(name, value) not in (value, None):
+            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+
+
+def read_config(folder):
+    """Return the LlamaConfig of a folder, without its weights."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give one with a whole LLaMA")
+    for path in folder.iterdir():
+        path.is_dir() or require_file(path)
+    with reported("transformers", "imported"):
+        transformers = import_library("transformers")
     with reported(folder):
-        import transformers
-
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    given = config.to_dict()
+    refuse_unsupported(folder, given | (given.get("rope_parameters") or {}))
+    return config
+
+
+def load(folder, config):
+    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
+    with reported(folder):
+        from transformers import LlamaForCausalLM
+
+        model, found = LlamaForCausalLM.from_pretrained(
             folder,
+            config=config,
             attn_implementation="sdpa",  # a name of config.json may be that of code in Hugging Face's hub
             use_safetensors=True,
             output_loading_info=True,
-            **LOCAL,
+            local_files_only=True,
         )
-    given = model.config.to_dict() | found
-    given |= given.get("rope_parameters") or {}
-    head_dim = given.get("hidden_size", 0) // given.get("num_attention_heads", 1)
-    for name, value in (SUPPORTED | {"head_dim": head_dim}).items():
-        if given.get(name, value) not in (value, None):
-            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
+    refuse_unsupported(folder, found)
+    # Where the file has another head, transformers does not tie it.
+    if config.tie_word_embeddings != (model.lm_head.weight is model.model.embed_tokens.weight):
+        raise UsageError(f"{folder}: tie_word_embeddings is true beside another lm_head.weight: make it false")
     return model.float()
 
 
 def text_batches(path, folder, config):
     """Yield batches as llama.random_tokens() does, of random windows of a text, the same in every run."""
+    require_file(path)
     with reported(f"--text {path} or the tokenizer of {folder}"):
         from transformers import AutoTokenizer
 
@@ -122,13 +149,15 @@ def same_logits(step, model):
 def save(step, model, folder, output):
     """Write the trained weights, and the files of the folder's tokenizer, to a new folder."""
     copy_to_hugging_face(dict(step.model.named_parameters()), model)
-    model.save_pretrained(output)
-    for path in folder.glob("*token*"):
-        shutil.copy(path, output)
+    with replacing(output) as new, reported(f"--output {output}", "written"):
+        model.save_pretrained(new)
+        for path in folder.glob("*token*"):
+            shutil.copy(path, new)
 
 
-def run(config, device, model, folder, text, output):
-    """Compare, train and save. Return the exit code."""
+def run(config, device, given, folder, text, output):
+    """Load, compare, train and save. Return the exit code."""
+    model = load(folder, given)
     batches = text_batches(text, folder, config) if text else llama.random_tokens(config)
     step, records = make_step(config, device, model), []
     step.load(*next(batches))
@@ -139,7 +168,12 @@ def run(config, device, model, folder, text, output):
     if llama.divergence(records):
         return 1
     if output:
-        save(step, model, folder, output)
+        try:
+            save(step, model, folder, output)
+        except UsageError as error:
+            kept = Path(tempfile.gettempdir(), f"hf_weights_{os.getpid()}")
+            save(step, model, folder, kept)
+            raise UsageError(f"{error}: the trained model is in {kept}") from error
     return 0
 
 
@@ -149,26 +183,35 @@ def main(argv):
     parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text (default: random tokens)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="save the trained model in a new folder")
-    parser.add_argument("--num-steps", type=positive, default=10, help="training steps (default: 10)")
-    parser.add_argument("--batch-size", type=positive, default=1, help="sequences a step (default: 1)")
-    parser.add_argument("--seq-len", type=positive, default=128, help="tokens a sequence (default: 128)")
-    parser.add_argument("--learning-rate", type=float, default=1e-5, help="AdamW's (default: 1e-5)")
+    for flag, kind, default, text in (
+        ("--num-steps", positive, 10, "training steps"),
+        ("--batch-size", positive, 1, "sequences a step"),
+        ("--seq-len", positive, 128, "tokens a sequence"),
+        ("--learning-rate", float, 1e-5, "AdamW's"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
-    if output and output.exists():
-        raise UsageError(f"--output {output} exists: give the name of a new folder")
-    model = load(folder)
-    given = model.config
-    config = llama.Config(
-        **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-        rope_theta=float(given.rope_parameters["rope_theta"]),
-        untied_head=not given.tie_word_embeddings,
-        data=str(text or "random"),  # which is printed
-        **options,
-    )
-    return hardware.remedied(config, run, llama.select_device(config.device), model, folder, text, output)
+    if output:
+        llama.writable_folder("--output", output)
+        if os.path.lexists(output):
+            raise UsageError(f"--output {output} exists: give the name of a new folder")
+    given, device = read_config(folder), llama.select_device(options["device"])
+    with reported(folder / "config.json"):
+        config = llama.Config(
+            **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
+            rope_theta=float(given.rope_parameters["rope_theta"]),
+            untied_head=not given.tie_word_embeddings,
+            data=str(text or "random"),  # which is printed
+            **options,
+        )
+        hardware.remedied(config, hardware.require_host_memory, device)
+    if given.head_dim not in (config.head_dim, None):
+        raise UsageError(f"{folder}: head_dim is {given.head_dim}, and only {config.head_dim} is supported")
+    return hardware.remedied(config, run, device, given, folder, text, output)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     sys.exit(main())

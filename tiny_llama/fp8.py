@@ -6,8 +6,6 @@ matrix to FP8, writes it and its transpose, and finds the scale; the products ar
 """
 
 import dataclasses
-import functools
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -305,17 +303,16 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
     scale, found = x.new_empty((), dtype=torch.float32), x.new_empty(2, n_found, dtype=torch.int32)
     tensors = x, x if hidden_grad is None else hidden_grad, data, transposed, scale, guess, found
     scalars = x.stride(0), n_rows, n_cols, programs, 1.0
-    constants = dict(
-        SOURCE=source.value,
-        REPEAT=False,
-        LARGEST_BITS=bits_of(torch.finfo(dtype).max),
-        FOUND=n_found,
-        BLOCK_ROWS=rows,
-        BLOCK_COLS=cols,
-    )
-    launch = functools.partial(llama.launch, fp8_quantize_kernel, num_warps=warps)
-    launch((programs,), tensors, scalars, constants)
-    launch((min(programs, num_sms),), tensors, scalars, constants | dict(REPEAT=True))
+    for grid, repeat in ((programs, False), (min(programs, num_sms), True)):
+        constants = dict(
+            SOURCE=source.value,
+            REPEAT=repeat,
+            LARGEST_BITS=bits_of(torch.finfo(dtype).max),
+            FOUND=n_found,
+            BLOCK_ROWS=rows,
+            BLOCK_COLS=cols,
+        )
+        llama.launch(fp8_quantize_kernel, (grid,), tensors, scalars, constants, num_warps=warps)
     return Scaled(data, transposed, scale)
 
 
@@ -448,17 +445,12 @@ def with_fp8(operations, implementation):
 
 
 def compare_with_bf16(verdict, exact, config, device, batch):
-    """Print the errors of a check beside those of bf16, the worst of all layers, and return the stricter Verdict.
+    """Return the stricter Verdict of a check, given the errors of bf16.
 
     Plain PyTorch in FP8 would excuse the error of a type or a scale that is bad in itself. So none may be more than
     COARSER times that of bf16 plus the tolerance either.
     """
     bf16 = dataclasses.replace(config, fp8=False)
     bf16_errors = llama.relative_errors(llama.loss_and_gradients(bf16, device, batch), exact)
-    print(f"    {'error of the loss or the gradient of':40} {'fp8':>8} {'bf16':>8}  (the worst of all layers)")
-    kinds = {name: re.sub(r"^layers\.\d+\.", "", name) for name in bf16_errors}
-    for kind in dict.fromkeys(kinds.values()):
-        worst = [max(e[name] for name in kinds if kinds[name] == kind) for e in (verdict.errors, bf16_errors)]
-        print("    {:40} {:8.1e} {:8.1e}".format(kind, *worst))
     most = {name: COARSER * error + llama.CHECK_ATOL["fp8"] for name, error in bf16_errors.items()}
     return verdict._replace(allowed={name: min(verdict.allowed[name], most[name]) for name in most})

@@ -3,120 +3,135 @@
     from tiny_llama.hugging_face import swap_kernels
     model = swap_kernels(LlamaForCausalLM.from_pretrained(FOLDER).cuda())
 
-The parameters stay those of transformers, so optimizers, Trainer and save_pretrained() work as before. Where Triton
-cannot run, the same modules compute with plain PyTorch.
+The parameters stay those of transformers, so optimizers, Trainer and save_pretrained() work as before. The projections
+are still called, so adapters, hooks, quantization and FSDP work as well. What our kernels do not compute, such as
+attention with a mask or a cache, or tensors on a CPU, the code of transformers computes.
 """
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
 import tiny_llama_v3 as llama
+from tiny_llama.groups import has_hooks
 
-OPERATIONS = llama.default_operations()
-
-
-class StackedRowsFunction(torch.autograd.Function):
-    """See stack_rows."""
-
-    @staticmethod
-    def forward(ctx, stack, *weights):
-        ctx.rows = [len(weight) for weight in weights]
-        return stack.view_as(stack)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, *gradient.split(ctx.rows)
+RUN_TRITON = llama.default_operations() is llama.OPERATIONS["triton"]
+SILU = type(ACT2FN["silu"])
+# Arguments of attention that only concern the code around it, or the loss.
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states"}
+HARMLESS |= {"num_items_in_batch", "ignore_index", "shift_labels"}
 
 
-def stack_rows(module, *linears):
-    """Return one matrix of these layers' weights, which become views of it. Copied only once, and after a move."""
-    weights, stack = [linear.weight for linear in linears], vars(module).get("stack")
-    rows = [len(weight) for weight in weights]
-    if stack is None or [part.data_ptr() for part in stack.split(rows)] != [weight.data_ptr() for weight in weights]:
-        # What inference mode makes could not be trained.
-        with torch.inference_mode(False):
-            stack = module.stack = torch.cat([weight.detach() for weight in weights])
-            for weight, part in zip(weights, stack.split(rows), strict=True):
-                weight.data = part
-    return StackedRowsFunction.apply(stack, *weights)
+def are_plain(*tensors):
+    """Return whether our kernels take these tensors: of their types, where Triton runs, no shards of a DTensor."""
+    kinds = torch.Tensor, nn.Parameter
+    are_known = all(type(tensor) in kinds and tensor.dtype in llama.KERNEL_DTYPES for tensor in tensors)
+    return RUN_TRITON and are_known and all(tensor.is_cuda or llama.INTERPRETED for tensor in tensors)
 
 
-def outside_autocast(operation, *tensors, cast=True):
-    """Return operation(*tensors). Our kernels refuse torch.autocast: the tensors are cast here, as it would do."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or OPERATIONS is llama.OPERATIONS["torch"]:
-        return operation(*tensors)
-    if cast:
-        tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
-    with torch.autocast(kind, enabled=False):
-        return operation(*tensors)
+def outside_autocast(operation, *arguments):
+    """Return operation(*arguments), whose types stay: our kernels compute in fp32, and refuse torch.autocast."""
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        return operation(*arguments)
 
 
 class RMSNorm(LlamaRMSNorm):
     """Take the place of LlamaRMSNorm."""
 
+    @torch.compiler.disable
     def forward(self, x):
         """x (..., hidden) -> the same shape, in its type"""
-        eps = self.variance_epsilon
-        return outside_autocast(lambda x: OPERATIONS.rmsnorm(x, None, self.weight, eps)[0], x, cast=False)
-
-
-class Rotary(LlamaRotaryEmbedding):
-    """Take the place of LlamaRotaryEmbedding."""
-
-    def forward(self, x, position_ids):
-        """Return cos and sin (seq, head_dim / 2) in fp32, as our kernel reads them."""
-        if len(position_ids) > 1 and not (position_ids == position_ids[:1]).all():
-            raise ValueError("our attention has the same positions in all rows: give no position_ids")
-        # transformers repeats the angles for both halves of a head, and in the type of x.
-        tables = super().forward(x.new_empty(0, dtype=torch.float32), position_ids[:1])
-        return tuple(table[0, :, : table.shape[-1] // 2].contiguous() for table in tables)
+        if not are_plain(x, self.weight):
+            return super().forward(x)
+        y, _ = outside_autocast(llama.triton_rmsnorm, x, None, self.weight, self.variance_epsilon)
+        return y
 
 
 class Attention(LlamaAttention):
     """Take the place of LlamaAttention."""
 
+    @torch.compiler.disable
     def forward(self, hidden_states, position_embeddings, **others):
         """hidden_states (batch, seq, hidden) -> the same shape, and None"""
-        lacking = "attention_mask", "cu_seq_lens_q", "past_key_values", "cache"  # of transformers 5.24 on
-        if any(others.get(name) is not None for name in lacking):
-            raise ValueError("our attention has no padding, packing or cache: give no mask, and use_cache=False")
-        shape = *position_embeddings, self.config.num_attention_heads, self.config.num_key_value_heads
-        weights = stack_rows(self, self.q_proj, self.k_proj, self.v_proj), self.o_proj.weight
-        # The tables of cos and sin stay in fp32.
-        return outside_autocast(lambda *tensors: OPERATIONS.attention(*tensors, *shape), hidden_states, *weights), None
+        cos, sin = position_embeddings  # (1 or batch, seq, head_dim)
+        given = {name for name, value in others.items() if value is not None}
+        dropout = self.training and self.attention_dropout
+        is_usual = self.is_causal and self.scaling == self.head_dim**-0.5 and self.head_dim <= 128 and len(cos) == 1
+        if given - HARMLESS or dropout or not is_usual or not are_plain(hidden_states, cos):
+            return super().forward(hidden_states, position_embeddings, **others)
+        q, k, v = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+        # transformers repeats the angles for both halves of a head, and in the type of x.
+        tables = (table[0, :, : self.head_dim // 2].float().contiguous() for table in (cos, sin))
+        heads = q.shape[-1] // self.head_dim, k.shape[-1] // self.head_dim
+        o = llama.AttentionFunction.apply(torch.cat((q, k, v), dim=-1), *tables, *heads, ())
+        return self.o_proj(o), None
+
+
+class ActivationFunction(torch.autograd.Function):
+    """silu(gate) * up of gate_up (rows, 2 n), which its backward pass overwrites."""
+
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return llama.swiglu_activation(gate_up)
+
+    @staticmethod
+    @llama.first_derivative_only
+    def backward(ctx, hidden_grad):
+        (gate_up,) = ctx.saved_tensors
+        llama.swiglu_activation_backward_(hidden_grad.contiguous(), gate_up)
+        torch.autograd.graph.increment_version(gate_up)  # lets autograd refuse a second run
+        return gate_up
 
 
 class SwiGLU(LlamaMLP):
     """Take the place of LlamaMLP."""
 
+    @torch.compiler.disable
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
-        weights = stack_rows(self, self.gate_proj, self.up_proj), self.down_proj.weight
-        return outside_autocast(OPERATIONS.swiglu, x, *weights)
+        if type(self.act_fn) is not SILU or has_hooks(self.act_fn) or not are_plain(x):
+            return super().forward(x)
+        gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
+        return self.down_proj(ActivationFunction.apply(gate_up.flatten(0, -2)).view(*x.shape[:-1], -1))
 
 
 def cross_entropy(logits, targets, ignore_index=-100):
     """Return the mean loss of logits (..., vocab) and targets (...). Our kernel overwrites the logits."""
-    return outside_autocast(lambda x: OPERATIONS.cross_entropy(x, targets, ignore_index), logits, cast=False)
+    return outside_autocast(llama.triton_cross_entropy, logits, targets, ignore_index)
 
 
-def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **_):
-    """Take the place of ForCausalLMLoss: a label (batch, seq) is the token of its own position."""
-    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss = cross_entropy(logits, targets, ignore_index)
-    return loss if num_items_in_batch is None else loss * (targets != ignore_index).sum() / num_items_in_batch
+@torch.compiler.disable
+def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **others):
+    """Take the place of ForCausalLMLoss: labels (batch, seq) are the tokens at their positions."""
+    if not are_plain(logits):
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    targets = targets.to(logits.device)
+    loss = cross_entropy(logits.clone(), targets, ignore_index)  # the caller gets the logits
+    if num_items_in_batch is None:
+        return loss
+    counted = (targets != ignore_index).sum()
+    return torch.where(counted > 0, loss * counted, 0.0) / num_items_in_batch  # the mean of none is NaN
+
+
+def without_cache(model, args, keywords):
+    """Have no cache unless one is asked for, as generate() does: with one, transformers computes attention."""
+    return args, {"use_cache": False} | keywords
 
 
 def swap_kernels(model):
-    """Let a LlamaForCausalLM compute with our operations, and return it. UsageError if it computes something else."""
-    config = model.config
-    if config.hidden_act != "silu" or config.attention_bias or config.mlp_bias or config.attention_dropout:
-        raise llama.UsageError("swap_kernels: hidden_act must be 'silu', without biases and attention_dropout")
-    ours = {LlamaRMSNorm: RMSNorm, LlamaRotaryEmbedding: Rotary, LlamaAttention: Attention, LlamaMLP: SwiGLU}
+    """Let a LlamaForCausalLM compute with our kernels, and return it. UsageError for another model or activation."""
+    if type(model) is not LlamaForCausalLM:
+        raise llama.UsageError(f"swap_kernels: {type(model).__name__} is not supported: give a LlamaForCausalLM")
+    if model.config.hidden_act != "silu":
+        raise llama.UsageError(f"swap_kernels: hidden_act is {model.config.hidden_act!r}, and only 'silu' is supported")
+    ours = {LlamaRMSNorm: RMSNorm, LlamaAttention: Attention, LlamaMLP: SwiGLU}
     for module in model.modules():
         module.__class__ = ours.get(type(module), type(module))
+    model.register_forward_pre_hook(without_cache, with_kwargs=True)
     model.loss_function = causal_loss
-    config.use_cache = model.generation_config.use_cache = False
     return model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers".split()
-WITHOUT_FLAGS = {"profilers/host_profile.py", "examples/tritonbench_rows.py"}  # what they are given is another's
+WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what they are given is another's
 NEEDED = """
 benchmarks/diff.py: before after
 examples/hf_weights.py: folder

@@ -1,17 +1,17 @@
 """The examples: weights of Hugging Face's format go in and come out, kernels are swapped, errors are one line."""
 
 import json
+import os
 import re
 import sys
-from types import SimpleNamespace
+import tempfile
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from benchmarks import steps
-from examples import hf_weights, swap_kernels, tritonbench_rows
+from examples import hf_weights, swap_kernels
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, initializer_range=0.2)
@@ -96,15 +96,21 @@ def test_wrong_logits_end_the_program(make_folder, capsys, monkeypatch):
     assert "differ from those of transformers by" in out and "step" not in out
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(rope_parameters=dict(ROPE, rope_type="linear", factor=2.0)), "rope_type is 'linear', and only 'default'"),
-    (dict(attention_bias=True), "attention_bias is True, and only False"),
-    (dict(mlp_bias=True), "mlp_bias is True, and only False"),
-    (dict(head_dim=16), "head_dim is 16, and only 8"),
-    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-])  # fmt: skip
-def test_a_model_that_is_not_ours_is_named(make_folder, capsys, changes, words):
-    assert words in error_of(capsys, make_folder(**changes))
+UNSUPPORTED = """
+rope_parameters=dict(ROPE, rope_type="linear", factor=2.0) | rope_type is 'linear', and only 'default'
+attention_bias=True        | attention_bias is True, and only False
+mlp_bias=True              | mlp_bias is True, and only False
+head_dim=16                | head_dim is 16, and only 8
+hidden_act="gelu"          | hidden_act is 'gelu'
+rms_norm_eps=float("nan")  | config.json cannot be read (UsageError: rms_norm_eps nan is out of range
+num_key_value_heads=3      | num_attention_heads 4 is not divisible by num_key_value_heads 3
+"""
+
+
+@pytest.mark.parametrize("line", UNSUPPORTED.strip().splitlines())
+def test_a_model_that_is_not_ours_is_named(make_folder, capsys, line):
+    changes, words = line.split("|")
+    assert words.strip() in error_of(capsys, make_folder(**eval(f"dict({changes})")))
 
 
 def test_a_damaged_folder_is_named(make_folder, capsys):
@@ -118,13 +124,50 @@ def test_a_damaged_folder_is_named(make_folder, capsys):
     del tensors["model.norm.weight"]
     save_file(tensors, weights, {"format": "pt"})
     assert "missing_keys is {'model.norm.weight'}" in error_of(capsys, folder)
-    write_config(folder, model_type="gpt2")
-    assert "model_type is 'gpt2'" in error_of(capsys, folder)
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "cannot be read (SafetensorError" in error_of(capsys, folder)
     weights.rename(folder / "model.bin")
     assert "no file named model.safetensors" in error_of(capsys, folder)
     assert "is no folder" in error_of(capsys, folder / "elsewhere")
+    for changes, words in (
+        (dict(vocab_size=0), "vocab_size 0 is out of range"),
+        (dict(num_hidden_layers=10**9), ", num_hidden_layers 1000000000, "),
+        (dict(model_type="gpt2"), "model_type is 'gpt2'"),
+    ):  # without building a model of it
+        write_config(folder, **SIZES | changes)
+        assert words in error_of(capsys, folder)
+
+
+def test_a_tied_head_beside_another_in_the_file_is_refused(make_folder, capsys):
+    folder = make_folder()
+    write_config(folder, tie_word_embeddings=True)
+    assert "tie_word_embeddings is true beside another lm_head.weight" in error_of(capsys, folder)
+
+
+def test_pipes_are_refused(make_folder, tmp_path, capsys):
+    folder, pipe = make_folder(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert f"{pipe} is no file" in error_of(capsys, folder, "--text", pipe)
+    pipe.rename(folder / "tokenizer.json")
+    assert "tokenizer.json is no file" in error_of(capsys, folder)
+
+
+def test_a_model_is_kept_if_it_cannot_be_saved_where_it_should(
+    transformers, make_folder, tmp_path, capsys, monkeypatch
+):
+    folder, new, save = make_folder(), tmp_path / "lost/new", transformers.LlamaForCausalLM.save_pretrained
+    flags = "--num-steps", 1, "--output", new
+    assert "cannot be written to (Not a directory)" in error_of(capsys, folder, "--output", tmp_path / "text/new")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+
+    def save_but(model, path):
+        save(model, path)
+        if "lost" in str(path):
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", save_but)
+    assert "No space left on device): the trained model is in" in error_of(capsys, folder, *flags)
+    assert not list(new.parent.iterdir()) and list(tmp_path.glob("other/hf_weights_*/model.safetensors"))
 
 
 AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokenizer", None]}
@@ -146,8 +189,7 @@ def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, 
 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers" in error_of(capsys, tmp_path)
-    assert tritonbench_rows.main([]) == 2 and "a clone of tritonbench" in capsys.readouterr().err
+    assert "transformers is not installed" in error_of(capsys, tmp_path)
 
 
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
@@ -160,15 +202,3 @@ def test_swapped_kernels_pass_the_gate(transformers, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("steps_*.json")
     size = json.loads(path.read_text())["sizes"]["tiny"]
     assert list(size["rows"]) == ["hf", "hf liger", "hf triton"] and size["gate"]["hf triton"]["passed"]
-
-
-def test_rows_of_tritonbench_compute_what_its_rows_do(transformers, device):
-    x, weight, bias = torch.randn(3, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
-    mlp = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES)).to(device)
-    operator, rows = SimpleNamespace(eps=1e-3, baseline_op=mlp), tritonbench_rows.ROWS
-    for row, expected in (
-        (rows["rms_norm"](operator, 32, x), F.rms_norm(x, (32,), eps=1e-3)),
-        (rows["layer_norm"](operator, x, (32,), weight, bias, 1e-2), F.layer_norm(x, (32,), weight, bias, 1e-2)),
-        (rows["swiglu"](operator, x), mlp(x)),
-    ):
-        torch.testing.assert_close(row(), expected, rtol=1e-4, atol=1e-5)
