@@ -24,10 +24,9 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from tests.core.test_model import IMPLEMENTATIONS
 from tiny_llama import hardware, profiler
 
-needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 SCRIPT = Path(llama.__file__).resolve()
 
 TINY = (

@@ -11,7 +11,7 @@ from tests.core import test_kernels
 from tests.core.tiny import SMALL
 from tiny_llama import groups
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 poisoned_memory = test_kernels.poisoned_memory
 
 

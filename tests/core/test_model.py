@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import tiny_llama_v3 as llama
 from tests.core.tiny import SMALL, TINY, run_of
 
-needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+needs_triton = pytest.mark.triton
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 
 TINIER = dataclasses.replace(SMALL, num_layers=1, vocab_size=37, batch_size=2, seq_len=8)
@@ -382,13 +382,6 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
         assert llama.TrainStep.check(config, gpu.device) == (outcome == "passed")
         out = capsys.readouterr().out
         assert outcome in out and f"worst, {which}: error {ours:.1e}, allowed {allowed:.1e}" in out
-
-
-def test_check_fails_where_there_is_no_gradient_or_no_number():
-    ones = torch.ones(2)
-    exact = dict(missing=ones, spoilt=ones, right=ones)
-    errors = llama.relative_errors(dict(missing=None, spoilt=ones / 0 * 0, right=ones), exact)
-    assert llama.judge(errors, dict.fromkeys(errors, 0.0), 1e-5).failed == ["missing", "spoilt"]
 
 
 def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp_path):

@@ -55,12 +55,6 @@ def test_units_of_the_host_s_clock(ticking):
     assert n_bytes == sum(t.nbytes for t in (*copies[0].args, copies[0].keywords["out"])) == 80
 
 
-def test_functions_take_turns_in_alternating_order():
-    order = []
-    windows = [lambda name=name: order.append(name) or len(order) for name in "ab"]
-    assert timing.in_turns(windows, 3) == [[1, 4, 5], [2, 3, 6]] and "".join(order) == "abbaab"
-
-
 # --- two sets of times
 
 
