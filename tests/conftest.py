@@ -116,9 +116,12 @@ def ticking(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    needed = {  # mark: whether what it needs is here, and what that is
+        "gpu": (torch.cuda.is_available(), "a GPU"),
+        "triton": (importlib.util.find_spec("triton"), "Triton"),
+        "compiled": (os.environ.get("TRITON_INTERPRET") != "1", "compiled kernels: a GPU, or `make emulate`"),
+    }
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.get_closest_marker("compiled") and interpreted:  # not a keyword: there is a folder of that name
-            item.add_marker(pytest.mark.skip(reason="needs compiled kernels: a GPU, or `make emulate`"))
+        for mark, (is_here, what) in needed.items():
+            if item.get_closest_marker(mark) and not is_here:  # not a keyword: a folder has the name of one
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))

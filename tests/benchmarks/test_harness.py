@@ -42,8 +42,8 @@ def test_a_contender_is_warmed_up_and_has_windows_of_ms_a_step(ticking):
     assert made.steps == 32  # 0.25 s of 8 ms are 31.25 steps
     assert made.window() == pytest.approx(8.0) and made.window(3) == pytest.approx(8.0)
     assert [contender(ticking, seconds).steps for seconds in (0.2, 1e-5)] == [2, 1000]
-    made.step.run = lambda: setattr(made.step, "loss", torch.tensor(float("nan")))
-    with pytest.raises(Unavailable, match="the loss is nan"):
+    made.step.run = lambda: setattr(made.step, "loss", torch.tensor(float("inf")))
+    with pytest.raises(Unavailable, match="the loss is inf"):
         made.window()
     with pytest.raises(Unavailable, match="needs a GPU"):
         contender(ticking, 1.0, graph=True)
@@ -108,10 +108,10 @@ def test_rows_alternate_with_the_reference_which_has_all_its_windows(run):
 
 
 def test_a_row_that_fails_has_its_reason_and_the_others_continue(run):
-    times = {"ours": 1.0, "a": RuntimeError("no room\nfor this"), "b": ArithmeticError("too far off"), "c": 2.0}
+    times = {"ours": 1.0, "a": RuntimeError("no room\nfor this"), "b": ArithmeticError(), "c": 2.0}
     rows = rows_of(run, times, list(times))
     assert rows["a"] == {"error": "RuntimeError: no room"} and rows["c"]["ratio"]["median"] == 0.5
-    assert run.finish() == 1  # a wrong result
+    assert rows["b"] == {"error": "ArithmeticError"} and run.finish() == 1  # a wrong result
     run.any_wrong = False
     rows = rows_of(run, times | {"ours": Unavailable("needs a GPU")}, ["ours", "c"])
     assert rows["ours"] == {"error": "needs a GPU"} and rows["c"] == {"error": None, "windows": [2.0] * 2}

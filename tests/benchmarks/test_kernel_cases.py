@@ -16,7 +16,7 @@ from measure.timing import Bench
 from tiny_llama import fp8
 
 pytestmark = [
-    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
+    pytest.mark.triton,
     pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU, where the script itself is run"),
 ]
 PLAIN = {

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
-import tiny_llama_v3 as llama
 from benchmarks import gpt, harness
 from nanogpt_triton.kernels import triton_add_layer_norm
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 TINY = ["--tiny", "--windows", "2", "--steps", "1"]
 NORMS = "torch", "triton", "triton, addition apart"
 

@@ -5,15 +5,14 @@ import json
 import re
 import statistics
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import scaling
 from measure.work import SIZES
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ["triton graph", "triton", "DDP", "FSDP2"]
 SHORT = ["--tiny", "--windows", "3", "--steps", "1"]
 PLAIN = "import gc, sys\nfrom benchmarks import scaling\ngc.freeze()\nsys.exit(scaling.main())\n"

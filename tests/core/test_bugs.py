@@ -12,7 +12,7 @@ import torch
 import tiny_llama_v3 as llama
 from tests.core.tiny import TINY, run_of
 
-needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+needs_triton = pytest.mark.triton
 SCRIPT = Path(llama.__file__).resolve()
 FLAGS_OF_A_TINY_RUN = (
     "--device cpu --impl torch --hidden-dim 16 --num-layers 1 --num-heads 2 "

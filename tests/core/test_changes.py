@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tiny_llama_v3 as llama
 from tests.core.tiny import SMALL
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -259,15 +259,21 @@ def test_replaced_layers_are_computed(make_step):
     assert len(set(losses)) == 4
 
 
+def summary_of(step, host_ms, phases):
+    """Print the summary of a step of 4 ms as on a GPU, and return it."""
+    summary = llama.summarize(step, [llama.StepRecord(1.0, 4.0, host_ms, phases, None)])
+    summary |= dict(warmup_seconds=0.0, kernels=dict(kernels=7, launches=2), gpu={"busy": {"power_w": None}})
+    step.device = llama.Device("cuda", "", "sm_90", 132, 32)
+    llama.print_summary(step, summary)
+    return summary
+
+
 def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(make_step, capsys):
     step = make_step(SMALL, severed_autograd=True)
     step.model.layers[0].requires_grad_(False)
     step.run()
     step.model.norm.weight.grad = torch.zeros_like(step.model.norm.weight)  # as good as none
-    phases = dict(forward=0.5, backward=0.25, optimizer=0.25)
-    summary = llama.summarize(step, [llama.StepRecord(step.loss.item(), 4.0, 3.0, phases, None)])
-    summary |= dict(warmup_seconds=0.0, kernels="", gpu={"busy": {"power_w": None}})
-    llama.print_summary(step, summary)
+    summary = summary_of(step, 3.0, dict(forward=0.5, backward=0.25, optimizer=0.25))
     out = capsys.readouterr().out
     assert "Phases together: 1.000 ms, 25 % of the batch time\n" in out
     # 7 tokens; a layer has 2 norms of 16, and matrices of 32, 16, 48 and 24 rows or columns; the last norm.
@@ -282,10 +288,7 @@ def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(mak
 def test_a_step_is_launch_bound_if_the_host_takes_four_fifths_of_it(make_step, capsys, host_ms, verdict):
     step = make_step(SMALL, impl="torch")
     step.run()
-    summary = llama.summarize(step, [llama.StepRecord(1.0, 4.0, host_ms, {}, None)])
-    summary |= dict(warmup_seconds=0.0, kernels=dict(kernels=7, launches=2), gpu={"busy": {"power_w": None}})
-    step.device = llama.Device("cuda", "", "sm_90", 132, 32)
-    llama.print_summary(step, summary)
+    summary_of(step, host_ms, {})
     out = capsys.readouterr().out
     assert f"issue a step: {host_ms}00 ms of 4.000 ms ({verdict})\nKernels a step: 7 in 2 launches\n" in out
 

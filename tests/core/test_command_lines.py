@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers".split()
 WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what they are given is another's
 NEEDED = """

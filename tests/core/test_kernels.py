@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import tiny_llama_v3 as llama
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 
 ON_GPU = torch.cuda.is_available()
 ATOL = {

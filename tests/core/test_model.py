@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import tiny_llama_v3 as llama
 from tests.core.tiny import SMALL, TINY, run_of
 
-needs_triton = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+needs_triton = pytest.mark.triton
 IMPLEMENTATIONS = [pytest.param("triton", marks=needs_triton), "torch", "sdpa"]
 
 TINIER = dataclasses.replace(SMALL, num_layers=1, vocab_size=37, batch_size=2, seq_len=8)
@@ -108,16 +108,6 @@ def test_a_norm_by_itself(device):
     assert_close(llama.TritonRMSNorm(32).to(device)(x), expected, rtol=1e-5, atol=1e-6)
 
 
-@needs_triton
-def test_one_seed_gives_all_implementations_the_same_weights(make_step):
-    def weights(**changes):
-        return torch.cat([w.flatten() for w in make_step(**changes).initial_weights])
-
-    assert torch.equal(weights(impl="triton"), weights(impl="torch"))
-    assert torch.equal(weights(impl="triton"), weights(impl="sdpa"))
-    assert not torch.equal(weights(impl="torch"), weights(impl="torch", seed=7))
-
-
 def test_initial_weights(make_step):
     model = make_step(impl="torch", hidden_dim=128, num_heads=8, num_layers=8).model
     for name, p in model.named_parameters():
@@ -126,6 +116,8 @@ def test_initial_weights(make_step):
         else:
             wanted = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
             assert p.std().item() == pytest.approx(wanted, rel=0.1), name
+    first, other = (make_step(impl="torch", seed=seed).initial_weights[0] for seed in (1, 2))
+    assert not torch.equal(first, other)
 
 
 # --- the data
@@ -382,13 +374,6 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
         assert llama.TrainStep.check(config, gpu.device) == (outcome == "passed")
         out = capsys.readouterr().out
         assert outcome in out and f"worst, {which}: error {ours:.1e}, allowed {allowed:.1e}" in out
-
-
-def test_check_fails_where_there_is_no_gradient_or_no_number():
-    ones = torch.ones(2)
-    exact = dict(missing=ones, spoilt=ones, right=ones)
-    errors = llama.relative_errors(dict(missing=None, spoilt=ones / 0 * 0, right=ones), exact)
-    assert llama.judge(errors, dict.fromkeys(errors, 0.0), 1e-5).failed == ["missing", "spoilt"]
 
 
 def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp_path):

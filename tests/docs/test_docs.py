@@ -24,8 +24,8 @@ import pytest
 import tiny_llama_v3 as llama
 from benchmarks.pages import publish
 from exercises.check import EXERCISES, JUDGED
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 LEFT_OUT = {"tests", "results", "triton_profiles", "build"}
 FOUND = [*ROOT.glob("*.md"), *sorted(ROOT.glob("[!.]*/**/*.md"))]

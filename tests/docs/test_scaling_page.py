@@ -1,9 +1,9 @@
 """docs/scaling.md says what several processes print, and job.slurm binds them to the right cores."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
 SOURCES = (ROOT / name for name in ("tiny_llama_v3.py", "tiny_llama/distributed.py", "tiny_llama/hardware.py"))
 CODE = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in SOURCES)  # strings that go over several lines

@@ -5,7 +5,6 @@ import io
 import itertools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ import tiny_llama_v3 as llama
 from exercises.solutions.exercise1_triton_basics import bytes_moved, memory_lines
 from exercises.solutions.exercise2_swiglu_optimization import matmul_flop
 from exercises.solutions.exercise3_flash_attention import key_blocks
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CARD = (ROOT / "exercises/performance_debugging/WORKSHOP_GUIDE.md").read_text()
 TRAINER = (ROOT / "docs/trainer.md").read_text()
 SHOWN = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", flags=re.S)

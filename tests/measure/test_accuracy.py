@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from measure import accuracy
-from measure.results import Unavailable
 
 EXACT = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.ones(4).double()}
 
@@ -45,9 +44,3 @@ def test_promoted_tensors_are_more_precise_and_require_gradients_as_before():
         tensor = torch.ones(2, dtype=dtype, requires_grad=dtype == torch.bfloat16)
         (copy,) = accuracy.promoted([tensor])
         assert copy.dtype == promoted and copy.requires_grad == tensor.requires_grad
-
-
-def test_a_run_that_diverged_has_no_times():
-    accuracy.require_finite(2.0)
-    with pytest.raises(Unavailable, match="loss is inf"):
-        accuracy.require_finite(math.inf)

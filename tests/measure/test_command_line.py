@@ -13,8 +13,8 @@ import pytest
 import tiny_llama_v3 as llama
 from measure import command_line
 from measure.command_line import NothingRecorded, Parser, UsageError, exit_code_of, positive, program, time_limit
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, time
 from measure.command_line import exit_code_of

@@ -46,20 +46,3 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
     path.write_text(text)
     with pytest.raises(llama.UsageError, match=rf"^{path}.* ?{reason}.*$"):
         results.read_result(path)["a"]["speed"]
-
-
-@pytest.mark.parametrize("error, words", [
-    (KeyError("us"), "^x is damaged .KeyError.'us'.*: measure again"),
-    (llama.UsageError("x has no us"), "^x has no us$"),
-])  # fmt: skip
-def test_what_a_damaged_result_raises_is_told_once(error, words):
-    with pytest.raises(llama.UsageError, match=words), results.damage_reported("x"):
-        raise error
-
-
-@pytest.mark.parametrize("error, line", [
-    (results.Unavailable("needs a GPU"), "needs a GPU"), (KeyError(), "KeyError"),
-    (RuntimeError("no room\nfor this"), "RuntimeError: no room"),
-])  # fmt: skip
-def test_an_error_in_one_line(error, line):
-    assert results.describe(error) == line

@@ -11,8 +11,8 @@ import pytest
 
 import tiny_llama_v3 as llama
 from offline.architectures import CHIPS
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys, torch, triton
 from offline.compiler import Driver

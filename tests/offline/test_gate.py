@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,11 @@ import pytest
 import tiny_llama_v3 as llama
 from offline import compiler, gate, recorded
 from offline.architectures import CHIPS, occupancy
+from tests import ROOT
 from tiny_llama import fp8
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
+pytestmark = pytest.mark.triton
 
-ROOT = Path(__file__).resolve().parents[2]
 OLD_TRITON = "3.3.1"
 
 

@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 
-import tiny_llama_v3 as llama
 from offline import gate, pages, recorded
 from offline.architectures import CHIPS
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
+pytestmark = pytest.mark.triton
 
 
 def committed():

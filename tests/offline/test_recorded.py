@@ -8,7 +8,7 @@ import torch
 import tiny_llama_v3 as llama
 from offline import recorded
 
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="needs Triton")
+pytestmark = pytest.mark.triton
 
 
 def test_helpers_are_not_kernels():

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import tiny_llama_v3 as llama
+from tests import ROOT
 
 nbformat = pytest.importorskip("nbformat", reason="make test installs it")
 nbclient = pytest.importorskip("nbclient", reason="make test installs it")
 from exercises import check, generate, jupyter  # noqa: E402 (generate needs them)
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.triton
 
 
 def test_notebooks_are_what_their_sources_make(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from exercises.checks import ON_GPU
 from measure.results import Unavailable
 
 pytestmark = [
-    pytest.mark.skipif(llama.triton is None, reason="Triton is not installed"),
+    pytest.mark.triton,
     pytest.mark.skipif(ON_GPU, reason="counts are those of the interpreter"),
 ]
 EXERCISE_OF = {task: exercise for exercise in check.EXERCISES.values() for task in exercise.checks.TASKS}
