@@ -76,7 +76,9 @@ def replacing(path, follow=False):
     gave the name, so replace the file that a link leads to, and write directly to what is no file, such as /dev/stdout.
     """
     try:
-        if path.exists() and not path.is_file() and follow:
+        if not follow:
+            require_file(path)  # a device is never replaced
+        elif path.exists() and not path.is_file():
             yield path
             return
         target = Path(os.path.realpath(path) if follow else os.path.abspath(path))

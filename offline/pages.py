@@ -118,7 +118,7 @@ def write_result(path, argv, rows):
     result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
     head = json.dumps(result | {"rows": []}, indent=1)
     lines = ",\n".join(map(json.dumps, rows))
-    with replacing(path) as file:
+    with replacing(path, follow=True) as file:
         file.write_text(head.replace("[]", f"[\n{lines}\n]") + "\n")
     return result
 

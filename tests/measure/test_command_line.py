@@ -101,6 +101,9 @@ def test_a_link_is_followed_only_if_a_person_named_it(tmp_path):
     assert link.stat().st_mode & 0o777 != 0o600
     replace(Path(os.devnull), "three", follow=True)
     assert Path(os.devnull).is_char_device()  # no file to be replaced
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is no file"):
+        replace(tmp_path / "pipe", "four")
 
 
 def test_a_name_that_the_output_cannot_encode(monkeypatch):
