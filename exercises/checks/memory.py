@@ -105,6 +105,10 @@ class Watch(Observer):
         indices, name, program = self.inside("writes", access)
         if name and name not in self.outputs:
             self.tell(f"stores into {name}, which is an input", f"the result is {' and '.join(sorted(self.outputs))}")
+        numbers = np.broadcast_to(access.value.data, access.mask.shape)[access.mask].tolist()
+        if len({*zip(indices.tolist(), numbers, strict=True)}) > len({*indices.tolist()}):
+            hint = "which one stays is chance: what lies beyond the end of a row may be the beginning of the next"
+            self.tell(f"stores several numbers at one place of {name}", hint)
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"

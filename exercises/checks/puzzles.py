@@ -20,8 +20,10 @@ def padded(x, stride):
 
 
 def spread(*shape, dtype=torch.float32):
-    """Return random numbers around 0, most of them between -200 and 200."""
-    return (100 * randn(*shape)).to(dtype)
+    """Return random numbers around 0, most of them between -200 and 200, and a 0."""
+    x = (100 * randn(*shape)).to(dtype)
+    x.view(-1)[-1] = 0
+    return x
 
 
 def expect_copy(kernel, n_elements, block_size, dtype=torch.float32):
