@@ -4,12 +4,11 @@
 but at the sizes of CASES. On a GPU, results are compared with higher precision at this size, and then timed in turns by
 the device's clock, with a flushed cache. The bound is the larger of the bytes that must move over what a copy reaches,
 and the operations over what the library's product reaches, both measured on this card. Without a GPU the interpreter
-counts what kernels load, store and multiply; of PyTorch's operators, the tensors that they read and write are counted.
+counts what kernels load and store; of PyTorch's operators, the tensors that they read and write are counted.
 """
 
 import contextlib
 import statistics
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import tiny_llama_v3 as llama
-from exercises.checks import ON_GPU, exercise1, exercise2, exercise3, puzzles
+from exercises.checks import ON_GPU, exercise1, exercise2, exercise3
 from exercises.probe import Observer, observed_by
 from measure.accuracy import KERNEL_TOLERANCE, promoted, require
 from measure.results import describe
@@ -49,9 +48,9 @@ def on_gpu(large, small):
 
 BLOCKS = on_gpu((1024, 128, 256, 512, 2048, 4096), (64, 32, 128))
 ROWS, COLUMNS = on_gpu((8192, 4096), (8, 200))
-SIDE, TILES = on_gpu((2048, (64, 32, 128)), (64, (16, 32)))  # of matrices
+TILES = on_gpu((64, 32, 128), (16, 32))
 HEADS = on_gpu((2048, 16, 8), (48, 2, 1))  # tokens, heads of q, heads of k and v
-DTYPE = on_gpu(torch.bfloat16, torch.float32)  # of the exercises; puzzles are in fp32
+DTYPE = on_gpu(torch.bfloat16, torch.float32)
 
 
 def rmsnorm_others(x, weight):
@@ -67,19 +66,6 @@ def attention_others(q, k, v):
 
 
 CASES = {
-    "grid_copy_kernel": Case(
-        [(on_gpu(2**26, 1000), block) for block in BLOCKS],
-        torch.clone,
-    ),
-    "transpose_kernel": Case(
-        [(*(on_gpu(8192, 100),) * 3, 1, side, side) for side in on_gpu((64, 16, 32, 128), (16, 8, 32))],
-        lambda x: x.T.contiguous(),
-    ),
-    "multiply_tile": Case(
-        [(SIDE, SIDE, SIDE, side) for side in TILES],
-        torch.matmul,
-        lambda x, y: 2 * x.numel() * y.shape[1],
-    ),
     "rmsnorm_kernel": Case(
         [(ROWS, COLUMNS, 0, block, 1e-5, DTYPE, 0) for block in BLOCKS],
         lambda x, weight: llama.torch_rmsnorm(x, None, weight, 1e-5)[0],
@@ -115,7 +101,7 @@ class Launch:
     """The call of a module's kernel as its check makes it, its inputs and its results."""
 
     def __init__(self, task, module, size):
-        checks = next(checks for checks in (puzzles, exercise1, exercise2, exercise3) if task in checks.TASKS)
+        checks = next(checks for checks in (exercise1, exercise2, exercise3) if task in checks.TASKS)
         stop = mock.patch.object(checks, "launch", side_effect=Launched)
         torch.manual_seed(0)  # so that all tiles have the same inputs
         with stop as launch, contextlib.suppress(Launched):
@@ -160,10 +146,10 @@ def bound_us(moved, flop, dtype):
 
 
 class Counts(Observer):
-    """Count the bytes and cache lines that kernels load and store, and the pairs of numbers that tl.dot multiplies."""
+    """Count the bytes and cache lines that kernels load and store."""
 
     def __init__(self):
-        self.bytes = self.lines = self.products = 0
+        self.bytes = self.lines = 0
 
     def launch(self, kernel, tensors):
         self.begins = np.sort([tensor.untyped_storage().data_ptr() for tensor in tensors])
@@ -181,17 +167,13 @@ class Counts(Observer):
 
     store = load
 
-    def dot(self, product):
-        a, b = product.sides
-        self.products += a.data.size * b.data.shape[-1]
-
 
 class CountOperators(TorchFunctionMode):
-    """Count calls of PyTorch's operators, the bytes that they read and write, and products; views move nothing."""
+    """Count calls of PyTorch's operators, and the bytes that they read and write; views move nothing."""
 
     def __init__(self):
         super().__init__()
-        self.calls = self.bytes = self.products = 0
+        self.calls = self.bytes = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.calls += 1
@@ -199,23 +181,19 @@ class CountOperators(TorchFunctionMode):
         operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
         if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
             self.bytes += sum(t.nbytes for t in (*operands, result))
-            if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-                self.products += result.numel() * operands[0].shape[-1]
         return result
 
 
 def counted(call):
-    """Return what a call moves and multiplies in the interpreter: bytes, lines (0 for operators), products."""
+    """Return what a call moves in the interpreter: bytes, and lines (0 for operators)."""
     with observed_by(counts := Counts()), CountOperators() as operators:
         call()
-    found = counts if counts.bytes else operators
-    return found.bytes, counts.lines, found.products
+    return counts.bytes or operators.bytes, counts.lines
 
 
 def report(task, module, solution):
     """Return the lines of a table of a task in CASES."""
     torch.manual_seed(0)
-    warnings.filterwarnings("ignore", "TensorFloat32")  # products in fp32 are compared with those in fp32
     case = CASES[task]
     launches = {f"yours, {each.tile}": each for each in (Launch(task, module, size) for size in case.sizes)}
     reference = Launch(task, solution, case.sizes[0])
@@ -225,19 +203,21 @@ def report(task, module, solution):
     if ON_GPU:
         calls["torch.compile"] = partial(torch.compile(case.eager), *inputs)
     calls |= case.others(*inputs) | {"solution": reference.call}
-    moved, flop = sum(t.nbytes for t in (*inputs, *reference.results)), case.flop(*inputs)
+    moved = sum(t.nbytes for t in (*inputs, *reference.results))
     size = f"{' x '.join(map(str, inputs[0].shape))} elements"
     # A bound counts each input and result once.
     if ON_GPU:
         times = timed(case, launches, calls)
-        limit, bound = bound_us(moved, flop, inputs[0].dtype)
+        limit, bound = bound_us(moved, case.flop(*inputs), inputs[0].dtype)
         rows = [(name, number(us), f"{us / bound:.2f}") for name, us in (times | {f"bound: {limit}": bound}).items()]
         return [f"{size}, timed:", *text_table(("", "us", "x bound"), rows)]
-    counts = {name: counted(call) for name, call in calls.items()} | {"bound": (moved, -(-moved // LINE), flop // 2)}
+    counts = {name: counted(call) for name, call in calls.items()} | {"bound": (moved, -(-moved // LINE))}
     rows = [
         # What an operator does inside cannot be seen.
-        (name, f"{own:,}", f"{own / moved:.2f}", *(f"{count:,}" if count else "–" for count in unseen))
-        for name, (own, *unseen) in counts.items()
+        (name, f"{own:,}", f"{own / moved:.2f}", f"{lines:,}" if lines else "–")
+        for name, (own, lines) in counts.items()
     ]
-    header = "", "bytes", "x bound", "lines", "products"
-    return [f"{size}, counted in Triton's interpreter, as there is no GPU:", *text_table(header, rows)]
+    return [
+        f"{size}, counted in Triton's interpreter, as there is no GPU:",
+        *text_table(("", "bytes", "x bound", "lines"), rows),
+    ]

@@ -135,4 +135,5 @@ def test_a_notebook_runs_with_the_solutions(name, copy, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     told = {cell.source: "".join(out.get("text", "") for out in cell.get("outputs", [])) for cell in notebook.cells}
     tasks = len(check.EXERCISES[name].checks.TASKS)
-    assert f"{name}: {tasks} of {tasks} tasks pass" in told["check()"] and "x bound" in told["check(time=True)"]
+    assert f"{name}: {tasks} of {tasks} tasks pass" in told["check()"]
+    assert name == "puzzles" or "x bound" in told["check(time=True)"]

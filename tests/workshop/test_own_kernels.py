@@ -68,18 +68,12 @@ def test_the_counts_are_exact():
     assert counts["yours, 64"][0] == 8 * 4 * row and counts["bound"][0] == 8 * 2 * row + row
     # PyTorch's four operators: 7 times x, once the weight, and what has one element a row
     assert counts["PyTorch eager"][0] == 7 * 8 * row + row + 4 * 8 * (1 + 2 + 2 + 1)
-    counts = counts_of("multiply_tile")
-    # each operand for two tiles, z once; in lines of 128 bytes, of which half a row of 64 elements has one
-    assert counts["yours, 32 x 32"] == [4 * 64**2 * 5, 1.67, 4 * 64**2 * 5 / 128, 64**3]
-    assert counts["bound"] == [4 * 64**2 * 3, 1, 4 * 64**2 * 3 / 128, 64**3]
-    # A wave has eight rows of eight columns, of 32 bytes each; of the odd rows three in twelve lie in two lines. Loads
-    # read along rows, and stores write along columns.
-    assert counts_of("transpose_kernel")["yours, 8 x 8"][2] == 2 * (100 * 13 + 50 * 3)
-    # Half of the pairs of two heads, two products of 64; PyTorch's operators multiply all pairs.
-    # Of 48 queries a program of 16 has one, two or three tiles of keys.
+    # A row is 6.25 lines of 128 bytes: of eight rows, two begin with a line. A block of 64 elements has two lines, or
+    # lies in three; the last 8 elements have one.
+    assert counts["yours, 64"][2] == 3 * (2 * 7 + 6 * 10) + 8 * 7
+    # Of 48 queries a program of 16 has one, two or three tiles of keys and values; of two heads, which share them.
     counts = counts_of("attention_kernel")
-    assert counts["yours, 16 x 16"][3] == 2 * (1 + 2 + 3) * 16 * 16 * 2 * 64
-    assert counts["bound"][3] == 2 * 48 * 48 / 2 * 2 * 64 and counts["PyTorch eager"][-1] == 2 * 48 * 48 * 2 * 64
+    assert counts["yours, 16 x 16"][0] == 2 * 4 * 64 * (2 * 48 + 2 * (1 + 2 + 3) * 16)
 
 
 def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, monkeypatch, capsys):
