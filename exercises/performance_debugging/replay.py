@@ -58,13 +58,11 @@ SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = range(1, 6)
 SIZES = "--batch-size 8 --seq-len 128 --num-steps 20"
-# On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
-LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
-LAPTOP_TINY = (
+LAPTOP_SIZES = (
     "--device cpu --batch-size 1 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
-LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
+LAPTOP_STAGES = 1, 5, 6  # whose signs a CPU can show
 WIDTH = 100  # of a terminal
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
@@ -124,9 +122,8 @@ def plan_laptop(options):
     """Return the Runs of --laptop: some stages on the CPU."""
     runs = []
     for stage in options.stages:
-        flags = LAPTOP_RUNS.get(stage, LAPTOP_TINY)
-        run = stage_run(stage, [*flags.split(), *options.given], ["TRITON_INTERPRET=1"])
-        if stage not in LAPTOP_RUNS:
+        run = stage_run(stage, [*LAPTOP_SIZES.split(), *options.given], ["TRITON_INTERPRET=1"])
+        if stage not in LAPTOP_STAGES:
             run.obstacle = "its sign needs a GPU"
         runs.append(run)
     return runs
@@ -244,10 +241,7 @@ def main(argv):
             print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}\n{shlex.join(run.command)}")
         return 0
     output = llama.writable_folder("--output", options.output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise llama.UsageError(f"--output {output} cannot be made ({error.strerror}): give another folder") from error
+    output.mkdir(parents=True, exist_ok=True)
     if not (options.laptop or torch.cuda.is_available()):
         print("There is no GPU: --laptop shows what was recorded on one.")
     put_aside(output)
@@ -255,7 +249,6 @@ def main(argv):
         "benchmark": "stages",
         "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
         "date": datetime.now().isoformat(timespec="seconds"),
-        "profiler": None if options.no_profile or options.laptop else "torch.profiler",
         "laptop": options.laptop,
         "recorded": newest_replays(RESULTS) if options.laptop else [],
     }
