@@ -66,9 +66,8 @@ def terminal(line, cell):
 
 def with_lines_shown(told, source):
     """Return what a check told, with the lines of source in place of their numbers, which it hides."""
-    lines = dict(enumerate(source.splitlines(), start=1))
-    pattern = r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?"
-    return re.sub(pattern, lambda m: f"`{lines[int(m[1])].strip()}`" if int(m[1]) in lines else m[0], told)
+    lines = {str(number): f"`{line.strip()}`" for number, line in enumerate(source.splitlines(), start=1)}
+    return re.sub(r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?", lambda m: lines.get(m[1], m[0]), told)
 
 
 def start(exercise):

@@ -63,7 +63,6 @@ LAPTOP_SIZES = (
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_STAGES = 1, 5, 6  # whose signs a CPU can show
-WIDTH = 100  # of a terminal
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
@@ -100,12 +99,8 @@ def stage_run(stage, arguments, variables=()):
     prefix = ["env", *variables] if variables else []
     run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [*prefix, *command_of(link, arguments)], stage)
     config = llama.parse_config(arguments, link.name)
-    try:
-        # A query of the GPU would occupy it for the stages.
-        if config.device == "cpu" or not torch.cuda.is_available():
-            llama.validate_on_device(config, llama.get_device("cpu"))
-    except llama.UsageError as error:
-        run.obstacle = str(error)
+    if config.graph and (config.device == "cpu" or not torch.cuda.is_available()):
+        run.obstacle = "a graph needs a GPU"
     return run
 
 
@@ -161,18 +156,16 @@ def execute(run, output):
             write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
-def left_out(run):
-    return f"{run.title}: left out, {run.obstacle}"
+def heading(run):
+    return f"{run.title}: left out, {run.obstacle}" if run.obstacle else run.title
 
 
 def execute_all(runs, output):
     """Execute all runs, the others too if one fails. Return False if it was interrupted."""
-    for run in runs:
+    for number, run in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {heading(run)}", flush=True)
         if run.obstacle:
-            print(textwrap.fill(left_out(run), WIDTH, break_on_hyphens=False))
-    able = [run for run in runs if not run.obstacle]
-    for number, run in enumerate(able, 1):
-        print(f"[{number}/{len(able)}] {run.title}", flush=True)
+            continue
         try:
             execute(run, output)
         except (RuntimeError, OSError, Unreadable) as error:
@@ -238,7 +231,9 @@ def main(argv):
     runs = plan_laptop(options) if options.laptop else plan(options)
     if options.dry_run:
         for run in runs:
-            print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}\n{shlex.join(run.command)}")
+            print("#", heading(run))
+            if not run.obstacle:
+                print(shlex.join(run.command))
         return 0
     output = llama.writable_folder("--output", options.output)
     output.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import json
 import statistics
 
 import tiny_llama_v3 as llama
+from benchmarks.pages.replays import measured_stages
 from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 from profilers.readers import read_kernel_stats
 
@@ -105,23 +106,20 @@ def compare_speed(run, other, spread):
     return {"value": ratio.value, "verdict": verdict}
 
 
-def predecessor(stage):
-    """Return the stage to compare a stage with: up to the optimized one the stage before, then the optimized one."""
-    return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
-
-
 def compare_stages(summary):
     """Add over_previous and over_baseline to the stages of a summary.
 
     They are None if a run is missing, and on a CPU, whose times do not tell the stages apart.
     """
-    runs = {stage["stage"]: stage for stage in summary["stages"]} | {"baseline": summary["baseline"]}
-    runs = {name: run for name, run in runs.items() if run and "batch_ms" in run}
+    baseline = summary["baseline"]
+    runs = measured_stages(summary) | ({"baseline": baseline} if baseline else {})
     on_gpu = runs and summary["environment"]["arch"] != "cpu"
     spread = spread_of_processes(runs.values())
     for stage in summary["stages"]:
-        for name, other in ("over_previous", predecessor(stage["stage"])), ("over_baseline", "baseline"):
-            both = [runs.get(stage["stage"]), runs.get(other)]
+        number = stage["stage"]
+        # From stage 6 on, a stage differs from the optimized one, not from the one before.
+        for name, other in ("over_previous", min(number - 1, OPTIMIZED)), ("over_baseline", "baseline"):
+            both = [runs.get(number), runs.get(other)]
             stage[name] = compare_speed(*both, spread) if on_gpu and all(both) else None
 
 
