@@ -185,5 +185,5 @@ def observations(summary):
                 shown, text = observe(replay, own)
                 seen.append({"stage": stage["stage"], "source": source, "shown": shown, "text": text})
         # Where it shows nowhere: a stage that was measured says more than one that was not.
-        found.append(max(seen, key=lambda each: (each["shown"] is not None, bool(each["shown"]))))
+        found.append(max(seen, key=lambda each: [None, False, True].index(each["shown"])))
     return found

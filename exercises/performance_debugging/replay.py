@@ -90,38 +90,33 @@ def command_of(script, arguments):
     return [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
 
 
-def stage_run(stage, arguments, variables=()):
+def stage_run(stage, arguments, laptop):
     """Return the Run of a stage, with an obstacle if this machine cannot run it."""
     (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-    # Stage 7 shows compilation, which a cache would hide. As a part of the command, variables are printed with it.
+    variables = ["TRITON_INTERPRET=1"] * laptop
+    # Stage 7 shows compilation, which a cache would hide.
     if stage == 7:
-        variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
+        variables.append(f"TRITON_CACHE_DIR={FOLDER}/triton")
+    # As a part of the command, variables are printed with it.
     prefix = ["env", *variables] if variables else []
     run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [*prefix, *command_of(link, arguments)], stage)
     config = llama.parse_config(arguments, link.name)
-    if config.graph and (config.device == "cpu" or not torch.cuda.is_available()):
+    if laptop and stage not in LAPTOP_STAGES:
+        run.obstacle = "its sign needs a GPU"
+    elif config.graph and (config.device == "cpu" or not torch.cuda.is_available()):
         run.obstacle = "a graph needs a GPU"
     return run
 
 
 def plan(options):
-    """Return the Runs of a replay: the baseline and the stages."""
-    arguments = [*SIZES.split(), *options.given]
-    baseline = Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments]))
-    if not options.no_profile:
-        arguments += ["--profile", PROFILE]
-    return [baseline, *(stage_run(stage, arguments) for stage in options.stages)]
-
-
-def plan_laptop(options):
-    """Return the Runs of --laptop: some stages on the CPU."""
-    runs = []
-    for stage in options.stages:
-        run = stage_run(stage, [*LAPTOP_SIZES.split(), *options.given], ["TRITON_INTERPRET=1"])
-        if stage not in LAPTOP_STAGES:
-            run.obstacle = "its sign needs a GPU"
-        runs.append(run)
-    return runs
+    """Return the Runs of a replay: the baseline, which a laptop leaves out, and the stages."""
+    sizes = LAPTOP_SIZES if options.laptop else SIZES
+    runs, arguments = [], [*sizes.split(), *options.given]
+    if not options.laptop:
+        runs.append(Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments])))
+        if not options.no_profile:
+            arguments += ["--profile", PROFILE]
+    return runs + [stage_run(stage, arguments, options.laptop) for stage in options.stages]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,7 +223,7 @@ def main(argv):
     # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(argv)
-    runs = plan_laptop(options) if options.laptop else plan(options)
+    runs = plan(options)
     if options.dry_run:
         for run in runs:
             print("#", heading(run))

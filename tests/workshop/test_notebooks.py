@@ -85,7 +85,7 @@ out
 
 
 def test_definitions_are_the_last_of_each_name():
-    cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
+    cells = ["", "# nothing", "import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
              "print(f())\nb = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
     namespace, found = {"wrap": lambda function: function}, jupyter.definitions(cells)
     exec("\n".join(found.values()), namespace)
