@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
-from shutil import which
 
 import torch
 
@@ -36,7 +36,7 @@ def definitions(cells):
         begins = [min(part.lineno for part in (node, *getattr(node, "decorator_list", ()))) for node in body]
         lines = cell.splitlines()
         # A blank to fill in is a comment, which the syntax tree does not have: what follows a statement is its own.
-        for node, begin, end in zip(body, begins, [*begins[1:], len(lines) + 1], strict=True):
+        for node, (begin, end) in zip(body, pairwise([*begins, len(lines) + 1]), strict=True):
             source = "\n".join(lines[begin - 1 : end - 1]).rstrip()
             name = name_of(node, source)
             found.pop(name, None)
@@ -56,21 +56,19 @@ def execute(command):
 
 
 def terminal(line, cell):
-    """The magic %%terminal: run a cell in bash, unless it says that it needs what is not here."""
-    lacking = {"a GPU": not torch.cuda.is_available(), "ROCm": not torch.version.hip, "clang": not which("clang")}
-    for what, reason in re.findall("^# needs (a GPU|ROCm|clang): (.*)", cell, flags=re.M):
-        if lacking[what]:
-            print(f"not run without {what}: {reason}")
-            return
+    """The magic %%terminal: run a cell in bash, unless it says that it needs a GPU and there is none."""
+    reason = re.search("^# needs a GPU: (.*)", cell, flags=re.M)
+    if reason and not torch.cuda.is_available():
+        print(f"not run without a GPU: {reason[1]}")
+        return
     for output in execute(["bash", "-c", cell]):
         print(output, end="")
 
 
 def with_lines_shown(told, source):
     """Return what a check told, with the lines of source in place of their numbers, which it hides."""
-    lines = dict(enumerate(source.splitlines(), start=1))
-    pattern = r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?"
-    return re.sub(pattern, lambda m: f"`{lines[int(m[1])].strip()}`" if int(m[1]) in lines else m[0], told)
+    lines = {str(number): f"`{line.strip()}`" for number, line in enumerate(source.splitlines(), start=1)}
+    return re.sub(r"\bline\s+(\d+)(?:\s+of\s+\S+\.py)?", lambda m: lines.get(m[1], m[0]), told)
 
 
 def start(exercise):
@@ -78,6 +76,8 @@ def start(exercise):
 
     Kernels of its cells are interpreted, also where there is a GPU, so that print and breakpoint() work in them.
     """
+    from IPython.display import SVG, display
+
     os.environ["TRITON_INTERPRET"] = "1"
     sys.breakpointhook = sys.__breakpointhook__  # Jupyter's stops only where its own debugger is attached
     shell = get_ipython()  # noqa: F821 (a notebook has it)
@@ -92,12 +92,8 @@ def start(exercise):
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
             command += ["--task", task] * bool(task) + ["--time"] * time + ["--show"] * show
             output = deque(execute([*command, "--output-dir", folder]), maxlen=10_000)  # may be endless
-            pictures = [picture.read_text(encoding="utf-8") for picture in sorted(Path(folder).glob("*.svg"))]
-        told = "".join(line for line in output if folder not in line)
-        print(with_lines_shown(told, source))
-        if pictures:
-            from IPython.display import SVG, display
-
-            display(*map(SVG, pictures))
+            print(with_lines_shown("".join(line for line in output if folder not in line), source))
+            for picture in sorted(Path(folder).glob("*.svg")):
+                display(SVG(filename=str(picture)))
 
     return check

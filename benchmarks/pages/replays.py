@@ -84,15 +84,10 @@ NOTES = (
 )
 
 
-def label_of(stage):
-    size = f", hidden {stage['config']['hidden_dim']}" if "config" in stage else ""
-    return f"{stage['stage']} {stage['title']}{size}"
-
-
 def table_of(summary):
     """Return a DataFrame of texts with a column for each run of a replay, without figures that no run has."""
     runs = {"baseline": summary["baseline"]} if summary["baseline"] else {}
-    runs |= {label_of(stage): stage for stage in measured_stages(summary).values()}
+    runs |= {f"{number} {stage['title']}": stage for number, stage in measured_stages(summary).items()}
     table = pd.DataFrame({label: {name: text(run) for name, text in FIGURES.items()} for label, run in runs.items()})
     return table[(table != "").any(axis="columns")]
 

@@ -58,14 +58,11 @@ SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = range(1, 6)
 SIZES = "--batch-size 8 --seq-len 128 --num-steps 20"
-# On a CPU, stage 1 runs at the full width of the model in plain PyTorch, stages 5 and 6 in the interpreter.
-LAPTOP_PLAIN = "--device cpu --impl torch --batch-size 1 --seq-len 32 --num-steps 4"
-LAPTOP_TINY = (
+LAPTOP_SIZES = (
     "--device cpu --batch-size 1 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
-LAPTOP_RUNS = {1: LAPTOP_PLAIN, 5: LAPTOP_TINY, 6: LAPTOP_TINY}
-WIDTH = 100  # of a terminal
+LAPTOP_STAGES = 1, 5, 6  # whose signs a CPU can show
 LOG_TAIL = 8  # lines of a failed run's log that are shown
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
@@ -93,43 +90,33 @@ def command_of(script, arguments):
     return [sys.executable, str(script), *arguments, "--output-dir", FOLDER]
 
 
-def stage_run(stage, arguments, variables=()):
+def stage_run(stage, arguments, laptop):
     """Return the Run of a stage, with an obstacle if this machine cannot run it."""
     (link,) = HERE.glob(f"v3_stage{stage}_*.py")
-    # Stage 7 shows compilation, which a cache would hide. As a part of the command, variables are printed with it.
+    variables = ["TRITON_INTERPRET=1"] * laptop
+    # Stage 7 shows compilation, which a cache would hide.
     if stage == 7:
-        variables = [f"TRITON_CACHE_DIR={FOLDER}/triton"]
+        variables.append(f"TRITON_CACHE_DIR={FOLDER}/triton")
+    # As a part of the command, variables are printed with it.
     prefix = ["env", *variables] if variables else []
     run = Run(f"stage{stage}", f"stage {stage}, {short_title(stage)}", [*prefix, *command_of(link, arguments)], stage)
     config = llama.parse_config(arguments, link.name)
-    try:
-        # A query of the GPU would occupy it for the stages.
-        if config.device == "cpu" or not torch.cuda.is_available():
-            llama.validate_on_device(config, llama.get_device("cpu"))
-    except llama.UsageError as error:
-        run.obstacle = str(error)
+    if laptop and stage not in LAPTOP_STAGES:
+        run.obstacle = "its sign needs a GPU"
+    elif config.graph and (config.device == "cpu" or not torch.cuda.is_available()):
+        run.obstacle = "a graph needs a GPU"
     return run
 
 
 def plan(options):
-    """Return the Runs of a replay: the baseline and the stages."""
-    arguments = [*SIZES.split(), *options.given]
-    baseline = Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments]))
-    if not options.no_profile:
-        arguments += ["--profile", PROFILE]
-    return [baseline, *(stage_run(stage, arguments) for stage in options.stages)]
-
-
-def plan_laptop(options):
-    """Return the Runs of --laptop: some stages on the CPU."""
-    runs = []
-    for stage in options.stages:
-        flags = LAPTOP_RUNS.get(stage, LAPTOP_TINY)
-        run = stage_run(stage, [*flags.split(), *options.given], ["TRITON_INTERPRET=1"])
-        if stage not in LAPTOP_RUNS:
-            run.obstacle = "its sign needs a GPU"
-        runs.append(run)
-    return runs
+    """Return the Runs of a replay: the baseline, which a laptop leaves out, and the stages."""
+    sizes = LAPTOP_SIZES if options.laptop else SIZES
+    runs, arguments = [], [*sizes.split(), *options.given]
+    if not options.laptop:
+        runs.append(Run("baseline", "baseline, plain PyTorch", command_of(SCRIPT, ["--impl", "torch", *arguments])))
+        if not options.no_profile:
+            arguments += ["--profile", PROFILE]
+    return runs + [stage_run(stage, arguments, options.laptop) for stage in options.stages]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,18 +151,16 @@ def execute(run, output):
             write_kernels(Path(work, "profile"), output / f"{run.name}_profile.csv")
 
 
-def left_out(run):
-    return f"{run.title}: left out, {run.obstacle}"
+def heading(run):
+    return f"{run.title}: left out, {run.obstacle}" if run.obstacle else run.title
 
 
 def execute_all(runs, output):
     """Execute all runs, the others too if one fails. Return False if it was interrupted."""
-    for run in runs:
+    for number, run in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {heading(run)}", flush=True)
         if run.obstacle:
-            print(textwrap.fill(left_out(run), WIDTH, break_on_hyphens=False))
-    able = [run for run in runs if not run.obstacle]
-    for number, run in enumerate(able, 1):
-        print(f"[{number}/{len(able)}] {run.title}", flush=True)
+            continue
         try:
             execute(run, output)
         except (RuntimeError, OSError, Unreadable) as error:
@@ -238,16 +223,15 @@ def main(argv):
     # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse(argv)
-    runs = plan_laptop(options) if options.laptop else plan(options)
+    runs = plan(options)
     if options.dry_run:
         for run in runs:
-            print(f"# {left_out(run)}" if run.obstacle else f"# {run.title}\n{shlex.join(run.command)}")
+            print("#", heading(run))
+            if not run.obstacle:
+                print(shlex.join(run.command))
         return 0
     output = llama.writable_folder("--output", options.output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise llama.UsageError(f"--output {output} cannot be made ({error.strerror}): give another folder") from error
+    output.mkdir(parents=True, exist_ok=True)
     if not (options.laptop or torch.cuda.is_available()):
         print("There is no GPU: --laptop shows what was recorded on one.")
     put_aside(output)
@@ -255,7 +239,6 @@ def main(argv):
         "benchmark": "stages",
         "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
         "date": datetime.now().isoformat(timespec="seconds"),
-        "profiler": None if options.no_profile or options.laptop else "torch.profiler",
         "laptop": options.laptop,
         "recorded": newest_replays(RESULTS) if options.laptop else [],
     }

@@ -24,8 +24,8 @@ from measure.tables import number, percent
 EXCERPT = 8  # lines of the script at most
 MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
 LAPTOP = (
-    "Measured on this CPU: stage 1 in plain PyTorch at the model's full width, the others with a tiny model, in "
-    "Triton's interpreter where Triton is installed. Its times say nothing about the kernels on a GPU."
+    "Measured on this CPU: a tiny model, in Triton's interpreter where Triton is installed. Its times say nothing "
+    "about the kernels on a GPU."
 )
 TITLE = "The phases, inside the outline of the median step (and p20 – p80)"
 PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
@@ -139,13 +139,11 @@ def picture_of(replay, name):
 
 
 def setting(summary):
-    """Return a line with the device, the versions, the date and the sizes."""
-    environment, config = summary["environment"], summary["config"]
-    triton = f", Triton {environment['triton']}" if environment["triton"] else ""
+    """Return a line with the device, the date and the sizes; the versions stand under the cards."""
+    config = summary["config"]
     return (
-        f"{environment['device']}, PyTorch {environment['torch']}{triton}, {summary['date'][:10]}; batch "
-        f"{sizes(summary)}, hidden {config['hidden_dim']}, {config['num_layers']} layers; "
-        f"{config['num_steps']} step{'s' * (config['num_steps'] != 1)}"
+        f"{summary['environment']['device']}, {summary['date'][:10]}; batch {sizes(summary)}, hidden "
+        f"{config['hidden_dim']}, layers {config['num_layers']}, steps {config['num_steps']}"
     )
 
 

@@ -5,7 +5,7 @@ It has header, environment, config and
     baseline        figures of a run, or null
     laptop          whether it is a replay with --laptop
     stages          [{stage, title, obstacle, error, and of a measured one: figures, kernels, attention_us, swiglu_us,
-                    over_previous, over_baseline, and a config if its sizes differ}]
+                    over_previous, over_baseline}]
     recorded        with --laptop: summaries like this one, measured on another machine; else []
     observations    [{stage, source, shown, text}], source "measured" or "recorded on ..."
 
@@ -19,6 +19,7 @@ import json
 import statistics
 
 import tiny_llama_v3 as llama
+from benchmarks.pages.replays import measured_stages
 from measure.timing import LEAST_TIMES, ratio_of_medians, spread_of_medians
 from profilers.readers import read_kernel_stats
 
@@ -44,12 +45,7 @@ def kernel_figures(path):
     if not path.exists():
         return None
     return [
-        {
-            "name": row.Name,
-            "calls": int(row.Calls),
-            "average_us": row.AverageNs / 1e3,
-            "share": row.Percentage / 100,
-        }
+        {"name": row.Name, "average_us": row.AverageNs / 1e3, "share": row.Percentage / 100}
         for row in read_kernel_stats(path).itertuples()
     ]
 
@@ -57,19 +53,16 @@ def kernel_figures(path):
 def run_figures(result):
     """Return the figures of a run, from the JSON of tiny_llama_v3.py.
 
-    The speed is that of all steps. phase_ms is of the step with the median time, or the mean of the
-    two around it, as the medians of single phases do not add up to a step.
+    The speed is that of all steps. phase_ms is of the step with the median time, the faster of two, as the medians of
+    single phases do not add up to a step.
     """
     steps, summary = result["steps"], result["summary"]
-    # An even number of steps has two in the middle.
     ordered = sorted(steps, key=lambda step: step["batch_ms"])
-    middle = ordered[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
-    phases = summary["phase_ms"]
     return summary | {
         "implementation": result["implementation"],
         "step_ms": [step["batch_ms"] for step in steps],
         "mean_over_median": summary["batch_ms"]["mean"] / summary["batch_ms"]["p50"],
-        "phase_ms": {name: statistics.fmean(step["phase_ms"][name] for step in middle) for name in phases},
+        "phase_ms": ordered[(len(steps) - 1) // 2]["phase_ms"],
         "phases_share": statistics.median(sum(step["phase_ms"].values()) / step["batch_ms"] for step in steps) or None,
         "gradient_share": summary["parameters_with_gradient"] / summary["parameters"],
     }
@@ -82,10 +75,10 @@ CHANGES_WORK = frozenset("graph noncontiguous_kv triton_matmul_swiglu severed_au
 
 
 def work_of(run):
-    """Return the work of a run's steps: equal for runs of the same operations at the same sizes."""
+    """Return the work of a run's steps: equal for runs of the same operations."""
     # Other mistakes change numbers or clocks, and not which operations run.
     flags = CHANGES_WORK.intersection(llama.stage_flags(run.get("stage")))
-    return run["implementation"], flags, str(run.get("config"))
+    return run["implementation"], flags
 
 
 def spread_of_processes(runs):
@@ -113,71 +106,54 @@ def compare_speed(run, other, spread):
     return {"value": ratio.value, "verdict": verdict}
 
 
-def predecessor(stage):
-    """Return the stage to compare a stage with: up to the optimized one the stage before, then the optimized one."""
-    return stage - 1 if stage <= OPTIMIZED else OPTIMIZED
-
-
 def compare_stages(summary):
     """Add over_previous and over_baseline to the stages of a summary.
 
-    They are None if a run is missing, if the sizes differ, and on a CPU, whose times do not tell the stages apart.
+    They are None if a run is missing, and on a CPU, whose times do not tell the stages apart.
     """
-    runs = {stage["stage"]: stage for stage in summary["stages"]} | {"baseline": summary["baseline"]}
-    runs = {name: run for name, run in runs.items() if run and "batch_ms" in run}
+    baseline = summary["baseline"]
+    runs = measured_stages(summary) | ({"baseline": baseline} if baseline else {})
     on_gpu = runs and summary["environment"]["arch"] != "cpu"
     spread = spread_of_processes(runs.values())
     for stage in summary["stages"]:
-        for name, other in ("over_previous", predecessor(stage["stage"])), ("over_baseline", "baseline"):
-            both = [runs.get(stage["stage"]), runs.get(other)]
-            comparable = on_gpu and all(both) and both[0].get("config") == both[1].get("config")
-            stage[name] = compare_speed(*both, spread) if comparable else None
+        number = stage["stage"]
+        # From stage 6 on, a stage differs from the optimized one, not from the one before.
+        for name, other in ("over_previous", min(number - 1, OPTIMIZED)), ("over_baseline", "baseline"):
+            both = [runs.get(number), runs.get(other)]
+            stage[name] = compare_speed(*both, spread) if on_gpu and all(both) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole replay
 
 
-def shared_config(result):
-    """Return the settings that all stages have in common."""
-    return {name: value for name, value in result["config"].items() if name not in OWN_SETTINGS}
-
-
-def read_json(path):
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def stage_figures(output, name, result, config):
-    """Return the figures of a stage's result, with its config if that is another one; {} if there is no result."""
-    if not result:
-        return {}
+def stage_figures(output, name, result):
+    """Return the figures of a stage's result."""
     kernels = kernel_figures(output / f"{name}_profile.csv")
     us = {kernel["name"]: kernel["average_us"] for kernel in kernels or []}
-    own = shared_config(result)
-    figures = {
+    return run_figures(result) | {
         "kernels": kernels,
         "attention_us": us.get(ATTENTION_KERNEL),
         "swiglu_us": us.get(NAIVE_SWIGLU) or us.get(HYBRID_SWIGLU),
     }
-    return run_figures(result) | figures | ({"config": own} if own != config else {})
 
 
 def summarize(output, runs):
     """Return a dict for summary.json of the runs, of replay.Run, whose files lie in output; None if there are none."""
     # Runs that failed or were not reached have no file; any of the others tells what all have in common.
-    results = {run.name: read_json(output / f"{run.name}.json") for run in runs}
-    sample = next(filter(None, reversed(results.values())), None)
-    if not sample:
+    paths = {run.name: output / f"{run.name}.json" for run in runs}
+    results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    if not results:
         return None
-    baseline, config = results.get("baseline"), shared_config(sample)
+    *_, sample = results.values()
     summary = {
         "environment": sample["environment"],
-        "config": config,
+        "config": {name: value for name, value in sample["config"].items() if name not in OWN_SETTINGS},
         "precision": sample["precision"],
-        "baseline": baseline and run_figures(baseline),
+        "baseline": run_figures(results["baseline"]) if "baseline" in results else None,
         "stages": [
             {"stage": run.stage, "title": short_title(run.stage), "obstacle": run.obstacle, "error": run.error}
-            | stage_figures(output, run.name, results[run.name], config)
+            | (stage_figures(output, run.name, results[run.name]) if run.name in results else {})
             for run in runs
             if run.stage
         ],

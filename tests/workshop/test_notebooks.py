@@ -84,7 +84,7 @@ out
 
 
 def test_definitions_are_the_last_of_each_name():
-    cells = ["import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
+    cells = ["", "# nothing", "import math", "A = 1\n@wrap\n# how\ndef f():\n    return A\n    # a blank", "def f(:",
              "print(f())\nb = [f()]", "A = math.log2(8)", "class C:\n    pass"]  # fmt: skip
     namespace, found = {"wrap": lambda function: function}, jupyter.definitions(cells)
     exec("\n".join(found.values()), namespace)
@@ -134,4 +134,5 @@ def test_a_notebook_runs_with_the_solutions(name, copy, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     told = {cell.source: "".join(out.get("text", "") for out in cell.get("outputs", [])) for cell in notebook.cells}
     tasks = len(check.EXERCISES[name].checks.TASKS)
-    assert f"{name}: {tasks} of {tasks} tasks pass" in told["check()"] and "x bound" in told["check(time=True)"]
+    assert f"{name}: {tasks} of {tasks} tasks pass" in told["check()"]
+    assert name == "puzzles" or "x bound" in told["check(time=True)"]

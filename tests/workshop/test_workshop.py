@@ -16,7 +16,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages.replays import table_of
 from exercises.performance_debugging import replay
 from exercises.performance_debugging.results import kernel_figures, run_figures
-from tests.workshop.summaries import RECORDED, SIGNS, WIDE, cpu_summary, gpu_summary, taking
+from tests.workshop.summaries import RECORDED, SIGNS, cpu_summary, gpu_summary, taking
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "exercises" / "performance_debugging"
@@ -68,10 +68,10 @@ def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(planned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     runs = {title: command for title, command in planned("--laptop").items() if command}
     assert list(runs) == ["stage 1", "stage 5", "stage 6"]
-    for title, command in runs.items():
+    for command in runs.values():
         config = config_of(command)
         assert "TRITON_INTERPRET=1" in command and config.device == "cpu" and config.profile is None
-        assert (config.impl, config.hidden_dim) == (("torch", 512) if title == "stage 1" else ("triton", 64))
+        assert (config.impl, config.hidden_dim) == ("triton", 64)
 
 
 @pytest.mark.parametrize("argv, named", [
@@ -80,7 +80,7 @@ def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(planned, monkeypatch):
     ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
     ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir"),
     ("-- --hidden-dim 63", "--hidden-dim 63"), ("--output /dev/null/x --num-steps 1", "--output"),
-    ("--output /proc/x", "--output /proc/x cannot be made"),
+    ("--output /proc/x", "/proc/x"),
 ])  # fmt: skip
 def test_bad_requests_get_one_line_and_exit_code_2(capsys, argv, named):
     assert replay.main(argv.split()) == 2
@@ -205,13 +205,13 @@ def test_figures_of_a_run_by_hand(tmp_path):
     assert figures["phases_share"] == 1.0 and figures["step_ms"] == [10.0, 4.0, 6.0]
     partly = [step | {"batch_ms": ms} for step, ms in zip(run["steps"], (10.0, 8.0, 8.0), strict=True)]
     assert run_figures(run | {"steps": partly})["phases_share"] == 0.75  # the median of 1, 0.5 and 0.75
-    even = run_figures(run | {"steps": [*run["steps"], run["steps"][0]]})["phase_ms"]  # the median is between two
-    assert even == {"forward": 3.0, "backward": 5.0}
+    even = run_figures(run | {"steps": [*run["steps"], run["steps"][0]]})["phase_ms"]  # the faster of two
+    assert even == {"forward": 4.0, "backward": 2.0}
     assert figures["mean_over_median"] == pytest.approx(7 / 6) and figures["gradient_share"] == 0.25
     table = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev\nk,4,8000,2000,100,2000,2000,0\n"
     (tmp_path / "stage5_profile.csv").write_text(table)
     (kernel,) = kernel_figures(tmp_path / "stage5_profile.csv")
-    assert kernel == {"name": "k", "calls": 4, "average_us": 2.0, "share": 1.0}
+    assert kernel == {"name": "k", "average_us": 2.0, "share": 1.0}
 
 
 RESTLESS = dict.fromkeys((1, 2, 3, 4), taking(5.0, 5.5, 7.0, 7.5, 7.6, 7.7, 9.0, 9.5))
@@ -228,7 +228,6 @@ LATE = {7: taking(7.0) | {"host_ms": 6.9}}  # the same work, which the host laun
     (dict.fromkeys((1, 2, 3, 4), taking(20.0, 20.0, 20.0)), "5 optimized", "too few"),
     ({7: taking(9000.0, *[5.0] * 19)}, "7 cold start", "same"), (LATE, "7 cold start", "host"),
     ({8: taking(1.0)}, "8 one graph launch", "5.00"),
-    ({1: WIDE | taking(1.0)}, "2 slow performance", ""),  # of another size
 ])  # fmt: skip
 def test_only_a_difference_is_shown_as_a_ratio(changes, run, expected):
     assert table_of(gpu_summary(changes)).loc["speed / previous", run] == expected
@@ -252,12 +251,12 @@ SENTENCES = {  # {stage: what its sign says, and what there is without it}
 @pytest.mark.parametrize("stage, shows, changes, figures", [
     *((stage, True, SIGNS, words) for stage, (words, _) in SENTENCES.items()),
     *((stage, stage == 5, {}, words) for stage, (_, words) in SENTENCES.items()),
-    (1, True, {1: {"first_loss": None}}, "not a number"), (2, None, {2: {"kernels": None}}, "2 was not profiled."),
+    (1, True, {1: {"first_loss": None}}, "not a number"), (2, None, {2: {"attention_us": None}}, "no profile"),
+    (4, None, {4: {"kernels": None}}, "4 was not profiled."),
     (3, None, {3: {"phases_share": None}}, "--timing step"), (3, False, {3: {"host_ms": 4.5}}, "busy for 90 %"),
     (4, False, {4: taking(20.0)}, "flash_attention_kernel is first"),
-    (5, False, {5: {"gradient_share": 0.99}}, "99 %"), (5, True, {5: {"host_ms": 4.8}}, "96 %"),
+    (5, False, {5: {"gradient_share": 0.99}}, "99 %"), 
     (8, False, {5: taking(100.0, *[5.0] * 19) | {"host_ms": 4.0}}, "needs 80 %"),  # of the median step
-    (7, False, LATE, "7.00 ms, is longer than stage 5's, .* takes 6.90 ms of it"),
     (8, False, {8: taking(1.0, 1.0, 1.0)}, "Fewer than 4 steps"),
 ])  # fmt: skip
 def test_an_observation_follows_the_figures(stage, shows, changes, figures):
