@@ -42,16 +42,12 @@ def parts_of(layer):
     return layer.attention_norm, layer.attention, layer.ffn_norm, layer.feed_forward
 
 
-def has_hooks(module):
-    """Return whether more is called than the forward() of a module's class."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
-    return any(map(vars(module).get, hooks))
-
-
 def is_plain(layer):
     """Return whether forward() does what is written there: no module has a hook, or another class or forward()."""
     parts = parts_of(layer) if type(layer) is llama.TransformerBlock else ()
-    return tuple(map(type, parts)) == PLAIN and not any(map(has_hooks, (layer, *parts)))
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
+    changed = any(vars(module).get(hook) for module in (layer, *parts) for hook in hooks)
+    return tuple(map(type, parts)) == PLAIN and not changed
 
 
 def weights_of(layer):

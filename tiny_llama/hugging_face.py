@@ -16,7 +16,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
 import tiny_llama_v3 as llama
-from tiny_llama.groups import has_hooks
 
 RUN_TRITON = llama.default_operations() is llama.OPERATIONS["triton"]
 SILU = type(ACT2FN["silu"])
@@ -27,9 +26,12 @@ HARMLESS |= {"num_items_in_batch", "ignore_index", "shift_labels"}
 
 def are_plain(*tensors):
     """Return whether our kernels take these tensors: of their types, where Triton runs, no shards of a DTensor."""
-    kinds = torch.Tensor, nn.Parameter
-    are_known = all(type(tensor) in kinds and tensor.dtype in llama.KERNEL_DTYPES for tensor in tensors)
-    return RUN_TRITON and are_known and all(tensor.is_cuda or llama.INTERPRETED for tensor in tensors)
+    return RUN_TRITON and all(
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.dtype in llama.KERNEL_DTYPES
+        and (tensor.is_cuda or llama.INTERPRETED)
+        for tensor in tensors
+    )
 
 
 def outside_autocast(operation, *arguments):
@@ -93,7 +95,7 @@ class SwiGLU(LlamaMLP):
     @torch.compiler.disable
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
-        if type(self.act_fn) is not SILU or has_hooks(self.act_fn) or not are_plain(x):
+        if type(self.act_fn) is not SILU or not are_plain(x):
             return super().forward(x)
         gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
         return self.down_proj(ActivationFunction.apply(gate_up.flatten(0, -2)).view(*x.shape[:-1], -1))
@@ -124,11 +126,9 @@ def without_cache(model, args, keywords):
 
 
 def swap_kernels(model):
-    """Let a LlamaForCausalLM compute with our kernels, and return it. UsageError for another model or activation."""
+    """Let a LlamaForCausalLM compute with our kernels, and return it. UsageError for another model."""
     if type(model) is not LlamaForCausalLM:
         raise llama.UsageError(f"swap_kernels: {type(model).__name__} is not supported: give a LlamaForCausalLM")
-    if model.config.hidden_act != "silu":
-        raise llama.UsageError(f"swap_kernels: hidden_act is {model.config.hidden_act!r}, and only 'silu' is supported")
     ours = {LlamaRMSNorm: RMSNorm, LlamaAttention: Attention, LlamaMLP: SwiGLU}
     for module in model.modules():
         module.__class__ = ours.get(type(module), type(module))
