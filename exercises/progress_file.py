@@ -10,11 +10,12 @@ was last checked. The date is ISO's, in local time.
 import argparse
 import getpass
 import json
-import stat
 from datetime import datetime
 
 import tiny_llama_v3 as llama
+from measure.command_line import printable_fields
 from measure.results import write_json
+from tiny_llama.files import open_input
 
 LONGEST_NAME = 100
 LARGEST = 2**20  # bytes of a file
@@ -42,11 +43,8 @@ def participant_name(text):
 
 def read(path):
     """Return the content of a progress file. OSError if it cannot be read; ValueError, RecursionError if it is none."""
-    status = path.stat()
-    # A FIFO would never end.
-    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
-        raise ValueError(f"not a regular file of at most {LARGEST:,} bytes")
-    content = json.loads(path.read_bytes())
+    with open_input(path, LARGEST) as file:
+        content = json.load(file, object_hook=printable_fields)
     # A hand-made file may hold anything.
     try:
         states = [state for tasks in content["exercises"].values() for state in tasks.values()]
