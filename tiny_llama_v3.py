@@ -348,6 +348,7 @@ def train(step, data, records):
         if not add_records(step, records, issued, clock, timed if by_phase else ()):
             return
         if interruption:
+            step.run()  # of the one that was cut short, some weights have no gradient
             raise interruption
 
 
@@ -2630,7 +2631,7 @@ class TorchAdamW(torch.optim.AdamW):
     def __init__(self, model, lr):
         on_gpu = next(model.parameters()).is_cuda
         # On the device, so that a captured step reads it.
-        lr = torch.tensor(lr, dtype=torch.float32, device="cuda") if on_gpu else lr
+        lr = torch.tensor(lr, device="cuda") if on_gpu else lr
         super().__init__(model.parameters(), lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
 
     def follow_model(self):

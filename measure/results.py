@@ -39,8 +39,9 @@ def describe(error):
     """Return an error in one line, for a report."""
     if isinstance(error, Unavailable):
         return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    first, *rest = str(error).strip().splitlines() or [""]
+    text = f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def versions(*packages):

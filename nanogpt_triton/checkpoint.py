@@ -16,7 +16,10 @@ INTERRUPTED = "ckpt_interrupted.pt"  # the state at a signal, where ckpt.pt is t
 def save(path, state):
     """Write a checkpoint. Whenever the process dies, there is a complete one under this name."""
     with replacing(path) as partial, open(partial, "wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # behind which PyTorch hides the system's, such as a full disk
+            raise error.__context__ or error
         # On disk before it gets its name: otherwise a power failure could leave an empty file under it.
         file.flush()
         os.fsync(file.fileno())

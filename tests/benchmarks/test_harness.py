@@ -108,9 +108,9 @@ def test_rows_alternate_with_the_reference_which_has_all_its_windows(run):
 
 
 def test_a_row_that_fails_has_its_reason_and_the_others_continue(run):
-    times = {"ours": 1.0, "a": RuntimeError("no room\nfor this"), "b": ArithmeticError(), "c": 2.0}
+    times = {"ours": 1.0, "a": RuntimeError("no room:\n for this\nor that"), "b": ArithmeticError(), "c": 2.0}
     rows = rows_of(run, times, list(times))
-    assert rows["a"] == {"error": "RuntimeError: no room"} and rows["c"]["ratio"]["median"] == 0.5
+    assert rows["a"] == {"error": "RuntimeError: no room: for this"} and rows["c"]["ratio"]["median"] == 0.5
     assert rows["b"] == {"error": "ArithmeticError"} and run.finish() == 1  # a wrong result
     run.any_wrong = False
     rows = rows_of(run, times | {"ours": Unavailable("needs a GPU")}, ["ours", "c"])

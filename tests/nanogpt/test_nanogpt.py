@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -447,6 +448,10 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(UsageError, match="No space left on device"):
         checkpoint.save(path, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, -1))
+    with pytest.raises(UsageError, match="File too large"):  # which PyTorch hides
+        checkpoint.save(path, {"model": torch.zeros(99999)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
     assert saved(tmp_path)["model_args"] == CONFIG and [*tmp_path.iterdir()] == [path]
 
 
