@@ -19,7 +19,7 @@ def save(path, state):
         try:
             torch.save(state, file)
         except RuntimeError as error:  # behind which PyTorch hides the system's, such as a full disk
-            raise error.__context__ or error
+            raise (error.__context__ or error) from error
         # On disk before it gets its name: otherwise a power failure could leave an empty file under it.
         file.flush()
         os.fsync(file.fileno())

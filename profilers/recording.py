@@ -211,7 +211,7 @@ class Recording:
         if processes > 1 and not output:
             raise UsageError(f"{processes} processes need one folder for all: name it by --output")
         # Resolved, as rocprof-compute refuses a path with "..".
-        self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S}").resolve()
+        self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S_%f}").resolve()
         if processes > 1:
             self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
             self.result /= f"rank_{number}"

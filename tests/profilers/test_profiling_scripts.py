@@ -52,7 +52,7 @@ def test_runs_with_rocm(machine, script):
     assert run.out.startswith(f"Tool: {TOOLS[script]} of ROCm 10.0: {machine.folder}/rocm/bin/")
     assert run.out.splitlines()[0].endswith(", of the release of this PyTorch")
     (result,) = machine.results()
-    assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}", result)
+    assert re.fullmatch(FOLDERS[script] + r"_\d{8}_\d{6}_\d{6}", result)
     assert f"\nResults: {machine.work / result}\n" in run.out and not list(machine.work.rglob("INCOMPLETE"))
     log = (machine.work / result / "log.txt").read_text()
     assert log in run.out and "+ " in log and "tiny llama: --batch-size 8 --seq-len 128 --num-steps" in log
