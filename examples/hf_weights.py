@@ -32,6 +32,7 @@ from measure.command_line import Parser, UsageError, positive, program, replacin
 from measure.results import describe, import_library
 from tiny_llama import hardware
 from tiny_llama.data import as_batch, windows_of
+from tiny_llama.files import open_input
 
 # Of the logits, relative to the largest. transformers has the angles of rotary embedding in fp32, ours are from fp64:
 # at position 2,048 this alone makes 6e-5.
@@ -111,13 +112,12 @@ def load(folder, config):
 
 def text_batches(path, folder, config):
     """Yield batches as llama.random_tokens() does, of random windows of a text, the same in every run."""
-    require_file(path)
-    with reported(f"--text {path} or the tokenizer of {folder}"):
+    with reported(f"--text {path} or the tokenizer of {folder}"), open_input(path) as file:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         # Not verbose: it would warn of a text that is longer than the model's context, of which windows are taken.
-        tokens = np.array(tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids)
+        tokens = np.array(tokenizer(file.read().decode(), verbose=False).input_ids)
     if len(tokens) <= config.seq_len:
         raise UsageError(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
     windows, rng = windows_of(tokens, config), np.random.default_rng(config.seed)

@@ -63,7 +63,10 @@ def printable_fields(fields):
 
 
 def require_file(path):
-    """Raise UsageError for what is there but no file: reading a pipe or a terminal may never end."""
+    """Raise UsageError for what is there but no file: reading a pipe or a terminal may never end.
+
+    This is for what a library opens by its path; what we open ourselves goes through tiny_llama.files.open_input().
+    """
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is no file: give a file")
 

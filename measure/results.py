@@ -10,8 +10,9 @@ from datetime import datetime
 from pathlib import Path
 
 import tiny_llama_v3 as llama
-from measure.command_line import printable_fields, replacing, require_file
+from measure.command_line import printable_fields, replacing
 from tiny_llama import hardware
+from tiny_llama.files import open_input
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -124,9 +125,9 @@ class Record(dict):
 
 def read_result(path):
     """Return the Record in a file; UsageError if it cannot be read or holds none."""
-    require_file(path)
     try:
-        result = json.loads(path.read_text(), object_hook=functools.partial(Record, path))
+        with open_input(path) as file:
+            result = json.load(file, object_hook=functools.partial(Record, path))
     except (OSError, ValueError, RecursionError) as error:
         raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
     if not isinstance(result, Record):
