@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,21 @@ def make_parser(name, description, seconds=None):
     return parser
 
 
+def processor():
+    """Return the name of the host's processor, for which eager steps of a small model wait; None where unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+
+
 class Run:
     """A run of a benchmark: its result, which is saved again and again, and whether something in it is wrong."""
 
     def __init__(self, name, argv, options, device, **fields):
         self.options, self.device, self.start = options, device, time.monotonic()
         folder = llama.writable_folder("--output-dir", options.output_dir)
-        self.result = header(name, device, argv) | fields
+        self.result = header(name, device, argv) | {"host": processor()} | fields
         self.file = ResultFile(folder, self.result)
         self.any_wrong = False
         print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)

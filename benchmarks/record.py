@@ -1,9 +1,9 @@
 """Measure again what the pages show, where the code has changed since it was measured.
 
     python -m benchmarks.record                             list the parts that no result of today's code has
-    python -m benchmarks.record --all                       measure all of CALLS, but what is current on this GPU
-    python -m benchmarks.record --all --time-limit 600      as many parts as fit; the same command goes on later
-    python -m benchmarks.record --rare                      measure RARE, which changes with a peer's version only
+    python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
+    python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
+    python -m benchmarks.record --rare                      measure RARE, which takes as long again
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
 command, and git finds the code unchanged since the commit of that result. Without a GPU, any GPU's counts. Afterwards
@@ -26,6 +26,7 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
+from benchmarks.harness import processor
 from measure.command_line import Parser, program, time_limit
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
@@ -37,55 +38,45 @@ LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov -
 
 class Part(NamedTuple):
     command: str  # as its result has it
-    seconds: int  # that it takes on an H200
+    seconds: int  # that it takes on an H100
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
-SIZES = "small", "medium", "large"
 STEPS = "python -m benchmarks.steps --windows 5"
 
 
-def steps_of(group, *seconds):
-    """Return a Part for each size of model, with the rows of a group of benchmarks.steps."""
-    return [Part(f"{STEPS} --rows {group} --sizes {size}", each) for size, each in zip(SIZES, seconds, strict=True)]
+def steps_of(rows, **sizes):
+    """Return a Part for each {size of model: seconds}, with rows or groups of them of benchmarks.steps."""
+    return [Part(f"{STEPS} --rows {rows} --sizes {size}", seconds) for size, seconds in sizes.items()]
 
 
-# Each call fits into ten minutes, and has an anchor, the row "sdpa compile graph", in each group of benchmarks.steps.
-# The first two are enough as long as no version of a peer changes.
-CALLS = [
-    [
-        *steps_of("ours", 90, 110, 200),
-        Part("python -m benchmarks.kernels", 170),
-    ],
-    [
-        Part(f"{STEPS} --rows 'sdpa compile graph' --sizes small", 35),
-        Part("python -m benchmarks.kernels --only layer-norm", 60),
-        Part(f"{REPLAY} --beyond", 130, "stages"),
-        Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
-        Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
-        Part(f"{REPLAY} --stages 5,8 -- --use-amp", 50, "stages"),
-        Part(LEARNING, 20, "learning_correct"),
-        Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
-        Part("python -m benchmarks.pages.traces", 30),
-    ],
-    [
-        *steps_of("peers", 115, 140, 210),
-        Part("python -m benchmarks.gpt", 130),
-    ],
-    [
-        Part(f"{STEPS} --sweep length", 180),
-        Part(f"{STEPS} --sweep width", 200),
-        Part(f"{STEPS} --sweep vocab", 160),
-        Part("python -m benchmarks.kernels --only fp8-layer", 50),
-    ],
+# What changes with our kernels, and then what only changes with a version of a peer. Each run of benchmarks.steps has
+# an anchor, the row "sdpa compile graph".
+PARTS = [
+    *steps_of("ours eager", small=110),
+    *steps_of("ours", medium=75, large=130),
+    Part("python -m benchmarks.kernels", 170),
+    Part("python -m benchmarks.kernels --only layer-norm", 60),
+    Part("python -m benchmarks.kernels --only fp8-layer", 40),
+    Part(f"{REPLAY} --beyond", 130, "stages"),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
+    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 50, "stages"),
+    Part(LEARNING, 20, "learning_correct"),
+    Part(f"{LEARNING} --severed-autograd", 20, "learning_severed"),
+    Part("python -m benchmarks.pages.traces", 30),
+    *steps_of("'triton graph' 'triton fp8 graph' 'sdpa compile graph'", small=60),
+    *steps_of("peers", small=95, medium=120, large=180),
+    *steps_of("fp8", medium=150, large=230),
+    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 130),
+    Part("python -m benchmarks.gpt", 120),
+    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 170),
+    Part(f"{STEPS} --sweep width", 110),
+    Part(f"{STEPS} --sweep vocab", 100),
 ]
-PARTS = sum(CALLS, [])
-# What changes with the version of a peer only, or takes long. The pages keep the recorded results until then.
+# What takes long. The pages keep the recorded results.
 RARE = [
-    *steps_of("fp8", 160, 190, 280),
-    *steps_of("autotuned", 320, 360, 370),  # whose search takes minutes
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
-    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 150),
+    *steps_of("autotuned", small=320, medium=360, large=370),  # whose search takes minutes
     Part(f"{STEPS} --rows autotuned --sizes large-128", 370),
 ]
 
@@ -119,7 +110,7 @@ def measure(part, device):
             result = json.loads(path.read_text())
             # What has no command in it, such as a run of the script, gets the fields of a benchmark.
             if part.name:
-                result |= {"benchmark": part.name, "command": part.command}
+                result |= {"benchmark": part.name, "command": part.command, "host": processor()}
                 result.setdefault("date", time.strftime("%Y-%m-%dT%H:%M:%S"))
                 result.setdefault("environment", hardware.environment(device))
             ResultFile(RESULTS, result).save(result)
@@ -132,7 +123,7 @@ def main(argv):
     parser = Parser("record.py", __doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
-    which.add_argument("--rare", action="store_true", help="measure what depends on peers, or takes long")
+    which.add_argument("--rare", action="store_true", help="measure what takes long")
     help = "no part starts that would end later (default: 36000)"
     parser.add_argument("--time-limit", type=time_limit, default=36000, metavar="SECONDS", help=help)
     options = parser.parse_args(argv)
@@ -147,11 +138,13 @@ def main(argv):
         raise llama.UsageError("measuring needs a GPU, and there is none: give no option, to list")
     failed = False
     for part in parts:
-        is_late = time.monotonic() - start + part.seconds > options.time_limit
+        begin = time.monotonic()
+        is_late = begin - start + part.seconds > options.time_limit
         print(f"\n{'Left for the next time: ' * is_late}{part.command}", flush=True)
-        if not is_late and not measure(part, device):
-            failed = True
-            print(f"Failed: {part.command}", flush=True)
+        if not is_late:
+            is_done = measure(part, device)
+            failed |= not is_done
+            print(f"{'Done' if is_done else 'Failed'} in {time.monotonic() - begin:.0f} s: {part.command}", flush=True)
     return int(failed)
 
 

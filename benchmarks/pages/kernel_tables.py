@@ -1,4 +1,4 @@
-"""Write the tables of kernels, of FP8's products, and of what profiling costs.
+"""Write the tables of kernels and of FP8's products.
 
 Each section shows the newest result of a device as it was recorded, with all rows that it has.
 """
@@ -126,17 +126,3 @@ def fp8_layer_section(rows):
     table = rows.pivot_table("text", ["case", "work"], "column", aggfunc="first", sort=False)
     table = table.reset_index().rename(columns={"case": "of one layer"})
     return paragraphs(markdown(table), provenance(rows))
-
-
-@of_each_device("overhead", "scripts {row}")
-def overhead_section(rows):
-    """Show the step of each profiling script beside one without a profiler."""
-    rows = newest(rows, "device")
-    table = pd.DataFrame({
-        "": "`" + rows["row"] + "`",
-        "tool": rows["tool"],
-        "ms a step": rows["ms"].map(number),
-        "times a step without": texts(rows["ratio"], "{:.1f}".format),
-    })  # fmt: skip
-    plain = f"Without a profiler, a step takes {number(rows['plain'].iloc[0]['ms'])} ms."
-    return paragraphs(markdown(table), plain, provenance(rows))

@@ -47,7 +47,6 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,
     "fp8-layer": kernel_tables.fp8_layer_section,
-    "overhead": kernel_tables.overhead_section,
     "front": training_steps.front_section,
     "published": replays.published_section,
     "claims": replays.claims_section,

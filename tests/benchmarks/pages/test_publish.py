@@ -9,7 +9,7 @@ from benchmarks.pages import publish
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- begin: kernels -->", "<!-- end: kernels -->"
-TEXT = f"# Title\n{BEGIN}\nold\n{END}\ntext\n<!-- begin: overhead --><!-- end: overhead -->\n"
+TEXT = f"# Title\n{BEGIN}\nold\n{END}\ntext\n<!-- begin: gpt --><!-- end: gpt -->\n"
 
 
 @pytest.fixture
