@@ -70,6 +70,7 @@ class Step:
             if isinstance(module, LayerNorm) and not row.fused_addition:
                 module.add_layer_norm = apart
         self.model = compile_apart(self.raw_model) if row.compile else self.raw_model
+        self.model.parameters = self.raw_model.parameters  # which optimizer_step() clips
         betas, rate = (self.settings.beta1, self.settings.beta2), self.settings.learning_rate
         self.optimizer = self.raw_model.configure_optimizers(self.settings.weight_decay, rate, betas)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
