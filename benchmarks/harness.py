@@ -7,6 +7,7 @@ an error in the place of a time, and the others continue. How to add a peer: doc
 import contextlib
 import functools
 import math
+import re
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -38,10 +39,9 @@ def make_parser(name, description, seconds=None):
 
 def processor():
     """Return the name of the host's processor, for which eager steps of a small model wait; None where unknown."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", path.read_text()) if path.exists() else None
+    return found and found[1]
 
 
 class Run:

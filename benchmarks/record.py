@@ -31,7 +31,10 @@ from measure.command_line import Parser, program, time_limit
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
 
-MEASURED_CODE = "tiny_llama_v3.py", "tiny_llama", "nanogpt_triton", "measure", "benchmarks/*.py"
+# Kernels and steps, and not what measures them.
+MEASURED_CODE = """
+    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/attention_hopper.py tiny_llama/fp8.py nanogpt_triton
+""".split()
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
 LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"
 
@@ -121,17 +124,16 @@ def measure(part, device):
 def main(argv):
     start = time.monotonic()
     parser = Parser("record.py", __doc__)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
-    which.add_argument("--rare", action="store_true", help="measure what takes long")
+    parser.add_argument("--all", action="store_true", help="measure what is not current, on this GPU")
+    parser.add_argument("--rare", action="store_true", help="measure what takes long")
     help = "no part starts that would end later (default: 36000)"
     parser.add_argument("--time-limit", type=time_limit, default=36000, metavar="SECONDS", help=help)
     options = parser.parse_args(argv)
     device = llama.select_device("auto")
-    parts = PARTS if options.all else RARE if options.rare else PARTS + RARE
+    wanted = PARTS * options.all + RARE * options.rare
     results = [read_result(path) for path in sorted(RESULTS.glob("*.json"))]
-    parts = [part for part in parts if not is_current(part, results, device)]
-    if not (options.all or options.rare):
+    parts = [part for part in wanted or PARTS + RARE if not is_current(part, results, device)]
+    if not wanted:
         print(*(part.command for part in parts), sep="\n")
         return 0
     if device.type == "cpu":

@@ -59,13 +59,11 @@ def attached_profiler():
     return next((name for name in names.split() if os.environ.get(name)), None)
 
 
-def profiled(step, steps, apart=True):
-    """Return torch.profiler after so many more steps; apart: each waits for the one before."""
+def profiled(step, steps):
+    """Return torch.profiler after so many more steps."""
     with torch.profiler.profile(acc_events=True) as profiler:  # of the CPU, and of a GPU if there is one
         for _ in range(steps):
             step.run()
-            if apart:
-                step.synchronize()
         step.synchronize()
     return profiler
 
@@ -81,7 +79,7 @@ def count_kernels(step, batch_ms):
     if attached_profiler():
         return f"another profiler is attached ({attached_profiler()})"
     steps = 1 if step.processes == 1 else 2  # the first of two also waits for the other processes' profilers
-    events = profiled(step, steps, apart=False).events()
+    events = profiled(step, steps).events()
     kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     calls = [event for event in on_host if re.match(r"(cuda|cu|hip)\w*Launch", event.name)]
@@ -145,6 +143,7 @@ def write_profile(step, folder):
     on_gpu, steps = step.device.type == "cuda", PROFILED_STEPS
     trace, table, memory = (folder / name for name in ("trace.json", "kernel_stats.csv", "memory_snapshot.pickle"))
     show_ranges(step)
+    step.phases["wait"] = step.synchronize  # so that the range of a step lasts until its kernels have ended
     profiler = profiled(step, steps)
     try:
         folder.mkdir(parents=True, exist_ok=True)

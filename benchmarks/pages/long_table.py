@@ -14,11 +14,11 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
 
 # Every long table has these columns, also if there is no result, or if all that was measured has failed.
 COLUMNS = """
-    file result device date group case row error size precision config tflop_per_step sweep comparisons strongest_peer
-    us rate ratio reference tokens_per_second mfu peak_memory_mib mode processes efficiency baseline stages
+    file result device date group case row error size precision config tflop_per_step graph sweep comparisons
+    strongest_peer us rate ratio reference mfu peak_memory_mib mode processes efficiency baseline stages
 """.split()
 # The same of fields within fields, see rows_below().
-NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging,speedup median,speedup peer".split(",")
+NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging".split(",")
 
 
 def rows_below(node, way):
@@ -29,7 +29,8 @@ def rows_below(node, way):
     """
     if not way:
         # {"ms": {"median": 1.0}} becomes the column "ms median".
-        row = node | {"error": cell(node["error"]) if node.get("error") else None}
+        # Of an error, the first sentence.
+        row = node | {"error": cell(node["error"]).split(". ")[0] if node.get("error") else None}
         for name, part in node.items():
             if isinstance(part, dict):
                 row |= {f"{name} {key}": value for key, value in part.items()}
@@ -46,10 +47,10 @@ def rows_below(node, way):
 
 
 def source_of(result):
-    """Return (the device and the software of a result, the commit at which it was measured)."""
+    """Return (the device, the host and the software of a result, the commit at which it was measured)."""
     environment = result["environment"]
-    versions = {"PyTorch": environment["torch"], "Triton": environment["triton"]}
-    described = [environment["device"], *(f"{library} {version}" for library, version in versions.items() if version)]
+    named = {"host": result.get("host"), "PyTorch": environment["torch"], "Triton": environment["triton"]}
+    described = [environment["device"], *(f"{name} {value}" for name, value in named.items() if value)]
     commit = (environment.get("commit") or "").replace("-dirty", " with changes")
     return ", ".join(described), f" at commit {commit}" if commit else ""
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from benchmarks.pages.long_table import first_device, long_table
-from benchmarks.pages.training_steps import OURS, PLAIN, complete_sizes, strongest_peer
+from benchmarks.pages.training_steps import PLAIN, complete_sizes, strongest_peer
 from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
 from measure.tables import number, percent
 
@@ -64,13 +64,17 @@ def draw_steps(axes, sizes):
     ms = pd.DataFrame()
     for size, rows in sizes.items():
         (peer,), config = strongest_peer(rows), rows["config"].iloc[0]
-        times = rows.set_index("row")["ms median"]
+        named = rows.set_index("row")
         label = f"{size}\n{config['batch_size']} x {config['seq_len']} tokens"
-        ms[label] = times[[PLAIN, peer, OURS]].set_axis(["plain PyTorch", "strongest peer", "ours"])
+        times = [*named["ms median"][[PLAIN, peer]], named["ours"][peer]]
+        ms[label] = pd.Series(times, ["plain PyTorch", "strongest peer", "ours"])
     ratios = (ms / ms.loc["ours"]).T
     ratios.plot.barh(ax=axes, color=[LINE, MUTED, BLUE], width=0.8)
     for bars, (_, times) in zip(axes.containers, ms.iterrows(), strict=True):
-        texts = [f"{number(time)} ms, {bar.get_width():.1f} x" for bar, time in zip(bars, times, strict=True)]
+        texts = [
+            f"{number(time)} ms, {bar.get_width():.1f} x" if time > 0 else "does not fit into memory"
+            for bar, time in zip(bars, times, strict=True)
+        ]
         axes.bar_label(bars, texts, padding=8)
     axes.invert_yaxis()
     axes.margins(x=0.2)

@@ -48,8 +48,8 @@ def one_step(path):
     for event in json.loads(path.read_text())["traceEvents"]:
         if event["ph"] == "M":  # the name of a process
             kept.append(event | {"ts": 0})
-        # Of what ran inside the step only kernels, launch calls and named ranges.
-        elif event.get("cat") in KEPT and start <= event["ts"] and event["ts"] + event["dur"] <= end:
+        # Of what ran inside the step, but for rounding, only kernels, launch calls and named ranges.
+        elif event.get("cat") in KEPT and max(start - event["ts"], event["ts"] + event["dur"] - end) < 0.01:
             times = {"ts": round(event["ts"] - start, 3), "dur": round(event["dur"], 3)}
             kept.append({key: event[key] for key in FIELDS} | times)
     return kept
@@ -90,8 +90,7 @@ def draw(folder, path, name):
     launches = calls[calls["Name"].str.match(LAUNCH)]
     end, issued = kernels["End"].max(), launches["End"].max()
     # A quarter of all kernels ends in the middle of the forward pass.
-    first = kernels["Start"].iloc[len(kernels) // 4]
-    last = kernels["End"].iloc[len(kernels) // 4 : len(kernels) // 4 + 12].max()
+    twelve = kernels.iloc[len(kernels) // 4 :].head(12)
     figures = step_figures(file)
     sentence = (
         f"{figures['launches']:.0f} launches until {number(issued / 1e6)} ms (the red line), {figures['kernels']:.0f} "
@@ -109,7 +108,7 @@ def draw(folder, path, name):
             axes.set_yticks(range(3), ["device: kernels", "host: launch calls", "host: phases"])
             axes.set(xlabel="ms since the step began", ylim=(-0.6, 2.6))
         panels[0].set_xlim(0, 1.02 * end / 1e6)
-        panels[1].set_xlim(first / 1e6, last / 1e6)
+        panels[1].set_xlim(twelve["Start"].min() / 1e6, twelve["End"].max() / 1e6)
         panels[0].set_title(f"{PICTURES[name]} ({results['device'].iloc[0]}, recorded by torch.profiler)\n{sentence}")
         panels[1].set_title("Twelve kernels that follow each other")
         handles, labels = panels[0].get_legend_handles_labels()

@@ -1,6 +1,5 @@
 """Write the tables of training steps: of each model, of GPT-2, of sweeps over one size, and of FP8."""
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -25,6 +24,7 @@ STEPS = "steps", "sizes {size} rows {row}"
 OURS = "triton graph"
 IN_FP8 = "triton fp8 graph"
 PLAIN = "torch graph"  # captured like ours, without the host's time, which differs most
+EAGER = "torch", "sdpa compile"  # beside ours, which wait for the same host
 WITH_OUR_OPTIMIZER = "sdpa flat compile graph"  # PyTorch's fused attention, with our optimizer
 
 
@@ -41,9 +41,9 @@ def timed(rows):
 
 
 def is_complete(rows):
-    """Return whether the rows of one size and result have times of ours, plain PyTorch and the strongest peer."""
-    names = set(rows["row"][rows["error"].isna()])
-    return {OURS, PLAIN, rows["strongest_peer"].iloc[0]} <= names
+    """Return whether rows of one size and result have ours, the strongest peer, and plain PyTorch, if that fits."""
+    is_timed = rows["error"].isna() | (rows["row"] == PLAIN)
+    return {OURS, PLAIN, rows["strongest_peer"].iloc[0]} <= set(rows["row"][is_timed])
 
 
 def whole_size(rows):
@@ -51,15 +51,17 @@ def whole_size(rows):
 
     What takes minutes to compile may be measured apart. Each row was timed in turns with ours of its own result.
     """
+    ours = rows["ms median"].where(rows["row"] == OURS).groupby(rows["file"]).transform("max")
+    rows = rows.assign(ours=ours)  # in the result of each row, by which it is compared
     # A newer result of some rows, as somebody measures who looks into one of them, does not replace a whole table.
     results = [result for _, result in rows.groupby("file", sort=False)]
     base = next(filter(is_complete, results), results[0])
     others = [result[result["error"].isna()] for result in results if same_model(result, base)]
-    return pd.concat([base, *others]).drop_duplicates("row")
+    return pd.concat([base, *others]).drop_duplicates("row").sort_values("graph", kind="stable")
 
 
 def same_model(rows, others):
-    return rows["config"].iloc[0] == others["config"].iloc[0]
+    return recorded_config(rows["config"].iloc[0]) == recorded_config(others["config"].iloc[0])
 
 
 def sizes_in_bf16(rows):
@@ -77,8 +79,8 @@ def strongest_peer(rows):
 
 
 def without_slow_peers(rows):
-    """Return ours, plain PyTorch, what has failed, and the five fastest of the others."""
-    is_kept = rows["row"].str.startswith("triton") | rows["row"].isin(["torch", PLAIN]) | rows["error"].notna()
+    """Return ours, plain PyTorch, eager peers of ours, what has failed, and the five fastest of the others."""
+    is_kept = rows["row"].str.startswith("triton") | rows["row"].isin([*EAGER, PLAIN]) | rows["error"].notna()
     others = rows[~is_kept].nsmallest(5, "ms median")
     return rows[is_kept | rows["row"].isin(others["row"])]
 
@@ -131,7 +133,7 @@ def steps_section(rows):
             f"**{size}**, {first['device']}: {config['batch_size']} x {config['seq_len']} tokens, "
             f"hidden {config['hidden_dim']}, {config['num_layers']} layers, {config['num_heads']} heads, "
             f"{first['precision']}",
-            markdown(pd.DataFrame({"": labels, **step_columns(shown)})),
+            markdown(pd.DataFrame({"": labels, **step_columns(shown), "measured": shown["date"].str[:10]})),
             " ".join(map(comparison_line, pairs)),
             provenance(shown),
         ]
@@ -144,10 +146,7 @@ def gpt_section(rows):
     rows = newest(rows[rows["size"] != "tiny"], "device")
     if rows.empty:
         return ""
-    # Older results have a "speedup" in the place of the ratio.
-    ratios = rows["ratio median"].fillna(rows["speedup median"])
-    peers = rows["reference"].astype(object).fillna(rows["speedup peer"])
-    speed = texts(ratios, "{:.3f} x `".format) + peers + "`"
+    speed = texts(rows["ratio median"], "{:.3f} x `".format) + rows["reference"].astype(object) + "`"
     table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
     return paragraphs(markdown(table), provenance(rows))
 
@@ -200,23 +199,19 @@ def front_row(size, rows):
     """Return the texts of ours and of the strongest peer at a size, on the front page."""
     named = rows.set_index("row")
     (peer,) = strongest_peer(rows)
-    ours, theirs, config = named.loc[OURS], named.loc[peer], rows["config"].iloc[0]
+    theirs, config = named.loc[peer], rows["config"].iloc[0]
     weights = hardware.count_matrix_weights(recorded_config(config)) / 1e6
-    # Of windows in turns, and not of the two medians, which may be from different results.
     ratio = comparisons(rows)[OURS, peer]["time_ratio"]
-    with_ours = named["ms median"].get(WITH_OUR_OPTIMIZER, np.nan)
-
-    def beside(field, form):
-        return f"**{form(ours[field])}** / {form(theirs[field])}"
-
+    with_ours = named["ratio median"].get(WITH_OUR_OPTIMIZER, 0)
+    memory = named["peak_memory_mib"].map(whole)
     return {
         "**ours** / strongest peer": f"**{size}**: {config['batch_size']} x {config['seq_len']:,} tokens, "
         f"{number(weights)} M weights",
-        "ms a step": beside("ms median", number),
+        # Ours as measured beside this peer, and not in another result.
+        "ms a step": f"**{number(theirs['ours'])}** / {number(theirs['ms median'])}",
         "ratio": f"**{ratio:.2f}**",
-        "with our AdamW": f"{ours['ms median'] / with_ours:.2f}" if with_ours > 0 else "not measured",
-        "tokens/s": beside("tokens_per_second", whole),
-        "peak memory, MiB": beside("peak_memory_mib", whole),
+        "with our AdamW": f"{with_ours:.2f}" if with_ours > 0 else "not measured",
+        "peak memory, MiB": f"**{memory[OURS]}** / {memory[peer]}",
         "which peer": f"`{peer}`",
     }
 

@@ -107,16 +107,23 @@ def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch,
     assert markers() == expected
 
 
+def note(monkeypatch, owner, name):
+    """Let a function leave a mark of its name."""
+    called = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: torch.cuda.nvtx.mark(name) or called(*arguments))
+
+
+def test_a_profiled_step_lasts_until_its_kernels_have_ended(run, markers, monkeypatch):
+    note(monkeypatch, llama.TrainStep, "synchronize")
+    run("--profile", "profile")
+    assert markers().count("(optimizer) synchronize)") == profiler.PROFILED_STEPS
+
+
 def test_the_window_of_the_steps_holds_all_their_work_and_no_other(run, markers, monkeypatch):
     """A range "step" is over before its kernels have run; the diagnostics after the last one are no part of it."""
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "tool.so")
-
-    def note(owner, name):
-        called = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: torch.cuda.nvtx.mark(name) or called(*arguments))
-
-    note(llama.TrainStep, "synchronize")
-    note(llama, "gradient_norm")
+    note(monkeypatch, llama.TrainStep, "synchronize")
+    note(monkeypatch, llama, "gradient_norm")
     run("--timing", "step")
     before, window, after = re.split(r" ?(\(steps .*\)) ?", markers())
     assert before.endswith("synchronize") and after.split().count("gradient_norm") == 1
@@ -162,8 +169,8 @@ def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, expos
         times = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, device_type=type, is_user_annotation=name == "step", time_range=times)
 
-    def profiled(step, steps, apart):
-        assert (steps, apart) == (processes, False)
+    def profiled(step, steps):
+        assert steps == processes
         calls = "cudaLaunchKernel", "cuLaunchKernelEx", "hipModuleLaunchKernel", "cudaMemcpyAsync", "aten::mm"
         events = [event(name, type=DeviceType.CPU) for name in calls] * steps
         for at in range(0, 10_000 * steps, 10_000):

@@ -1,5 +1,6 @@
 """A kept step is the typical one of its run and opens as a trace."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -37,6 +38,14 @@ def kept(tmp_path):
         return path
 
     return keep
+
+
+@pytest.mark.parametrize("ts, dur", [(370949316.174, 21695.077), (110251580969.639, 1369.748)])
+def test_a_step_keeps_its_own_range_however_its_times_are_rounded(tmp_path, ts, dur):
+    step = {"ph": "X", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": ts, "dur": dur}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [step]}))
+    assert [event["name"] for event in traces.one_step(path)] == ["step"]
 
 
 def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
@@ -86,5 +95,5 @@ def test_recording_runs_the_script_and_keeps_a_result_each(tmp_path, monkeypatch
     assert traces.main(["--output-dir", str(tmp_path)]) == 0
     kept = {json.loads(path.read_text())["benchmark"] for path in tmp_path.glob("*.json")}
     assert kept == traces.RECORDED.keys() == traces.PICTURES.keys()
-    monkeypatch.setattr(llama, "select_device", lambda name: llama.get_device("cpu"))
+    monkeypatch.setattr(llama, "select_device", lambda name: dataclasses.replace(device, type="cpu"))
     assert traces.main([]) == 2 and "there is no GPU" in capsys.readouterr().err
