@@ -80,8 +80,7 @@ PARTS = [
 RARE = [
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
-    *steps_of("autotuned", small=320, medium=360, large=370),  # whose search takes minutes
-    Part(f"{STEPS} --rows autotuned --sizes large-128", 370),
+    *steps_of("autotuned", small=320, medium=360, **{"large": 370, "large-128": 370}),  # whose search takes minutes
 ]
 
 

@@ -1,5 +1,7 @@
 """Write the tables of several GPUs: one process alone beside a process on each GPU of a host."""
 
+import itertools
+
 import pandas as pd
 
 from benchmarks.pages.long_table import (
@@ -48,5 +50,4 @@ def scaling_text(gpus, rows):
 @of_each_device(*SCALING)
 def scaling_section(rows):
     """Show our step beside PyTorch's for each number of processes."""
-    steps = newest_scaling(rows).groupby("processes")
-    return paragraphs(*(scaling_text(*part) for part in steps if "weak" in set(part[1]["mode"])))
+    return paragraphs(*itertools.starmap(scaling_text, newest_scaling(rows).groupby("processes")))

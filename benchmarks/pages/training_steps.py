@@ -42,8 +42,8 @@ def timed(rows):
 
 def is_complete(rows):
     """Return whether rows of one size and result have ours, the strongest peer, and plain PyTorch, if that fits."""
-    is_timed = rows["error"].isna() | (rows["row"] == PLAIN)
-    return {OURS, PLAIN, rows["strongest_peer"].iloc[0]} <= set(rows["row"][is_timed])
+    names = rows["row"][rows["error"].isna() | (rows["row"] == PLAIN)]
+    return {OURS, PLAIN, rows["strongest_peer"].iloc[0]} <= {*names}
 
 
 def whole_size(rows):
