@@ -3,7 +3,7 @@
     python -m benchmarks.record                             list the parts that no result of today's code has
     python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
     python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
-    python -m benchmarks.record --rare                      measure RARE, which takes as long again
+    python -m benchmarks.record --rare                      measure RARE, which takes half an hour
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
 command, and git finds the code unchanged since the commit of that result. Without a GPU, any GPU's counts. Afterwards
