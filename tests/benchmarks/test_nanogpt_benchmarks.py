@@ -23,7 +23,7 @@ def small_gpt(monkeypatch):
 def test_rows_are_timed_after_the_gate(tmp_path, monkeypatch):
     monkeypatch.setattr(gpt.hardware, "peak_tflops", lambda device, precision: 2.0)
     monkeypatch.setattr(gpt.GPT, "flops_per_token", lambda model: 5e6)
-    monkeypatch.setattr(gpt, "compile_apart", lambda model: model)
+    monkeypatch.setattr(gpt, "compile_apart", lambda model: lambda *batch: model(*batch))  # a function, as compiled
     monkeypatch.setattr(harness, "UNCOUNTED", 0)
     assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 0
     result = json.loads(next(tmp_path.glob("gpt_*.json")).read_text())

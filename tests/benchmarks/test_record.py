@@ -45,9 +45,8 @@ def test_every_part_is_a_command_that_its_program_takes():
         program, *words = shlex.split(part.command)
         if words[0] == "-m":
             module = importlib.import_module(words[1])
-            options = module.parse(words[2:]) if words[2:] else None
-            if module is steps:
-                assert steps.ANCHOR in sum(options.rows or [steps.GROUPS["sweep"]], [])
+            options = words[2:] and module.parse(words[2:])
+            assert module is not steps or steps.ANCHOR in sum(options.rows or [steps.GROUPS["sweep"]], [])
         elif program == record.REPLAY:
             assert replay.parse(words) and part.name == "stages"
         else:

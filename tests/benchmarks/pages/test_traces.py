@@ -43,8 +43,7 @@ def kept(tmp_path):
 @pytest.mark.parametrize("ts, dur", [(370949316.174, 21695.077), (110251580969.639, 1369.748)])
 def test_a_step_keeps_its_own_range_however_its_times_are_rounded(tmp_path, ts, dur):
     step = {"ph": "X", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": ts, "dur": dur}
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [step]}))
+    (path := tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [step]}))
     assert [event["name"] for event in traces.one_step(path)] == ["step"]
 
 
