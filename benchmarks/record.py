@@ -31,9 +31,10 @@ from measure.command_line import Parser, program, time_limit
 from measure.results import RESULTS, ROOT, ResultFile, read_result
 from tiny_llama import hardware
 
-# Kernels and steps, and not what measures them.
+# Kernels, steps and what they are compared with. What reports and stores results may change.
 MEASURED_CODE = """
-    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/attention_hopper.py tiny_llama/fp8.py nanogpt_triton
+    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/attention_hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
+    benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py measure/timing.py
 """.split()
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
 LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"

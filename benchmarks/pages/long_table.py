@@ -15,7 +15,8 @@ from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
 # Every long table has these columns, also if there is no result, or if all that was measured has failed.
 COLUMNS = """
     file result device date group case row error size precision config tflop_per_step graph sweep comparisons
-    strongest_peer us rate ratio reference mfu peak_memory_mib mode processes efficiency baseline stages
+    strongest_peer us rate ratio reference reference_windows_ms mfu peak_memory_mib mode processes efficiency baseline
+    stages
 """.split()
 # The same of fields within fields, see rows_below().
 NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging".split(",")
