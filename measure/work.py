@@ -20,17 +20,18 @@ SIZES = {  # of tiny_llama_v3.Config
     "tiny": dict(batch_size=2, seq_len=8, hidden_dim=32, num_layers=2, num_heads=4, vocab_size=32),
 }
 
-# {what grows: {size: of tiny_llama_v3.Config}}. With four layers, plain PyTorch's score matrices of 8,192 tokens fit.
+# {what grows: {size: of tiny_llama_v3.Config}}. With four layers and one sequence, plain PyTorch's score matrices of
+# 8,192 tokens fit into 64 GB, so that the rows can be checked against it.
 SWEEPS = {
     "length": {
-        f"{seq_len:,} tokens": SIZES["medium"] | dict(num_layers=4, batch_size=16384 // seq_len, seq_len=seq_len)
+        f"{seq_len:,} tokens": SIZES["medium"] | dict(num_layers=4, batch_size=8192 // seq_len, seq_len=seq_len)
         for seq_len in (128, 512, 2048, 8192)
     },
     "width": {
         f"hidden {hidden:,}": SIZES["small"] | dict(seq_len=512, hidden_dim=hidden, num_heads=hidden // 64)
         for hidden in (256, 512, 1024, 2048)
     },
-    "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
+    "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 8000, 32000, 128256)},
 }
 
 
