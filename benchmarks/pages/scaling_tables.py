@@ -44,7 +44,7 @@ def scaling_text(gpus, rows):
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one, %": strong["efficiency"].map(tenths),
     })  # fmt: skip
-    return paragraphs(markdown(table), provenance(pd.concat([weak, rows])))
+    return paragraphs(markdown(table), provenance(rows))
 
 
 @of_each_device(*SCALING)

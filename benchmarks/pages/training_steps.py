@@ -75,10 +75,11 @@ def sizes_in_bf16(rows):
 
 
 def strongest_peer(rows):
-    """Return the row of the fastest among the strongest peers of these rows' results; empty if there is none."""
-    # Each result names the strongest of its own peers, so the fastest of these is the strongest of all.
-    peers = rows[rows["row"].isin(rows["strongest_peer"])]
-    return peers.sort_values("ms median")["row"].head(1)
+    """Return the row of the strongest among the strongest peers of these rows' results; empty if there is none."""
+    # Each result compares ours with the strongest of its own peers first. Times of different days are not compared.
+    peers = rows[rows["row"] == rows["strongest_peer"]]
+    ratios = peers["comparisons"].str[0].str["time_ratio"]
+    return peers["row"][ratios.sort_values(ascending=False).index].head(1)
 
 
 def without_slow_peers(rows):
@@ -127,7 +128,8 @@ def steps_section(rows):
     parts = []
     for size, measured in sizes_in_bf16(rows):
         shown = without_slow_peers(measured)
-        first, config = shown.iloc[0], shown["config"].iloc[0]
+        first = shown.iloc[0]
+        config = first["config"]
         is_bold = shown["row"].isin([OURS, *strongest_peer(shown)])
         labels = shown["row"].mask(is_bold, "**" + shown["row"] + "**")
         # The closest comparison comes first.
