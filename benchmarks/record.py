@@ -42,7 +42,7 @@ LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov -
 
 class Part(NamedTuple):
     command: str  # as its result has it
-    seconds: int  # that it takes on an H100
+    seconds: int  # that it takes on an H100, about: those of a run of several groups are estimated
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
@@ -57,7 +57,7 @@ def steps_of(rows, **sizes):
 # What changes with our kernels, and then what only changes with a version of a peer. Each run of benchmarks.steps has
 # an anchor, the row "sdpa compile graph".
 PARTS = [
-    *steps_of("ours eager", small=95),
+    *steps_of("ours eager 'triton fp8 graph'", small=107),
     *steps_of("ours", medium=83, large=134),
     Part("python -m benchmarks.kernels", 172),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
@@ -68,14 +68,13 @@ PARTS = [
     Part(LEARNING, 16, "learning_correct"),
     Part(f"{LEARNING} --severed-autograd", 14, "learning_severed"),
     Part("python -m benchmarks.pages.traces", 38),
-    *steps_of("'triton graph' 'triton fp8 graph' 'sdpa compile graph'", small=42),
-    *steps_of("peers", small=90, medium=120, large=197),
-    *steps_of("fp8", medium=150, large=230),
-    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 130),
-    Part("python -m benchmarks.gpt", 60),
-    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 170),
-    Part(f"{STEPS} --sweep width", 140),
-    Part(f"{STEPS} --sweep vocab", 120),
+    *steps_of("peers", small=151),
+    *steps_of("peers fp8", medium=290, large=370),
+    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
+    Part("python -m benchmarks.gpt", 47),
+    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 160),
+    Part(f"{STEPS} --sweep width", 177),
+    Part(f"{STEPS} --sweep vocab", 122),
 ]
 # What takes long. The pages keep the recorded results.
 RARE = [

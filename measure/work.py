@@ -31,7 +31,7 @@ SWEEPS = {
         f"hidden {hidden:,}": SIZES["small"] | dict(seq_len=512, hidden_dim=hidden, num_heads=hidden // 64)
         for hidden in (256, 512, 1024, 2048)
     },
-    "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 8000, 32000, 128256)},
+    "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
 }
 
 
