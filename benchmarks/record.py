@@ -42,7 +42,7 @@ LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov -
 
 class Part(NamedTuple):
     command: str  # as its result has it
-    seconds: int  # that it takes on an H100, about: those of a run of several groups are estimated
+    seconds: int  # that it takes on an H100, about
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
@@ -57,7 +57,7 @@ def steps_of(rows, **sizes):
 # What changes with our kernels, and then what only changes with a version of a peer. Each run of benchmarks.steps has
 # an anchor, the row "sdpa compile graph".
 PARTS = [
-    *steps_of("ours eager 'triton fp8 graph'", small=107),
+    *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
     Part("python -m benchmarks.kernels", 172),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
@@ -67,12 +67,12 @@ PARTS = [
     Part(f"{REPLAY} --stages 5,8 -- --use-amp", 49, "stages"),
     Part(LEARNING, 16, "learning_correct"),
     Part(f"{LEARNING} --severed-autograd", 14, "learning_severed"),
-    Part("python -m benchmarks.pages.traces", 38),
+    Part("python -m benchmarks.pages.traces", 65),
     *steps_of("peers", small=151),
-    *steps_of("peers fp8", medium=290, large=370),
+    *steps_of("peers fp8", medium=255, large=387),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
     Part("python -m benchmarks.gpt", 47),
-    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 160),
+    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 155),
     Part(f"{STEPS} --sweep width", 177),
     Part(f"{STEPS} --sweep vocab", 122),
 ]
@@ -80,7 +80,7 @@ PARTS = [
 RARE = [
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
-    *steps_of("autotuned", small=320, medium=360, **{"large": 370, "large-128": 370}),  # whose search takes minutes
+    *steps_of("autotuned", small=355, medium=400, **{"large": 370, "large-128": 370}),  # whose search takes minutes
 ]
 
 
