@@ -41,7 +41,7 @@ HEADER = """# What the compiler makes of each kernel
 Every Triton kernel, compiled for five GPU architectures in the configurations that
 [tiny_llama_v3.py](../../tiny_llama_v3.py) chooses there. **Nothing on this page was run**: registers, shared memory and
 instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet; times
-measured on an NVIDIA H200 are in [measured.md](../measured.md#kernels-alone).
+measured on an NVIDIA H100 are in [measured.md](../measured.md#kernels-alone).
 
 - *registers* of a thread. AMD has 512 of them, accumulation registers included, NVIDIA 255.
 - *shared*: KiB of shared memory (AMD: LDS) of a program.
