@@ -80,7 +80,8 @@ PARTS = [
 RARE = [
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
-    *steps_of("autotuned", small=355, medium=400, **{"large": 370, "large-128": 450}),  # whose search takes minutes
+    # Whose search takes minutes. Medium and large are estimated.
+    *steps_of("autotuned", small=355, medium=400, **{"large": 370, "large-128": 450}),
 ]
 
 
