@@ -1,14 +1,10 @@
-"""The tree: which part may import which, how many tokens the files have, and what every test has."""
+"""The tree: which part may import which, what is described, and what every test has."""
 
 import ast
-import collections
-import functools
 import graphlib
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -33,32 +29,6 @@ MAY_EDIT_PATH = """
 tiny_llama_v3.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
 nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/host_profile.py
 """.split()
-# What a reader meets: names, numbers, operators and strings, each once; comments and docstrings cost nothing.
-# These limits may be lowered, never raised.
-MOST_TOKENS = {
-    "tiny_llama_v3.py": 21_600,
-    "tiny_llama": 12_700,
-    "tiny_llama/attention_hopper.py": 2_600,  # not counted with its room
-    "measure": 6_050,
-    "benchmarks": 23_100,
-    "exercises": 30_250,
-    "run_triton_profiling.py": 1_250,
-    "examples": 1_450,
-    "nanogpt_triton": 11_400,
-    "offline": 12_000,
-    "profilers": 15_350,
-    "all code": 137_600,
-    "all tests": 126_000,
-}
-# Rooms whose lines are short and explained: at most so many tokens a line, at least so many comments, on average.
-TOKENS_A_LINE, COMMENTS_A_LINE = 10.5, 0.05
-READABLE = {
-    "measure", "benchmarks", "examples", "exercises", "nanogpt_triton", "run_triton_profiling.py", "tiny_llama",
-}  # fmt: skip
-UNCOUNTED = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 SLOW_TESTS = {"tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow"}  # whatever the case
 
 
@@ -146,73 +116,6 @@ def test_sys_path_is_edited_only_where_a_file_is_started_by_its_path():
 def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
     programs = [name for name in TREES if "ArgumentParser" in PATHS[name].read_text()]
     assert programs == ["measure/command_line.py", f"{SCRIPT}.py"]
-
-
-def docstring_starts(source):
-    """The (line, column) at which each docstring begins."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    return {(node.body[0].lineno, node.body[0].col_offset) for node in nodes if ast.get_docstring(node) is not None}
-
-
-def counted(source):
-    """(tokens, lines with code, lines that are a comment) of Python code."""
-    docstrings, tokens, code, comments = docstring_starts(source), 0, set(), 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments += not token.line[: token.start[1]].strip()
-        elif token.type not in UNCOUNTED and token.start not in docstrings:
-            tokens += 1
-            code.update(range(token.start[0], token.end[0] + 1))
-    return tokens, len(code), comments
-
-
-def test_tokens_are_counted():
-    source = (
-        '"""A\nmodule."""\n\n# a comment\nx = "text"  # another\n\n\ndef f(a):\n    """Doc."""\n    return (a,\n  1)\n'
-    )
-    assert counted(source) == (15, 4, 1)
-
-
-@functools.cache
-def totals():
-    """Return {room: [tokens, lines with code, lines that are a comment]}, also of all code and of all tests."""
-    rooms = collections.defaultdict(lambda: [0, 0, 0])
-    for name, path in PATHS.items():
-        if path.suffix == ".py" and not name.startswith("docs/"):
-            try:
-                figures = counted(path.read_text(encoding="utf-8"))
-            except (SyntaxError, tokenize.TokenError, UnicodeDecodeError):  # a test's damaged file
-                continue
-            own = name if name in MOST_TOKENS else name.split("/")[0]
-            for room in (own, "all tests" if name.startswith("tests/") else "all code"):
-                rooms[room] = [total + figure for total, figure in zip(rooms[room], figures, strict=True)]
-    return rooms
-
-
-def test_code_keeps_within_its_tokens():
-    tokens = {room: totals()[room][0] for room in MOST_TOKENS}
-    changes = {room: f"{tokens[room]:,} tokens, {tokens[room] - most:+,}" for room, most in MOST_TOKENS.items()}
-    print(changes)
-    assert not {room: changes[room] for room, most in MOST_TOKENS.items() if tokens[room] > most}
-
-
-@pytest.mark.parametrize("room", sorted(READABLE))
-def test_a_room_is_written_for_a_reader(room):
-    tokens, lines, comments = totals()[room]
-    print(f"{tokens / lines:.1f} tokens per line, {100 * comments / lines:.1f} comments per 100 lines of code")
-    assert tokens / lines <= TOKENS_A_LINE and comments / lines >= COMMENTS_A_LINE
-
-
-def test_the_script_is_written_for_a_reader():
-    """Short lines, comments that teach, few parameters; a kernel has a pointer and a stride for each tensor."""
-    source = PATHS[f"{SCRIPT}.py"].read_text()
-    tokens, code, comments = counted(source)
-    print(f"{tokens / code:.1f} tokens per line, {100 * comments / code:.1f} comments per 100 lines of code")
-    assert tokens / code <= 10.5 and comments / code >= 0.12 and source.count("# fmt: skip") <= 5
-    functions = [node for node in ast.walk(TREES[f"{SCRIPT}.py"]) if isinstance(node, ast.FunctionDef)]
-    many = [f.name for f in functions if len(f.args.args) + len(f.args.kwonlyargs) > 9]
-    assert not [name for name in many if not name.endswith(("_kernel", "_gradient"))]
 
 
 def collected(*flags):
