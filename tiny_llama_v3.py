@@ -60,6 +60,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,9 +194,16 @@ def option(default, help, least=None, most=LARGEST, **keywords):
     return dataclasses.field(default=default, metadata=dict(help=help, least=least, most=most, keywords=keywords))
 
 
+class Derived(int):
+    """A size that Config derived from other fields, so that dataclasses.replace() has it derived again."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a run does. Raises UsageError for values that are out of range or contradict each other."""
+    """What a run does. Raises UsageError for values of another type, out of range, or in contradiction to others.
+
+    dataclasses.replace() derives the sizes anew that were not given; flags that --stage or --fp8 have set stay.
+    """
 
     hidden_dim: int = option(512, "width of the residual stream", 1)
     num_layers: int = option(8, "number of transformer blocks", 1)
@@ -243,22 +251,34 @@ class Config:
     def __post_init__(self):
         # Fields left at None follow from others. By default two query heads share a key/value head, if their number is
         # even.
-        derived = {}  # the dataclass is frozen: what follows from other fields is set at the end
-        if self.num_kv_heads is None:
-            derived["num_kv_heads"] = self.num_heads // (2 if self.num_heads % 2 == 0 else 1)
-        if self.ffn_dim is None:
-            derived["ffn_dim"] = 4 * self.hidden_dim
-        if self.vocab_size is None:
-            derived["vocab_size"] = 1000 if self.data in ("random", "markov") else 256  # bytes
+        self.validate_types()
+        sizes = {
+            "num_kv_heads": self.num_heads // (2 if self.num_heads % 2 == 0 else 1),
+            "ffn_dim": 4 * self.hidden_dim,
+            "vocab_size": 1000 if self.data in ("random", "markov") else 256,  # bytes
+        }
+        # The dataclass is frozen: what follows from other fields is set at the end.
+        derived = {n: Derived(size) for n, size in sizes.items() if isinstance(getattr(self, n), Derived | None)}
         if self.fp8:
             derived["use_amp"] = True
-        if self.stage is not None and self.stage not in STAGES:
-            raise UsageError(f"--stage {self.stage} does not exist: choose one of {', '.join(map(str, STAGES))}")
         derived |= stage_flags(self.stage)
         if self.no_warmup or derived.get("no_warmup"):  # BUG no_warmup: nothing runs before the clock starts
             derived["warmup_steps"] = 0
         vars(self).update(derived)
         self.validate()
+
+    def validate_types(self):
+        """Raise UsageError for a value that the command line would not give: another type, or none of the choices."""
+        for field in dataclasses.fields(self):
+            flag, value, kind = flag_of(field.name), getattr(self, field.name), field.type
+            # Where a float is expected, an int will do. A bool is an int to Python, but no number of heads.
+            fits = isinstance(value, float | int if kind is float else kind)
+            if not fits or isinstance(value, bool) and kind is not bool:
+                expected = getattr(kind, "__name__", kind)
+                raise UsageError(f"{flag} {value!r} is of the type {type(value).__name__}: give {expected}")
+            choices = field.metadata["keywords"].get("choices")
+            if choices and value not in (field.default, *choices):
+                raise UsageError(f"{flag} {value} does not exist: choose one of {', '.join(map(str, choices))}")
 
     def validate(self):
         """Raise UsageError for a value that is out of range, or for heads that do not divide the width."""
@@ -569,6 +589,33 @@ class TrainStep:
 # is triton_attention with --impl triton, torch_attention with --impl torch: see OPERATIONS, after the last of them.
 
 
+# Attributes of a module, where not empty, by which a call of it does more than the forward() of its class.
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
+
+
+def is_changed(module):
+    """Return whether a module has a hook, or a forward() that its class does not have."""
+    return any(map(vars(module).get, HOOKS))
+
+
+def weight_of(module):
+    """Return the weight of an nn.Linear or nn.Embedding, which operations take in place of calling the module.
+
+    TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
+    """
+    options = (vars(module).get(name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"))
+    if type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
+        problem = f"{type(module).__module__}.{type(module).__name__} computes in another way"
+    elif module._parameters.get("bias") is not None or any(o is not None and o is not False for o in options):
+        problem = f"{module} does more"
+    else:
+        if is_changed(module):
+            what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
+            warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
+        return module.weight
+    raise TypeError(f"operations take only the weight of a projection, and {problem}: give an nn.Linear without bias")
+
+
 class TinyLlamaTriton(nn.Module):
     """LLaMA, by default with a head tied to the embedding. operations is the implementation, one of OPERATIONS."""
 
@@ -606,13 +653,13 @@ class TinyLlamaTriton(nn.Module):
         cos, sin = self.cos[:seq_len], self.sin[:seq_len]
         # residual is the stream (batch, seq, hidden) that runs through all layers, branch what a layer adds to it.
         # (batch, seq) -> (batch, seq, hidden); nothing is to be added to it yet.
-        residual, branch = self.operations.embedding(tokens, self.embed_tokens.weight), None
+        residual, branch = self.operations.embedding(tokens, weight_of(self.embed_tokens)), None
         for layer in self.groups or self.layers:
             residual, branch = layer(residual, branch, cos, sin)
         # Adds what the last layer has left to add.
-        y, _ = self.norm.add_norm(residual, branch)
+        y, _ = self.norm(residual, branch)
         # (batch, seq, hidden) -> (batch, seq, vocab); a tied head multiplies by the weight of the embedding.
-        logits = self.operations.linear(y, (self.lm_head or self.embed_tokens).weight)
+        logits = self.operations.linear(y, weight_of(self.lm_head or self.embed_tokens))
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
 
 
@@ -632,9 +679,9 @@ class TransformerBlock(nn.Module):
         All (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
         # attention sees y, the normalized sum; what it returns will be added to the sum itself.
-        y, residual = self.attention_norm.add_norm(residual, branch)
+        y, residual = self.attention_norm(residual, branch)
         branch = self.attention(y, cos, sin)
-        y, residual = self.ffn_norm.add_norm(residual, branch)
+        y, residual = self.ffn_norm(residual, branch)
         branch = self.feed_forward(y)
         return residual, branch
 
@@ -648,13 +695,10 @@ class TritonRMSNorm(nn.Module):
         self.eps = eps
         self.operations = operations or default_operations()
 
-    def forward(self, x):
-        """x (..., dim) -> the same shape"""
-        return self.add_norm(x, None)[0]
-
-    def add_norm(self, residual, branch):
-        """Return norm(residual + branch) and residual + branch, both from one kernel; branch may be None."""
-        return self.operations.rmsnorm(residual, branch, self.weight, self.eps)
+    def forward(self, x, *branch):
+        """x (..., dim) -> norm(x), of the same shape; with a branch, which may be None: norm(x + branch), x + branch"""
+        y, residual = self.operations.rmsnorm(x, *branch or (None,), self.weight, self.eps)
+        return (y, residual) if branch else y
 
 
 class TritonAttention(nn.Module):
@@ -662,7 +706,7 @@ class TritonAttention(nn.Module):
 
     def __init__(self, config, operations=None):
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.num_heads, self.num_kv_heads = config.num_heads, int(config.num_kv_heads)  # Derived is for Config alone
         # The rows of the weight: q of all heads, then k and v of the kv_heads. Grouped queries make k and v smaller.
         qkv_dim = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
@@ -671,7 +715,7 @@ class TritonAttention(nn.Module):
 
     def forward(self, x, cos, sin):
         """x (batch, seq, hidden), cos and sin (seq, head_dim / 2) -> (batch, seq, hidden)"""
-        weights = self.qkv_proj.weight, self.o_proj.weight
+        weights = weight_of(self.qkv_proj), weight_of(self.o_proj)
         return self.operations.attention(x, *weights, cos, sin, self.num_heads, self.num_kv_heads)
 
 
@@ -687,7 +731,7 @@ class TritonSwiGLU(nn.Module):
 
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
-        return self.operations.swiglu(x, self.gate_up_proj.weight, self.down_proj.weight)
+        return self.operations.swiglu(x, weight_of(self.gate_up_proj), weight_of(self.down_proj))
 
 
 def select_operations(config, device):
@@ -808,19 +852,21 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     """Call kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
 
     Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
-    Triton compiles for: scalars (which may be tuples) and constants, the tensors' types and alignments, and on AMD GPUs
-    whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks.
+    Triton compiles for: scalars and constants with their types, as 2 equals 2.0, the tensors' types, devices and
+    alignments, and on AMD GPUs whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's
+    launch hooks.
     """
     # The order of the arguments of every kernel: tensors, numbers that change between calls, constants.
     pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
     alignments = [p & 15 for p in pointers]
     large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else ()
-    device, values, types = tensors[0].get_device(), constants.values(), [t.dtype for t in tensors]
-    key = (id(kernel), device, num_warps, num_stages, scalars, *types, *alignments, *large, *values, *options.values())
+    values, devices = constants.values(), [t.get_device() for t in tensors]
+    types = *map(type, scalars), *map(type, values), *(t.dtype for t in tensors)
+    key = id(kernel), num_warps, num_stages, scalars, *values, *options.values(), *types, *devices, *alignments, *large
     compiled = COMPILED.get(key)
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(devices[0])
         # What Triton's launcher takes before the arguments; the last three are for hooks of profilers, which are left
         # out, as the docstring says.
         own = stream, compiled.function, compiled.packed_metadata, None, None, None
@@ -839,6 +885,13 @@ def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
     obstacle = triton_obstacle(get_device(device.type))
     if obstacle:
         raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
+    for number, tensor in enumerate(tensors):
+        if tensor.device != device:
+            here = f"{kernel.arg_names[number]} is on {tensor.device} and {kernel.arg_names[0]} on {device}"
+            raise ValueError(f"{kernel.__name__}: {here}: move one to the other")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        current = f"the current device is cuda:{torch.cuda.current_device()}"
+        raise RuntimeError(f"the tensors are on {device} and {current}: call torch.cuda.set_device({device.index})")
     with LAUNCH_LOCK:
         return kernel[grid](*tensors, *scalars, **as_constants(constants), **options)
 
@@ -925,6 +978,17 @@ def first_derivative_only(backward):
     return checked
 
 
+def is_accumulated(node):
+    """Return whether the pass that is running adds to the .grad of a weight, given its AccumulateGrad node (or None).
+
+    backward() does; autograd.grad() never does, and backward(inputs=...) only for the weights that are named.
+    """
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() is to return this gradient
+        return False
+
+
 def give_gradient(ctx, index, weight, write, *inputs):
     """Write a weight's gradient where the optimizer reads it; return what backward() returns for the weight.
 
@@ -935,8 +999,10 @@ def give_gradient(ctx, index, weight, write, *inputs):
     refuse_autocast("the gradient", weight)
     if not (ctx.needs_input_grad[index] and weight.requires_grad):
         return None  # frozen, maybe since the forward pass
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    main_grad, nodes = getattr(weight, "main_grad", None), (node for node, _ in ctx.next_functions)
+    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    own_node = next((node for node in nodes if getattr(node, "variable", None) is weight), None)
+    if main_grad is None or has_hooks or not is_accumulated(own_node):
         place = weight.new_empty(weight.shape)  # for autograd, which adds it to .grad and calls hooks
         write(place, False, *inputs)
         return place
@@ -1762,8 +1828,7 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
     if head_dim < block_d == 32 and strides.k.dim != 1:
         block_d = 64  # with 32, what Triton 3.6 compiles for sm_90 reads past the end of shared memory
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
-    if any(s.seq * seq_len + s.head * num_heads + s.dim * head_dim > LARGEST for s in strides if s):
-        raise ValueError("the attention kernels count within a sequence in 32 bits: shorten it, or make it contiguous")
+    require_32_bits(shape, strides)
     constants = AttentionConstants(
         STRIDES=strides,
         HEAD_DIM=head_dim,
@@ -1784,6 +1849,13 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
     return grids.get(pass_name, by_queries), constants, options
 
 
+def require_32_bits(shape, strides):
+    """Raise ValueError where the attention kernels cannot count within a sequence of q's shape; strides may be None."""
+    _, seq_len, num_heads, head_dim = shape
+    if any(s.seq * seq_len + s.head * num_heads + s.dim * head_dim > LARGEST for s in strides if s):
+        raise ValueError("the attention kernels count within a sequence in 32 bits: shorten it, or make it contiguous")
+
+
 def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **constants):
     """Launch an attention kernel for one of PASSES, on tensors that begin with q and k."""
     q, k, *_ = tensors
@@ -1798,10 +1870,19 @@ def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **consta
 def flash_attention_forward(q, k, v, out=None):
     """Return o, like q (batch, seq, heads, head_dim), and lse (batch, heads, seq); k and v have kv_heads.
 
-    o is written to out if it is given.
+    o is written to out if it is given. ValueError or TypeError for tensors of other shapes or of several types.
     """
     batch, seq_len, num_heads, head_dim = q.shape
     o = q.new_empty(q.shape) if out is None else out
+    kv_shape = batch, seq_len, k.shape[2], head_dim
+    if not k.shape == v.shape == kv_shape or num_heads % k.shape[2] or o.shape != q.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v, o))
+        raise ValueError(
+            f"q, k, v and o have the shapes {shapes}: they may differ in heads, of which k and v have fewer"
+        )
+    if not q.dtype == k.dtype == v.dtype == o.dtype:
+        types = ", ".join(str(t.dtype) for t in (q, k, v, o))
+        raise TypeError(f"q, k, v and o have the types {types}: convert them to one")
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     tensors = q, k, v, o, lse
     # On a Hopper, heads of 128 have a kernel of their own, which is faster.
@@ -1903,9 +1984,10 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     if seq_len != cos.shape[0]:
         raise ValueError(f"x has {seq_len} positions, the rotary tables have {cos.shape[0]}: slice the tables")
     head_dim = 2 * cos.shape[1]
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin has the shape {tuple(sin.shape)}, and cos {tuple(cos.shape)}: give both alike")
     expect(
         x=(x, x.shape),
-        sin=(sin, cos.shape),
         qkv_weight=(qkv_weight, ((num_heads + 2 * num_kv_heads) * head_dim, hidden)),
         o_weight=(o_weight, (o_weight.shape[0], num_heads * head_dim)),
     )
@@ -2468,9 +2550,8 @@ class FlatAdamW:
     device, so that step() can be captured. With several processes, share = (rank, processes), each keeps moments and
     remainders of an equal part of each bucket, a list of parameters, and updates only that part.
 
-    FlatAdamW owns the weights: a model whose weights are moved, cast or replaced needs a new one (RuntimeError). It
-    serves backward(), not torch.autograd.grad() for weights nor backward(inputs=...), since gradients of weights do
-    not go through autograd.
+    FlatAdamW owns the weights: a model whose weights are moved, cast or replaced, or whose layers are, needs a new one
+    (RuntimeError).
     """
 
     def __init__(
@@ -2484,8 +2565,7 @@ class FlatAdamW:
         buckets=None,
         share=(0, 1),
     ):
-        self.parameters = list(model.parameters())
-        self.places = [module._parameters for module in model.modules()]  # where the model looks its weights up
+        self.model, self.parameters = model, list(model.parameters())
         # By default one bucket with all parameters, and one process that owns all of it.
         own_blocks = self.place(buckets or [self.parameters], *share)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self.parameters[0].device)
@@ -2537,12 +2617,23 @@ class FlatAdamW:
         ):
             # p stays the same object, which the modules hold; only the memory behind it changes.
             p.data, p.main_grad = param_view, grad_view
-        self.addresses = self.find_addresses()
+        self.look_up_modules()
+        self.found = self.find_weights()
         self.versions = [p._version for p in self.parameters]
 
-    def find_addresses(self):
-        """Return where the weights of the model lie now."""
-        return [p.data_ptr() for place in self.places for p in place.values() if p is not None]
+    def look_up_modules(self):
+        """Note the modules of the model, and the dicts where these look up their submodules and their weights."""
+        modules = list(self.model.modules())
+        self.children, self.places = [m._modules for m in modules], [m._parameters for m in modules]
+        self.modules = self.find_modules()
+
+    def find_modules(self):
+        """Return the submodules that the known modules have now."""
+        return [child for children in self.children for child in children.values()]
+
+    def find_weights(self):
+        """Return what the known modules have as weights now, and where these lie."""
+        return [(id(p), p.data_ptr()) for place in self.places for p in place.values() if p is not None]
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -2583,10 +2674,13 @@ class FlatAdamW:
     @torch.no_grad()
     def follow_model(self):
         """Take over what others have written into the weights; RuntimeError if the model has other weights by now."""
+        if self.find_modules() != self.modules:  # a layer was replaced, say, maybe by one that wraps it
+            self.look_up_modules()
         # Looked up through the modules: .half() gives a parameter other memory, assign=True the model other parameters.
-        if self.find_addresses() != self.addresses:
+        if self.find_weights() != self.found:
             change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
-            raise RuntimeError(f"{change}, so FlatAdamW would not update it: make a new optimizer")
+            change += ", or a layer came or went"
+            raise RuntimeError(f"{change}, so FlatAdamW would not update what the model has now: make a new optimizer")
         # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.
         versions = [p._version for p in self.parameters]
         if versions != self.versions and self.remainder is not None:
@@ -2756,7 +2850,11 @@ def count_weights(parameters):
 
 def gradient_norm(model):
     """Return the 2-norm of all gradients together."""
-    return whole(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not any(gradient.is_cuda for gradient in gradients):
+        # In fp64: on a CPU, PyTorch adds fp32 in one running sum, which loses 0.5 % of 67 million elements.
+        gradients = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return whole(torch.nn.utils.get_total_norm(gradients)).item()
 
 
 def without_gradient(model):
@@ -2979,17 +3077,18 @@ def warm_up(step):
 
 
 def writable_folder(flag, name):
-    """Return the folder as a Path; UsageError if no file can be written there. Nothing is created yet."""
-    if not name:
+    """Make a folder where it is missing, and return it as a Path; UsageError if no file can be written there."""
+    if not str(name):
         raise UsageError(f"{flag} '' names no folder: give one")
-    folder = Path(os.path.abspath(name))
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    too_long = max(map(len, map(os.fsencode, folder.parts))) > 255  # bytes of a name, as on most file systems
-    # os.makedirs() would find these errors as well, but not before the end of the run.
-    problem = errno.ENAMETOOLONG if too_long else 0 if existing.is_dir() else errno.ENOTDIR
-    if problem or not os.access(existing, os.W_OK | os.X_OK):
-        reason = os.strerror(problem or errno.EACCES)
-        raise UsageError(f"{flag} {name} cannot be written to ({reason}): give another folder")
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        # Only a written file shows that there is room: quotas, network and read-only file systems refuse late.
+        with tempfile.NamedTemporaryFile(dir=name, prefix=".", suffix=".tmp") as file:
+            file.write(b" ")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"{flag} {name} cannot be written to ({error.strerror}): give another folder") from error
     return Path(name)
 
 
@@ -3015,6 +3114,18 @@ def write_new_json(folder, stem, result):
         raise UsageError(f"{folder} cannot be written to ({error.strerror}): free space or give another") from error
 
 
+def keep_json(folder, stem, result):
+    """Write a result as write_new_json() does. If the folder is full by now, UsageError names another that has it."""
+    try:
+        return write_new_json(folder, stem, result)
+    except UsageError as error:
+        try:
+            path = write_new_json(Path(tempfile.gettempdir()), stem, result)
+        except (UsageError, OSError):  # that one is full as well
+            raise error from None
+        raise UsageError(f"{error}; the result of this run is {path}") from error
+
+
 def set_precision(config):
     """Tell PyTorch how to multiply in fp32, and whether to be deterministic."""
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -3027,11 +3138,12 @@ def set_precision(config):
 def train_and_report(config, step_class=TrainStep):
     """Do what the configuration asks for, from the check to the profile. Return the exit code."""
     device = step_class.select_device(config)
-    output_folder = writable_folder("--output-dir", config.output_dir)
-    profile_folder = None if config.profile is None else writable_folder("--profile", config.profile)
-    hardware, profiler = companion("hardware"), companion("profiler", "--profile" if profile_folder else None)
+    hardware = companion("hardware")
+    profiler = companion("profiler", None if config.profile is None else "--profile")
     if hardware:
         hardware.require_host_memory(config, device)
+    output_folder = writable_folder("--output-dir", config.output_dir)
+    profile_folder = None if config.profile is None else writable_folder("--profile", config.profile)
     set_precision(config)
     # The check runs eagerly on few sequences: kernels, sizes and precision are those of the run.
     small = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
@@ -3078,7 +3190,7 @@ def train_and_report(config, step_class=TrainStep):
     )
     if step.rank == 0:
         stem = f"tiny_llama_v3_{step.implementation}_{time.strftime('%Y%m%d_%H%M%S')}"
-        print(f"Results: {write_new_json(output_folder, stem, result)}")
+        print(f"Results: {keep_json(output_folder, stem, result)}")
     if profile_folder and not exit_code:
         profiler.write_profile(step, profile_folder)
     return exit_code

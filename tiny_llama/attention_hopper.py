@@ -311,6 +311,8 @@ def launch_forward(q, k, v, o, lse):
     batch, seq_len, num_heads, head_dim = q.shape
     if not (q.is_cuda and q.dtype.itemsize == 2 and head_dim == HEAD_DIM.value and seq_len >= SHORTEST):
         return False
+    if not q.dtype == k.dtype == v.dtype == o.dtype:
+        return False
     # The copy engine reads rows without gaps, at multiples of 16 bytes.
     readable = (t.stride(3) == 1 and not any(n % 8 for n in (*t.stride()[:3], t.data_ptr() // 2)) for t in (q, k, v, o))
     device, batch_heads = llama.get_device("cuda"), batch * num_heads
@@ -318,12 +320,14 @@ def launch_forward(q, k, v, o, lse):
     enough = llama.cdiv(seq_len, BLOCK.value) * batch_heads >= device.num_sms
     if device.arch != "sm_90" or not enough or not all(readable):
         return False
+    # Descriptors count in 64 bits, the backward pass does not: it would refuse such tensors late.
+    llama.require_32_bits(q.shape, [llama.Stride(*t.stride()) for t in (q, k, v, o)])
     rows_of_tiles = (q, HALF), (k, BLOCK), (v, BLOCK), (o, HALF)
     descs = [descriptor(t.data_ptr(), t.dtype, t.shape, t.stride(), rows.value) for t, rows in rows_of_tiles]
     scalars = num_heads, num_heads // k.shape[2], batch_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
     grid = device.num_sms, 1, 1
-    # As llama.launch() does, which has no descriptors.
-    key = q.get_device(), q.dtype, scalars
+    # As llama.launch() does, which has no descriptors; all four have the type of q.
+    key = q.get_device(), q.dtype, lse.dtype, lse.data_ptr() & 15, scalars
     if compiled := COMPILED.get(key):
         own = torch._C._cuda_getCurrentRawStream(q.get_device()), compiled.function, compiled.packed_metadata
         compiled.run(*grid, *own, None, None, None, *descs, lse, *scalars)

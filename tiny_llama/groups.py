@@ -11,6 +11,7 @@ import itertools
 
 import torch
 import torch.nn as nn
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 import tiny_llama_v3 as llama
 
@@ -45,16 +46,15 @@ def parts_of(layer):
 def is_plain(layer):
     """Return whether forward() does what is written there: no module has a hook, or another class or forward()."""
     parts = parts_of(layer) if type(layer) is llama.TransformerBlock else ()
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
-    changed = any(vars(module).get(hook) for module in (layer, *parts) for hook in hooks)
-    return tuple(map(type, parts)) == PLAIN and not changed
+    return tuple(map(type, parts)) == PLAIN and not any(map(llama.is_changed, (layer, *parts)))
 
 
 def weights_of(layer):
     """Return the parameters of a TransformerBlock in the order of parameters()."""
     norm1, attention, norm2, feed_forward = parts_of(layer)
-    products = feed_forward.gate_up_proj, feed_forward.down_proj
-    return [part.weight for part in (norm1, attention.qkv_proj, attention.o_proj, norm2, *products)]
+    qkv_weight, o_weight = llama.weight_of(attention.qkv_proj), llama.weight_of(attention.o_proj)
+    products = llama.weight_of(feed_forward.gate_up_proj), llama.weight_of(feed_forward.down_proj)
+    return [norm1.weight, qkv_weight, o_weight, norm2.weight, *products]
 
 
 def by_layer(tensors, count):
@@ -79,7 +79,7 @@ class LayerGroup(nn.Module):
     def forward(self, residual, branch, cos, sin):
         """Compute TransformerBlock.forward of all layers in turn."""
         layers = self.layers()
-        if layers and all(map(is_plain, layers)):
+        if layers and not has_any_global_hook() and all(map(is_plain, layers)):
             weights = [weight for layer in layers for weight in weights_of(layer)]
             return GroupFunction.apply(self, layers, residual, branch, cos, sin, *weights)
         for layer in layers:
@@ -175,10 +175,12 @@ def weight_gradients(ctx, inputs, grads):
     ]
     gradients = [None] * len(ctx.weights)
     first = len(ctx.needs_input_grad) - len(ctx.weights)
+    # The weights are the last arguments of forward(). A frozen one has no node.
+    accumulates_all = all(llama.is_accumulated(node) for node, _ in ctx.next_functions[-len(ctx.weights) :])
     for kind, (write, *stacks) in enumerate(kinds):
         numbers = range(kind, len(ctx.weights), WEIGHTS)
         weights = ctx.weights[kind::WEIGHTS]
-        place = shared_place(weights) if all(ctx.needs_input_grad[first:]) else None
+        place = shared_place(weights) if accumulates_all else None
         if place is None:
             for number, weight, *own in zip(numbers, weights, *stacks, strict=True):
                 gradients[number] = llama.give_gradient(ctx, first + number, weight, write, *own)
@@ -213,6 +215,6 @@ def stacked_view(tensors):
     first, *_ = tensors
     steps = {b.storage_offset() - a.storage_offset() for a, b in itertools.pairwise(tensors)}
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(steps) != 1 or min(steps) < 0 or len(storages) > 1:  # also of a single tensor
+    if len(steps) != 1 or min(steps) <= 0 or len(storages) > 1:  # a single tensor; one twice, of a shared layer
         return None
     return first.as_strided((len(tensors), *first.shape), (*steps, *first.stride()))

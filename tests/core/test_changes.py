@@ -93,10 +93,10 @@ class Trainee:
         for layer in self.step.model.layers:
             vars(layer).pop("forward", None)
 
-    def hook(self, kind):
+    def hook(self, kind, part="feed_forward"):
         """Train with a hook, which keeps what it is given, and doubles the gradient of a weight."""
         layer = self.step.model.layers[1]
-        feed_forward = layer.feed_forward
+        feed_forward, module = layer.feed_forward, getattr(layer, part)
         p = feed_forward.down_proj.weight.requires_grad_(True)  # PyTorch refuses hooks on frozen weights
 
         def see(*given):
@@ -112,10 +112,36 @@ class Trainee:
             p.grad.mul_(2)
 
         of_weights = {"hook": double, "post_accumulate_grad_hook": double_own}
-        owner = p if kind in of_weights else layer if "backward" in kind else feed_forward
+        is_whole = "backward" in kind and part == "feed_forward"
+        owner = p if kind in of_weights else layer if is_whole else module
         handle = getattr(owner, f"register_{kind}")(of_weights.get(kind, see))
         self.train()
         handle.remove()
+
+    def gradient_by_itself(self, number):
+        """Ask autograd for the gradient of a weight, which leaves the .grad of all as they are."""
+        parameters = [p for p in self.step.model.parameters() if p.requires_grad]
+        if parameters:
+            loss = self.step.model(*self.batch())
+            self.seen += torch.autograd.grad(loss, parameters[number % len(parameters)])
+
+    def gradient_of_an_input(self):
+        """Ask autograd for the gradient of what goes into the layers."""
+        model = self.step.model
+        x = torch.linspace(-1, 1, 48, device=DEVICE).view(1, 3, 16).requires_grad_()
+        residual, branch = x, None
+        for layer in model.groups or model.layers:
+            residual, branch = layer(residual, branch, model.cos, model.sin)
+        self.seen += torch.autograd.grad((residual + branch).square().sum(), x)
+
+    def backward_for(self, *numbers):
+        """Add to the .grad of some weights only, and update these."""
+        self.step.optimizer.zero_grad()
+        parameters = [p for p in self.step.model.parameters() if p.requires_grad]
+        if parameters:
+            inputs = [parameters[number % len(parameters)] for number in numbers]
+            self.step.model(*self.batch()).backward(inputs=inputs)
+        self.step.optimizer.step()
 
     def gradient_of_its_own(self, number):
         """Train from a .grad that the caller has made."""
@@ -133,6 +159,11 @@ HOOKS = "hook post_accumulate_grad_hook full_backward_hook full_backward_pre_hoo
 # Methods of a Trainee with their arguments. Part 0 is the model, and part 2 the module of all layers.
 WAYS = [
     *(("hook", kind) for kind in HOOKS),
+    *(("hook", kind, part) for kind in HOOKS[2:] for part in ("ffn_norm", "attention")),
+    ("gradient_by_itself", 3),
+    ("gradient_of_an_input",),
+    ("backward_for", 0, 4),
+    ("gradient_by_itself", 0),
     ("start_over",),
     ("freeze", 2),
     ("run",),
@@ -191,12 +222,25 @@ def assert_all_move(step):
         assert 0.5 < (weight - old).abs().max() / step.optimizer.lr < 1.1
 
 
+def new_layer():
+    return llama.TransformerBlock(SMALL).to(DEVICE)
+
+
 SEPARATE = {
     "half": lambda model: model.half(),
     "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
     "replaced": lambda model: setattr(model.norm, "weight", torch.nn.Parameter(torch.ones(16))),
     "data": lambda model: setattr(model.norm.weight, "data", torch.ones(16)),
     "another optimizer": lambda model: llama.FlatAdamW(model, 1e-3),
+    "the same memory": lambda model: setattr(model.norm, "weight", torch.nn.Parameter(model.norm.weight.data)),
+    "a layer": lambda model: model.layers.__setitem__(0, new_layer()),
+    "a part of a layer": lambda model: setattr(model.layers[1], "attention", new_layer().attention),
+    "all layers": lambda model: setattr(model, "layers", torch.nn.ModuleList([new_layer(), new_layer()])),
+    "one more": lambda model: model.layers.append(new_layer()),
+    "one less": lambda model: model.layers.pop(0),
+    "one twice": lambda model: model.layers.__setitem__(1, model.layers[0]),
+    "a head": lambda model: setattr(model, "lm_head", torch.nn.Linear(16, 7, bias=False, device=DEVICE)),
+    "an adapter": lambda model: model.register_module("adapter", torch.nn.Linear(2, 2, device=DEVICE)),
 }
 
 
@@ -209,9 +253,118 @@ def test_weights_that_the_optimizer_would_not_update_are_refused(make_step, sepa
     for next_step in (step.forward, step.optimizer.step, lambda: step.replay(None, state)):
         with pytest.raises(RuntimeError, match=r"weight was moved, converted or replaced.*: make a new optimizer"):
             next_step()
+    vars(step.model)["_modules"].pop("adapter", None)  # which nothing calls
     step.model.float()
+    step.model.groups = step.group_layers([step.model.layers])
     step.optimizer = llama.FlatAdamW(step.model, 1e-3)
     assert_all_move(step)
+
+
+class Wrapped(torch.nn.Module):
+    """As torch.compile or a sharding library wrap a layer: with its weights."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def forward(self, *inputs):
+        self.calls += 1
+        return self.layer(*inputs)
+
+
+def test_a_layer_that_is_wrapped_trains_on(make_step):
+    step = make_step(SMALL)
+    step.run()
+    step.model.layers[1] = Wrapped(step.model.layers[1])
+    assert_all_move(step)
+    assert step.model.layers[1].calls == 1
+    step.model.layers[1] = step.model.layers[1].layer
+    assert_all_move(step)
+
+
+def test_layers_that_share_weights(make_step):
+    """Their gradients add up, as in PyTorch."""
+    gradients = []
+    for impl in ("triton", "torch"):
+        step = make_step(SMALL, impl=impl)
+        step.model.layers[1] = step.model.layers[0]
+        step.optimizer = step.make_optimizer()
+        step.forward()
+        step.backward()
+        gradients.append([p.grad for p in step.model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+class Adapted(torch.nn.Linear):
+    """As some adapters are made: forward() adds something to the product."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+OTHER_PROJECTIONS = {
+    "Adapted computes in another way": lambda: Adapted(16, 16, bias=False),
+    "Sequential computes in another way": lambda: torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False)),
+    "bias=True.* does more": lambda: torch.nn.Linear(16, 16),
+    "padding_idx=0.* does more": lambda: torch.nn.Embedding(7, 16, padding_idx=0),
+    "max_norm=1.* does more": lambda: torch.nn.Embedding(7, 16, max_norm=1),
+}
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("message", OTHER_PROJECTIONS)
+def test_a_projection_that_computes_more_is_refused(make_step, impl, is_grouped, message):
+    """The operations take only its weight, so that an adapter would do nothing."""
+    step, module = make_step(SMALL, impl=impl), OTHER_PROJECTIONS[message]().to(DEVICE)
+    if not is_grouped:
+        step.model.groups = None
+    if isinstance(module, torch.nn.Embedding):
+        step.model.embed_tokens = module
+    else:
+        step.model.layers[1].attention.o_proj = module
+    with pytest.raises(TypeError, match=f"only the weight of a projection, and .*{message}: give an nn.Linear"):
+        step.model(step.tokens)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("name", ["layers.0.attention.qkv_proj", "layers.1.feed_forward.down_proj", "embed_tokens"])
+def test_a_hook_that_is_not_called_is_named(make_step, is_grouped, name):
+    step = make_step(SMALL)
+    if not is_grouped:
+        step.model.groups = None
+    step.model.get_submodule(name).register_forward_hook(lambda *given: None)
+    with pytest.warns(UserWarning, match="a hook .* is not called: operations take only the weight; put it on"):
+        step.model(step.tokens)
+
+
+def test_a_parametrized_projection_learns(make_step):
+    """Its weight is computed each time that it is asked for."""
+    results = []
+    for impl in ("triton", "torch"):
+        step = make_step(SMALL, impl=impl)
+        torch.nn.utils.parametrizations.weight_norm(step.model.layers[0].attention.qkv_proj)
+        step.optimizer = step.make_optimizer()
+        step.run()
+        results.append([step.loss.detach(), *(p.grad for p in step.model.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", HOOKS[2:])
+def test_hooks_for_all_modules_see_each_layer(make_step, monkeypatch, kind):
+    """Groups are not used, and each module is called but projections and the embedding, which give their weights."""
+    step = make_step(SMALL)
+    names, seen = {part: name for name, part in step.model.named_modules()}, []
+    monkeypatch.setattr("tiny_llama.groups.GroupFunction", None)
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}")
+    handle = register(lambda part, *given: seen.append(names[part]) if part in names else None)
+    try:
+        step.model(step.tokens, step.targets).backward()
+    finally:
+        handle.remove()
+    parts = "", ".attention_norm", ".attention", ".ffn_norm", ".feed_forward"
+    called = ["norm", *(f"layers.{number}{part}" for number in range(2) for part in parts)]
+    assert sorted(seen) == sorted(["", *called])
 
 
 def test_a_graph_is_replayed_only_if_it_would_be_captured_in_the_same_way(make_step):
@@ -308,6 +461,17 @@ def test_autocast_is_refused(make_step):
                 refused()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=False):
         step.run()
+
+
+def test_autocast_to_the_type_of_the_weights_changes_nothing():
+    """Though the tables of angles are in fp32."""
+    model = llama.TinyLlamaTriton(SMALL, llama.OPERATIONS["triton"]).to(DEVICE)
+    llama.FlatAdamW(model, 1e-3, low_precision=True)
+    tokens, results = torch.arange(3, device=DEVICE)[None], []
+    for enabled in (False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            results.append(model(tokens))
+    assert results[0].dtype == torch.bfloat16 and torch.equal(*results)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch before 2.9")

@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,7 +104,8 @@ def printed(out, label):
 
 
 def files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    """The names of all that is below a folder but folders."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 # --- a run
@@ -255,20 +257,55 @@ def test_results_are_whole_after_an_interruption(tmp_path, lines):
     assert [strict_json(path) for path in tmp_path.glob("*.json")] in ([], [{}])
 
 
-@pytest.mark.parametrize("size", [0, 1000])
-def test_full_disk(cli, tmp_path, monkeypatch, size):
-    """No file can grow beyond a size: another error than on a full disk, on the same way."""
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Let no file grow beyond a size: another error than on a full disk, on the same way."""
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(hardware, "environment", lambda device: {})  # git would die and leave a lock on the repository
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        run = cli()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert run.code == 2 and run.result is None and "Average batch time" in run.out  # the figures are not lost
-    assert re.fullmatch(r".* error: triton_profiles cannot be written to \(File too large\): free .*\n", run.err)
-    assert files(tmp_path) == ["triton_profiles"]
+
+
+def test_a_full_disk_is_found_before_the_run(cli):
+    with files_of_at_most(0):
+        run = cli()
+    assert_refused(run, "--output-dir triton_profiles cannot be written to (File too large): give another folder")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_disk_that_fills_during_the_run(cli, tmp_path, monkeypatch, elsewhere):
+    """The result is kept where temporary files are, and if that is full as well, its figures have been printed."""
+    monkeypatch.setattr(hardware, "environment", lambda device: {})  # git would die and leave a lock on the repository
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    write, full = llama.write_new_json, "triton_profiles cannot be written to (File too large)"
+
+    def write_in_full(folder, *arguments):
+        with files_of_at_most(1000) if str(folder) == "triton_profiles" else contextlib.nullcontext():
+            return write(folder, *arguments)
+
+    if elsewhere:
+        monkeypatch.setattr(llama, "write_new_json", write_in_full)
+        run = cli()
+        (path,) = (tmp_path / "tmp").iterdir()
+        assert run.err.endswith(f"{full}: free space or give another; the result of this run is {path}\n")
+        assert len(strict_json(path)["steps"]) == 3
+    else:
+        with files_of_at_most(1000):
+            run = cli()
+        assert run.err.endswith(f" error: {full}: free space or give another\n")
+    assert run.code == 2 and run.result is None and "Average batch time" in run.out
+    assert not files(tmp_path / "triton_profiles")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+@pytest.mark.parametrize("flag", ["--output-dir", "--profile"])
+def test_a_folder_that_cannot_be_made_where_access_is_granted(cli, flag):
+    """As with a quota, or a network's file system that maps root."""
+    run = cli(flag, "/proc/nothing")
+    assert_refused(run, f"{flag} /proc/nothing cannot be written to", "give another folder")
 
 
 @pytest.mark.parametrize("error, code", [(OSError(errno.ENOSPC, "No space left"), 2), (KeyboardInterrupt(), 130)])

@@ -335,6 +335,14 @@ def attend_to(x, rows=64, positions=3, layout=torch.clone):
     return llama.triton_attention(x[None], *weights, *tables, 2, 1)
 
 
+def attention_of(x, half=(), **changes):
+    """Attention of four query heads of 16 to two, of which some tensors have another type, or another shape."""
+    shapes = dict(q=(1, 5, 4, 16), k=(1, 5, 2, 16), v=(1, 5, 2, 16), out=(1, 5, 4, 16)) | changes
+    return llama.flash_attention_forward(
+        **{name: x.new_ones(shape, dtype=torch.float16 if name in half else None) for name, shape in shapes.items()}
+    )
+
+
 REFUSED = {  # what the message has: a call with x (3, 8), weights (12, 8) and tokens (3,)
     r"weight has .*\(7,\), and \(8,\)": lambda x, w, t: llama.triton_rmsnorm(x, None, w[0, :7], 1e-5),
     r"branch has .*\(1, 8\), and \(3, 8\)": lambda x, w, t: llama.triton_rmsnorm(x, x[:1], w[0], 1e-5),
@@ -350,7 +358,35 @@ REFUSED = {  # what the message has: a call with x (3, 8), weights (12, 8) and t
     "targets are torch.bool": lambda x, w, t: llama.triton_cross_entropy(x, t > 0),
     "qkv_weight has the shape": lambda x, w, t: attend_to(x, rows=63),
     "x has 3 positions, the rotary tables have 2": lambda x, w, t: attend_to(x, positions=2),
+    r"sin has the shape \(3, 8\), and cos \(3, 7\)": lambda x, w, t: llama.triton_attention(
+        x[None], w, w, x[:, :7], x, 1, 1
+    ),
 }
+# A tensor of another type or shape than the others of a call of attention.
+MIXED = [dict(half=name) for name in ("q", "k", "v", ["out"])]
+UNLIKE = [
+    dict(k=(1, 5, 3, 16)),
+    dict(v=(1, 4, 2, 16)),
+    dict(k=(2, 5, 2, 16)),
+    dict(out=(1, 5, 4, 8)),
+    dict(v=(1, 5, 1, 16)),
+]
+
+
+@pytest.mark.parametrize("changes", [*MIXED, *UNLIKE], ids=str)
+def test_attention_of_unlike_tensors_is_refused(randn, changes):
+    attention_of(randn(1))
+    message = "have the types .*torch.float16.*: convert" if "half" in changes else r"have the shapes \(1, 5, 4, 16\), "
+    with pytest.raises((ValueError, TypeError), match=message):
+        attention_of(randn(1), **changes)
+
+
+@pytest.mark.parametrize("eps", [(2, 2.0), (2.0, 2)], ids=str)
+def test_a_number_may_be_an_integer(randn, eps):
+    """Of equal ones, a kernel that is compiled for one type takes no other."""
+    x = randn(3, 8)
+    first, second = (llama.triton_rmsnorm(x, None, x[0], number)[0] for number in eps)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("message", REFUSED)

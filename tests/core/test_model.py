@@ -5,7 +5,9 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import json
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +101,64 @@ def test_logits_loss_and_gradients(make_step, device, impl, changes):
     for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
         error, norm = (p.grad - q.grad).norm(), q.grad.norm()
         assert norm > 0 and error < 2e-5 * norm, name
+
+
+WRONG = """
+device='gpu'        | --device gpu does not exist: choose one of auto, cuda, cpu
+timing='setp'       | --timing setp does not exist: choose one of phases, step
+impl='Triton'       | --impl Triton does not exist: choose one of triton, torch, sdpa
+matmul_precision='' | --matmul-precision  does not exist: choose one of highest, high
+shard='none'        | --shard none does not exist: choose one of optimizer, full
+stage=9             | --stage 9 does not exist: choose one of 1, 2, 3, 4, 5, 6, 7, 8
+stage=True          | --stage True is of the type bool: give int | None
+num_layers=2.0      | --num-layers 2.0 is of the type float: give int
+num_heads='4'       | --num-heads '4' is of the type str: give int
+seed=True           | --seed True is of the type bool: give int
+seq_len=None        | --seq-len None is of the type NoneType: give int
+learning_rate='1'   | --learning-rate '1' is of the type str: give float
+norm_eps=True       | --norm-eps True is of the type bool: give float
+graph='no'          | --graph 'no' is of the type str: give bool
+compile=1           | --compile 1 is of the type int: give bool
+data=None           | --data None is of the type NoneType: give str
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_a_configuration_has_the_types_and_choices_of_the_command_line(row):
+    given, message = map(str.strip, row.split(" | ", 1))
+    with pytest.raises(llama.UsageError) as error:
+        eval(f"llama.Config({given})")
+    assert str(error.value) == message
+
+
+def test_sizes_that_follow_from_others_are_derived_again():
+    """By dataclasses.replace(); what was given stays, also if it is what would be derived."""
+    replace = dataclasses.replace
+    config = llama.Config()
+    sizes = "num_kv_heads ffn_dim vocab_size".split()
+
+    def derived(config):
+        return [getattr(config, name) for name in sizes]
+
+    assert derived(config) == [4, 2048, 1000]
+    assert derived(replace(config, num_heads=16, hidden_dim=1024, data="a file")) == [8, 4096, 256]
+    assert derived(replace(replace(config, seed=7), hidden_dim=64, num_heads=1)) == [1, 256, 1000]
+    given = llama.Config(num_kv_heads=4, ffn_dim=2048, vocab_size=1000)
+    assert given == config
+    assert derived(replace(given, num_heads=16, hidden_dim=1024, data="a file")) == [4, 2048, 1000]
+    assert derived(replace(config, num_heads=16, num_kv_heads=4)) == [4, 2048, 1000]
+    assert derived(pickle.loads(pickle.dumps(config))) == derived(llama.Config(**dataclasses.asdict(config)))
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["ffn_dim"] == 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_large_gradients(dtype):
+    """PyTorch's own norm of these on a CPU is too low by a hundredth."""
+    model = torch.nn.Linear(2**13, 2**12, dtype=dtype)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1.1)
+    exact = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+    assert llama.gradient_norm(model) == pytest.approx(exact, rel=1e-9)
 
 
 def test_a_norm_by_itself(device):
@@ -386,5 +446,5 @@ def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp
     config = dataclasses.replace(TINY, check=True, warmup_steps=1, output_dir=str(tmp_path / "new"))
     asked = dataclasses.replace(config, batch_size=7, compile=True, graph=True)
     assert llama.train_and_report(asked, Step) == 1
-    assert not any(tmp_path.iterdir())
+    assert not any((tmp_path / "new").iterdir())
     assert checked == [(dataclasses.replace(config, batch_size=2), gpu.device)]

@@ -42,10 +42,10 @@ def kernel(monkeypatch):
 Pair = collections.namedtuple("Pair", "M N")
 
 
-def launch(kernel, x=None, stride=4, block=8, warps=2, pair=(1, 2), **options):
+def launch(kernel, x=None, stride=4, number=5, block=8, warps=2, pair=(1, 2), **options):
     x = torch.zeros(4) if x is None else x
     constants = dict(BLOCK=block, C=Pair(*pair))
-    llama.launch(kernel, (2, 3), (x, x), ((stride, 1), 5), constants, num_warps=warps, **options)
+    llama.launch(kernel, (2, 3), (x, x), (stride, number), constants, num_warps=warps, **options)
 
 
 def test_a_second_launch_calls_what_was_compiled(kernel):
@@ -53,21 +53,23 @@ def test_a_second_launch_calls_what_was_compiled(kernel):
     launch(kernel, x)
     launch(kernel, y)
     ((grid, args, constants),) = kernel.public
-    assert grid == (2, 3) and args == (x, x, (4, 1), 5)
+    assert grid == (2, 3) and args == (x, x, 4, 5)
     pair = constants.pop("C")
     assert constants == dict(BLOCK=8, num_warps=2, num_stages=2)
     assert type(pair) is Pair and [value.value for value in pair] == [1, 2]
     # The grid in three dimensions, and what Triton's launcher takes; then the kernel's own arguments.
     own = "stream of -1", "handle", "metadata", None, None, None
     address = y.data_ptr()
-    assert kernel.direct == [(2, 3, 1, *own, address, address, (4, 1), 5, 8, (1, 2))]
+    assert kernel.direct == [(2, 3, 1, *own, address, address, 4, 5, 8, (1, 2))]
 
 
 CHANGES = {
     "type": dict(x=torch.zeros(4, dtype=torch.bfloat16)),
     "alignment": dict(x=torch.zeros(6)[2:]),
     "stride": dict(stride=8),
+    "type of a number": dict(number=5.0),
     "constant": dict(block=16),
+    "type of a constant": dict(block=8.0),
     "tuple of constants": dict(pair=(1, 3)),
     "warps": dict(warps=4),
     "stages": dict(num_stages=3),
@@ -103,6 +105,22 @@ def test_each_device_has_a_compiled_kernel_of_its_own(kernel, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, device=device: device)
         launch(kernel)
     assert kernel.counts() == (2, 1)
+
+
+def test_each_tensor_has_its_device_in_the_key(kernel, monkeypatch):
+    """Else a tensor of the host would be read by its address, as one of the GPU was before."""
+    x, y, host = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: -1 if tensor is host else 0)
+    for second in (y, host, y):
+        llama.launch(kernel, (1,), (x, second), (), {})
+    assert kernel.counts() == (2, 1)
+
+
+def test_tensors_on_several_devices_are_refused_by_name(kernel):
+    kernel.__name__, kernel.arg_names = "add_kernel", ["x_ptr", "y_ptr"]
+    message = "add_kernel: y_ptr is on meta and x_ptr on cpu: move one to the other"
+    with pytest.raises(ValueError, match=message):
+        llama.launch(kernel, (1,), (torch.zeros(4), torch.zeros(4, device="meta")), (), {})
 
 
 def test_what_was_compiled_is_bounded(kernel, monkeypatch):

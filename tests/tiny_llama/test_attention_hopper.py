@@ -79,6 +79,44 @@ print(json.dumps(torch.equal(o, want) and torch.equal(lse, want_lse) and all(x.i
 
 
 @needs_hopper
+def test_other_types_and_places_are_refused_or_right_after_a_launch():
+    """A compiled kernel is found by what it was compiled for: the types of all tensors, and where lse begins."""
+    assert run("""
+q, k, v = heads(4, 1100, 8, 2, torch.bfloat16)
+want, want_lse = forward(q, k, v)
+refused = []
+for changes in (dict(q=q.half()), dict(k=k.half()), dict(v=v.half()), dict(out=q.new_empty(q.shape).float())):
+    try:
+        llama.flash_attention_forward(**dict(q=q, k=k, v=v) | changes)
+        refused.append(False)
+    except TypeError as error:
+        refused.append("convert them to one" in str(error))
+    tensors = dict(q=q, k=k, v=v, out=want.clone()) | changes
+    refused.append(not hopper.launch_forward(*tensors.values(), want_lse.clone()))
+o, lse = q.new_empty(q.shape), torch.empty(want_lse.numel() + 1, device="cuda")[1:].view_as(want_lse)
+assert hopper.launch_forward(q, k, v, o, lse)
+half = [x.half() for x in (q, k, v)]
+difference = (llama.flash_attention_forward(*half)[0].float() - exact(*half)[0]).abs().max().item()
+print(json.dumps(all(refused) and torch.equal(o, want) and torch.equal(lse, want_lse) and difference < 1e-2))
+""")
+
+
+@needs_hopper
+def test_a_sequence_that_the_backward_pass_cannot_take_is_refused_forward():
+    assert run("""
+memory = torch.empty(2**32 + 2**26, device="cuda", dtype=torch.bfloat16)
+q, k, v = (memory[n * 2**20 :].as_strided((1, 1024, 132, 128), (2**32, 2**22, 128, 1)) for n in range(3))
+for t in (q, k, v):
+    t.normal_()
+try:
+    llama.flash_attention_forward(q, k, v)
+    print("false")
+except ValueError as error:
+    print(json.dumps("count within a sequence in 32 bits" in str(error)))
+""")
+
+
+@needs_hopper
 def test_a_step_has_the_loss_and_the_gradients_of_plain_triton():
     errors = run("""
 sizes = dict(hidden_dim=1024, num_heads=8, num_kv_heads=2, num_layers=1, seq_len=1024, batch_size=3, vocab_size=64)
@@ -118,7 +156,8 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
         monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
         monkeypatch.setattr(hopper, "flash_attention_hopper_kernel", {(132, 1, 1): lambda *values, num_warps: None})
         t = t.as_subclass(Tensor)
-        return hopper.launch_forward(t, t, t, t, None)
+        lse = torch.zeros(1).as_subclass(Tensor)
+        return hopper.launch_forward(t, t, t, t, lse)
 
     assert fits(q) and len(serves) == 4
     assert not fits(q, "sm_100") and not fits(q.float()) and not fits(q[..., :64])
