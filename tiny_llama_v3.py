@@ -603,17 +603,20 @@ def weight_of(module):
 
     TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
     """
-    options = (vars(module).get(name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"))
-    if type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
-        problem = f"{type(module).__module__}.{type(module).__name__} computes in another way"
-    elif module._parameters.get("bias") is not None or any(o is not None and o is not False for o in options):
-        problem = f"{module} does more"
+    if type(module).forward is nn.Linear.forward:
+        extras = [module.bias]
+    elif type(module).forward is nn.Embedding.forward:
+        extras = [module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None]
     else:
-        if is_changed(module):
-            what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
-            warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
-        return module.weight
-    raise TypeError(f"operations take only the weight of a projection, and {problem}: give an nn.Linear without bias")
+        extras = [module]
+    if any(extra is not None for extra in extras):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        problem = f"{kind} computes with more: give an nn.Linear without bias, or a plain nn.Embedding"
+        raise TypeError(f"operations take only the weight of a projection, and {problem} ({module})")
+    if is_changed(module):
+        what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
+        warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
+    return module.weight
 
 
 class TinyLlamaTriton(nn.Module):
@@ -852,21 +855,21 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     """Call kernel[grid](*tensors, *scalars, **constants), in the order of its parameters, in less of the host's time.
 
     Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
-    Triton compiles for: scalars and constants with their types, as 2 equals 2.0, the tensors' types, devices and
-    alignments, and on AMD GPUs whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's
-    launch hooks.
+    Triton compiles for: constants, scalars with their types (as 2 equals 2.0), the tensors' types and alignments, and
+    on AMD GPUs whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks and
+    its look at where the tensors lie: all must be on the device of the first, which is the current one.
     """
     # The order of the arguments of every kernel: tensors, numbers that change between calls, constants.
     pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
     alignments = [p & 15 for p in pointers]
     large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else ()
-    values, devices = constants.values(), [t.get_device() for t in tensors]
-    types = *map(type, scalars), *map(type, values), *(t.dtype for t in tensors)
-    key = id(kernel), num_warps, num_stages, scalars, *values, *options.values(), *types, *devices, *alignments, *large
+    device, values, types = tensors[0].get_device(), constants.values(), [t.dtype for t in tensors]
+    types += map(type, scalars)
+    key = (id(kernel), device, num_warps, num_stages, scalars, *types, *alignments, *large, *values, *options.values())
     compiled = COMPILED.get(key)
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
-        stream = torch._C._cuda_getCurrentRawStream(devices[0])
+        stream = torch._C._cuda_getCurrentRawStream(device)
         # What Triton's launcher takes before the arguments; the last three are for hooks of profilers, which are left
         # out, as the docstring says.
         own = stream, compiled.function, compiled.packed_metadata, None, None, None
@@ -885,10 +888,6 @@ def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
     obstacle = triton_obstacle(get_device(device.type))
     if obstacle:
         raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
-    for number, tensor in enumerate(tensors):
-        if tensor.device != device:
-            here = f"{kernel.arg_names[number]} is on {tensor.device} and {kernel.arg_names[0]} on {device}"
-            raise ValueError(f"{kernel.__name__}: {here}: move one to the other")
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         current = f"the current device is cuda:{torch.cuda.current_device()}"
         raise RuntimeError(f"the tensors are on {device} and {current}: call torch.cuda.set_device({device.index})")
@@ -943,9 +942,12 @@ INTERPRETED = triton is not None and not isinstance(load, triton.JITFunction)
 
 def expect(**tensors):
     """Raise ValueError or TypeError for a tensor, {name: (tensor or None, its shape)}, that the kernels cannot take."""
+    (first, (beside, _)), *_ = tensors.items()
     for name, (tensor, shape) in tensors.items():
         if tensor is None:
             continue
+        if tensor.get_device() != beside.get_device():  # the kernels get addresses, and would read another memory
+            raise ValueError(f"{name} is on {tensor.device} and {first} on {beside.device}: move one to the other")
         if tensor.shape != shape:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
         if tensor.dtype not in KERNEL_DTYPES:
@@ -1880,9 +1882,9 @@ def flash_attention_forward(q, k, v, out=None):
         raise ValueError(
             f"q, k, v and o have the shapes {shapes}: they may differ in heads, of which k and v have fewer"
         )
-    if not q.dtype == k.dtype == v.dtype == o.dtype:
-        types = ", ".join(str(t.dtype) for t in (q, k, v, o))
-        raise TypeError(f"q, k, v and o have the types {types}: convert them to one")
+    if len({(t.dtype, t.get_device()) for t in (q, k, v, o)}) > 1:
+        types = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v, o))
+        raise TypeError(f"q, k, v and o are {types}: convert them to one type, on one device")
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     tensors = q, k, v, o, lse
     # On a Hopper, heads of 128 have a kernel of their own, which is faster.
@@ -1984,8 +1986,9 @@ def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads,
     if seq_len != cos.shape[0]:
         raise ValueError(f"x has {seq_len} positions, the rotary tables have {cos.shape[0]}: slice the tables")
     head_dim = 2 * cos.shape[1]
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin has the shape {tuple(sin.shape)}, and cos {tuple(cos.shape)}: give both alike")
+    if not sin.shape == cos.shape or not sin.get_device() == cos.get_device() == x.get_device():
+        places = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
+        raise ValueError(f"cos and sin are {places}: both need one shape, and the device of x")
     expect(
         x=(x, x.shape),
         qkv_weight=(qkv_weight, ((num_heads + 2 * num_kv_heads) * head_dim, hidden)),
@@ -2421,6 +2424,8 @@ def triton_cross_entropy(logits, targets, ignore_index=-100):
     logits are overwritten with their gradient, so they may not be a leaf that requires one (ValueError).
     """
     expect(logits=(logits, (*targets.shape, logits.shape[-1])))
+    if targets.get_device() != logits.get_device():
+        raise ValueError(f"targets are on {targets.device} and logits on {logits.device}: move one to the other")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise TypeError(f"targets are {targets.dtype}: give the numbers of tokens as integers")
     if logits.is_leaf and logits.requires_grad:

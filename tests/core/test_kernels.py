@@ -358,7 +358,7 @@ REFUSED = {  # what the message has: a call with x (3, 8), weights (12, 8) and t
     "targets are torch.bool": lambda x, w, t: llama.triton_cross_entropy(x, t > 0),
     "qkv_weight has the shape": lambda x, w, t: attend_to(x, rows=63),
     "x has 3 positions, the rotary tables have 2": lambda x, w, t: attend_to(x, positions=2),
-    r"sin has the shape \(3, 8\), and cos \(3, 7\)": lambda x, w, t: llama.triton_attention(
+    r"cos and sin are \(3, 7\) on .* and \(3, 8\) on .*: both need one shape": lambda x, w, t: llama.triton_attention(
         x[None], w, w, x[:, :7], x, 1, 1
     ),
 }
@@ -376,9 +376,35 @@ UNLIKE = [
 @pytest.mark.parametrize("changes", [*MIXED, *UNLIKE], ids=str)
 def test_attention_of_unlike_tensors_is_refused(randn, changes):
     attention_of(randn(1))
-    message = "have the types .*torch.float16.*: convert" if "half" in changes else r"have the shapes \(1, 5, 4, 16\), "
+    message = "are .*torch.float16.*: convert" if "half" in changes else r"have the shapes \(1, 5, 4, 16\), "
     with pytest.raises((ValueError, TypeError), match=message):
         attention_of(randn(1), **changes)
+
+
+class Far(torch.Tensor):
+    """A tensor on another device, as far as one can tell here."""
+
+    def get_device(self):
+        return 7
+
+
+ELSEWHERE = {  # what the message begins with, the name of the tensor: a call with it
+    "branch": lambda x, far: llama.triton_rmsnorm(x, far, x[0], 1e-5),
+    "weight": lambda x, far: llama.triton_rmsnorm(x, None, far[0], 1e-5),
+    "down_weight": lambda x, far: llama.triton_swiglu(x, x[:2], far[0, :, None]),
+    "targets are": lambda x, far: llama.triton_cross_entropy(x.clone(), far[:, 0].long()),
+    "o_weight": lambda x, far: llama.triton_attention(x[None], x.repeat(8, 1), far, x[:, :4], x[:, :4], 1, 1),
+    "cos and sin are": lambda x, far: llama.triton_attention(x[None], x, x, x[:, :4], far[:, :4], 1, 1),
+    "q, k, v and o are": lambda x, far: llama.flash_attention_forward(*[x[None, :, None]] * 2, far[None, :, None]),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_tensor_on_another_device_is_refused(randn, name):
+    """The kernels get addresses, by which they would read another memory."""
+    x = randn(3, 8)
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}.* on "):
+        ELSEWHERE[name](x, x.as_subclass(Far))
 
 
 @pytest.mark.parametrize("eps", [(2, 2.0), (2.0, 2)], ids=str)

@@ -90,7 +90,7 @@ for changes in (dict(q=q.half()), dict(k=k.half()), dict(v=v.half()), dict(out=q
         llama.flash_attention_forward(**dict(q=q, k=k, v=v) | changes)
         refused.append(False)
     except TypeError as error:
-        refused.append("convert them to one" in str(error))
+        refused.append("convert them to one type" in str(error))
     tensors = dict(q=q, k=k, v=v, out=want.clone()) | changes
     refused.append(not hopper.launch_forward(*tensors.values(), want_lse.clone()))
 o, lse = q.new_empty(q.shape), torch.empty(want_lse.numel() + 1, device="cuda")[1:].view_as(want_lse)
