@@ -604,7 +604,8 @@ def weight_of(module):
     TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
     """
     if type(module).forward is nn.Linear.forward:
-        extras = [module.bias]
+        # Pruning, and norms of weights before parametrizations, compute a plain attribute in a hook.
+        extras = [module.bias, vars(module).get("weight") if module._forward_pre_hooks else None]
     elif type(module).forward is nn.Embedding.forward:
         extras = [module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None]
     else:
@@ -617,6 +618,14 @@ def weight_of(module):
         what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
         warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
     return module.weight
+
+
+def add_and_norm(norm, residual, branch):
+    """Return norm(residual + branch) and residual + branch; branch may be None. A TritonRMSNorm adds in its kernel."""
+    if type(norm).forward is TritonRMSNorm.forward:
+        return norm(residual, branch)
+    residual = residual if branch is None else residual + branch
+    return norm(residual), residual
 
 
 class TinyLlamaTriton(nn.Module):
@@ -649,6 +658,8 @@ class TinyLlamaTriton(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens (batch, seq) -> logits (batch, seq, vocab), or the mean loss if targets (batch, seq) are given."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens have the shape {tuple(tokens.shape)}, and (batch, seq) is needed")
         seq_len = tokens.shape[1]
         if seq_len > len(self.cos):
             raise ValueError(f"there are {seq_len} positions, and Config.seq_len is {len(self.cos)}: raise it")
@@ -660,7 +671,7 @@ class TinyLlamaTriton(nn.Module):
         for layer in self.groups or self.layers:
             residual, branch = layer(residual, branch, cos, sin)
         # Adds what the last layer has left to add.
-        y, _ = self.norm(residual, branch)
+        y, _ = add_and_norm(self.norm, residual, branch)
         # (batch, seq, hidden) -> (batch, seq, vocab); a tied head multiplies by the weight of the embedding.
         logits = self.operations.linear(y, weight_of(self.lm_head or self.embed_tokens))
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
@@ -682,9 +693,9 @@ class TransformerBlock(nn.Module):
         All (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
         # attention sees y, the normalized sum; what it returns will be added to the sum itself.
-        y, residual = self.attention_norm(residual, branch)
+        y, residual = add_and_norm(self.attention_norm, residual, branch)
         branch = self.attention(y, cos, sin)
-        y, residual = self.ffn_norm(residual, branch)
+        y, residual = add_and_norm(self.ffn_norm, residual, branch)
         branch = self.feed_forward(y)
         return residual, branch
 
@@ -787,7 +798,9 @@ class Device:
 
 @functools.cache
 def get_device(type):
-    """Return the current Device of type "cuda" or "cpu"."""
+    """Return the current Device of type "cuda" or "cpu"; RuntimeError for another type."""
+    if type not in ("cuda", "cpu"):
+        raise RuntimeError(f"the Triton kernels cannot run on {type}: move the tensors to a GPU")
     if type == "cpu":
         return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -1042,7 +1055,7 @@ class LinearFunction(torch.autograd.Function):
         y_grad = y_grad.reshape(-1, len(weight))
         # y = x W^T, so the gradient of x is y_grad W, and that of W is y_grad^T x, a sum over all rows.
         x_grad = torch.mm(y_grad, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(len(y_grad), -1))
+        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(-1, x.shape[-1]))
 
 
 def triton_linear(x, weight):
@@ -1935,7 +1948,8 @@ def rope_(qkv, num_rotated_heads, head_dim, cos, sin):
 def split_heads(qkv, num_heads, num_kv_heads):
     """View (batch, seq, width) as q (batch, seq, num_heads, head_dim) and k, v (batch, seq, kv_heads, head_dim)."""
     # (batch, seq, heads + 2 kv_heads, head_dim): views, no copies. Kernels read the packed projection by strides.
-    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+    count = num_heads + 2 * num_kv_heads
+    heads = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
     return heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
 
 
@@ -2162,16 +2176,16 @@ class SwiGLUFunction(torch.autograd.Function):
         rows = as_rows(x)
         gate_up, hidden = gated(rows, gate_up_weight, bugs)
         ctx.save_for_backward(rows, gate_up_weight, gate_up)
-        return hidden.view(*x.shape[:-1], -1)
+        return hidden.view(*x.shape[:-1], hidden.shape[1])
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, hidden_grad):
         x, gate_up_weight, gate_up = ctx.saved_tensors
-        swiglu_activation_backward_(hidden_grad.reshape(len(x), -1).contiguous(), gate_up)
+        swiglu_activation_backward_(hidden_grad.reshape(len(x), hidden_grad.shape[-1]).contiguous(), gate_up)
         torch.autograd.graph.increment_version(gate_up)  # lets autograd refuse a second run, as it is overwritten
         # gate_up has become its own gradient: (rows, 2 ffn) x (2 ffn, hidden).
-        x_grad = torch.mm(gate_up, gate_up_weight).view(*hidden_grad.shape[:-1], -1)
+        x_grad = torch.mm(gate_up, gate_up_weight).view(*hidden_grad.shape[:-1], x.shape[1])
         return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, gate_up, x), None
 
 
@@ -2570,6 +2584,8 @@ class FlatAdamW:
         buckets=None,
         share=(0, 1),
     ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"FlatAdamW takes the model and not its parameters: give an nn.Module, no {type(model)}")
         self.model, self.parameters = model, list(model.parameters())
         # By default one bucket with all parameters, and one process that owns all of it.
         own_blocks = self.place(buckets or [self.parameters], *share)
@@ -2580,7 +2596,7 @@ class FlatAdamW:
         self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
         self.exp_avg, self.exp_avg_sq = zeros(n_state), zeros(n_state)
         self.beta_powers = zeros(len(own_blocks), 2, dtype=torch.float64)
-        self.lr = zeros(()).fill_(lr)
+        self.rate = zeros(()).fill_(lr)
         self.betas = torch.tensor(betas, dtype=torch.float64, device=self.lr.device)
         self.own_blocks = torch.tensor(own_blocks, dtype=torch.int32, device=self.lr.device)
         self.own_owners = torch.tensor([self.owners[block] for block in own_blocks], device=self.lr.device)
@@ -2591,6 +2607,15 @@ class FlatAdamW:
         initial = [p.detach().float() for p in self.parameters]
         self.attach()
         self.reset(initial)
+
+    @property
+    def lr(self):
+        """Return the learning rate, a tensor () on the device, which a captured step reads."""
+        return self.rate
+
+    @lr.setter
+    def lr(self, value):
+        self.rate.fill_(value)
 
     # The flat buffers of a model with two parameters, of 1500 and 700 elements:
     #

@@ -150,7 +150,7 @@ class GroupFunction(torch.autograd.Function):
                 x_grad = torch.mm(gate_up, gate_up_weight)
                 llama.rmsnorm_backward(x_grad, grad, residual2, norm2, rstd2, branch_grad, partial2)
                 o_grad = torch.mm(branch_grad, o_weight).view(q.shape)
-                gradients = llama.split_heads(qkv_grad.view(*q.shape[:2], -1), q.shape[2], k.shape[2])
+                gradients = llama.split_heads(qkv_grad.view(*q.shape[:2], len(qkv_weight)), q.shape[2], k.shape[2])
                 llama.flash_attention_backward(o_grad, (q, k, v, o.view(q.shape), lse), gradients, (cos, sin))
                 x_grad = torch.mm(qkv_grad, qkv_weight)
                 # The gradient of the layer's input is the y_grad of the layer before.

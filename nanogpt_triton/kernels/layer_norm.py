@@ -377,8 +377,8 @@ def obstacle(x, branch, weight, bias):
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return "rows are empty, or longer than the kernels take"
     expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])
-    if any(t is not None and t.shape != shape for t, shape in expected):
-        return "the shapes differ"  # PyTorch extends some, and refuses others
+    if any(t is not None and (t.shape != shape or t.device != x.device) for t, shape in expected):
+        return "shapes or devices differ"  # PyTorch extends some shapes, and refuses the rest
     return None
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import tiny_llama_v3 as llama
@@ -327,6 +328,56 @@ def test_a_projection_that_computes_more_is_refused(make_step, impl, is_grouped,
         step.model(step.tokens)
 
 
+@pytest.mark.parametrize(
+    "change", [torch.nn.utils.weight_norm, lambda part: prune.random_unstructured(part, "weight", 1)]
+)
+def test_a_weight_that_a_hook_computes_is_refused(make_step, change):
+    step = make_step(SMALL)
+    change(step.model.layers[1].feed_forward.down_proj)
+    with pytest.raises(TypeError, match="only the weight of a projection, and .*Linear computes with more"):
+        step.model(step.tokens)
+
+
+class Double(llama.TritonRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+NORMS = [lambda: torch.nn.LayerNorm(16), lambda: torch.nn.RMSNorm(16, 0.1), torch.nn.Identity, lambda: Double(16)]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("place", ["norm", "layers.0.attention_norm", "layers.1.ffn_norm"])
+def test_another_norm_takes_the_place_of_ours(make_step, norm, place):
+    """It is given the sum, by either implementation."""
+    results = []
+    for impl in ("triton", "torch"):
+        step = make_step(SMALL, impl=impl)
+        *names, name = place.split(".")
+        setattr(step.model.get_submodule(".".join(names)), name, norm().to(DEVICE))
+        step.optimizer = step.make_optimizer()
+        step.run()
+        results.append([step.loss.detach(), *(p.grad for p in step.model.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-6)
+    assert results[0][0] != make_step(SMALL).call_model(step.tokens, step.targets)
+
+
+def test_the_learning_rate_is_set_on_the_device(make_step):
+    """Where a captured step reads it."""
+    step = make_step(SMALL)
+    place = step.optimizer.lr
+    step.optimizer.lr = 0.5
+    assert step.optimizer.lr is place and place == 0.5
+    assert_all_move(step)
+
+
+def test_an_optimizer_takes_the_model():
+    with pytest.raises(
+        TypeError, match="takes the model and not its parameters: give an nn.Module, no <class 'generator'>"
+    ):
+        llama.FlatAdamW(torch.nn.Linear(2, 2).parameters(), 1e-3)
+
+
 @pytest.mark.parametrize("is_grouped", [True, False])
 @pytest.mark.parametrize("name", ["layers.0.attention.qkv_proj", "layers.1.feed_forward.down_proj", "embed_tokens"])
 def test_a_hook_that_is_not_called_is_named(make_step, is_grouped, name):
@@ -500,6 +551,25 @@ def test_the_model_names_what_it_cannot_take():
     model = llama.TinyLlamaTriton(SMALL, llama.OPERATIONS["torch"])
     with pytest.raises(ValueError, match="there are 4 positions, and Config.seq_len is 3"):
         model(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"tokens have the shape \(3,\), and \(batch, seq\) is needed"):
+        model(torch.zeros(3, dtype=torch.int64))
+    model = llama.TinyLlamaTriton(SMALL, llama.OPERATIONS["triton"]).to("meta")
+    with pytest.raises(RuntimeError, match="the Triton kernels cannot run on meta: move the tensors to a GPU"):
+        model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_batch_of_no_sequences(make_step, impl):
+    """The mean of no losses is NaN, and gradients are 0."""
+    step = make_step(SMALL, impl=impl)
+    empty = step.tokens[:0]
+    for groups in (step.model.groups, None):
+        step.model.groups = groups
+        step.optimizer.zero_grad()
+        assert step.model(empty).shape == (0, 3, 7)
+        loss = step.model(empty, empty)
+        loss.backward()
+        assert loss.isnan() and not any(p.grad.any() for p in step.model.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved])
