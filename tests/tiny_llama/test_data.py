@@ -169,8 +169,10 @@ def test_a_run_learns_a_phrase_and_continues_it(run, text):
     assert printed == ["    " + line.replace("\t", "\\t") for line in sample.split("\n")]
 
 
-@pytest.mark.parametrize("learning_rate, fault, exit_code", [("1e-3", KeyboardInterrupt, 130), ("1e30", None, 1)])
-def test_a_run_that_is_interrupted_or_diverges_keeps_its_steps_alone(
+@pytest.mark.parametrize("learning_rate, fault, exit_code", [
+    ("1e-3", KeyboardInterrupt, 130), ("1e30", None, 1), ("1e-3", llama.UsageError("the text is gone"), 2),
+])  # fmt: skip
+def test_a_run_that_is_interrupted_or_diverges_or_loses_its_text_keeps_its_steps_alone(
     text, monkeypatch, learning_rate, fault, exit_code
 ):
     write = Mock(return_value="a file")
