@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import math
 import os
 import pickle
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from measure.command_line import UsageError
-from tiny_llama.files import open_input
+from tiny_llama.files import open_input, read_part
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
@@ -43,7 +44,7 @@ def reading(path, remedy):
 
 
 def read_text(path):
-    with reading(path, "give a text file in UTF-8"), open_input(path) as file:
+    with reading(path, "give a text file in UTF-8, of at most 1 GiB"), open_input(path) as file:
         return io.TextIOWrapper(file, encoding="utf-8").read()
 
 
@@ -163,8 +164,7 @@ class Batches:
     def __init__(self, folder, split, batch_size, block_size, seed, vocab_size):
         path = folder / f"{split}.bin"
         with reading(path, remedy(folder)):
-            # Not mapped: of a mapped file that becomes shorter, the system would end this process.
-            self.file = open_input(path, 2**44)
+            self.file = open_input(path, math.inf)
             self.count, rest = divmod(path.stat().st_size, TOKEN.itemsize)
             if rest:
                 raise ValueError(f"an odd number of bytes, and a token has {TOKEN.itemsize}")
@@ -181,10 +181,9 @@ class Batches:
         generator = np.random.default_rng([*self.seed, number])
         windows = np.empty((self.batch_size, self.block_size + 1), TOKEN)
         offsets = generator.integers(self.count - self.block_size, size=self.batch_size)
-        with reading(self.path, "it was changed while it was in use: prepare it again"):
+        with reading(self.path, "prepare it again"):
             for window, offset in zip(windows, offsets, strict=True):
-                self.file.seek(TOKEN.itemsize * offset)
-                window[:] = np.frombuffer(self.file.read(window.nbytes), TOKEN, len(window))
+                window[:] = np.frombuffer(read_part(self.file, TOKEN.itemsize * offset, window.nbytes), TOKEN)
         windows = windows.astype(np.int64)
         # Here, and not once for the whole file, which may have many GB.
         if (largest := windows.max()) >= self.vocab_size:

@@ -302,7 +302,7 @@ def test_a_token_without_a_text_is_shown():
 def test_data_that_becomes_shorter_ends_a_run_in_a_line(folder):
     data = batches(folder)
     os.truncate(folder / "train.bin", 40)
-    with pytest.raises(UsageError, match="train.bin cannot be used .*changed while"):
+    with pytest.raises(UsageError, match="train.bin cannot be used .*shorter while"):
         data[0]
 
 
