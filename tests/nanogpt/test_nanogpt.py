@@ -414,9 +414,9 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path, monkeypatch, wrong
 def test_an_evaluation_alone_writes_nothing(run, trained, monkeypatch):
     """Nor does a run that is ended at once."""
     before = (trained / checkpoint.NAME).read_bytes()
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("FLUX_JOB_SIZE", "2")
     out = run(out_dir=trained, init_from="resume", eval_only=True)
-    assert [*figures(out)] == [("step", 60)] and "Note: SLURM_NTASKS=2, but RANK is not set" in out
+    assert [*figures(out)] == [("step", 60)] and "Note: FLUX_JOB_SIZE=2, but RANK is not set" in out
     monkeypatch.setattr(train.Trainer, "fetch", Mock(side_effect=KeyboardInterrupt))
     run(out_dir=trained, code=130)
     assert (trained / checkpoint.NAME).read_bytes() == before

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import distributed
 from tiny_llama.distributed import ShardedAdamW, Step, World
+from tiny_llama.notes import lone_process
 
 SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
 ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", "--num-steps", "1000000"]
@@ -154,6 +156,39 @@ def test_a_process_alone_has_no_world(run, monkeypatch):
     assert done.out.count("Note: PMI_SIZE=2, but RANK is not set: each process") == 1
     assert "--shard full has no effect on one process" in done.out and "Processes:" not in done.out
     assert done.result["summary"]["world"] is None
+
+
+@pytest.mark.parametrize("launcher, environment, named", [
+    ("srun", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=4", "SLURM_STEP_NUM_TASKS=4"),
+    ("srun, without the count", "SLURM_PROCID=1 SLURM_NTASKS=4", "SLURM_PROCID=1"),
+    ("srun, one task", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=1", None),
+    ("a batch script", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0", None),
+    ("salloc", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_NNODES=2", None),
+    ("a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 PMI_SIZE=4 PMI_RANK=0", None),
+    ("srun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID=3"),
+    ("mpirun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"),
+    ("mpirun in a batch script", "SLURM_NTASKS=8 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=8"),
+    ("mpirun, one process", "OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0", None),
+    ("MVAPICH", "MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0", "MV2_COMM_WORLD_SIZE=2"),
+    ("hydra", "PMI_SIZE=4 PMI_RANK=0 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=4"),
+    ("hydra, one process a node", "PMI_SIZE=2 PMI_RANK=0 MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0", "PMI_SIZE=2"),
+    ("PMIx", "PMIX_RANK=2 PMIX_NAMESPACE=x", "PMIX_RANK=2"), ("PALS", "PALS_RANKID=0 PALS_LOCAL_SIZE=4", "PALS_LOCAL"),
+    ("PALS, one process a node", "PALS_RANKID=1 PALS_LOCAL_SIZE=1", "PALS_RANKID=1"),
+    ("Flux", "FLUX_JOB_SIZE=4 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", "FLUX_JOB_SIZE=4"),
+    ("Flux, one task", "FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", None),
+    ("jsrun", "JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_RANK=0", "JSM_NAMESPACE_SIZE=4"),
+    ("torchrun in srun", "RANK=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4", None),
+    ("nonsense", "SLURM_STEP_NUM_TASKS= PMI_SIZE=x SLURM_PROCID=-1", None), ("none", "", None),
+])  # fmt: skip
+def test_processes_that_do_not_know_of_each_other(monkeypatch, launcher, environment, named):
+    foreign = re.compile("SLURM|PMI|OMPI_|MV2_|MPI_|PALS_|FLUX_|JSM_|RANK$")
+    for name in filter(foreign.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, value in (part.split("=") for part in environment.split()):
+        monkeypatch.setenv(name, value)
+    lines = lone_process()
+    assert len(lines) == bool(named), launcher
+    assert not named or lines[0].startswith(named) and "trains alone" in lines[0]
 
 
 # --- faults
