@@ -252,6 +252,23 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
     assert message in line and exit_code != 0 and not (tmp_path / "results").exists()
 
 
+def test_torchrun_starts_a_run_again_when_a_process_was_lost(python, tmp_path):
+    """The second attempt finds the same store, but not the addresses of the first one's processes."""
+    arguments = [*SIZES, "--impl", "torch", "--device", "cpu", "--num-steps", "2", "--output-dir", tmp_path / "results"]
+    exit_code, out = finish(begin([*torchrun(python), "--max-restarts=1"], "script_lost_once", tmp_path, *arguments))
+    assert exit_code == 0 and out.count("Final loss: ") == 1, out
+    (path,) = (tmp_path / "results").iterdir()
+    assert len(json.loads(path.read_text())["steps"]) == 2
+
+
+def test_each_attempt_of_torchrun_tells_why_it_failed(python, tmp_path):
+    program = begin([*torchrun(python), "--max-restarts=1"], "script_out_of_memory", tmp_path, *ENDLESS)
+    exit_code, out = finish(program)
+    lines = error_lines(out)
+    assert exit_code != 0 and len(lines) == 2, out
+    assert all("error: rank 1: out of memory with --batch-size 8" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     "function, told", [("script", ["(no answer): start them with torchrun"]), ("script_stopped", [])]
 )
