@@ -8,6 +8,7 @@ import torch
 from measure.command_line import UsageError, replacing
 from nanogpt_triton.dataset import GPT2_VOCAB, reading
 from nanogpt_triton.model import GPTConfig
+from tiny_llama_v3 import cdiv
 
 NAME = "ckpt.pt"
 INTERRUPTED = "ckpt_interrupted.pt"  # the state at a signal, where ckpt.pt is that of the best validation loss
@@ -49,11 +50,16 @@ def load(path):
         return state
 
 
-def check_tokens(state, characters):
-    """Raise UsageError if weights were made for other tokens than a dataset's characters; None: GPT-2's byte pairs."""
-    vocab_size = state["model_args"].vocab_size
-    # GPT-2's vocabulary is padded to a multiple of 64.
-    fits = vocab_size == len(characters) if characters else 0 <= vocab_size - GPT2_VOCAB < 64
-    # nanoGPT's checkpoints do not say which characters.
-    if not fits or "meta" in state and state["meta"].get("characters") != characters:
+def texts_of(state):
+    """Return the texts of the tokens that a checkpoint of ours was made for; None for GPT-2's byte pairs."""
+    texts = state["meta"].get("characters")
+    return texts and list(texts)  # a string before tokens could be words
+
+
+def check_tokens(state, texts):
+    """Raise UsageError if weights were made for other tokens than those of a dataset; None: GPT-2's byte pairs."""
+    vocab_size, count = state["model_args"].vocab_size, len(texts) if texts else GPT2_VOCAB
+    # The vocabulary may be padded to a multiple of 64. nanoGPT's checkpoints do not say which tokens it is of.
+    fits = vocab_size in (count, cdiv(count, 64) * 64)
+    if not fits or "meta" in state and texts_of(state) != texts:
         raise UsageError("the weights were made for other tokens: give their dataset, and --data_dir if it was moved")

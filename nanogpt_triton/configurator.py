@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import math
 import re
 import sys
 import typing
@@ -28,7 +27,8 @@ class Share(float):
     """The type of a setting from 0 to nearly 1."""
 
 
-LIMITS = {Count: (1, math.inf), Share: (0, 0.9999)}
+# PyTorch's sizes and seeds have 64 bits, and sizes are multiplied. Infinity and NaN are within no limits.
+LIMITS = {Count: (1, 2**31 - 1), Share: (0, 0.9999), int: (0, 2**63 - 1), float: (0, sys.float_info.max)}
 
 
 def configure(settings_class, argv, description):
@@ -43,12 +43,11 @@ def configure(settings_class, argv, description):
     given = read({name: field.default for name, field in fields.items()}, argv)
     for key, value in given.items():
         kind = fields[key].type
-        choices, (least, most) = typing.get_args(kind), LIMITS.get(kind, (0, math.inf))
+        choices, limits = typing.get_args(kind), LIMITS.get(kind)
         if choices and value not in choices:
             raise UsageError(f"{key}={value} is none of {', '.join(choices)}")
-        # Not a number (NaN) is within no limits.
-        if not isinstance(value, str) and not least <= value <= most:
-            raise UsageError(f"{key}={value} is not from {least} to {most}")
+        if limits and not limits[0] <= value <= limits[1]:
+            raise UsageError(f"{key}={value} is not from {limits[0]} to {limits[1]}")
     return settings_class(**given)
 
 
@@ -68,7 +67,8 @@ def read(defaults, argv):
                 continue
             kind = type(defaults[key])
             if kind is float and type(value) is int:
-                value = float(value)
+                with reading(argument, f"give a smaller {key}"):
+                    value = float(value)
             if type(value) is not kind:
                 raise UsageError(f"{argument}: {key} = {value!r} is no {kind.__name__}, such as {defaults[key]!r}")
             print(f"overriding: {key} = {value!r}")

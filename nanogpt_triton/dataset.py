@@ -1,4 +1,4 @@
-"""Prepared data in nanoGPT's files: train.bin and val.bin, tokens as little-endian uint16, and meta.pkl of characters.
+"""Prepared data in nanoGPT's files: train.bin and val.bin, tokens as little-endian uint16, and meta.pkl of their texts.
 
 Without a meta.pkl, the tokens are GPT-2's byte pairs. A meta.pkl cannot run code here.
 """
@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import math
 import os
 import pickle
 import tempfile
@@ -15,11 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from measure.command_line import UsageError
-from tiny_llama.files import open_input
+from tiny_llama.files import open_input, read_part
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
+MOST_TOKENS = 2**16  # that a TOKEN can tell apart
 GPT2_VOCAB = 50257
+ESCAPED = "utf-8", "surrogateescape"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 DATA = Path(__file__).resolve().parent / "data"
 
 
@@ -40,7 +44,7 @@ def reading(path, remedy):
 
 
 def read_text(path):
-    with reading(path, "give a text file in UTF-8"), open_input(path) as file:
+    with reading(path, "give a text file in UTF-8, of at most 1 GiB"), open_input(path) as file:
         return io.TextIOWrapper(file, encoding="utf-8").read()
 
 
@@ -48,28 +52,44 @@ def read_text(path):
 # Tokens
 
 
-class Characters:
-    """One token a character."""
+class Vocabulary:
+    """Tokens with texts of their own: characters, words or bytes.
 
-    def __init__(self, characters):
-        self.characters = characters
-        self.numbers = {character: number for number, character in enumerate(characters)}
+    texts: the text of each token, in the order of their numbers; None for a number that only pads the vocabulary. Bytes
+    that are no UTF-8 by themselves are surrogates, as of errors="surrogateescape".
+    """
+
+    def __init__(self, texts):
+        self.texts = list(texts)
+        # In bytes, of which several tokens may make a character. An empty text would be found everywhere.
+        self.encoded = {number: text.encode(*ESCAPED) for number, text in enumerate(self.texts) if text is not None}
+        self.numbers = {text: number for number, text in self.encoded.items() if text}
 
     def encode(self, text):
-        unknown = set(text) - self.numbers.keys()
-        if unknown:
-            raise UsageError(f"the data has no character {min(unknown)!r}: write the text with {self.characters!r}")
-        return [self.numbers[character] for character in text]
+        """Return the numbers of a text's tokens. From the left, each is the longest that fits."""
+        text, tokens, place = text.encode(*ESCAPED), [], 0
+        longest = max(map(len, self.numbers), default=0)
+        while place < len(text):
+            parts = (text[place : place + length] for length in range(longest, 0, -1))
+            token = next((self.numbers[part] for part in parts if part in self.numbers), None)
+            if token is None:
+                beginning = text[place : place + 20].decode(errors="replace")
+                known = " ".join(map(repr, filter(None, self.texts[:100]))) or "none: its meta.pkl had no itos"
+                raise UsageError(f"the data has no token for {beginning!r}: write --start with its own, {known}")
+            tokens.append(token)
+            place += len(self.encoded[token])
+        return tokens
 
     def decode(self, tokens):
-        return "".join(self.characters[token] for token in tokens)
+        """Return the text of tokens, with a replacement character for one that has none."""
+        return b"".join(self.encoded.get(token, REPLACEMENT) for token in tokens).decode(errors="replace")
 
 
 class BytePairs:
     """GPT-2's byte-pair encoding, by tiktoken."""
 
     end_of_text = GPT2_VOCAB - 1
-    characters = None
+    texts = None
 
     def __init__(self):
         tiktoken = library("tiktoken", "GPT-2's vocabulary")
@@ -102,20 +122,36 @@ def remedy(folder):
     return f"run python {folder / 'prepare.py'}; config/train_pysource.py needs no network"
 
 
-def read_characters(folder):
-    """Return the characters, in the order of their numbers, of a folder's data; None for GPT-2's byte pairs."""
+def read_texts(folder):
+    """Return the texts of a folder's tokens, as Vocabulary takes them; None for GPT-2's byte pairs.
+
+    As in nanoGPT, vocab_size counts, and itos may lack texts: a model can be trained without any.
+    """
     path = folder / "meta.pkl"
     if not path.exists():
         return None
-    with reading(path, remedy(folder)), open_input(path) as file:
+    needed = "it needs vocab_size, and itos with the text of each number, as plain strings or bytes"
+    with reading(path, needed), open_input(path) as file:
         content = PlainUnpickler(file).load()
-        # nanoGPT trains without names of the tokens as well: then they are the first characters of Unicode.
-        name = content["itos"].__getitem__ if "itos" in content else chr
-        return "".join(map(name, range(content["vocab_size"])))
+        itos = content.get("itos") or {number: text for text, number in content.get("stoi", {}).items()}
+        itos = dict(enumerate(itos) if isinstance(itos, list | tuple | str) else itos)
+        vocab_size = content.get("vocab_size", max(itos, default=-1) + 1)
+        if not 1 <= vocab_size <= MOST_TOKENS:
+            raise ValueError(f"vocab_size={vocab_size} is not from 1 to {MOST_TOKENS}")
+        return Vocabulary(as_text(number, itos.get(number)) for number in range(vocab_size)).texts
 
 
-def make_tokenizer(characters):
-    return Characters(characters) if characters else BytePairs()
+def as_text(number, text):
+    """Return the text of a token as a string, or None."""
+    if isinstance(text, bytes):
+        return text.decode(*ESCAPED)
+    if isinstance(text, str | None):
+        return text
+    raise ValueError(f"itos[{number}] is {text!r:.40}, neither a string nor bytes")
+
+
+def make_tokenizer(texts):
+    return Vocabulary(texts) if texts else BytePairs()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,26 +161,36 @@ def make_tokenizer(characters):
 class Batches:
     """Batches of a split: number n is the same in every run, whichever process asks for it and when."""
 
-    def __init__(self, folder, split, batch_size, block_size, seed):
+    def __init__(self, folder, split, batch_size, block_size, seed, vocab_size):
         path = folder / f"{split}.bin"
         with reading(path, remedy(folder)):
-            # Not mapped: of a mapped file that becomes shorter, the system would end this process.
-            self.file = open_input(path, 2**44)
-            self.count = path.stat().st_size // TOKEN.itemsize
+            self.file = open_input(path, math.inf)
+            self.count, rest = divmod(path.stat().st_size, TOKEN.itemsize)
+            if rest:
+                raise ValueError(f"an odd number of bytes, and a token has {TOKEN.itemsize}")
             if self.count <= block_size:
                 raise ValueError(f"{self.count} tokens are too few for block_size={block_size}")
-        self.path, self.batch_size, self.block_size = path, batch_size, block_size
+        self.path, self.batch_size, self.block_size, self.vocab_size = path, batch_size, block_size, vocab_size
         self.seed = [seed, SPLITS.index(split)]
 
     def __getitem__(self, number):
-        """Return inputs and targets, (batch_size, block_size) int64. Targets are the tokens that follow the inputs."""
+        """Return inputs and targets, (batch_size, block_size) int64. Targets are the tokens that follow the inputs.
+
+        UsageError for a token that the model does not have: a GPU would go on with whatever lies in its memory there.
+        """
         generator = np.random.default_rng([*self.seed, number])
-        size, windows = self.block_size + 1, []
-        with reading(self.path, "it was changed while it was in use: prepare it again"):
-            for offset in generator.integers(self.count - self.block_size, size=self.batch_size):
-                self.file.seek(TOKEN.itemsize * offset)
-                windows.append(np.frombuffer(self.file.read(TOKEN.itemsize * size), TOKEN).reshape(size))
-        windows = np.stack(windows).astype(np.int64)
+        windows = np.empty((self.batch_size, self.block_size + 1), TOKEN)
+        offsets = generator.integers(self.count - self.block_size, size=self.batch_size)
+        with reading(self.path, "prepare it again"):
+            for window, offset in zip(windows, offsets, strict=True):
+                window[:] = np.frombuffer(read_part(self.file, TOKEN.itemsize * offset, window.nbytes), TOKEN)
+        windows = windows.astype(np.int64)
+        # Here, and not once for the whole file, which may have many GB.
+        if (largest := windows.max()) >= self.vocab_size:
+            raise UsageError(
+                f"{self.path} has token {largest}, and the model only those below {self.vocab_size}: prepare it again, "
+                "or mend vocab_size in its meta.pkl (without meta.pkl tokens are GPT-2's)"
+            )
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -156,7 +202,7 @@ class Batches:
 def write_dataset(folder, tokenizer):
     """Yield add(split, tokens). The files appear at the end, or not at all if something fails before."""
     folder.mkdir(parents=True, exist_ok=True)
-    counts, characters = dict.fromkeys(SPLITS, 0), tokenizer.characters
+    counts, texts = dict.fromkeys(SPLITS, 0), tokenizer.texts
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
 
         def add(split, tokens):
@@ -167,13 +213,13 @@ def write_dataset(folder, tokenizer):
         yield add
         if not all(counts.values()):
             raise UsageError(f"there would be no tokens in one of {counts}: give more text")
-        if characters:
-            itos = dict(enumerate(characters))
-            content = {"vocab_size": len(characters), "stoi": tokenizer.numbers, "itos": itos}
+        if texts:
+            itos = dict(enumerate(texts))
+            content = {"vocab_size": len(itos), "stoi": {text: number for number, text in itos.items()}, "itos": itos}
             Path(scratch, "meta.pkl").write_bytes(pickle.dumps(content))
         for path in list(Path(scratch).iterdir()):
             os.replace(path, folder / path.name)
-    if not characters:
+    if not texts:
         (folder / "meta.pkl").unlink(missing_ok=True)  # of what was here before
     for split, count in counts.items():
         print(f"{folder / split}.bin: {count:,} tokens")

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
 from measure.command_line import printable, program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint, train  # noqa: E402
 from nanogpt_triton.configurator import Count, configure  # noqa: E402
-from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_characters, read_text, reading  # noqa: E402
+from nanogpt_triton.dataset import DATA, BytePairs, make_tokenizer, read_text, read_texts, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES  # noqa: E402
 from nanogpt_triton.train import preferred_attention, select_device, select_dtype  # noqa: E402
 
@@ -48,14 +48,14 @@ def load_model(settings, device):
     path = checkpoint.find(settings.out_dir, newest=False)
     state = checkpoint.load(path)
     if "meta" in state:
-        characters = state["meta"].get("characters")
+        texts = checkpoint.texts_of(state)
     else:  # nanoGPT's, which names the folder of its data
-        characters = read_characters(Path(settings.data_dir or DATA, state.get("config", {}).get("dataset", "")))
-        checkpoint.check_tokens(state, characters)
+        texts = read_texts(Path(settings.data_dir or DATA, state.get("config", {}).get("dataset", "")))
+        checkpoint.check_tokens(state, texts)
     model = GPT(state["model_args"], *where)
     with reading(path, "give another out_dir"):
         model.load_state_dict(state["model"])
-    return model, make_tokenizer(characters)
+    return model, make_tokenizer(texts)
 
 
 @program("sample.py")

@@ -32,9 +32,10 @@ if __name__ == "__main__":  # not this folder, whose kernels would hide the libr
 from measure.command_line import UsageError, program  # noqa: E402  (the repository must be on the path)
 from nanogpt_triton import checkpoint  # noqa: E402
 from nanogpt_triton.configurator import Count, Share, configure  # noqa: E402
-from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_characters, reading  # noqa: E402
+from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_texts, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
+from tiny_llama.hardware import host_memory_bytes, is_out_of_memory  # noqa: E402
 from tiny_llama.notes import lone_process  # noqa: E402
 
 TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
@@ -113,10 +114,11 @@ def select_device(requested, local_rank, world_size):
     if requested.startswith("cuda") and world_size > 1:
         requested = f"cuda:{local_rank}"
     with reading(f"device={requested}", "give auto, cpu, cuda or cuda:N"):
-        device = torch.empty(1, device=requested).device  # an error if there is no such device, whatever its kind
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+        tensor = torch.zeros(1, device=requested)  # an error if there is no such device, whatever its kind
+        tensor.item()  # or if it holds no numbers, as "meta"
+    if tensor.device.type == "cuda":
+        torch.cuda.set_device(tensor.device)
+    return tensor.device
 
 
 def select_dtype(requested, device):
@@ -126,6 +128,30 @@ def select_dtype(requested, device):
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+@contextlib.contextmanager
+def remedied(settings):
+    """Raise UsageError where memory is not enough for a run."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        names = "batch_size", "block_size", "n_layer", "n_embd"
+        given = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
+        remedy = "lower one of them; half the batch_size with twice the gradient_accumulation_steps trains the same"
+        raise UsageError(f"out of memory with {given}: {remedy}") from error
+
+
+def require_host_memory(config, batch_size):
+    """Raise MemoryError if the weights, or an activation, are larger than the memory of this machine, which trains.
+
+    The system may grant more than it has, and end the process when that is full.
+    """
+    weights = (12 * config.n_layer * config.n_embd + config.block_size) * config.n_embd
+    if 4 * max(weights, batch_size * config.block_size * config.n_embd) > host_memory_bytes():  # in fp32
+        raise MemoryError
 
 
 def preferred_attention(device, deterministic):
@@ -189,19 +215,23 @@ class Trainer:
         self.loss = 0.0  # of the last iteration, still on the device
 
         folder = Path(settings.data_dir or DATA, settings.dataset)
-        self.characters, state = read_characters(folder), None
+        self.texts, state = read_texts(folder), None
         if settings.init_from == "resume":
             path = checkpoint.find(settings.out_dir, newest=True)
             state = checkpoint.load(path)
-            checkpoint.check_tokens(state, self.characters)
+            checkpoint.check_tokens(state, self.texts)
         torch.manual_seed(settings.seed)
         self.raw_model = self.make_model(state)
         for name, value in vars(self.raw_model.config).items():
             if getattr(settings, name, value) != value:
                 print(f"the weights decide: {name} = {value!r}")
-        shape = settings.batch_size, self.raw_model.config.block_size
-        self.train_batches = Batches(folder, "train", *shape, settings.seed)
-        self.eval_batches = {split: Batches(folder, split, *shape, settings.seed + 1) for split in SPLITS}
+
+        def batches(split, seed):
+            config = self.raw_model.config
+            return Batches(folder, split, settings.batch_size, config.block_size, seed, config.vocab_size)
+
+        self.train_batches = batches("train", settings.seed)
+        self.eval_batches = {split: batches(split, settings.seed + 1) for split in SPLITS}
 
         betas = settings.beta1, settings.beta2
         self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
@@ -227,13 +257,16 @@ class Trainer:
         if state:
             return GPT(dataclasses.replace(state["model_args"], dropout=settings.dropout), **where)
         if settings.init_from in GPT2_SIZES:
-            checkpoint.check_tokens({"model_args": GPTConfig()}, self.characters)
+            checkpoint.check_tokens({"model_args": GPTConfig()}, self.texts)
             model = GPT.from_pretrained(settings.init_from, dict(dropout=settings.dropout), **where)
             model.crop_block_size(min(settings.block_size, model.config.block_size))
             return model
         names = "block_size", "n_layer", "n_head", "n_embd", "dropout", "bias"
-        vocab_size = len(self.characters) if self.characters else GPTConfig.vocab_size
-        return GPT(GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names}), **where)
+        vocab_size = len(self.texts) if self.texts else GPTConfig.vocab_size
+        config = GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
+        if self.device.type == "cpu":
+            require_host_memory(config, settings.batch_size)
+        return GPT(config, **where)
 
     def restore(self, state):
         """Continue where a checkpoint was saved, with the hyperparameters of these settings."""
@@ -253,7 +286,7 @@ class Trainer:
             "model": self.raw_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "model_args": dataclasses.asdict(self.raw_model.config),
-            "meta": {"characters": self.characters},
+            "meta": {"characters": self.texts},
             "iter_num": self.iteration,
             "best_val_loss": self.best_val_loss,
             "config": dataclasses.asdict(self.settings),
@@ -327,7 +360,8 @@ def train(argv, world):
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     device = join(world, settings)
-    Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
+    with reading(f"out_dir={settings.out_dir}", "give another"):
+        Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
     report = None
     if settings.wandb_log and world.rank == 0:
         wandb = library("wandb", "wandb_log=True")
@@ -335,14 +369,15 @@ def train(argv, world):
         report = wandb.log
     for line in lone_process():
         print(f"Note: {line}")
-    trainer = Trainer(settings, world, device)
+    with remedied(settings):
+        trainer = Trainer(settings, world, device)
     tokens = settings.gradient_accumulation_steps * settings.batch_size * trainer.raw_model.config.block_size
     print(f"tokens per iteration will be: {tokens:,}")
     start = trainer.iteration
     # From here on, Ctrl-C and SIGTERM only ask for the end, which comes before the next batch is fetched.
     world.handle_signals()
     try:
-        with preferred_attention(device, settings.deterministic):
+        with remedied(settings), preferred_attention(device, settings.deterministic):
             return run(trainer, report)
     except KeyboardInterrupt:
         trainer.settle()

@@ -4,14 +4,16 @@ The tokens of a file are its bytes. Training takes windows of its first nine ten
 windows of the last tenth, which is held out, and the model continues the beginning of it.
 """
 
+import contextlib
 import math
+import os
 import statistics
 import textwrap
 
 import numpy as np
 import torch
 
-from tiny_llama.files import open_input, printable
+from tiny_llama.files import open_input, printable, read_part
 from tiny_llama_v3 import UsageError, cdiv
 
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
@@ -60,28 +62,66 @@ def markov_tokens(config):
         yield as_batch(sequence.T)
 
 
+class Text:
+    """The bytes of an open file from start to stop. They are read when they are needed: all may not fit into memory."""
+
+    def __init__(self, config, file, start, stop):
+        self.config, self.file, self.start, self.stop = config, file, start, stop
+
+    def __len__(self):
+        return self.stop - self.start
+
+    def __getitem__(self, part):
+        """Return a slice of the bytes as an array of uint8; UsageError if the file has become shorter."""
+        start, stop, _ = part.indices(len(self))
+        with readable(self.config):
+            return np.frombuffer(read_part(self.file, self.start + start, stop - start), np.uint8)
+
+
+@contextlib.contextmanager
+def readable(config):
+    """Raise UsageError for what keeps the file of --data from being read."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a name with a null byte
+        raise UsageError(
+            f"--data {config.data!r} cannot be read ({error}): give random, markov or a text file"
+        ) from error
+
+
 def read(config):
-    """Return the bytes of the file as two arrays: the first nine tenths, and the last tenth."""
+    """Return two Texts: the first nine tenths of the file's bytes, and the last tenth."""
     given, needed = f"--data {config.data!r}", 10 * config.seq_len + 1
     if config.vocab_size != 256:
         raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
-    try:
-        # Read whole: of a file that is mapped and becomes shorter, the system ends this process.
-        with open_input(config.data) as file:
-            text = np.fromfile(file, np.uint8)
-    except (OSError, ValueError) as error:  # a name with a null byte
-        raise UsageError(f"{given} cannot be read ({error}): give random, markov or a text file") from error
-    if len(text) < needed:
+    with readable(config):
+        file = open_input(config.data, math.inf)
+        size = file.seek(0, os.SEEK_END)
+    if size < needed:
         raise UsageError(
-            f"{given} has {len(text)} bytes, and --seq-len {config.seq_len} needs {needed}: "
-            "lower it, or give a longer file"
+            f"{given} has {size} bytes, and --seq-len {config.seq_len} needs {needed}: lower it, or give a longer file"
         )
-    return np.split(text, [len(text) * 9 // 10])
+    cut = size * 9 // 10
+    return Text(config, file, 0, cut), Text(config, file, cut, size)
+
+
+class Windows:
+    """All sequences of length tokens of a text, a Text or an array (tokens,), each one token on."""
+
+    def __init__(self, text, length):
+        self.text, self.length = text, length
+
+    def __len__(self):
+        return len(self.text) - self.length + 1
+
+    def __getitem__(self, starts):
+        """Return those that begin at starts, an array of integers: (len(starts), length)."""
+        return np.stack([self.text[start : start + self.length] for start in starts.tolist()])
 
 
 def windows_of(text, config):
-    """View all sequences of seq_len + 1 bytes, (windows, seq_len + 1), each one byte on."""
-    return np.lib.stride_tricks.sliding_window_view(text, config.seq_len + 1)
+    """Return all sequences of seq_len + 1 tokens of a text: as many as a batch and its targets need."""
+    return Windows(text, config.seq_len + 1)
 
 
 def file_tokens(config):

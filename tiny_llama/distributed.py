@@ -31,6 +31,7 @@ from tiny_llama import hardware
 from tiny_llama_v3 import UsageError
 
 TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()  # what torchrun sets for its processes
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # by torchrun: how often it has started them again
 FIND_SECONDS = llama.Config().comm_timeout  # how long processes wait until all have started
 BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
@@ -72,7 +73,9 @@ class World:
         with finding_each_other():
             rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=seconds))
             # In a thread: if another program listens on the port, the handshake in C++ heeds no timeout and no signal.
-            self.store, *_ = ThreadPoolExecutor(1).submit(next, rendezvous).result(seconds + 2)
+            store, *_ = ThreadPoolExecutor(1).submit(next, rendezvous).result(seconds + 2)
+            # With --max-restarts torchrun starts all again with one store, which has the dead processes' addresses.
+            self.store = dist.PrefixStore(f"attempt {os.environ.get(ATTEMPT, 0)}", store)
 
     def join(self, device, timeout, backend=None):
         """Form process groups with the others; timeout in seconds. UsageError if they cannot be reached."""

@@ -9,14 +9,29 @@ def open_input(path, most_bytes=2**30):
     """Open a regular file of at most so many bytes for reading, in binary mode; else raise OSError.
 
     A FIFO or a device may have no end, or wait for ever for its other side: it is opened without waiting, and refused.
+    What is read as a whole has a limit, so that it fits into memory; math.inf is for what is read in parts.
     """
     # Windows has no such flag.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
-    status = os.fstat(file.fileno())
-    if stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
-        return file
+    status, problem = os.fstat(file.fileno()), "not a regular file"
+    if stat.S_ISREG(status.st_mode):
+        if status.st_size <= most_bytes:
+            return file
+        problem = f"{status.st_size:,} bytes, which are more than {most_bytes:,}"
     file.close()
-    raise OSError(errno.EINVAL, f"not a regular file of at most {most_bytes:,} bytes", os.fspath(path))
+    raise OSError(errno.EINVAL, problem, os.fspath(path))
+
+
+def read_part(file, start, count):
+    """Return count bytes of an open file from start on; OSError if it has become shorter.
+
+    Not mapped: of a mapped file that becomes shorter, the system would end this process.
+    """
+    file.seek(start)
+    part = file.read(count)
+    if len(part) < count:
+        raise OSError(errno.EIO, "it has become shorter while it was in use", file.name)
+    return part
 
 
 def printable(text):

@@ -4,7 +4,7 @@ import urllib.request
 from pathlib import Path
 
 from measure.command_line import Parser, exit_code_of, replacing
-from nanogpt_triton.dataset import Characters, read_text, reading, write_dataset
+from nanogpt_triton.dataset import Vocabulary, read_text, reading, write_dataset
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -35,7 +35,7 @@ def shakespeare(options):
 
 def write_texts(folder, texts, tokenizer=None):
     """Write {split: text} as a dataset, of characters if there is no tokenizer."""
-    tokenizer = tokenizer or Characters("".join(sorted(set().union(*texts.values()))))
+    tokenizer = tokenizer or Vocabulary(sorted(set().union(*texts.values())))
     with write_dataset(folder, tokenizer) as add:
         for split, text in texts.items():
             add(split, tokenizer.encode(text))

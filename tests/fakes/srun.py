@@ -7,6 +7,8 @@ import sys
 import time
 
 parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
+parser.add_argument("--ntasks", type=int, required=True)
+parser.add_argument("--ntasks-per-node", type=int, choices=(1,), required=True)
 parser.add_argument("--kill-on-bad-exit", type=int, choices=(0, 1), default=0)
 parser.add_argument("--cpu-bind", choices=("none", "cores", "sockets", "threads"), default="cores")
 parser.add_argument("program", nargs=argparse.REMAINDER)
@@ -15,7 +17,7 @@ if options.cpu_bind != "none":  # what is bound here stays on its core, and so d
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 tasks = [
     subprocess.Popen(options.program, env=os.environ | dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID"), str(node)))
-    for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+    for node in range(options.ntasks)
 ]
 while None in [task.poll() for task in tasks]:
     if options.kill_on_bad_exit and any(task.returncode for task in tasks):

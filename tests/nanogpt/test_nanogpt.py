@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from measure.command_line import UsageError
 from nanogpt_triton import checkpoint, sample, train
 from nanogpt_triton import model as gpt
 from nanogpt_triton.configurator import configure
-from nanogpt_triton.dataset import Batches, Characters, write_dataset
+from nanogpt_triton.dataset import Batches, Vocabulary, write_dataset
 from nanogpt_triton.model import GPT, GPTConfig
 from tiny_llama.distributed import World
 
@@ -46,7 +47,7 @@ def data_dir(tmp_path_factory):
     """A dataset of letters that come in alphabetical order, mostly."""
     folder = tmp_path_factory.mktemp("data")
     letters = np.where(np.arange(20000) ** 2 % 101 < 10, 5, 1).cumsum() % 27
-    with write_dataset(folder / "letters", Characters(LETTERS)) as add:
+    with write_dataset(folder / "letters", Vocabulary(LETTERS)) as add:
         add("train", letters[:18000])
         add("val", letters[18000:])
     return folder
@@ -296,7 +297,7 @@ def test_evaluation_is_the_mean_over_its_batches(make_trainer, data_dir):
     assert trainer.model.training
     model = trainer.raw_model.eval()
     for split in ("train", "val"):
-        batches = Batches(data_dir / "letters", split, 4, 16, train.Settings.seed + 1)
+        batches = Batches(data_dir / "letters", split, 4, 16, train.Settings.seed + 1, 27)
         expected = [model(*map(torch.tensor, batches[n]))[1].item() for n in range(3)]
         assert losses[split] == pytest.approx(sum(expected) / 3, rel=1e-6)
 
@@ -324,7 +325,7 @@ def test_a_run_learns_and_its_model_writes(long_run):
     assert "tokens per iteration will be: 128" in out
     *texts, end = draw(folder, "--start=abc", "--num_samples=2", "--max_new_tokens=30").split("---------------\n")
     assert [text.split("\n")[-2] for text in texts] == 2 * [r"abcdefghijklmnopqrstuvwxyz\x1babcdef"] and end == ""
-    assert "no character 'A'" in draw(folder, "--start=A", code=2)
+    assert "no token for 'A': write --start with its own, 'a' 'b'" in draw(folder, "--start=A", code=2)
     assert "not a regular file" in draw(folder, "--start=FILE:/dev/zero", code=2)
 
 
@@ -413,9 +414,9 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path, monkeypatch, wrong
 def test_an_evaluation_alone_writes_nothing(run, trained, monkeypatch):
     """Nor does a run that is ended at once."""
     before = (trained / checkpoint.NAME).read_bytes()
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("FLUX_JOB_SIZE", "2")
     out = run(out_dir=trained, init_from="resume", eval_only=True)
-    assert [*figures(out)] == [("step", 60)] and "Note: SLURM_NTASKS=2, but RANK is not set" in out
+    assert [*figures(out)] == [("step", 60)] and "Note: FLUX_JOB_SIZE=2, but RANK is not set" in out
     monkeypatch.setattr(train.Trainer, "fetch", Mock(side_effect=KeyboardInterrupt))
     run(out_dir=trained, code=130)
     assert (trained / checkpoint.NAME).read_bytes() == before
@@ -432,6 +433,9 @@ def test_target_loss(run):
     (dict(device="cuda:99"), "device=cuda:99"), (dict(n_head=5), "n_embd=32 is not divisible by n_head=5"),
     (dict(init_from="gpt2"), "made for other tokens"), (dict(wandb_log=True), "pip install wandb"),
     (dict(block_size=100000), "too few for block_size=100000"), (dict(out_dir="/dev/null"), "/dev/null"),
+    (dict(out_dir="'a\\0b'"), "null byte"), (dict(device="meta"), "device=meta"),
+    (dict(batch_size=2**31 - 1), "out of memory with batch_size=2147483647"),
+    (dict(n_embd=2**30), "out of memory with"), (dict(n_layer=2**31 - 1), "n_layer=2147483647"),
 ])  # fmt: skip
 def test_what_cannot_be_met_is_said_in_a_line(run, monkeypatch, settings, words):
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -494,20 +498,22 @@ def test_checkpoints_of_nanogpt_and_for_it(run, trained):
 
 def write_letters(folder, characters):
     """A dataset of these characters."""
-    with write_dataset(folder, Characters(characters)) as add:
+    with write_dataset(folder, Vocabulary(characters)) as add:
         for split in ("train", "val"):
             add(split, [number % len(characters) for number in range(500)])
 
 
 @pytest.mark.parametrize("vocab_size, theirs, ours, fits", [
-    (27, "", LETTERS, True), (27, "", LETTERS[:20], False),
-    (50256, "", None, False), (50257, "", None, True), (50320, None, None, True), (50321, "", None, False),
+    (27, "", [*LETTERS], True), (27, "", [*LETTERS[:20]], False), (26, "", [*LETTERS], False),
+    (64, "", [*LETTERS], True), (128, "", [*LETTERS], False), (50256, "", None, False), (50257, "", None, True),
+    (50304, None, None, True), (50305, "", None, False), (27, LETTERS, [*LETTERS], True),
+    (64, [*LETTERS], [*LETTERS], True), (27, LETTERS[::-1], [*LETTERS], False), (64, None, [*LETTERS], False),
 ])  # fmt: skip
 def test_weights_are_for_tokens(vocab_size, theirs, ours, fits):
-    """Checkpoints of nanoGPT do not say for which. The number of GPT-2's may have been padded to a multiple of 64."""
+    """Checkpoints of nanoGPT do not say for which. The vocabulary may have been padded to a multiple of 64."""
     state = {"model_args": GPTConfig(vocab_size=vocab_size)}
     if theirs != "":
-        state["meta"] = {"characters": theirs}
+        state["meta"] = {"characters": theirs}  # a string in older checkpoints
     with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="made for other tokens"):
         checkpoint.check_tokens(state, ours)
 
@@ -523,6 +529,72 @@ def test_a_checkpoint_of_nanogpt_names_its_characters_by_their_folder(run, tmp_p
     assert "abcdefg\n" in draw(trained, f"--data_dir={tmp_path}")
     run(**settings)
     assert saved(trained)["iter_num"] == 64
+
+
+WORDS = ["<pad>", "", "the ", "cat ", "sat ", "on ", "a ", "mat ", ".\n", "dog "]
+
+
+def write_words(folder, meta, tokens=(2, 3, 4, 5, 6, 7, 8, 2, 9, 4, 5, 2, 7, 8)):
+    """A dataset of another project, with this meta.pkl, or none."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        np.array(tokens * 200, np.uint16).tofile(folder / f"{split}.bin")
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+@pytest.mark.parametrize("kind, padded", [(list, 0), (dict, 54), (bytes, 0)])
+def test_tokens_may_be_words(run, tmp_path, kind, padded):
+    """The embedding has a row for each of vocab_size, and no more. Also in a checkpoint of nanoGPT, with rows added."""
+    texts = [word.encode() for word in WORDS] if kind is bytes else WORDS
+    itos = dict(enumerate(texts)) if kind is dict else texts
+    write_words(tmp_path / "words", {"vocab_size": 10, "itos": itos, "stoi": {}, "merges": [1]})
+    settings = dict(data_dir=tmp_path, dataset="words", lr_decay_iters=60, eval_interval=60, dropout=0.0)
+    run(**settings, max_iters=60)
+    state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
+    assert state["model_args"]["vocab_size"] == len(state["model"]["lm_head.weight"]) == 10
+    if padded:
+        for name in ("lm_head.weight", "transformer.wte.weight"):
+            state["model"][name] = F.pad(state["model"][name], (0, 0, 0, padded))
+        for moments in state["optimizer"]["state"].values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if moments[name].shape == (10, 32):
+                    moments[name] = F.pad(moments[name], (0, 0, 0, padded))
+        state["model_args"]["vocab_size"] += padded
+        as_nanogpt(tmp_path, **state)
+    run(**settings, init_from="resume", max_iters=62)
+    out = draw(tmp_path, "--start=the cat ", "--max_new_tokens=6", f"--data_dir={tmp_path}")
+    *_, first, second, _ = out.splitlines()
+    assert first == "the cat sat on a mat ." and second in ("the ", "a ", "")
+    assert "no token for 'bird ': write --start with its own" in draw(tmp_path, "--start=the bird ", code=2)
+    assert "no token for '\\n'" in draw(tmp_path, "--start=", code=2)
+
+
+def test_tokens_without_texts_can_be_trained_on_only(run, tmp_path):
+    write_words(tmp_path / "numbers", {"vocab_size": 10})
+    run(data_dir=tmp_path, dataset="numbers", max_iters=1, eval_interval=1)
+    assert "its meta.pkl had no itos" in draw(tmp_path, code=2)
+
+
+@pytest.mark.parametrize("meta, tokens, splits, settings, words", [
+    (dict(vocab_size=4, itos="ACGT"), [0, 4, 5], ("train", "val"), {}, "token 5, and the model only those below 4"),
+    (dict(vocab_size=4, itos="ACGT"), [4], ("val",), {}, "val.bin has token 4"),
+    (dict(vocab_size=4, itos="ACGT"), [4], ("train",), {}, "train.bin has token 4"),
+    (None, [5, 60000, 7], ("train", "val"), {}, "token 60000, and the model only those below 50304"),
+    (None, [50257], ("val",), dict(init_from="gpt2"), "val.bin has token 50257"),
+    (dict(vocab_size=27, itos=LETTERS), [27], ("val",), dict(init_from="resume"), "val.bin has token 27"),
+])  # fmt: skip
+def test_a_token_beyond_the_vocabulary_is_named(
+    run, tmp_path, trained, monkeypatch, meta, tokens, splits, settings, words
+):
+    monkeypatch.setattr(GPT, "from_pretrained", lambda name, options, **where: GPT(
+        GPTConfig(vocab_size=50257, **TINY), **where
+    ))  # fmt: skip
+    write_words(tmp_path / "odd", meta, [1, 2])
+    for split in splits:
+        np.array(tokens * 200, np.uint16).tofile(tmp_path / "odd" / f"{split}.bin")
+    out_dir = trained if settings == dict(init_from="resume") else tmp_path
+    assert words in run(code=2, data_dir=tmp_path, dataset="odd", out_dir=out_dir, **settings)
 
 
 # --- nanoGPT itself

@@ -96,6 +96,9 @@ def test_our_config_files(path):
     ("--batch_size", "True is no int"), ("--batch_size=0", "batch_size=0 is not from 1"),
     ("--max_iters=-1", "max_iters=-1 is not from 0"),
     ("--dropout=1.5", "dropout=1.5 is not from 0"), ("--learning_rate=-1", "-1.0 is not from 0"),
+    ("--learning_rate=1e999", "inf is not from 0 to 1.79"), (f"--learning_rate=1{400 * '0'}", "give a smaller"),
+    (f"--seed={2**63}", f"is not from 0 to {2**63 - 1}"), ("--seed=-1", "seed=-1 is not from 0"),
+    (f"--warmup_iters=1{400 * '0'}", "is not from 0"), (f"--n_embd={2**31}", "is not from 1 to 2147483647"),
     ("--layer_norm=foo", "layer_norm=foo is none of auto, triton, torch"),
     ("-b=3", "--key=value"), ("missing.py", "missing.py cannot be used"), ("/dev/zero", "not a regular file"),
     ("batchsize = 4", "batchsize: did you mean batch_size?"), ("dropout = float('nan')", "dropout=nan is not from 0"),
@@ -109,6 +112,17 @@ def test_a_mistake_is_named(tmp_path, argument, words):
     assert words in printed(2, train.main, argument)
 
 
+@pytest.mark.parametrize("argument", [
+    f"--seed={10**20}", "--seed=-1", "--num_samples=0", "--num_samples=-1", "--max_new_tokens=-1",
+    f"--max_new_tokens={2**31}", "--temperature=-1", "--temperature=1e999", "--top_k=-1", "--top_k=2.5",
+    f"--top_k={10**20}",
+])  # fmt: skip
+def test_a_number_out_of_range_is_refused_by_sample_as_well(argument):
+    key, _, value = argument.removeprefix("--").partition("=")
+    error = printed(2, sample.main, argument)
+    assert f"error: {key}=" in error and "is not from" in error or f"{key} = {value} is no int" in error
+
+
 def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         configure(sample.Settings, ["--help"], None)  # as with python -OO
@@ -120,7 +134,7 @@ def test_help_lists_every_key(capsys):
 
 
 def test_characters(folder):
-    tokenizer = dataset.make_tokenizer(dataset.read_characters(folder))
+    tokenizer = dataset.make_tokenizer(dataset.read_texts(folder))
     train, val = (tokens_in(folder, split) for split in dataset.SPLITS)
     assert tokenizer.decode([*train, *val]) == SHAKESPEARE and len(train) == len(SHAKESPEARE) * 9 // 10
     theirs = pickle.loads((folder / "meta.pkl").read_bytes())  # as nanoGPT reads it
@@ -138,7 +152,7 @@ def test_pysource(tmp_path, monkeypatch):
     paths = sysconfig.get_paths
     monkeypatch.setattr(sysconfig, "get_paths", lambda *scheme: paths(*scheme) | {"stdlib": str(library)})
     run_prepare("pysource", "--output", tmp_path)
-    decode = dataset.make_tokenizer(dataset.read_characters(tmp_path)).decode
+    decode = dataset.make_tokenizer(dataset.read_texts(tmp_path)).decode
     expected = "\n".join(texts[1:10] + texts[11:]), f"{texts[0]}\n{texts[10]}"
     assert tuple(decode(tokens_in(tmp_path, split)) for split in ("train", "val")) == expected
 
@@ -160,7 +174,7 @@ def test_shakespeare_as_byte_pairs(folder, tiktoken, monkeypatch):
     run_prepare("shakespeare", "--output", folder)
     assert len(tokens_in(folder, "train")) == len(SHAKESPEARE) * 9 // 10
     # Tokens that only pad the vocabulary end a text as well.
-    tokenizer = dataset.make_tokenizer(dataset.read_characters(folder))
+    tokenizer = dataset.make_tokenizer(dataset.read_texts(folder))
     assert tokenizer.decode([97, 50256, 50303]) == ["a", "<|endoftext|>", "<|endoftext|>"]
 
 
@@ -206,7 +220,7 @@ def test_preparing_that_fails_keeps_the_old_data(folder, monkeypatch, content):
 
 
 def batches(folder, split="train", block_size=16, seed=1):
-    return dataset.Batches(folder, split, 4, block_size, seed)
+    return dataset.Batches(folder, split, 4, block_size, seed, 2**16)
 
 
 def test_batches_are_windows_of_the_data(folder):
@@ -223,22 +237,72 @@ def test_batches_are_windows_of_the_data(folder):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("train.bin", None), ("train.bin", b"\0" * 32), ("meta.pkl", b"\x80"),
-    ("meta.pkl", pickle.dumps({"itos": {}})), ("train.bin", os.mkfifo), ("meta.pkl", os.mkfifo),
+    ("train.bin", None), ("train.bin", b""), ("train.bin", b"\0" * 32), ("train.bin", b"\0" * 99),
+    ("train.bin", os.mkfifo),
 ])  # fmt: skip
 def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
     """Or too short for a batch, or no file."""
     if content is not None:
         content(tmp_path / name) if callable(content) else (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match="cannot be used .*: run python .*prepare.py") as error:
-        batches(tmp_path) if name == "train.bin" else dataset.read_characters(tmp_path)
+        batches(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content, texts", [
+    ({"vocab_size": 3}, [None] * 3), ({"vocab_size": 3, "itos": {}, "stoi": {}}, [None] * 3),
+    ({"itos": ["a", "b"]}, ["a", "b"]), ({"itos": ("a", b"\xff")}, ["a", "\udcff"]), ({"itos": "ab"}, ["a", "b"]),
+    ({"itos": {0: "a", 2: "c"}}, ["a", None, "c"]), ({"vocab_size": 2, "stoi": {"a": 0, "b": 1}}, ["a", "b"]),
+    ({"vocab_size": 4, "itos": {0: "a", 1: "b"}, "stoi": {}, "more": [1]}, ["a", "b", None, None]),
+    ({"vocab_size": 1, "itos": {0: "a", 1: "b"}}, ["a"]), ({"vocab_size": 2, "itos": [None, "b"]}, [None, "b"]),
+    *[({"vocab_size": size, "itos": "ab"}, "vocab_size") for size in (0, -1, 2**16 + 1, 10**30, float("nan"))],
+    *[(wrong, "it needs vocab_size") for wrong in (
+        {"vocab_size": "2"}, {"vocab_size": 2, "itos": {"0": "a"}}, {"vocab_size": 2, "itos": {"a", "b"}},
+        {"vocab_size": 2, "itos": 5}, {"vocab_size": None}, {}, {"itos": {}}, [], None, "ab",
+    )],
+    *[({"vocab_size": 1, "itos": [wrong]}, "itos.0. is ") for wrong in (5, 0.5, ["a"], {})],
+    ({"vocab_size": 1, "itos": ["\ud800"]}, "surrogates"), ({"vocab_size": np.int64(3)}, "could run code"),
+], ids=str)  # fmt: skip
+def test_the_meta_that_other_programs_write(tmp_path, content, texts):
+    """As in nanoGPT, vocab_size counts. Without it there are as many tokens as texts."""
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(content))
+    if isinstance(texts, list):
+        assert dataset.read_texts(tmp_path) == texts
+    else:
+        with pytest.raises(UsageError, match=f"meta.pkl cannot be used .*{texts}") as error:
+            dataset.read_texts(tmp_path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"text", os.mkfifo])
+def test_a_meta_that_is_damaged(tmp_path, content):
+    content(tmp_path / "meta.pkl") if callable(content) else (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(UsageError, match="meta.pkl cannot be used .*: it needs vocab_size, and itos"):
+        dataset.read_texts(tmp_path)
+
+
+@pytest.mark.parametrize("texts, text, tokens", [
+    ("abc", "cab", [2, 0, 1]), (["a", "ab", "abc", "b"], "abcabba", [2, 1, 3, 0]), (["", "a", None], "aa", [1, 1]),
+    (["é", "\udcc3", "\udca9", "\udce2"], "é", [0]), (["\udcc3", "\udca9"], "é", [0, 1]),
+    (["<|end|>", "<"], "<<|end|>", [1, 0]),
+])  # fmt: skip
+def test_words_and_bytes_are_found_and_written(texts, text, tokens):
+    vocabulary = dataset.Vocabulary(texts)
+    assert vocabulary.encode(text) == tokens and vocabulary.decode(tokens) == text
+    with pytest.raises(UsageError, match="no token for 'zz'"):
+        vocabulary.encode(text + "zz")
+
+
+def test_a_token_without_a_text_is_shown():
+    """One in a gap, and one that pads the vocabulary; a text may be empty."""
+    assert dataset.Vocabulary(["a", None, ""]).decode([0, 1, 2, 3, 0]) == "a\ufffd\ufffda"
+    assert dataset.Vocabulary(["\udcff", "a"]).decode([0, 1]) == "\ufffda"
 
 
 def test_data_that_becomes_shorter_ends_a_run_in_a_line(folder):
     data = batches(folder)
     os.truncate(folder / "train.bin", 40)
-    with pytest.raises(UsageError, match="train.bin cannot be used .*changed while"):
+    with pytest.raises(UsageError, match="train.bin cannot be used .*shorter while"):
         data[0]
 
 
@@ -254,14 +318,12 @@ class Payload:
 def test_a_pickle_of_nanogpt_runs_no_code(tmp_path, monkeypatch, more, protocol):
     """GPT-2's tokens have none."""
     monkeypatch.chdir(tmp_path)
-    assert dataset.read_characters(tmp_path) is None
+    assert dataset.read_texts(tmp_path) is None
     content = dict(vocab_size=3, itos={0: "\n", 1: "a", 2: "b"}, more=more)
     Path("meta.pkl").write_bytes(pickle.dumps(content, protocol))
     if more is None:
-        assert dataset.read_characters(tmp_path) == "\nab"
-        Path("meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}, protocol))  # enough for nanoGPT to train
-        assert dataset.read_characters(tmp_path) == "\0\1\2"
+        assert dataset.read_texts(tmp_path) == ["\n", "a", "b"]
     else:
         with pytest.raises(UsageError, match=r"cannot be used \(UnpicklingError: it names "):
-            dataset.read_characters(tmp_path)
+            dataset.read_texts(tmp_path)
     assert not Path("touched").exists()

@@ -155,6 +155,19 @@ def script_out_of_memory(folder, *arguments):
     run_script(arguments)
 
 
+def script_lost_once(folder, *arguments):
+    """Run the script, whose rank 1 is killed after a step of torchrun's first attempt."""
+    step = llama.TrainStep.optimizer_step
+
+    def last_step(self):
+        step(self)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        llama.TrainStep.optimizer_step = last_step
+    run_script(arguments)
+
+
 def run_script(arguments):
     """Do as `python tiny_llama_v3.py` does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -4,9 +4,11 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,34 @@ def test_training_takes_all_windows_of_the_first_nine_tenths(config, text):
     assert seen == {(first, first + 1, first + 2) for first in range(25)}
 
 
+def test_a_text_may_be_larger_than_the_memory(config, text):
+    """Nothing of it is read but the windows. Here it is 64 GiB, mostly holes."""
+    size, cut = 2**36, 2**36 * 9 // 10
+    marks = {2**35: b"middle...", cut - 9: b"training!", cut: b"held out!", size - 9: b"the end.."}
+    with open(text, "wb") as file:
+        for place, mark in marks.items():
+            file.seek(place)
+            file.write(mark)
+    training, held_out = (data.windows_of(part, config) for part in data.read(config))
+    assert (len(training), len(held_out)) == (cut - 8, size - cut - 8)
+    for windows, start in ((training, 0), (held_out, cut)):
+        own = [place for place in marks if start <= place < start + len(windows)]
+        assert [bytes(window) for window in windows[np.array(own) - start]] == [marks[place] for place in own]
+    assert next(llama.batches(config))[0].shape == (2, 8)
+    tokens, targets = data.held_out_batches(config)[-1]
+    assert bytes([*tokens[-1], targets[-1, -1]]) == b"the end.."
+
+
+def test_a_text_that_becomes_shorter_ends_the_run_in_a_line(config, text):
+    """The system would end the process if it were mapped."""
+    text.write_bytes(bytes(10**6))  # more than Python reads at once
+    batches = llama.batches(config)
+    next(batches)
+    os.truncate(text, 8)
+    with pytest.raises(llama.UsageError, match=f"--data '{text}' cannot be read .*shorter while it was in use"):
+        next(batches)
+
+
 def test_batches_follow_the_seed(config):
     first, again, other = (next(step_of(config).batches(seed))[0] for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
@@ -84,13 +114,17 @@ def test_batches_follow_the_seed(config):
 
 @pytest.mark.parametrize("content, flags, named", [
     (None, [], "No such file"), ("folder", [], "Is a directory"), (b"", [], "has 0 bytes"),
+    ("/dev/zero", [], "not a regular file"),
     (b"a" * 80, [], "has 80 bytes, and --seq-len 8 needs 81"), (b"a" * 90, ["--vocab-size", "37"], "give 256"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be_trained_on_is_refused(tmp_path, capsys, monkeypatch, content, flags, named):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "text"
     if content is not None:
-        path.mkdir() if content == "folder" else path.write_bytes(content)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.mkdir() if content == "folder" else path.symlink_to(content)
     monkeypatch.setattr(llama, "TinyLlamaTriton", Mock(side_effect=AssertionError("a model was built")))
     flags = [*FLAGS, "--vocab-size", "256", "--seq-len", "8", "--data", str(path), *flags]
     assert llama.main(flags, "tiny_llama_v3.py") == 2

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import distributed
 from tiny_llama.distributed import ShardedAdamW, Step, World
+from tiny_llama.notes import lone_process
 
 SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
 ENDLESS = [*SIZES, "--impl", "torch", "--device", "cpu", "--warmup-steps", "1", "--num-steps", "1000000"]
@@ -156,6 +158,39 @@ def test_a_process_alone_has_no_world(run, monkeypatch):
     assert done.result["summary"]["world"] is None
 
 
+@pytest.mark.parametrize("launcher, environment, named", [
+    ("srun", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=4", "SLURM_STEP_NUM_TASKS=4"),
+    ("srun, without the count", "SLURM_PROCID=1 SLURM_NTASKS=4", "SLURM_PROCID=1"),
+    ("srun, one task", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=1", None),
+    ("a batch script", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0", None),
+    ("salloc", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_NNODES=2", None),
+    ("a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 PMI_SIZE=4 PMI_RANK=0", None),
+    ("srun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID=3"),
+    ("mpirun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"),
+    ("mpirun in a batch script", "SLURM_NTASKS=8 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=8"),
+    ("mpirun, one process", "OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0", None),
+    ("MVAPICH", "MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0", "MV2_COMM_WORLD_SIZE=2"),
+    ("hydra", "PMI_SIZE=4 PMI_RANK=0 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=4"),
+    ("hydra, one process a node", "PMI_SIZE=2 PMI_RANK=0 MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0", "PMI_SIZE=2"),
+    ("PMIx", "PMIX_RANK=2 PMIX_NAMESPACE=x", "PMIX_RANK=2"), ("PALS", "PALS_RANKID=0 PALS_LOCAL_SIZE=4", "PALS_LOCAL"),
+    ("PALS, one process a node", "PALS_RANKID=1 PALS_LOCAL_SIZE=1", "PALS_RANKID=1"),
+    ("Flux", "FLUX_JOB_SIZE=4 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", "FLUX_JOB_SIZE=4"),
+    ("Flux, one task", "FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", None),
+    ("jsrun", "JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_RANK=0", "JSM_NAMESPACE_SIZE=4"),
+    ("torchrun in srun", "RANK=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4", None),
+    ("nonsense", "SLURM_STEP_NUM_TASKS= PMI_SIZE=x SLURM_PROCID=-1", None), ("none", "", None),
+])  # fmt: skip
+def test_processes_that_do_not_know_of_each_other(monkeypatch, launcher, environment, named):
+    foreign = re.compile("SLURM|PMI|OMPI_|MV2_|MPI_|PALS_|FLUX_|JSM_|RANK$")
+    for name in filter(foreign.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, value in (part.split("=") for part in environment.split()):
+        monkeypatch.setenv(name, value)
+    lines = lone_process()
+    assert len(lines) == bool(named), launcher
+    assert not named or lines[0].startswith(named) and "trains alone" in lines[0]
+
+
 # --- faults
 
 
@@ -215,6 +250,23 @@ def test_an_error_ends_all_and_is_told_once(start, tmp_path, function, arguments
     exit_code, out = finish(start(function, tmp_path, *arguments, "--output-dir", tmp_path / "results"))
     (line,) = error_lines(out)
     assert message in line and exit_code != 0 and not (tmp_path / "results").exists()
+
+
+def test_torchrun_starts_a_run_again_when_a_process_was_lost(python, tmp_path):
+    """The second attempt finds the same store, but not the addresses of the first one's processes."""
+    arguments = [*SIZES, "--impl", "torch", "--device", "cpu", "--num-steps", "2", "--output-dir", tmp_path / "results"]
+    exit_code, out = finish(begin([*torchrun(python), "--max-restarts=1"], "script_lost_once", tmp_path, *arguments))
+    assert exit_code == 0 and out.count("Final loss: ") == 1, out
+    (path,) = (tmp_path / "results").iterdir()
+    assert len(json.loads(path.read_text())["steps"]) == 2
+
+
+def test_each_attempt_of_torchrun_tells_why_it_failed(python, tmp_path):
+    program = begin([*torchrun(python), "--max-restarts=1"], "script_out_of_memory", tmp_path, *ENDLESS)
+    exit_code, out = finish(program)
+    lines = error_lines(out)
+    assert exit_code != 0 and len(lines) == 2, out
+    assert all("error: rank 1: out of memory with --batch-size 8" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Opening what a person names: a regular file of a bounded size, or an error in one line, at once."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from tiny_llama import files
 @pytest.mark.parametrize("make, named", [
     (None, "No such file"), (os.mkdir, "Is a directory"), (os.mkfifo, "not a regular file"),
     (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
-    (lambda path: path.write_text("12345"), "of at most 4 bytes"),
+    (lambda path: path.write_text("12345"), "5 bytes, which are more than 4"),
 ])  # fmt: skip
 def test_what_is_no_file_of_a_moderate_size_is_refused_at_once(tmp_path, make, named):
     make and make(tmp_path / "x")
@@ -25,3 +26,15 @@ def test_a_file_is_read_as_it_is(tmp_path):
     with files.open_input(tmp_path / "x", most_bytes=3) as file:
         assert file.read() == b"\r\n\xff"
     subprocess.run([sys.executable, "-S", files.__file__], check=True)  # without any package
+
+
+def test_a_part_is_whole_or_an_error(tmp_path):
+    """Also beyond the 32 bits of a file without a limit; the file has one byte there, and holes before it."""
+    with open(tmp_path / "x", "wb") as file:
+        file.seek(2**32)
+        file.write(b"!")
+    with files.open_input(tmp_path / "x", math.inf) as file:
+        assert files.read_part(file, 2**32 - 1, 2) == b"\0!" and files.read_part(file, 2**32, 1) == b"!"
+        for start, count in ((2**32, 2), (2**32 + 1, 1)):
+            with pytest.raises(OSError, match="shorter.*: '.*x'$"):
+                files.read_part(file, start, count)

@@ -35,7 +35,7 @@ class Cluster:
         foreign = re.compile("SLURM_|NCCL_|FI_|PYTHONUNBUFFERED|.*_CACHE_DIR$")
         self.env = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         self.env |= dict(PATH=f"{commands}:/usr/bin:/bin", USER="somebody", PYTHONDONTWRITEBYTECODE="1")
-        self.env |= dict(SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="localhost,localhost", SLURM_GPUS_ON_NODE="2")
+        self.env |= dict(SLURM_JOB_NODELIST="localhost,localhost", SLURM_GPUS_ON_NODE="2")
         self.env["SLURM_JOB_ID"] = str(os.getpid())
 
     def sbatch(self, *arguments, job=JOB, **env):
@@ -73,7 +73,7 @@ def one_process(tmp_path):
     cluster = Cluster(tmp_path, tmp_path / "fake" / "python")
 
     def run(program, job=JOB, **env):
-        return cluster.sbatch(job=with_program(job, program), SLURM_JOB_NUM_NODES="1", **env)
+        return cluster.sbatch(job=with_program(job, program), SLURM_JOB_NODELIST="localhost", **env)
 
     run.folder = tmp_path
     return run
@@ -152,3 +152,53 @@ def test_the_cache_of_compiled_kernels_is_this_user_s_alone(one_process):
 def test_no_variable_of_slurm_is_executed(cluster, number):
     done = cluster.sbatch(*RUN, SLURM_JOB_ID=number)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (cluster.folder / "executed").exists()
+
+
+@pytest.mark.parametrize("changes, removed, named", [
+    ({}, "SLURM_JOB_ID", "Slurm did not start it: sbatch site/job.slurm"),
+    ({}, "SLURM_GPUS_ON_NODE", "Slurm gives no number of GPUs on a node: call sbatch --gpus-per-node=N, or write"),
+    (dict(SLURM_GPUS_ON_NODE=""), None, "no number of GPUs on a node"),
+    (dict(SLURM_GPUS_ON_NODE="0"), None, "Slurm gives 0 GPUs on a node"),
+    (dict(SLURM_GPUS_ON_NODE="a[$(touch executed)]"), None, "GPUs on a node"),
+    ({}, "SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST is not set, as in a heterogeneous job: give all nodes in one group"),
+    (dict(SLURM_JOB_NODELIST=""), None, "SLURM_JOB_NODELIST is not set"),
+    ({}, "bin/scontrol", "scontrol is not found: have its folder in PATH, or its module in modules="),
+    ({}, "bin/srun", "srun is not found"),
+    ({"\ncores=()": "\ncores=(0-7)", "taskset}": "no_taskset}"}, None, "no_taskset is not found"),
+    ({}, ".venv/bin/activate", "there is no .venv/bin/activate: make run makes it, or name another in venv="),
+    ({}, "tiny_llama_v3.py", "call sbatch in the project's folder"),
+    ({"\nmodules=()": "\nmodules=(rocm)"}, None, "there is no command module: empty modules="),
+    ({"\nmodules=()": "\nmodules=(rocm); module() { false; }"}, None, "module load rocm failed"),
+    ({"\nnetwork=infiniband": "\nnetwork=ib"}, None, "network=ib is none of infiniband, slingshot and ethernet"),
+])  # fmt: skip
+def test_what_is_missing_is_named_with_a_remedy(cluster, changes, removed, named):
+    job, env = JOB, {name: value for name, value in changes.items() if name.startswith("SLURM_")}
+    for old in changes.keys() - env.keys():
+        assert old in job
+        job = job.replace(old, changes[old])
+    if not cluster.env.pop(removed or "", None) and removed:
+        (cluster.folder / removed).unlink()
+    done = cluster.sbatch(job=job, **env)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("job.slurm: error: ") and named in done.stderr
+    assert not (cluster.folder / "executed").exists()
+
+
+def test_a_list_of_nodes_that_slurm_does_not_know(cluster):
+    (cluster.folder / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    done = cluster.sbatch()
+    assert done.returncode == 2 and "scontrol does not know the nodes of SLURM_JOB_NODELIST=localhost" in done.stderr
+
+
+@pytest.mark.parametrize("own, slurm_s, used", [("", "2", 2), ("8", "", 8), ("4", "2", 4)])
+def test_the_number_of_gpus_may_be_given_in_the_job(cluster, own, slurm_s, used):
+    """Slurm counts none where it gives whole nodes. Modules may use variables that are not set."""
+    (cluster.folder / "bin" / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    job = JOB.replace("\ngpus= ", f"\ngpus={own} ").replace(
+        "\nmodules=()", '\nmodules=(a b); module() { echo "$@$UNSET"; }'
+    )
+    done = cluster.sbatch("--graph", job=job, SLURM_GPUS_ON_NODE=slurm_s)
+    assert done.returncode == 0 and done.stdout.startswith("load a b\n--ntasks=2 --ntasks-per-node=1 ")
+    assert f" --nnodes=2 --nproc_per_node={used} " in done.stdout and done.stdout.endswith(
+        " tiny_llama_v3.py --graph\n"
+    )
