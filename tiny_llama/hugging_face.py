@@ -174,6 +174,7 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
 
 @torch.compiler.disable
 def warn_of_compilation():
+    """Warn that a model with our kernels is being compiled, at run time: what is traced has no warnings."""
     warnings.warn(
         "torch.compile fuses nothing with our kernels, and where transformers then builds a mask, as without a cache, "
         "attention is not ours: call the swapped model without it",

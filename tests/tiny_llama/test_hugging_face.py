@@ -437,11 +437,10 @@ def test_a_replaced_attention_or_mask_is_called(device, tokens, attentions, laun
     """Also under a name of transformers."""
     models = [make_model(device), hugging_face.swap_kernels(make_model(device))]
     plain = tensors_of(models[0](tokens))
-    AttentionMaskInterface.register(
-        "sdpa", lambda q_length, **others: torch.ones(q_length, q_length).tril().triu(-3)[None, None].bool().to(device)
-    )
+    near = torch.ones(1, 1, 17, 17, dtype=torch.bool, device=device).tril().triu(-3)
+    AttentionMaskInterface.register("sdpa", lambda *args, **others: near)
     masked = [tensors_of(model(tokens)) for model in models]
-    AttentionMaskInterface.register("sdpa", lambda **others: None)
+    AttentionMaskInterface.register("sdpa", lambda *args, **others: None)
     AttentionInterface.register("sdpa", window)
     registered = [tensors_of(model(tokens)) for model in models]
     for results in masked, registered:
@@ -614,6 +613,8 @@ def test_a_compiled_model_is_right_and_has_a_note(device, tokens):
 
 
 def test_nothing_is_launched_on_the_meta_device(launched):
-    with torch.device("meta"):
-        model, tokens = hugging_face.swap_kernels(make_model("meta")), torch.zeros(1, 5, dtype=torch.long)
-    assert model(tokens, labels=tokens).loss.is_meta and not launched
+    """As accelerate makes models whose weights are still to come; some releases cannot compute there."""
+    tokens = torch.zeros(1, 5, dtype=torch.long, device="meta")
+    theirs, ours = make_model("meta"), hugging_face.swap_kernels(make_model("meta"))
+    expected, actual = (outcome(model, input_ids=tokens, labels=tokens) for model in (theirs, ours))
+    assert (actual is None) == (expected is None) and not launched
