@@ -50,6 +50,10 @@ SUPPORTED = {
     "missing_keys": set(),
     "unexpected_keys": set(),
 }
+# What comes along to --output: the tokenizer's files and others of generation, the licence. No weights, and no code.
+BESIDE = "*.json *.jinja *.md *.model *.spm *.tiktoken *.txt *.vocab *token* LICENSE* NOTICE*".split()
+BESIDE += ["additional_chat_templates/*.jinja"]
+NOT_BESIDE = "config.json *.index.json *.bin *.pt *.pth *.py *.pyc *.safetensors *.so".split()
 # A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
 LOCAL = dict(trust_remote_code=False, local_files_only=True)
 
@@ -110,6 +114,17 @@ def load(folder, config):
     return model.float()
 
 
+def read_beside(folder):
+    """Return {path in the folder: bytes} of the files that BESIDE names, so that saving needs the folder no more."""
+    contents = {}
+    for path in {path for pattern in BESIDE for path in folder.glob(pattern)}:
+        if path.is_dir() or any(path.match(pattern) for pattern in NOT_BESIDE):
+            continue
+        with reported(path), open_input(path) as file:
+            contents[path.relative_to(folder)] = file.read()
+    return contents
+
+
 def text_batches(path, folder, config):
     """Yield batches as llama.random_tokens() does, of random windows of a text, the same in every run."""
     with reported(f"--text {path} or the tokenizer of {folder}"), open_input(path) as file:
@@ -120,6 +135,10 @@ def text_batches(path, folder, config):
         tokens = np.array(tokenizer(file.read().decode(), verbose=False).input_ids)
     if len(tokens) <= config.seq_len:
         raise UsageError(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
+    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        beyond = tokens[(tokens < 0) | (tokens >= config.vocab_size)][0]
+        known = f"the tokenizer of {folder} gives token {beyond}, and its model has {config.vocab_size}"
+        raise UsageError(f"--text {path}: {known}: resize the model's embeddings, or leave such words out")
     windows, rng = windows_of(tokens, config), np.random.default_rng(config.seed)
     while True:
         yield as_batch(windows[rng.integers(len(windows), size=config.batch_size)])
@@ -146,18 +165,49 @@ def same_logits(step, model):
     return difference <= TOLERANCE
 
 
-def save(step, model, folder, output):
-    """Write the trained weights, and the files of the folder's tokenizer, to a new folder."""
+def save(step, model, beside, output):
+    """Write the trained weights, and what was beside them, {path: bytes}, to a new folder."""
     copy_to_hugging_face(dict(step.model.named_parameters()), model)
+    if Path("generation_config.json") in beside:
+        model.generation_config = type(model.generation_config)()  # that of the folder may be one that is not saved
+    model.config.rope_theta = model.config.rope_parameters["rope_theta"]  # where transformers 4 looks for it
     with replacing(output) as new, reported(f"--output {output}", "written"):
         model.save_pretrained(new)
-        for path in folder.glob("*token*"):
-            shutil.copy(path, new)
+        for path, content in beside.items():
+            (new / path).parent.mkdir(exist_ok=True)
+            (new / path).write_bytes(content)
+        for path in new.glob("*.safetensors"):
+            shutil.copymode(new / "config.json", path)  # safetensors 0.8 hides it from the group
+
+
+def save_somewhere(step, model, beside, output):
+    """Write to output, or where else there is room: UsageError then says where the trained model is."""
+    places, reasons = [output, *(Path(place, f"hf_weights_{os.getpid()}") for place in spare_folders())], []
+    for place in places:
+        try:
+            save(step, model, beside, place)
+        except UsageError as error:
+            reasons.append(str(error))
+        else:
+            break
+    else:
+        raise UsageError("; ".join(reasons))
+    if reasons:
+        raise UsageError(f"{reasons[0]}: the trained model is in {place}")
+
+
+def spare_folders():
+    """Yield folders that the user may write to."""
+    with contextlib.suppress(OSError):  # no place for temporary files
+        yield tempfile.gettempdir()
+    with contextlib.suppress(OSError, RuntimeError):
+        yield Path.home()
+        yield Path.cwd()
 
 
 def run(config, device, given, folder, text, output):
     """Load, compare, train and save. Return the exit code."""
-    model = load(folder, given)
+    model, beside = load(folder, given), read_beside(folder) if output else {}
     batches = text_batches(text, folder, config) if text else llama.random_tokens(config)
     step, records = make_step(config, device, model), []
     step.load(*next(batches))
@@ -168,12 +218,7 @@ def run(config, device, given, folder, text, output):
     if llama.divergence(records):
         return 1
     if output:
-        try:
-            save(step, model, folder, output)
-        except UsageError as error:
-            kept = Path(tempfile.gettempdir(), f"hf_weights_{os.getpid()}")
-            save(step, model, folder, kept)
-            raise UsageError(f"{error}: the trained model is in {kept}") from error
+        save_somewhere(step, model, beside, output)
     return 0
 
 

@@ -63,17 +63,25 @@ def write_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def add_tokenizer(folder, added=()):
+    """Write a tokenizer of the characters of ASCII, with more tokens beyond them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {chr(number): number - 32 for number in range(32, 127)} | {"?": 31}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(list(added))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Without it, transformers 5.0 adds LLaMA's own tokens.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
 @pytest.mark.parametrize("changes", [
     dict(tie_word_embeddings=True),
     dict(tie_word_embeddings=False, rope_parameters=ROPE, rms_norm_eps=1e-2, dtype=torch.bfloat16, shard="20KB"),
 ], ids=["tied", "untied"])  # fmt: skip
 def test_weights_come_in_learn_a_text_and_go_out(transformers, make_folder, tmp_path, capsys, monkeypatch, changes):
-    tokenizers = pytest.importorskip("tokenizers")
     folder, new, steps_made = make_folder(**changes), tmp_path / "new/model", []
-    vocabulary = {chr(number): number - 32 for number in range(32, 127)} | {"?": 31}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    add_tokenizer(folder)
     make_step = hf_weights.make_step
     monkeypatch.setattr(hf_weights, "make_step", lambda *args: steps_made.append(make_step(*args)) or steps_made[-1])
     assert run(folder, "--text", tmp_path / "text", "--output", new) == 0
@@ -87,6 +95,62 @@ def test_weights_come_in_learn_a_text_and_go_out(transformers, make_folder, tmp_
     (tmp_path / "text").write_text("x" * 48)
     assert "48 tokens, and --seq-len 48 needs more" in error_of(capsys, folder, "--text", tmp_path / "text")
     assert "cannot be read (FileNotFoundError" in error_of(capsys, folder, "--text", tmp_path / "none")
+
+
+BESIDE = """
+added_tokens.json chat_template.jinja LICENSE merges.txt README.md special_tokens_map.json tokenizer.model
+tokenizer_config.json vocab.json vocab.txt qwen.tiktoken tokenizer.model.v3 additional_chat_templates/tool.jinja
+generation_config.json
+""".split()
+LEFT = """
+model.safetensors.index.json pytorch_model.bin modeling_mine.py tokenization_mine.py optimizer.pt tokenizer/vocab.json
+.gitattributes original/params.json
+""".split()
+
+
+def test_what_lies_beside_the_weights_comes_along(transformers, make_folder, tmp_path):
+    """As files, also from links, whatever generation_config.json says; but no weights, no code."""
+    folder, new, linked = make_folder(rope_parameters=ROPE), tmp_path / "new", tmp_path / "blob"
+    for name in BESIDE + LEFT:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps({"name": name}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}, "metadata": {}}))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "do_sample": False}))
+    (folder / "merges.txt").rename(linked)
+    (folder / "merges.txt").symlink_to(linked)
+    former = os.umask(0o027)
+    try:
+        assert run(folder, "--num-steps", 1, "--output", new) == 0
+    finally:
+        os.umask(former)
+    files = {str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()}
+    assert files == {"config.json", "model.safetensors", *BESIDE}
+    for name in BESIDE:
+        assert (new / name).read_bytes() == (folder / name).read_bytes() and not (new / name).is_symlink()
+    assert {(new / name).stat().st_mode & 0o777 for name in files} == {0o640}
+    assert json.loads((new / "config.json").read_text())["rope_theta"] == 500.0  # for transformers 4
+    again = transformers.LlamaConfig.from_pretrained(new)
+    assert again.rope_parameters["rope_theta"] == 500.0
+
+
+def test_a_token_that_the_model_does_not_have_is_named(make_folder, tmp_path, capsys):
+    folder = make_folder()
+    add_tokenizer(folder, ["<a>", "<b>", "<c>"])  # 95, 96 and 97
+    (tmp_path / "text").write_text("<b>abc" * 20)
+    assert run(folder, "--text", tmp_path / "text", "--num-steps", 1) == 0
+    (tmp_path / "text").write_text("<b>abc<c>" * 20)
+    assert "gives token 97, and its model has 97: resize" in error_of(capsys, folder, "--text", tmp_path / "text")
+
+
+def test_what_cannot_be_read_is_named_before_training(make_folder, tmp_path, capsys):
+    folder = make_folder()
+    (folder / "vocab.json").symlink_to(tmp_path / "nowhere")
+    assert "vocab.json cannot be read (FileNotFoundError" in error_of(capsys, folder, "--output", tmp_path / "new")
+    (folder / "vocab.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates/tool.jinja")
+    assert "not a regular file" in error_of(capsys, folder, "--output", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_wrong_logits_end_the_program(make_folder, capsys, monkeypatch):
@@ -152,22 +216,34 @@ def test_pipes_are_refused(make_folder, tmp_path, capsys):
     assert "tokenizer.json is no file" in error_of(capsys, folder)
 
 
+@pytest.mark.parametrize("full", ["lost", "lost other", "lost other home here"])
 def test_a_model_is_kept_if_it_cannot_be_saved_where_it_should(
-    transformers, make_folder, tmp_path, capsys, monkeypatch
+    transformers, make_folder, tmp_path, capsys, monkeypatch, full
 ):
+    """The temporary folder, the user's and this one are tried in turn."""
     folder, new, save = make_folder(), tmp_path / "lost/new", transformers.LlamaForCausalLM.save_pretrained
     flags = "--num-steps", 1, "--output", new
     assert "cannot be written to (Not a directory)" in error_of(capsys, folder, "--output", tmp_path / "text/new")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
 
     def save_but(model, path):
         save(model, path)
-        if "lost" in str(path):
+        if set(full.split()) & set(path.parts):
             raise OSError("No space left on device")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", save_but)
-    assert "No space left on device): the trained model is in" in error_of(capsys, folder, *flags)
-    assert not list(new.parent.iterdir()) and list(tmp_path.glob("other/hf_weights_*/model.safetensors"))
+    error = error_of(capsys, folder, *flags)
+    kept = [str(path.parent) for path in tmp_path.glob("*/hf_weights_*/model.safetensors")]
+    if "here" in full:
+        assert error.count("No space left on device") == 4 and not kept
+    else:
+        (place,) = kept
+        assert error.endswith(f"No space left on device): the trained model is in {place}")
+        assert os.path.basename(os.path.dirname(place)) == ("home" if "other" in full else "other")
+    assert not list(new.parent.iterdir())
 
 
 AUTO = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokenizer", None]}
