@@ -3119,7 +3119,8 @@ def writable_folder(flag, name):
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UsageError(f"{flag} {name} cannot be written to ({error.strerror}): give another folder") from error
+        reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"{flag} {name} cannot be written to ({reason}): give another folder") from error
     return Path(name)
 
 

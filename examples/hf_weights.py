@@ -239,9 +239,9 @@ def main(argv):
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
     if output:
-        llama.writable_folder("--output", output)
         if os.path.lexists(output):
             raise UsageError(f"--output {output} exists: give the name of a new folder")
+        llama.writable_folder("--output", output.absolute().parent)
     given, device = read_config(folder), llama.select_device(options["device"])
     with reported(folder / "config.json"):
         config = llama.Config(

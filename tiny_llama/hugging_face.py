@@ -13,6 +13,7 @@ import warnings
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from transformers import DynamicCache
 from transformers.activations import ACT2FN
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -50,6 +51,8 @@ def are_plain(*tensors):
         types = {tensor.dtype}
         if torch.is_autocast_enabled(tensor.device.type):
             types.add(torch.get_autocast_dtype(tensor.device.type))
+        if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():  # of a model on several GPUs
+            return False
         is_bf16 = torch.bfloat16 in types
         return types <= llama.KERNEL_DTYPES and not llama.triton_obstacle(tensor.device, use_amp=is_bf16)
 
@@ -145,7 +148,8 @@ class SwiGLU(LlamaMLP):
     @torch.compiler.disable
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
-        if type(self.act_fn) is not SILU or not are_plain(x):
+        is_silu = type(self.act_fn) is SILU and not llama.is_changed(self.act_fn) and not has_any_global_hook()
+        if not is_silu or not are_plain(x):
             return super().forward(x)
         gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
         return self.down_proj(ActivationFunction.apply(gate_up.flatten(0, -2)).view(*x.shape[:-1], -1))

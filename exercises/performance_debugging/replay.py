@@ -231,7 +231,6 @@ def main(argv):
                 print(shlex.join(run.command))
         return 0
     output = llama.writable_folder("--output", options.output)
-    output.mkdir(parents=True, exist_ok=True)
     if not (options.laptop or torch.cuda.is_available()):
         print("There is no GPU: --laptop shows what was recorded on one.")
     put_aside(output)

@@ -491,6 +491,7 @@ def test_folder_that_cannot_be_written_to(cli, tmp_path, flag, name):
     (tmp_path / "dangling").symlink_to("nowhere")
     shown = f"{flag} {name} cannot be written to" if name else f"{flag} '' names no folder"
     remedy = "another folder" if name else "give one"
+    remedy = f"(Not a directory): give {remedy}" if "file" in name else remedy
     assert_refused(cli(flag, name), shown, remedy, left=["dangling", "file"])
 
 

@@ -96,6 +96,7 @@ layer.self_attn.v_proj.bias = torch.nn.Parameter(torch.ones(16, device=device))
 torch.nn.utils.parametrizations.weight_norm(layer.self_attn.k_proj)
 torch.nn.utils.parametrizations.weight_norm(layer.input_layernorm, dim=None)
 layer.mlp.act_fn = torch.nn.GELU()
+layer.mlp.act_fn.register_forward_hook(lambda module, given, result: 2 * result)
 layer.self_attn.is_causal = False
 layer.self_attn.scaling = 1.0
 layer.self_attn.attention_dropout = 0.5
@@ -120,6 +121,28 @@ def test_what_others_change_counts(device, tokens, change, is_first):
         exec(change, globals() | given)
         results.append(loss_and_gradients(model if is_first else swap(model), tokens, **keywords))
     assert_close(*results)
+
+
+def test_hooks_for_all_modules_see_the_same_modules(models, tokens):
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda part, *_: seen.append(type(part).__name__))
+    try:
+        for model in models:
+            model(tokens)
+    finally:
+        handle.remove()
+    half = len(seen) // 2
+    names = [name.removeprefix("Llama").replace("MLP", "SwiGLU") for name in seen]
+    assert "SiLUActivation" in seen and names[:half] == names[half:]
+
+
+@pytest.mark.gpu
+def test_tensors_on_another_gpu_are_left_to_transformers(monkeypatch, device):
+    """As those of a model that accelerate has divided among several."""
+    x = torch.ones(2, 3, device=device)
+    assert hugging_face.are_plain(x)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not hugging_face.are_plain(x)
 
 
 def test_weights_stay_those_of_transformers(models, tokens, tmp_path):
