@@ -103,9 +103,11 @@ def main(argv):
         before, after = map(whole_side_of, (options.before, options.after))
     compared = compare(before, after)
     sums = compared.sum(numeric_only=True)
+    # The median is 0 of a kernel that less than half of the steps have.
+    ratio = f" ({sums['ms after'] / sums['ms before']:.2f} of the time)" if sums["ms before"] else ""
     print(
         f"{scope}: {sums['ms before']:.3f} ms in {sums['calls before']:.6g} calls, then {sums['ms after']:.3f} ms in "
-        f"{sums['calls after']:.6g} calls ({sums['ms after'] / sums['ms before']:.2f} of the time)"
+        f"{sums['calls after']:.6g} calls{ratio}"
     )
     print("Kernels:", ", ".join(f"{count} {change}" for change, count in compared["change"].value_counts().items()))
     print(

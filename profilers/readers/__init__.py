@@ -22,7 +22,6 @@ printable, and kernels pass files.one_at_a_time().
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,12 +91,21 @@ def process_of(file, labels, dispatches, ranges):
             reason = f"none of its {len(dispatches)} kernels starts within one of its {steps} steps"
             note(f"{file}: {reason}, as if by another clock: the whole recording counts")
             windows, steps, measured = [], 0, dispatches
-    took, longest = measured["End"] - measured["Start"], max((end - start for start, end in windows), default=math.inf)
-    if (beyond := took > longest).any():
-        name = measured["Name"][took.idxmax()]
-        reason = f"{beyond.sum()} kernels last longer than any step, {name} {took.max() / 1e6:.3f} ms"
-        note(f"{file}: {reason} of {longest / 1e6:.3f} ms: a stamp is wrong, or steps do not wait for their kernels")
+    if windows:
+        note_what_exceeds(file, measured, windows, steps)
     return Process(dispatches, ranges, windows, steps, measured, functools.partial(calls_of, file, labels))
+
+
+def note_what_exceeds(file, measured, windows, steps):
+    """Note it if a kernel lasts longer than any of the windows, or all together longer than all windows."""
+    took, lengths = measured["End"] - measured["Start"], [end - start for start, end in windows]
+    if took.max() > max(lengths):
+        name = measured["Name"][took.idxmax()]
+        told = f"{(took > max(lengths)).sum()} kernels last longer than any step, {name} {took.max() / 1e6:.3f} ms of "
+        note(f"{file}: {told}{max(lengths) / 1e6:.3f}: a stamp is wrong, or steps do not wait for their kernels")
+    elif took.sum() > sum(lengths):
+        told = f"kernels add up to {took.sum() / steps / 1e6:.3f} ms a step of {sum(lengths) / steps / 1e6:.3f}"
+        note(f"{file}: {told}: several streams or GPUs, or wrong stamps, or steps do not wait for their kernels")
 
 
 def calls_of(file, labels):
@@ -187,6 +195,8 @@ def read_all(path, content):
     if not path.exists():
         raise Unreadable(f"{path} does not exist")
     left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
+    has_own_name = any(path.match(pattern) for kind in FORMATS for pattern in kind.PATTERNS.values())
+    named_by_a_person = {} if has_own_name else NAMED_BY_A_PERSON
     found = []
     for kind in FORMATS:
         if found or content not in kind.PATTERNS:
@@ -195,7 +205,7 @@ def read_all(path, content):
         if path.is_dir():
             files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
         else:
-            files = [path] if path.match(NAMED_BY_A_PERSON.get(pattern, pattern)) else []
+            files = [path] if path.match(named_by_a_person.get(pattern, pattern)) else []
         for file in files:
             try:
                 with reported(file):

@@ -18,6 +18,7 @@ PROCESS = ["Guid", "Pid"]  # labels that tell the processes in a file apart, emp
 QUEUE = ["Queue", "Stream"]  # on which kernels run one after the other, of a process and an Agent, a GPU
 LABELS = [*PROCESS, "Agent", *QUEUE]
 LAST = 2**63 - 1  # ns that a clock can count
+LONGEST = 2**53  # ns, 104 days
 OVERLAP = 0.01  # of the kernels' time: so much is not worth a word
 shown = functools.cache(printable)  # of a few names that fill long columns
 
@@ -84,6 +85,7 @@ def usable(path, rows):
     are_good &= figures.get("Start", 0) <= figures.get("End", 2.0**63)
     if "End" in figures:  # a clock that has run for a second was not at 0 when a kernel started: 0 is no stamp
         are_good &= figures["Start"].gt(0) | figures["End"].lt(1e9)
+        are_good &= figures["End"] - figures["Start"] < LONGEST
     if "MaxNs" in figures:
         are_good &= figures["Calls"].ge(1) & figures["MinNs"].le(figures["MaxNs"])
         are_good &= figures["MaxNs"].le(figures["TotalDurationNs"])

@@ -94,6 +94,16 @@ def test_a_database_of_several_processes_is_compared_as_one_of_each(tmp_path, ca
         assert f"in {steps[0]} and in {steps[1]} steps" in out
 
 
+def test_kernels_that_each_step_has_others_of(tmp_path, capsys):
+    """Of each the median is 0: there is no ratio of their sums."""
+    steps = [Record("step", 10**6 * n, 10**6 * n + 900_000) for n in (1, 2, 3)]
+    run = Run([Record(f"k{step.start}", step.start, step.start + 1000) for step in steps], steps, [], [])
+    records.write_rocpd(tmp_path / "a.db", run)
+    assert compare.main([str(tmp_path)] * 2) == 0
+    out = capsys.readouterr().out
+    assert "A step of each: 0.000 ms in 1 calls, then 0.000 ms in 1 calls\n" in out and "nan" not in out
+
+
 def test_steps_of_processes_that_are_not_told_apart_have_means(tmp_path, capsys):
     """Each of the two would count in the steps of both."""
     write_processes(tmp_path / "two", ("g", 1), ("h", 2))

@@ -228,7 +228,29 @@ def test_a_kernel_that_lasts_longer_than_a_step_is_named(tmp_path, capsys, kind)
     write_recording(tmp_path / "k", kind, run)
     assert readers.read_kernels(tmp_path)[1] == 3
     told = capsys.readouterr().err
-    assert "1 kernels last longer than any step, b 1599.870 ms of 0.900 ms: " in told and told.count("\n") == 1
+    assert "1 kernels last longer than any step, b 1599.870 ms of 0.900: " in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("us, noted", [(449, ""), (451, ": kernels add up to 0.902 ms a step of 0.900: several ")])
+def test_kernels_that_add_up_to_more_than_a_step_are_noted(tmp_path, capsys, us, noted):
+    """The database knows no streams: that two overlap is no fault in itself."""
+    spans = (0, us), (100, 100 + us)
+    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
+    write_recording(tmp_path / "k", "db", run)
+    assert readers.read_kernels(tmp_path)[0]["TotalDurationNs"].sum() == 3000 * us * len(spans)
+    told = capsys.readouterr().err
+    assert noted in told and bool(told) == bool(noted)
+
+
+def test_a_file_has_no_content_of_other_formats(tmp_path):
+    """Only a name that no profiler gives may be that of a trace: rocprofv3's JSON has no calls."""
+    write_recording(tmp_path / "k", "results.json")
+    assert readers.read_ranges(tmp_path / "k_results.json", "calls").empty
+    (process,) = readers.read_processes(tmp_path)
+    assert process.calls().empty
+    write_recording(tmp_path / "t", "json")
+    os.rename(tmp_path / "t" / "trace.json", tmp_path / "mine.json")
+    assert read_kernels(tmp_path / "mine.json")[1] == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

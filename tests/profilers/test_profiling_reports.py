@@ -66,6 +66,15 @@ def test_a_table_in_a_folder_is_named_after_what_it_covers(session):
     assert calls == [3 * 19, len(RUN.dispatches)]
 
 
+@pytest.mark.parametrize("module", [hotspots, plot, compare])
+def test_reports_of_kernels_without_times(module, tmp_path, capsys):
+    """Those of the steps have none, and one before them has."""
+    kernels = [Record("warm", 10, 90), Record("k", 150, 150), Record("k", 160, 160)]
+    records.write_rocpd(tmp_path / "a.db", Run(kernels, [Record("step", 100, 200)], [], []))
+    assert module.main([str(tmp_path)] * (1 + (module is compare))) == 1
+    assert "a.db: 2 of 3 kernels last 0 ns" in (err := capsys.readouterr().err) and "holds no kernels that took" in err
+
+
 @pytest.mark.parametrize("module", [hotspots, plot, counters, compare])
 def test_reports_of_nothing(module, tmp_path, capsys):
     two = 1 + (module is compare)
