@@ -210,8 +210,9 @@ def read_all(path, content):
             try:
                 with reported(file):
                     rows = usable(file, kind.read(file, content))
-                    are_kernels = content in ("dispatches", "counted")
-                    found.append((file, one_at_a_time(file, rows) if are_kernels else rows))
+                    if content in ("dispatches", "counted") and tell_processes(rows, ranges_beside(file)):
+                        rows = one_at_a_time(file, rows)
+                    found.append((file, rows))
             except OtherFormat as error:  # in a folder it may lie beside good files
                 if file == path:
                     raise
@@ -226,12 +227,23 @@ def read_beside(file, name, content):
     return read_all(beside, content) if beside.exists() else []
 
 
+def ranges_beside(file):
+    """Return the ranges of all processes in a file."""
+    return pd.concat([intervals(), *(rows for _, rows in read_beside(file, "marker_api_trace", "markers"))])
+
+
+def tell_processes(rows, ranges):
+    """Return whether rows say of which process they are, if there are several. Else their queues may be alike."""
+    telling = [label for label in PROCESS if label in ranges and ranges[label].nunique() > 1]
+    return not telling or any(label in rows for label in telling)
+
+
 def of_each_process(file, table):
     """Yield (labels, its rows of a table, its ranges) of each process in a file, in the order of their first rows.
 
     Rows and ranges belong together by the labels that both have. If these tell no processes apart, the file is of one.
     """
-    ranges = pd.concat([intervals(), *(rows for _, rows in read_beside(file, "marker_api_trace", "markers"))])
+    ranges = ranges_beside(file)
     shared = [label for label in PROCESS if label in table and (label in ranges or ranges.empty)]
     if not shared or len(pd.concat([table[shared], ranges.reindex(columns=shared)]).drop_duplicates()) < 2:
         yield {}, table, ranges

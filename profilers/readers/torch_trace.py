@@ -25,14 +25,12 @@ def read(path, content):
     chosen = [event for event in events if event.get("cat") in CATEGORIES[content]]
     if content == "dispatches" and not chosen:
         return outermost(usable(path, spans([event for event in events if event["name"].startswith("aten::")])))
-    rows = spans(chosen)
-    if len({event.get("pid") for event in events if event.get("cat") in CATEGORIES["markers"]}) > 1:
-        rows["Stream"] = ""  # where somebody has merged the traces of processes, their GPUs may have the same number
-    return rows
+    # The "process" of a kernel is its GPU, and its "thread" is the stream.
+    return spans(chosen) if content == "dispatches" else spans(chosen).rename(columns={"Agent": "Pid"})
 
 
 def spans(events):
-    """Return a table of events that begin and end; the process and the thread of a kernel are its GPU and stream."""
+    """Return a table of events that begin and end."""
     table = pd.DataFrame(events, columns=["name", "ts", "dur"])
     start, duration = (1e3 * pd.to_numeric(table[field], errors="coerce") for field in ("ts", "dur"))  # from us to ns
     agents, streams = ([event.get(field, "") for event in events] for field in ("pid", "tid"))

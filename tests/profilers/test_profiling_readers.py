@@ -371,6 +371,17 @@ def test_steps_of_processes_that_cannot_be_told_apart(tmp_path, capsys):
     assert "steps overlap, as of several processes or threads" in capsys.readouterr().err
 
 
+def test_a_merged_table_whose_kernels_do_not_name_their_process(tmp_path, capsys):
+    """Those of ROCm do not: all have the numbers 0 of their queue and stream."""
+    dispatches, markers = tmp_path / "k_kernel_trace.csv", tmp_path / "k_marker_api_trace.csv"
+    records.write_kernel_trace(dispatches, (7, 0), [*RUN.dispatches, *RUN.later(5).dispatches])
+    records.write_markers(markers, (7, 0), [*RUN.ranges, *RUN.later(5).ranges])
+    pd.read_csv(markers).assign(Process_Id=[1] * 3 + [2] * 3).to_csv(markers, index=False)
+    table, steps, _ = read_kernels(tmp_path)
+    assert steps == 4 and sums_of(table) == {"a": (6, 200), "b": (2, 198)}
+    assert capsys.readouterr().err.count("steps overlap") == 1
+
+
 def test_the_memory_of_two_processes_is_not_added(tmp_path):
     records.write_rocpd(tmp_path / "a.db", RUN)
     columns = "guid, pid, type, level, agent_type, address, size, start"
