@@ -29,7 +29,8 @@ from measure.tables import number, show
 from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians, spread_of_medians
 
 WITHOUT_EFFECT = ("output_dir", "profile", "check", "comm_timeout")  # on a step
-VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")  # which a comparison may be about
+VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")
+SUBJECTS = (*VERSIONS, "processes")  # what a comparison may be about
 FIGURES = ("first_loss", "final_loss", "held_out_loss", "peak_memory_mib", "parameters_with_gradient")
 
 
@@ -185,7 +186,7 @@ def main(argv):
     options = parser.parse_args(argv)
     settings, figures = zip(read_side(options.before), read_side(options.after), strict=True)
     different = differences(sum(settings, ()))
-    prohibited = [f"{name} ({values})" for name, values in different.items() if name not in VERSIONS]
+    prohibited = [f"{name} ({values})" for name, values in different.items() if name not in SUBJECTS]
     if prohibited and not options.anyway:
         raise UsageError(f"the results differ in {', '.join(prohibited)}: give --anyway to compare them all the same")
     print(f"runs: {' / '.join(str(len(side)) for side in figures)}")

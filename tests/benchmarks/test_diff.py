@@ -160,7 +160,7 @@ def test_results_without_a_common_figure_are_refused(compare, before, after):
 
 
 @pytest.mark.parametrize("changes, code, told", [
-    (dict(world={"size": 2}), 2, "differ in processes (1 / 2)"), (dict(world={"size": 1}), 0, ""),
+    (dict(world={"size": 2}), 0, "\nprocesses: 1 / 2\n"), (dict(world={"size": 1}), 0, "\n\nfigure "),
     (dict(held_out_loss=1.5), 0, "Not compared: held out loss: before not measured, after measured"),
     (dict(kernels="there is no GPU"), 0, "Not compared: kernels, launches: before measured, after there is no GPU"),
     (dict(config={"num_steps": 9}), 2, "differ in num_steps (interrupted after 6 of 8 / interrupted after 6 of 9)"),
