@@ -6,9 +6,11 @@
 The results are of tiny_llama_v3.py or benchmarks.steps. A time is faster or slower if the 95 % intervals of the two
 medians do not overlap (ratio_of_medians in measure/timing.py). Clocks and other jobs differ more between processes than
 between steps: with several runs a side, the bounds are widened by the largest ratio between two runs of one side. With
-one run a side this ratio is not known. Other figures differ if their ranges do not overlap.
+one run a side this ratio is not known. Other figures differ if their ranges do not overlap. What some results lack, as
+a row that failed or was not run, is named below the table with the reason.
 
-Exit codes: 0 done, 2 a result cannot be read, or the results were made in different ways.
+Exit codes: 0 done, 1 a time was measured on one side only, or not in all of its runs, 2 a result cannot be read, the
+results were made in different ways, or they have no figure in common.
 """
 
 import sys
@@ -27,8 +29,21 @@ from measure.tables import number, show
 from measure.timing import LEAST_TIMES, percentiles, ratio_of_medians, spread_of_medians
 
 WITHOUT_EFFECT = ("output_dir", "profile", "check", "comm_timeout")  # on a step
-VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")  # which a comparison may be about
+VERSIONS = ("python", "torch", "triton", "cuda", "hip", "driver", "numpy", "commit")
+SUBJECTS = (*VERSIONS, "processes")  # what a comparison may be about
 FIGURES = ("first_loss", "final_loss", "held_out_loss", "peak_memory_mib", "parameters_with_gradient")
+
+
+class Reason(str):
+    """Why there is no figure, in its place, in one line."""
+
+    def __new__(cls, text):
+        return super().__new__(cls, " ".join(str(text).split()))
+
+
+def is_measured(value):
+    """Return whether a figure has a value; None is one without a reason."""
+    return value is not None and not isinstance(value, Reason)
 
 
 def read_run(result):
@@ -36,13 +51,21 @@ def read_run(result):
     summary, steps = result["summary"], pd.json_normalize(result["steps"])
     if summary["diverged"]:
         raise UsageError(f"{result.path}: the run diverged, so its times do not count")
-    settings = result["config"] | {name: result[name] for name in ("implementation", "precision")}
+    config, done, world = result["config"], len(result["steps"]), summary.get("world")
+    settings = config | {name: result[name] for name in ("implementation", "precision")}
+    settings["processes"] = world["size"] if world else 1
+    if done < config.get("num_steps", done):
+        settings["num_steps"] = f"interrupted after {done} of {config['num_steps']}"
     # A list is of times, which have a spread; another figure is one of a run.
     columns = {"step": "batch_ms", "host": "host_ms"} | {phase: f"phase_ms.{phase}" for phase in summary["phase_ms"]}
     figures = {f"{name}, ms": steps[column].tolist() for name, column in columns.items()}
     figures |= {name.replace("_", " ").replace("mib", "MiB"): summary.get(name) for name in FIGURES}
-    if isinstance(summary["kernels"], dict):  # otherwise it is the reason why they were not counted
-        figures |= summary["kernels"]
+    counted = summary["kernels"]
+    figures |= counted if isinstance(counted, dict) else dict.fromkeys(("kernels", "launches"), Reason(counted))
+    environment = result["environment"] or {}
+    if settings["implementation"] == "triton" and "cpu" in (environment.get("arch"), config.get("device")):
+        interpreted = Reason("times of Triton's interpreter")
+        figures = {name: interpreted if isinstance(value, list) else value for name, value in figures.items()}
     return settings, figures
 
 
@@ -52,14 +75,14 @@ def read_steps(result):
     for size, measured in result["sizes"].items():
         settings |= {f"{size}: {name}": value for name, value in measured["config"].items()}
         for name, row in measured["rows"].items():
-            if not row["error"]:
-                figures[f"{size}: {name}, ms"] = list(row["windows_ms"])
-                figures[f"{size}: {name}, MiB"] = row["peak_memory_mib"]
+            error = row["error"] and Reason(row["error"])
+            figures[f"{size}: {name}, ms"] = error or list(row["windows_ms"]) or Reason("no windows")
+            figures[f"{size}: {name}, MiB"] = error or row["peak_memory_mib"]
     return settings, figures
 
 
 def read(path):
-    """Return what a file says: {setting: value}, and {name: times in ms, or another figure}."""
+    """Return what a file says: {setting: value}, and {name: times in ms, another figure, or a Reason}."""
     result = read_result(path)
     reader = read_steps if result.get("benchmark") == "steps" else read_run if "operations" in result else None
     if reader is None:
@@ -69,10 +92,9 @@ def read(path):
         environment = result["environment"] or {}
         settings |= {name: environment.get(name) for name in ("device", "arch", *VERSIONS)}
         for name, value in figures.items():
-            if value is not None and not all(map(is_figure, value if name.endswith(", ms") else [value])):
+            is_time = name.endswith(", ms")
+            if is_measured(value) and not all(map(is_figure, value if is_time else [value])):
                 result.refuse(name, value)
-    if settings["arch"] == "cpu" and settings.get("implementation") == "triton":  # times of the interpreter
-        figures = {name: value for name, value in figures.items() if not isinstance(value, list)}
     return {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}, figures
 
 
@@ -119,13 +141,40 @@ def change_of_figures(before, after):
     return *cells, ratio, word if cells[0] != cells[1] else "same"
 
 
-def rows_of(before, after):
+def values_of(sides):
+    """Yield each figure that a result has, and its values in the results of both sides."""
+    for name in dict.fromkeys(name for side in sides for figures in side for name in figures):
+        yield name, [[figures.get(name) for figures in side] for side in sides]
+
+
+def rows_of(sides):
     """Yield the rows of the table, of everything that all results of both sides have."""
-    for name in before[0]:
-        sides = [[figures.get(name) for figures in side] for side in (before, after)]
-        if all(value not in (None, []) for side in sides for value in side):
-            change = change_of_times if isinstance(sides[0][0], list) else change_of_figures
-            yield name, *change(*sides)
+    for name, (before, after) in values_of(sides):
+        if all(map(is_measured, before + after)):
+            change = change_of_times if isinstance(before[0], list) else change_of_figures
+            yield name, *change(before, after)
+
+
+def gaps_of(sides):
+    """Return ({why it is not compared: [names of figures]}, whether a time is among those that some results have).
+
+    A figure that is None in all results, or for which they have no field, is none that could be compared.
+    """
+    gaps, has_time = {}, False
+    for name, values in values_of(sides):
+        together = sum(values, [])
+        if all(map(is_measured, together)) or all(value is None for value in together):
+            continue
+        has_time |= any(isinstance(value, list) for value in together)
+        before, after = (" / ".join(dict.fromkeys(map(state_of, side))) for side in values)
+        reason = before if before == after else f"before {before}, after {after}"
+        gaps.setdefault(reason, {})[name.removesuffix(", ms").removesuffix(", MiB")] = None
+    return gaps, has_time
+
+
+def state_of(value):
+    """Return whether a figure was measured, or why not."""
+    return "measured" if is_measured(value) else value or "not measured"
 
 
 @program("diff")
@@ -137,17 +186,27 @@ def main(argv):
     options = parser.parse_args(argv)
     settings, figures = zip(read_side(options.before), read_side(options.after), strict=True)
     different = differences(sum(settings, ()))
-    prohibited = [f"{name} ({values})" for name, values in different.items() if name not in VERSIONS]
+    prohibited = [f"{name} ({values})" for name, values in different.items() if name not in SUBJECTS]
     if prohibited and not options.anyway:
         raise UsageError(f"the results differ in {', '.join(prohibited)}: give --anyway to compare them all the same")
     print(f"runs: {' / '.join(str(len(side)) for side in figures)}")
     for name, values in different.items():
         print(f"{name}: {values}")
-    table = pd.DataFrame(rows_of(*figures), columns=["figure", "before", "after", "after / before", "change"])
-    print(f"\n{show(table)}")
+    if unknown := [each for side in settings for each in side if each["device"] is None]:
+        print(f"device: not known of {len(unknown)} of the results")
+    table = pd.DataFrame(rows_of(figures), columns=["figure", "before", "after", "after / before", "change"])
+    if len(table):
+        print(f"\n{show(table)}")
+    gaps, is_time_missing = gaps_of(figures)
+    if gaps:
+        print()
+    for reason, names in gaps.items():
+        print(f"Not compared: {', '.join(names)}: {reason}")
+    if table.empty:
+        raise UsageError("the results have no figure in common: measure the same on both sides")
     if all(len(side) == 1 for side in figures):
         print("\nOne run a side: how much two processes differ at the same work is not known. Compare folders of runs.")
-    return 0
+    return int(is_time_missing)
 
 
 if __name__ == "__main__":

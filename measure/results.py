@@ -17,10 +17,9 @@ from tiny_llama.files import open_input
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-
 TIMES = re.compile(r"(.+_)?ms|us")  # names of the fields that hold times, in the objects and lists below them too
-
-
+# Of several processes: differences of times, which have any sign, and are null where they were not measured.
+DIFFERENCES = "exposed_communication_ms", "own_ms", "behind_ms"
 NUMBERS = int, float
 
 
@@ -93,11 +92,11 @@ def is_figure(value):
     return type(value) in NUMBERS and 0 <= value < 1e300  # a whole number of 300 digits is no float
 
 
-def leaves_of(value):
-    """Yield a value, or those within its objects and lists."""
-    if isinstance(value, dict | list):
+def leaves_of(value, kinds):
+    """Yield a value, or those within its objects and lists of these kinds, dict or list."""
+    if isinstance(value, kinds):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from leaves_of(part)
+            yield from leaves_of(part, kinds)
     else:
         yield value
 
@@ -109,11 +108,18 @@ class Record(dict):
         super().__init__(printable_fields(fields))
         self.path = path
         for name, value in self.items():
-            is_time = TIMES.fullmatch(name)
-            # Of other fields some hold words, or null for what was not measured.
-            figures = [part for part in leaves_of(value) if is_time or type(part) in NUMBERS]
-            if not all(map(is_figure, figures)) or is_time and 0 in figures:
+            if not self.can_hold(name, value):
                 self.refuse(name, value)
+
+    def can_hold(self, field, value):
+        """Return whether a field can have a value."""
+        if field in DIFFERENCES:
+            return value is None or type(value) in NUMBERS and abs(value) < 1e300
+        is_time = TIMES.fullmatch(field) and not (value is None and self.get("error"))  # what failed has no times
+        if is_time:
+            return all(is_figure(part) and part > 0 for part in leaves_of(value, (dict, list)))
+        # Of other fields some hold words, or null for what was not measured. Their objects are Records themselves.
+        return all(map(is_figure, (part for part in leaves_of(value, list) if type(part) in NUMBERS)))
 
     def refuse(self, field, value):
         """Raise UsageError for what a field holds."""

@@ -3,9 +3,10 @@
     python -m profilers.compare hotspots/hotspot_before hotspots/hotspot_after
 
 The program reads the same files as profilers.hotspots. If both traces name their steps, it compares steps, otherwise
-whole recordings. A kernel is slower or faster if its time differs by more than 5 % and by more than the noise. Times
-are medians over the steps, and the noise is the sum of the two interquartile ranges, each times 1 + 10 / steps because
-few steps underestimate the spread. If single steps are not known, the times are means, and the noise is not known.
+whole recordings, of several processes their means. A kernel is slower or faster if its time differs by more than 5 %
+and by more than the noise. Times are medians over the steps, and the noise is the sum of the two interquartile ranges,
+each times 1 + 10 / steps because few steps underestimate the spread. If single steps are not known, the times are
+means, and the noise is not known.
 
 Exit codes: 0 done, 1 one of them holds no kernels, 2 a profile cannot be read.
 """
@@ -46,6 +47,13 @@ def side_of(path):
         side["ms"] = ms.median()
         side["noise"] = (ms.quantile(0.75) - ms.quantile(0.25)) * (1 + 10 / steps)
     return side, steps
+
+
+def whole_side_of(path):
+    """Return a side as side_of() does, of the whole recording of a process, or of its measured steps together."""
+    table, _, processes = read_some_kernels(path)
+    table = table.set_index("Name") / processes
+    return pd.DataFrame({"ms": table["TotalDurationNs"] / 1e6, "calls": table["Calls"], "noise": np.nan})
 
 
 def compare(before, after):
@@ -92,12 +100,14 @@ def main(argv):
     scope = "A step of each"
     if not (steps_before and steps_after):
         scope = "The whole recordings, as one of them does not name its steps"
-        before, after = before * max(steps_before, 1), after * max(steps_after, 1)
+        before, after = map(whole_side_of, (options.before, options.after))
     compared = compare(before, after)
     sums = compared.sum(numeric_only=True)
+    # The median is 0 of a kernel that less than half of the steps have.
+    ratio = f" ({sums['ms after'] / sums['ms before']:.2f} of the time)" if sums["ms before"] else ""
     print(
         f"{scope}: {sums['ms before']:.3f} ms in {sums['calls before']:.6g} calls, then {sums['ms after']:.3f} ms in "
-        f"{sums['calls after']:.6g} calls ({sums['ms after'] / sums['ms before']:.2f} of the time)"
+        f"{sums['calls after']:.6g} calls{ratio}"
     )
     print("Kernels:", ", ".join(f"{count} {change}" for change, count in compared["change"].value_counts().items()))
     print(

@@ -72,6 +72,8 @@ def read_some_kernels(path):
     recorded = read_kernels(path)
     if recorded[0].empty:
         raise NothingRecorded(f"{path} holds no kernels: did the program use the GPU?")
+    if not recorded[0]["TotalDurationNs"].any():
+        raise NothingRecorded(f"{path} holds no kernels that took time: were times recorded?")
     return recorded
 
 

@@ -20,7 +20,7 @@ from measure.tables import cell, markdown_table, number, percent
 from profilers.counters import derive
 from profilers.hotspots import PEAK_MEMORY, hotspots, scope_of
 from profilers.kernel_names import short_name
-from profilers.readers import read_peak_memory, read_step_counters, read_step_stats
+from profilers.readers import read_kernels, read_peak_memory, read_step_counters
 from profilers.readers.files import reported
 from profilers.timeline import step_figures
 
@@ -70,7 +70,7 @@ def launch_section(figures):
 def busy_line(figures):
     return figures and (
         f"- a kernel runs during {percent(figures['busy_us'] / figures['step_us'])} of a step "
-        f"({figures['kernel_us']:.0f} us of {figures['step_us']:.0f} us, "
+        f"({figures['busy_us']:.0f} us of {figures['step_us']:.0f} us, "
         f"means of {figures['steps']} steps, profiling included)"
     )
 
@@ -79,7 +79,7 @@ def summary(path, tool):
     """Return the text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
     result = read_kernels_alone(path / "kernels_alone.json")
     environment, ceilings = result["environment"], result["ceilings"]
-    table, steps = read_step_stats(path)
+    table, steps, processes = read_kernels(path)
     counters, is_of_steps = read_step_counters(path)
     spots, figures = hotspots(table, steps), step_figures(path)
     # Counting slows kernels down: bytes come from the passes that counted, times from the run that did not.
@@ -106,7 +106,7 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 
 {note}## Hot spots
 
-{scope_of(steps, 1)}: {spots["ms"].sum():,.4g} ms. Picture: `kernels.png`.
+{scope_of(steps, processes)}: {spots["ms"].sum():,.4g} ms. Picture: `kernels.png`.
 
 {markdown(top)}
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from profilers.readers import read_processes, read_ranges, within
+from profilers.readers import read_processes, within
 
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
 
@@ -20,29 +20,36 @@ def sum_us(rows):
     return (rows["End"] - rows["Start"]).sum() / 1e3
 
 
-def busy_us(dispatches):
-    """Return how long at least one kernel ran; dispatches are in the order of Start."""
-    # Kernels may overlap: of each, only what runs after the end of all earlier ones adds to the time.
-    reached = dispatches["End"].cummax().shift(fill_value=0)
-    alone = dispatches.assign(Start=dispatches["Start"].clip(lower=reached))
+def busy_us(rows):
+    """Return how long at least one of the rows lasted; they are in the order of Start."""
+    # They may overlap: of each, only what lasts beyond the end of all earlier ones adds to the time.
+    reached = rows["End"].cummax().shift(fill_value=0)
+    alone = rows.assign(Start=rows["Start"].clip(lower=reached))
     return sum_us(alone[alone["End"] > alone["Start"]])
+
+
+def part_of(rows, start, end):
+    """Return what rows have within a window, cut at its ends."""
+    inside = rows[(rows["End"] > start) & (rows["Start"] < end)]
+    return inside.assign(Start=inside["Start"].clip(lower=start), End=inside["End"].clip(upper=end))
 
 
 def step_figures(path):
     """Return the figures of the steps of a process, as means of a step; None if its trace does not name steps.
 
-    steps, step_us, kernels, kernel_us (their sum), busy_us (in which at least one ran), launches and launch_us (host
-    time in launch calls, all of them together).
+    steps, step_us, kernels, kernel_us (their sum), busy_us (in which at least one ran), launches and launch_us (in
+    which the host was in a launch call). busy_us and launch_us are of what lies within the steps.
     """
     process = next(iter(read_processes(path)), None)
     if process is None or not process.steps:
         return None
-    calls = read_ranges(path, "calls")
+    calls = process.calls()
     launches = calls[calls["Name"].str.match(LAUNCH).astype(bool)]
     rows = []
-    for start, end in process.windows:
-        kernels, launched = (within(table, (start, end)) for table in (process.dispatches, launches))
-        busy = busy_us(kernels)
-        rows.append([(end - start) / 1e3, len(kernels), sum_us(kernels), busy, len(launched), sum_us(launched)])
+    for window in process.windows:
+        kernels, launched = (within(table, window) for table in (process.dispatches, launches))
+        busy, launching = (busy_us(part_of(table, *window)) for table in (process.dispatches, launches))
+        length = (window[1] - window[0]) / 1e3
+        rows.append([length, len(kernels), sum_us(kernels), busy, len(launched), launching])
     names = "step_us kernels kernel_us busy_us launches launch_us".split()
     return {"steps": process.steps} | dict(zip(names, np.sum(rows, axis=0) / process.steps, strict=True))

@@ -16,18 +16,31 @@ Its PATTERNS are {content: pattern of the names of files with it}, and its read(
     counters               every kernel run: Name, Counter, Value and, but for ncu, Start (ns)
     memory                 Total, the bytes that are allocated on GPUs after each change
 
-A file belongs to one process. Rows whose figures cannot be are left out, and names are printable: see files.usable().
+Tables also have those of files.LABELS that the format knows: the process, the GPU, the queue and the stream of a row.
+What is read of any format passes files.usable(), which leaves out rows whose figures cannot be and makes names
+printable, and kernels pass files.one_at_a_time().
 """
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
 from profilers.readers import ncu, rocpd, rocprofv3, rocprofv3_json, torch_trace
-from profilers.readers.files import OtherFormat, Unreadable, intervals, note, reported, usable, within
+from profilers.readers.files import (
+    PROCESS,
+    OtherFormat,
+    Unreadable,
+    intervals,
+    note,
+    one_at_a_time,
+    reported,
+    usable,
+    within,
+)
 
 # As in rocprofv3. Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample.
 COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"]
@@ -47,6 +60,7 @@ class Process(NamedTuple):
     windows: list  # [(start, end), ...] in ns, of the measured steps
     steps: int
     measured: pd.DataFrame  # the dispatches of the measured steps, or all if these are not known
+    calls: Callable  # which returns the process's calls of HIP or CUDA, the same columns
 
 
 def read_processes(path):
@@ -55,14 +69,49 @@ def read_processes(path):
     With --timing step the ranges "step" end on the host before their kernels run, and the window is the range "steps"
     around all of them. Otherwise each step is a window, and what runs between steps is left out.
     """
-    found = []
-    for file, rows in read_all(path, "dispatches") or read_all(path, "counted"):
-        dispatches = in_order([rows])
-        ranges, windows, steps = steps_beside(file)
-        is_whole = not steps or records_only_steps(file)
-        measured = dispatches if is_whole else within(dispatches, *windows)
-        found.append(Process(dispatches, ranges, windows, steps, measured))
+    found, files = [], {}  # {the recording of a process: its file}
+    for file, table in read_all(path, "dispatches") or read_all(path, "counted"):
+        for labels, rows, ranges in of_each_process(file, table):
+            # Of a database that rocpd has merged, the original may lie in the same folder.
+            recording = tuple(rows[[label for label in PROCESS if label in rows]].head(1).to_numpy().flat)
+            if "Guid" in rows and any(recording) and files.setdefault(recording, file) != file:
+                note(f"{file}: process {recording[-1]} is in {files[recording]} too: it counts once")
+                continue
+            found.append(process_of(file, labels, in_order([rows]), in_order([ranges])))
     return [process for process in found if process.steps] or found
+
+
+def process_of(file, labels, dispatches, ranges):
+    """Return the Process of a file whose rows have these labels."""
+    windows, steps = steps_of(file, ranges)
+    measured = dispatches
+    if steps and not records_only_steps(file):
+        measured = within(dispatches, *windows)
+        if measured.empty and len(dispatches):
+            reason = f"none of its {len(dispatches)} kernels starts within one of its {steps} steps"
+            note(f"{file}: {reason}, as if by another clock: the whole recording counts")
+            windows, steps, measured = [], 0, dispatches
+    if windows:
+        note_what_exceeds(file, measured, windows, steps)
+    return Process(dispatches, ranges, windows, steps, measured, functools.partial(calls_of, file, labels))
+
+
+def note_what_exceeds(file, measured, windows, steps):
+    """Note it if a kernel lasts longer than any of the windows, or all together longer than all windows."""
+    took, lengths = measured["End"] - measured["Start"], [end - start for start, end in windows]
+    if took.max() > max(lengths):
+        name = measured["Name"][took.idxmax()]
+        told = f"{(took > max(lengths)).sum()} kernels last longer than any step, {name} {took.max() / 1e6:.3f} ms of "
+        note(f"{file}: {told}{max(lengths) / 1e6:.3f}: a stamp is wrong, or steps do not wait for their kernels")
+    elif took.sum() > sum(lengths):
+        told = f"kernels add up to {took.sum() / steps / 1e6:.3f} ms a step of {sum(lengths) / steps / 1e6:.3f}"
+        note(f"{file}: {told}: several streams or GPUs, or wrong stamps, or steps do not wait for their kernels")
+
+
+def calls_of(file, labels):
+    """Return the calls of HIP or CUDA of the process of a file whose rows have these labels."""
+    tables = [rows for _, rows in read_beside(file, "hip_api_trace", "calls")]
+    return in_order([rows[has_labels(rows, labels)] for rows in tables])
 
 
 def read_kernels(path):
@@ -73,9 +122,11 @@ def read_kernels(path):
     """
     path, processes = Path(path), read_processes(path)
     steps = sum(process.steps for process in processes)
-    is_whole = all(process.measured is process.dispatches for process in processes)
-    # A profiler's own table knows no steps. torch.profiler's has the time of each operator without those inside it.
-    tables = read_all(path, "statistics") if is_whole and (path.is_dir() or not processes) else []
+    # A profiler's own table knows neither steps nor stamps that cannot be. But of a CPU, torch.profiler's has the time
+    # of each operator without those inside it.
+    are_operators = all(process.dispatches["Name"].str.startswith("aten::").all() for process in processes)
+    is_whole = path.is_dir() and all(process.measured is process.dispatches for process in processes)
+    tables = read_all(path, "statistics") if not processes or is_whole and are_operators else []
     if tables:
         kernels = pd.concat([table for _, table in tables]).groupby("Name", sort=False)
         sums = {"Calls": "sum", "TotalDurationNs": "sum", "MinNs": "min", "MaxNs": "max"}
@@ -113,10 +164,11 @@ def read_step_counters(path):
     """
     whole, limited = [], []
     for file, table in read_all(path, "counters"):
-        _, windows, _ = steps_beside(file)
-        if len(table):
-            whole.append(table)
-            limited.append(table if records_only_steps(file) else within(table, *windows))
+        for _, rows, ranges in of_each_process(file, table):
+            windows, _ = steps_of(file, ranges)
+            if len(rows):
+                whole.append(rows)
+                limited.append(rows if records_only_steps(file) else within(rows, *windows))
     if not whole:
         return pd.DataFrame(), False
     is_limited = all(map(len, limited))
@@ -143,6 +195,8 @@ def read_all(path, content):
     if not path.exists():
         raise Unreadable(f"{path} does not exist")
     left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
+    has_own_name = any(path.match(pattern) for kind in FORMATS for pattern in kind.PATTERNS.values())
+    named_by_a_person = {} if has_own_name else NAMED_BY_A_PERSON
     found = []
     for kind in FORMATS:
         if found or content not in kind.PATTERNS:
@@ -151,11 +205,14 @@ def read_all(path, content):
         if path.is_dir():
             files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
         else:
-            files = [path] if path.match(NAMED_BY_A_PERSON.get(pattern, pattern)) else []
+            files = [path] if path.match(named_by_a_person.get(pattern, pattern)) else []
         for file in files:
             try:
                 with reported(file):
-                    found.append((file, usable(file, kind.read(file, content))))
+                    rows = usable(file, kind.read(file, content))
+                    if content in ("dispatches", "counted") and tell_processes(rows, ranges_beside(file)):
+                        rows = one_at_a_time(file, rows)
+                    found.append((file, rows))
             except OtherFormat as error:  # in a folder it may lie beside good files
                 if file == path:
                     raise
@@ -163,14 +220,58 @@ def read_all(path, content):
     return found
 
 
-def steps_beside(file):
-    """Return (ranges, windows, steps) of the process that wrote a file: see Process."""
-    # The CSV files of a process have the same prefix.
-    markers = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", "marker_api_trace.csv", str(file)))
-    ranges = read_ranges(markers) if markers.exists() else intervals()
+def read_beside(file, name, content):
+    """Return read_all() of the file with other content of the same recording."""
+    # The CSV files of a process have the same prefix; other files have all content.
+    beside = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", f"{name}.csv", str(file)))
+    return read_all(beside, content) if beside.exists() else []
+
+
+def ranges_beside(file):
+    """Return the ranges of all processes in a file."""
+    return pd.concat([intervals(), *(rows for _, rows in read_beside(file, "marker_api_trace", "markers"))])
+
+
+def tell_processes(rows, ranges):
+    """Return whether rows say of which process they are, if there are several. Else their queues may be alike."""
+    telling = [label for label in PROCESS if label in ranges and ranges[label].nunique() > 1]
+    return not telling or any(label in rows for label in telling)
+
+
+def of_each_process(file, table):
+    """Yield (labels, its rows of a table, its ranges) of each process in a file, in the order of their first rows.
+
+    Rows and ranges belong together by the labels that both have. If these tell no processes apart, the file is of one.
+    """
+    ranges = ranges_beside(file)
+    shared = [label for label in PROCESS if label in table and (label in ranges or ranges.empty)]
+    if not shared or len(pd.concat([table[shared], ranges.reindex(columns=shared)]).drop_duplicates()) < 2:
+        yield {}, table, ranges
+        return
+    for values in table[shared].drop_duplicates().itertuples(index=False):
+        labels = dict(zip(shared, values, strict=True))
+        yield labels, table[has_labels(table, labels)], ranges[has_labels(ranges, labels)]
+
+
+def has_labels(rows, labels):
+    """Return for each row whether it has these labels, as far as the table has them."""
+    known = {label: value for label, value in labels.items() if label in rows}
+    return (rows[list(known)] == list(known.values())).all(axis="columns")
+
+
+def steps_of(file, ranges):
+    """Return (windows, the number of steps) of a process: see Process."""
+    ranges = ranges[ranges["Start"] < ranges["End"]]  # a mark at the beginning of a step is none
     steps, around = (ranges[ranges["Name"] == name] for name in ("step", "steps"))  # as tiny_llama_v3.py names them
     held = around if len(steps) and len(around) else steps
-    return ranges, list(zip(held["Start"], held["End"], strict=True)), len(steps)
+    windows = []
+    for start, end in sorted(zip(held["Start"], held["End"], strict=True)):
+        if windows and start < windows[-1][1]:
+            note(f"{file}: steps overlap, as of several processes or threads: figures are means over all of them")
+            windows[-1] = windows[-1][0], max(end, windows[-1][1])
+        else:
+            windows.append((start, end))
+    return windows, len(steps)
 
 
 def records_only_steps(file):

@@ -13,7 +13,13 @@ import pandas as pd
 from measure.command_line import UsageError, printable, require_file
 
 TEXT = {"encoding": "utf-8-sig", "errors": "replace"}  # the profilers write the bytes of a name as they are
-WORDS = ["Name", "Counter", "Thread"]  # columns; all others are numbers
+WORDS = ["Name", "Counter"]  # columns; all others but labels are numbers
+PROCESS = ["Guid", "Pid"]  # labels that tell the processes in a file apart, empty where they are not known
+QUEUE = ["Queue", "Stream"]  # on which kernels run one after the other, of a process and an Agent, a GPU
+LABELS = [*PROCESS, "Agent", *QUEUE]
+LAST = 2**63 - 1  # ns that a clock can count
+LONGEST = 2**53  # ns, 104 days
+OVERLAP = 0.01  # of the kernels' time: so much is not worth a word
 shown = functools.cache(printable)  # of a few names that fill long columns
 
 
@@ -53,8 +59,8 @@ def read_json(path):
         return json.loads(re.sub(r"(?<=: )-?(nan|inf)(?=[,}\s])", "NaN", text), strict=False)
 
 
-def read_csv(path, columns):
-    """Read the columns {name in the file: new name} of a CSV file."""
+def read_csv(path, columns, labels=()):
+    """Read the columns {name in the file: new name} of a CSV file, and of the labels those that it has."""
     # A number that is cut off is still one: without its newline the last line cannot be trusted.
     text = path.read_text(**TEXT)
     if not text.endswith("\n"):
@@ -65,16 +71,24 @@ def read_csv(path, columns):
         raise Unreadable(f"{path} has no column {min(missing)}: it is no such file of rocprofv3{remedy}")
     if len(table) and not isinstance(table.index, pd.RangeIndex):  # pandas takes the first field for an index
         raise ValueError("rows have too many fields")
+    columns = columns | {name: label for name, label in dict(labels).items() if name in table}
     return table[list(columns)].rename(columns=columns)
 
 
 def usable(path, rows):
     """Return the rows whose figures can be, with names that a terminal only shows; a note counts the others."""
-    numbers = {name: pd.to_numeric(rows[name], errors="coerce") for name in rows if name not in WORDS}
+    texts = [*WORDS, *LABELS]
+    numbers = {name: pd.to_numeric(rows[name], errors="coerce") for name in rows if name not in texts}
     figures = pd.DataFrame(numbers, rows.index)
     # NaN lies in no range. An unsigned duration of a kernel that ends before it starts is beyond 2^63.
     are_good = (figures.ge(0) & figures.lt(2.0**63)).all(axis="columns")
     are_good &= figures.get("Start", 0) <= figures.get("End", 2.0**63)
+    if "End" in figures:  # a clock that has run for a second was not at 0 when a kernel started: 0 is no stamp
+        are_good &= figures["Start"].gt(0) | figures["End"].lt(1e9)
+        are_good &= figures["End"] - figures["Start"] < LONGEST
+    if "MaxNs" in figures:
+        are_good &= figures["Calls"].ge(1) & figures["MinNs"].le(figures["MaxNs"])
+        are_good &= figures["MaxNs"].le(figures["TotalDurationNs"])
     if bad := (~are_good).sum():
         reason = f"{bad} of {len(rows)} rows have figures that cannot be, as where a kernel ends before it starts"
         if bad == len(rows):
@@ -83,9 +97,41 @@ def usable(path, rows):
     shares = figures.get("Percentage", pd.Series(100)).sum()
     if len(rows) and not 99 < shares < 101:
         note(f"{path}: its percentages add up to {shares:.1f}, not to 100: does it lack kernels?")
-    # Numbers are converted again: beside NaN, large ones lost their last digits.
-    columns = rows[are_good].items()
-    return pd.DataFrame({name: c.map(shown) if name in WORDS else pd.to_numeric(c) for name, c in columns})
+    good = rows[are_good].copy()
+    for name in good:
+        if name in WORDS:
+            good[name] = good[name].map(shown)
+        elif name not in LABELS:  # again, as beside NaN large numbers lost their last digits
+            good[name] = pd.to_numeric(good[name])
+    return good.astype({name: "int64" for name in ("Start", "End") if name in good})
+
+
+def one_at_a_time(path, rows):
+    """Return dispatches of which none lasts beyond the start of the next one of its queue; a note counts those cut.
+
+    A queue runs one kernel after the other. A GPU that stamps an end late, when it has waited for something else, would
+    let one kernel have the time of many. What programmatic dependent launch lets overlap counts once, too.
+    """
+    rows = rows.reset_index(drop=True)
+    lasting = rows[rows["Start"] < rows["End"]]
+    if len(rows) and lasting.empty:
+        raise ValueError(f"all {len(rows)} kernels last 0 ns")
+    if without := len(rows) - len(lasting):
+        note(f"{path}: {without} of {len(rows)} kernels last 0 ns: were their times recorded?")
+    labels = [label for label in LABELS if label in rows]
+    queued = lasting[lasting[[label for label in QUEUE if label in rows]].ne("").any(axis="columns")]
+    following = (
+        queued.sort_values(["Start", "End"])
+        .groupby(labels, sort=False, dropna=False)["Start"]
+        .shift(-1, fill_value=LAST)
+    )
+    ends = queued["End"].clip(upper=following)
+    extra = queued["End"] - ends
+    if extra.sum() > OVERLAP * (ends - queued["Start"]).sum():
+        cut = f"{(extra > 0).sum()} of {len(rows)} kernels last beyond the start of the next one of their stream"
+        note(f"{path}: {cut}, {extra.max() / 1e6:.3f} ms the most: cut there, as a stream runs one after the other")
+    rows.loc[ends.index, "End"] = ends
+    return rows
 
 
 def intervals(rows=()):

@@ -4,6 +4,7 @@ The schemas 3.0 and 4.1 have the same columns of kernels, regions and memory; th
 """
 
 import contextlib
+import re
 import sqlite3
 
 import pandas as pd
@@ -12,22 +13,23 @@ from profilers.readers.files import OtherFormat, Unreadable
 
 # The name of a range that the program opened is roctx's function, roctxThreadRangeA; its data have the program's name.
 RANGES = """SELECT CASE WHEN json_valid(extdata) THEN ifnull(json_extract(extdata, '$.message'), name) ELSE name END
-    AS Name, start AS Start, [end] AS [End] FROM regions WHERE category LIKE """
+    AS Name, start AS Start, [end] AS [End]{labels} FROM regions WHERE category LIKE """
 QUERIES = {
-    "dispatches": "SELECT name AS Name, start AS Start, [end] AS [End] FROM kernels",
+    "dispatches": "SELECT name AS Name, start AS Start, [end] AS [End]{labels} FROM kernels",
     "markers": RANGES + "'MARKER%'",
     "calls": RANGES + "'HIP%'",
-    "counters": "SELECT kernel_name AS Name, counter_name AS Counter, value AS Value, start AS Start "
-    "FROM counters_collection",
-    # An allocation, and a FREE, change what is held at an address; a FREE names no agent.
-    "memory": """SELECT sum(held - before) OVER (ORDER BY start) AS Total FROM (
-        SELECT start, held, lag(held, 1, 0) OVER (PARTITION BY address ORDER BY start) AS before FROM (
-            SELECT start, address, CASE type WHEN 'FREE' THEN 0 ELSE size END AS held FROM memory_allocations
-            WHERE level != 'SCRATCH' AND (agent_type = 'GPU' OR type = 'FREE')))""",
+    "counters": "SELECT kernel_name AS Name, counter_name AS Counter, value AS Value, start AS Start"
+    "{labels} FROM counters_collection",
+    # An allocation, and a FREE, change what a process holds at an address; a FREE names no agent.
+    "memory": """SELECT sum(held - before) OVER (PARTITION BY process ORDER BY start) AS Total FROM (
+        SELECT *, lag(held, 1, 0) OVER (PARTITION BY process, address ORDER BY start) AS before FROM (
+            SELECT start, address, CASE type WHEN 'FREE' THEN 0 ELSE size END AS held, ''{processes} AS process
+            FROM memory_allocations WHERE level != 'SCRATCH' AND (agent_type = 'GPU' OR type = 'FREE')))""",
 }
-COUNTERS_OF_4 = """SELECT name AS Name, pmc_name AS Counter, sum(pmc_value) AS Value, start AS Start
+COUNTERS_OF_4 = """SELECT name AS Name, pmc_name AS Counter, sum(pmc_value) AS Value, start AS Start{labels}
     FROM kernel_pmc_events GROUP BY guid, id, pmc_name"""  # it has a row for each instance of a counter
 PATTERNS = dict.fromkeys(QUERIES, "*.db")
+LABELS = {"guid": "Guid", "pid": "Pid", "agent_id": "Agent", "queue_id": "Queue", "stream_id": "Stream"}
 
 
 def read(path, content):
@@ -35,7 +37,16 @@ def read(path, content):
     if views and "kernels" not in views:
         raise OtherFormat(f"{path} is no database of rocprofv3, but perhaps of rocprof v1: record with rocprofv3")
     is_of_4 = content == "counters" and "kernel_pmc_events" in views
-    return query(path, COUNTERS_OF_4 if is_of_4 else QUERIES[content])
+    return query(path, with_labels(path, COUNTERS_OF_4 if is_of_4 else QUERIES[content]))
+
+
+def with_labels(path, sql):
+    """Return a query with those labels that the columns of its view know."""
+    view = re.search(r"FROM (\w+)", sql)[1]
+    known = set(query(path, f"SELECT name FROM pragma_table_info('{view}')")["name"])
+    labels = "".join(f", ifnull({column}, '') AS {LABELS[column]}" for column in LABELS if column in known)
+    processes = "".join(f" || '/' || ifnull({column}, '')" for column in ("guid", "pid") if column in known)
+    return sql.replace("{labels}", labels).replace("{processes}", processes)
 
 
 def query(path, sql):

@@ -7,6 +7,7 @@ KERNELS = {"Kernel_Name": "Name"} | TIMES
 RANGES = {"Function": "Name"} | TIMES
 STATISTICS = {name: name for name in ("Name", "Calls", "TotalDurationNs", "Percentage", "MinNs", "MaxNs")}
 COUNTERS = KERNELS | {"Counter_Name": "Counter", "Counter_Value": "Value"}
+LABELS = {"Guid": "Guid", "Process_Id": "Pid", "Agent_Id": "Agent", "Queue_Id": "Queue", "Stream_Id": "Stream"}
 FILES = {  # content: (pattern of the files, columns that are read)
     "dispatches": ("*kernel_trace.csv", KERNELS),
     "counted": ("*counter_collection.csv", KERNELS),  # a row for each counter
@@ -19,5 +20,5 @@ PATTERNS = {content: pattern for content, (pattern, _) in FILES.items()}
 
 
 def read(path, content):
-    table = read_csv(path, FILES[content][1])
+    table = read_csv(path, FILES[content][1], LABELS)
     return table.drop_duplicates() if content == "counted" else table

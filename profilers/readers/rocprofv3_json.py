@@ -13,11 +13,14 @@ def read(path, content):
     if ROOT not in read_json(path):
         raise OtherFormat(f"{path} is no JSON of rocprofv3: give another name")
     rows = []
-    for process in read_json(path)[ROOT]:
+    for number, process in enumerate(read_json(path)[ROOT]):
         kernels = {kernel["kernel_id"]: kernel.get("formatted_kernel_name") for kernel in process["kernel_symbols"]}
         ranges = {text["key"]: text["value"] for text in process["strings"]["marker_api"]}
         for record in process["buffer_records"].get(RECORDS[content], []):
-            of_kernel = record.get("dispatch_info")
+            of_kernel = record.get("dispatch_info", {})
             name = kernels[of_kernel["kernel_id"]] if of_kernel else ranges.get(record["correlation_id"]["internal"])
-            rows.append((name, record["start_timestamp"], record["end_timestamp"]))
-    return pd.DataFrame(rows, columns=["Name", "Start", "End"], dtype=object)  # integers keep their digits
+            agent, queue = (of_kernel.get(field, {}).get("handle", "") for field in ("agent_id", "queue_id"))
+            stream = record.get("stream_id", {}).get("handle", "")
+            rows.append((name, record["start_timestamp"], record["end_timestamp"], number, agent, queue, stream))
+    columns = ["Name", "Start", "End", "Pid", "Agent", "Queue", "Stream"]
+    return pd.DataFrame(rows, columns=columns, dtype=object)  # integers keep their digits

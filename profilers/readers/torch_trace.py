@@ -25,16 +25,17 @@ def read(path, content):
     chosen = [event for event in events if event.get("cat") in CATEGORIES[content]]
     if content == "dispatches" and not chosen:
         return outermost(usable(path, spans([event for event in events if event["name"].startswith("aten::")])))
-    return spans(chosen)
+    # The "process" of a kernel is its GPU, and its "thread" is the stream.
+    return spans(chosen) if content == "dispatches" else spans(chosen).rename(columns={"Agent": "Pid"})
 
 
 def spans(events):
     """Return a table of events that begin and end."""
-    table = pd.DataFrame(events, columns=["name", "tid", "ts", "dur"])
+    table = pd.DataFrame(events, columns=["name", "ts", "dur"])
     start, duration = (1e3 * pd.to_numeric(table[field], errors="coerce") for field in ("ts", "dur"))  # from us to ns
-    return pd.DataFrame(
-        {"Name": table["name"], "Thread": table["tid"], "Start": start.round(), "End": (start + duration).round()}
-    )
+    agents, streams = ([event.get(field, "") for event in events] for field in ("pid", "tid"))
+    times = {"Start": start.round(), "End": (start + duration).round()}
+    return pd.DataFrame({"Name": table["name"], "Agent": agents, "Stream": streams, **times})
 
 
 def outermost(rows):
@@ -42,7 +43,8 @@ def outermost(rows):
     # aten::linear calls aten::addmm: the time of the inner one is in that of the outer one already.
     found, ends = [], {}
     for row in rows.sort_values(["Start", "End"], ascending=[True, False]).itertuples():
-        if row.Start >= ends.get(row.Thread, 0):
-            ends[row.Thread] = row.End
+        thread = row.Agent, row.Stream
+        if row.Start >= ends.get(thread, 0):
+            ends[thread] = row.End
             found.append(row.Index)
     return rows.loc[found]

@@ -106,11 +106,96 @@ def test_what_is_no_figure_is_named_with_its_file(compare, summary, told):
     assert code == 2 and out.count("\n") == 1 and "/after/0.json" in out and told in out
 
 
+ROW = {"error": None, "windows_ms": [1.0] * 4, "peak_memory_mib": 9.0}
+FAILED = {"error": "RuntimeError: illegal\n memory access", "windows_ms": [], "ms": None, "peak_memory_mib": None}
+
+
+def steps_of(small, **sizes):
+    """Return a result of benchmarks.steps with these rows of each size."""
+    sizes = {name: {"config": {"seq_len": 128}, "rows": rows} for name, rows in {"small": small, **sizes}.items()}
+    return {"benchmark": "steps", "environment": ENVIRONMENT, "sizes": sizes}
+
+
+@pytest.mark.parametrize("before, after, told, code", [
+    ([{"k": ROW}], [{"k": FAILED}], "before measured, after RuntimeError: illegal memory access", 1),
+    ([{"k": ROW}], [{}], "before measured, after not measured", 1),
+    ([{"k": ROW | {"windows_ms": []}}], [{"k": ROW}], "before no windows, after measured", 1),
+    ([{"k": FAILED}], [{}], "before RuntimeError: illegal memory access, after not measured", 0),
+    ([{"k": FAILED}], [{"k": {"error": "not there"}}],
+     "before RuntimeError: illegal memory access, after not there", 0),
+    ([{"k": FAILED}], [{"k": FAILED}], "RuntimeError: illegal memory access", 0),
+    # Of several runs a side each has to have it.
+    ([{"k": ROW}] * 2, [{"k": ROW}, {"k": FAILED}],
+     "before measured, after measured / RuntimeError: illegal memory access", 1),
+    # Memory is not known on a CPU: what is missing is no time.
+    ([{"k": ROW}], [{"k": ROW | {"peak_memory_mib": None}}], "before measured, after not measured", 0),
+    ([{"k": ROW | {"peak_memory_mib": None}}], [{"k": ROW | {"peak_memory_mib": None}}], None, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_that_a_side_lacks_is_named(compare, before, after, told, code, turned):
+    sides = [[steps_of(rows | {"ours": ROW}) for rows in side] for side in (before, after)]
+    if turned:
+        sides = sides[::-1]
+        told = told and re.sub("before (.*), after (.*)", r"before \2, after \1", told)
+    found, _, out = compare(*sides)
+    assert found == code and "\nsmall: ours, ms " in out
+    assert [line for line in out.splitlines() if "Not compared" in line] == (
+        [f"Not compared: small: k: {told}"] if told else []
+    )
+
+
+def test_a_size_that_a_side_lacks_is_named_in_one_line(compare):
+    both = {"a": ROW, "b": ROW}
+    code, _, out = compare([steps_of(both, large=both)], [steps_of(both, medium=both)])
+    assert code == 1 and "Not compared: large: a, large: b: before measured, after not measured\n" in out
+    assert "Not compared: medium: a, medium: b: before not measured, after measured\n" in out
+
+
+@pytest.mark.parametrize(
+    "before, after", [({"a": ROW}, {"b": ROW}), ({}, {}), ({"a": FAILED}, {"a": ROW}), ({}, {"a": ROW})]
+)
+def test_results_without_a_common_figure_are_refused(compare, before, after):
+    code, found, out = compare([steps_of(before)], [steps_of(after)])
+    assert code == 2 and "diff: error: the results have no figure in common: " in out and "figure" not in found
+
+
+@pytest.mark.parametrize("changes, code, told", [
+    (dict(world={"size": 2}), 0, "\nprocesses: 1 / 2\n"), (dict(world={"size": 1}), 0, "\n\nfigure "),
+    (dict(held_out_loss=1.5), 0, "Not compared: held out loss: before not measured, after measured"),
+    (dict(kernels="there is no GPU"), 0, "Not compared: kernels, launches: before measured, after there is no GPU"),
+    (dict(config={"num_steps": 9}), 2, "differ in num_steps (interrupted after 6 of 8 / interrupted after 6 of 9)"),
+    (dict(config={"num_steps": 6}), 2, "differ in num_steps (interrupted after 6 of 8 / 6)"),
+])  # fmt: skip
+def test_what_a_run_lacks_or_did_otherwise_is_named(compare, changes, code, told):
+    """Six of eight steps were done, and measured in the first run."""
+    found, _, out = compare([run_of(config={"num_steps": 8})], [run_of(**{"config": {"num_steps": 8}} | changes)])
+    assert found == code and told in out
+
+
+def test_a_phase_that_one_side_did_not_time_is_named(compare):
+    """With --timing step, and with --anyway, as the flags differ."""
+    after = run_of()
+    after["summary"]["phase_ms"] = {}
+    code, _, out = compare([run_of()], [after])
+    assert code == 1 and "Not compared: forward, backward: before measured, after not measured\n" in out
+
+
+def test_without_an_environment_the_device_is_not_known(compare):
+    """The script ran without its companions."""
+    bare = run_of() | {"environment": None}
+    code, _, out = compare([run_of()], [bare])
+    assert code == 0 and "device: not known of 1 of the results\n" in out
+    code, found, out = compare([bare], [run_of(config={"device": "cpu"}) | {"environment": None}], ["--anyway"])
+    assert code == 1 and "after times of Triton's interpreter" in out and "step, ms" not in found
+
+
 def test_what_has_no_effect_or_was_not_counted_is_not_compared(compare):
     other = run_of(kernels="not counted", config={"output_dir": "x", "check": True}, environment={"arch": "cpu"})
     code, found, _ = compare([run_of(environment={"arch": "cpu"})], [other])
     # Nor are the times of the interpreter.
     assert code == 0 and not {"kernels", "step, ms"} & found.keys() and "first loss" in found
+    assert "Not compared: step, host, forward, backward: times of Triton's interpreter" in found
+    assert "Not compared: kernels, launches: before measured, after not counted" in found
 
 
 def test_real_results(tmp_path, capsys):
@@ -126,7 +211,8 @@ def test_real_results(tmp_path, capsys):
     for path, figures in ((run, ["first loss", "step, ms"]), (steps, ["small: sdpa, MiB", "small: sdpa, ms"])):
         assert diff.main([str(path), str(path)]) == 0
         out = capsys.readouterr().out
-        assert all(f"\n{figure} " in out for figure in figures) and "hf" not in out
+        assert all(f"\n{figure} " in out for figure in figures)
+        assert out.count("Not compared: ") == 1 and (path == run or "\nNot compared: small: hf: not there\n" in out)
     os.mkfifo(tmp_path / "pipe.json")
     for path in (gpt, tmp_path / "none.json", empty, tmp_path / "pipe.json"):
         assert diff.main([str(path), str(run)]) == 2 and str(path) in capsys.readouterr().err

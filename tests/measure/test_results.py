@@ -7,6 +7,7 @@ import pytest
 
 import tiny_llama_v3 as llama
 from measure import results
+from tiny_llama.distributed import Step, World
 
 
 def test_results_are_whole_and_never_overwritten(tmp_path):
@@ -46,3 +47,28 @@ def test_a_damaged_result_is_named(tmp_path, text, reason):
     path.write_text(text)
     with pytest.raises(llama.UsageError, match=rf"^{path}.* ?{reason}.*$"):
         results.read_result(path)["a"]["speed"]
+
+
+@pytest.mark.parametrize("exposed_ms", ["there is no GPU", None, 0.0, 2.0, 9.5])
+@pytest.mark.parametrize("memory", [None, 7.0])
+def test_what_processes_did_together_can_be_read(tmp_path, exposed_ms, memory):
+    """All communication may be hidden, or in a profiled step, which is slower, take longer than a step of 9 ms."""
+    is_known = isinstance(exposed_ms, float)
+    kernels = exposed_ms if isinstance(exposed_ms, str) else {"kernels": 9, "exposed_communication_ms": exposed_ms}
+    summary = dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=memory, kernels=kernels)
+    step = Step.__new__(Step)
+    step.world = World(0, 2)
+    step.world.gather = lambda own: [own, own]
+    results.write_json(tmp_path / "run.json", {"world": step.summarize_processes(summary)})
+    world = results.read_result(tmp_path / "run.json")["world"]
+    assert world["exposed_communication_ms"] == (exposed_ms if is_known else None)
+    assert world["slowest"] == ({"rank": 0, "behind_ms": 0.0} if is_known else None)
+    assert world["processes"][1]["own_ms"] == (9.0 - exposed_ms if is_known else None)
+
+
+@pytest.mark.parametrize("field", ['"own_ms": "1"', '"behind_ms": 1e999', '"exposed_communication_ms": NaN'])
+def test_a_difference_of_times_that_cannot_be(tmp_path, field):
+    path = tmp_path / "run.json"
+    path.write_text(f'{{"a": {{{field}}}}}')
+    with pytest.raises(llama.UsageError, match=f"^{path} has .*, which cannot be: measure again$"):
+        results.read_result(path)

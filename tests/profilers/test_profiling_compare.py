@@ -59,6 +59,62 @@ def test_the_steps_of_all_processes_count(tmp_path):
     assert side(tmp_path) == ({"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.003 * 3.5)}, 4)
 
 
+def write_processes(path, *processes):
+    """A database of several processes with steps of 100 to 103 us, each process 1 us later than the last one."""
+    path.mkdir()
+    with contextlib.closing(sqlite3.connect(path / "a.db")) as connection, connection:
+        connection.execute('CREATE TABLE kernels (guid, pid, name, start, "end")')
+        connection.execute('CREATE TABLE regions (guid, pid, category, name, extdata, start, "end")')
+        for guid, pid in processes:
+            for n in range(4):
+                start = 10**9 + 10**6 * n + 1000 * pid
+                connection.execute("INSERT INTO kernels VALUES (?, ?, ?, ?, ?)",
+                                   (guid, pid, "rmsnorm_kernel", start, start + 1000 * (100 + n)))  # fmt: skip
+                connection.execute("INSERT INTO regions VALUES (?, ?, ?, ?, ?, ?, ?)",
+                                   (guid, pid, "MARKER", "step", "", start, start + 900_000))  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [
+    [("g", 1), ("h", 2)], [("g", 1), ("g", 2)], [("g", 1), ("h", 1)], [("g", 1), ("h", 2), ("i", 3)],
+])  # fmt: skip
+@pytest.mark.parametrize("named", [True, False])
+def test_a_database_of_several_processes_is_compared_as_one_of_each(tmp_path, capsys, processes, named):
+    """Also whole recordings, where the steps are not known."""
+    write_processes(tmp_path / "one", ("g", 1))
+    write_processes(tmp_path / "some", *processes)
+    if not named:
+        for path in tmp_path.glob("*/a.db"):
+            with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute("DELETE FROM regions")
+    for sides in (("one", "some"), ("some", "one")):
+        assert compare.main([str(tmp_path / side) for side in sides]) == 0
+        out, err = capsys.readouterr()
+        assert "(1.00 of the time)" in out and "Kernels: 1 same\n" in out and not err
+        steps = [4 * len(processes) if side == "some" else 4 for side in sides] if named else [0, 0]
+        assert f"in {steps[0]} and in {steps[1]} steps" in out
+
+
+def test_kernels_that_each_step_has_others_of(tmp_path, capsys):
+    """Of each the median is 0: there is no ratio of their sums."""
+    steps = [Record("step", 10**6 * n, 10**6 * n + 900_000) for n in (1, 2, 3)]
+    run = Run([Record(f"k{step.start}", step.start, step.start + 1000) for step in steps], steps, [], [])
+    records.write_rocpd(tmp_path / "a.db", run)
+    assert compare.main([str(tmp_path)] * 2) == 0
+    out = capsys.readouterr().out
+    assert "A step of each: 0.000 ms in 1 calls, then 0.000 ms in 1 calls\n" in out and "nan" not in out
+
+
+def test_steps_of_processes_that_are_not_told_apart_have_means(tmp_path, capsys):
+    """Each of the two would count in the steps of both."""
+    write_processes(tmp_path / "two", ("g", 1), ("h", 2))
+    with contextlib.closing(sqlite3.connect(tmp_path / "two" / "a.db")) as connection, connection:
+        connection.execute("UPDATE kernels SET guid = 'g', pid = 1")
+        connection.execute("UPDATE regions SET guid = 'g', pid = 1")
+    whole = {"ms": pytest.approx(0.1015), "calls": 1.0, "noise": pytest.approx(float("nan"), nan_ok=True)}
+    assert side(tmp_path / "two") == (whole, 8)
+    assert capsys.readouterr().err.count("steps overlap") == 1
+
+
 @pytest.mark.parametrize("after, noise, change", [
     (1.049, 0.0, "same"), (1.051, 0.0, "slower"), (0.953, 0.0, "same"), (0.951, 0.0, "faster"),
     (1.29, 0.15, "same"), (1.31, 0.15, "slower"), (0.71, 0.15, "same"), (0.69, 0.15, "faster"),

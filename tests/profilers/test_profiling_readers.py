@@ -145,6 +145,254 @@ def change(path, *statements):
     connection.close()
 
 
+# --- several queues and processes
+
+
+def label(prefix, kind, **labels):
+    """Write labels into a recording: stream=7, or a list with that of each kernel; guid, pid of kernels and ranges."""
+    streams = labels.pop("stream", None)
+    if kind == "db":
+        for column, value in labels.items():
+            change(Path(f"{prefix}_results.db"), *([f"ALTER TABLE {t} ADD {column} DEFAULT {value!r}"]
+                                                   for t in ("kernels", "regions")))  # fmt: skip
+        if streams:
+            change(Path(f"{prefix}_results.db"), ["ALTER TABLE kernels ADD stream_id"],
+                   *(["UPDATE kernels SET stream_id = ? WHERE rowid = ?", stream, row + 1]
+                     for row, stream in enumerate(streams)))  # fmt: skip
+    elif kind == "csv":
+        path = Path(f"{prefix}_kernel_trace.csv")
+        table = pd.read_csv(path).assign(Stream_Id=streams)
+        table.to_csv(path, index=False)
+    else:
+        path = Path(prefix, "trace.json") if kind == "json" else Path(f"{prefix}_results.json")
+        recorded = json.loads(path.read_text())
+        if kind == "json":
+            kernels = [event for event in recorded["traceEvents"] if event["cat"] == "kernel"]
+            for kernel, stream in zip(kernels, streams, strict=True):
+                kernel |= {"pid": 0, "tid": stream}
+        else:
+            kernels = recorded["rocprofiler-sdk-tool"][0]["buffer_records"]["kernel_dispatch"]
+            for kernel, stream in zip(kernels, streams, strict=True):
+                kernel["stream_id"] = {"handle": stream}
+        path.write_text(json.dumps(recorded))
+
+
+KINDS = ["csv", "db", "json", "results.json"]
+STEPS = [Record("step", 10**6 * n, 10**6 * n + 900_000) for n in (2, 3, 4)]
+
+
+def kernels_of(step, *spans):
+    """Dispatches at these times after the beginning of a step, in us: a, then b, and so on."""
+    return [Record("abcdefg"[n], step.start + 1000 * s, step.start + 1000 * e) for n, (s, e) in enumerate(spans)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spans, us, noted", [
+    # The end of a comes 1.6 s late, over b, c and all later steps; or 20 us after b has begun.
+    ([(50, 1.6e6), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 kernels last beyond .* 1599.870 ms"),
+    ([(50, 150), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 .* 0.020 ms the most"),
+    # c began too early, before b; of two with the same stamps the time counts once.
+    ([(50, 120), (130, 200), (60, 280)], {"a": 10, "b": 70, "c": 70}, "6 of 9"),
+    ([(50, 120), (50, 120), (210, 280)], {"a": 0, "b": 70, "c": 70}, "3 of 9"),
+    ([(50, 120), (120, 200), (200, 280)], {"a": 70, "b": 80, "c": 80}, ""),  # one after the other
+    ([(50, 120.02), (120, 200), (210, 280)], {"a": 70, "b": 80, "c": 70}, ""),  # AMD's clocks: 20 ns
+    ([(50, 120), (90, 90), (210, 280)], {"a": 70, "b": 0, "c": 70}, "3 of 9 kernels last 0 ns"),
+])  # fmt: skip
+def test_a_kernel_has_no_time_of_the_next_one_of_its_stream(tmp_path, capsys, kind, spans, us, noted):
+    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
+    write_recording(tmp_path / "k", kind, run)
+    label(tmp_path / "k", kind, stream=[7] * 9)
+    table, steps, _ = read_kernels(tmp_path)
+    assert steps == 3 and sums_of(table) == {name: (3, 3000 * us) for name, us in us.items()}
+    assert readers.read_dispatches(tmp_path)["End"].max() < 5 * 10**6  # nor in pictures and figures of a step
+    told = capsys.readouterr().err
+    assert re.search(noted, told) and told.count("\n") == bool(noted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_two_streams_may_overlap(tmp_path, capsys, kind):
+    run = Run(
+        [kernel for step in STEPS for kernel in kernels_of(step, (50, 800), (130, 200), (210, 280))], STEPS, [], []
+    )
+    write_recording(tmp_path / "k", kind, run)
+    label(tmp_path / "k", kind, stream=[1, 2, 2] * 3)
+    table, *_ = read_kernels(tmp_path)
+    assert sums_of(table) == {"a": (3, 2_250_000), "b": (3, 210_000), "c": (3, 210_000)}
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_that_lasts_longer_than_a_step_is_named(tmp_path, capsys, kind):
+    """No later kernel tells where the last one of a stream ended."""
+    run = Run(kernels_of(STEPS[0], (50, 120), (130, 1.6e6)), STEPS, [], [])
+    write_recording(tmp_path / "k", kind, run)
+    assert readers.read_kernels(tmp_path)[1] == 3
+    told = capsys.readouterr().err
+    assert "1 kernels last longer than any step, b 1599.870 ms of 0.900: " in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("us, noted", [(449, ""), (451, ": kernels add up to 0.902 ms a step of 0.900: several ")])
+def test_kernels_that_add_up_to_more_than_a_step_are_noted(tmp_path, capsys, us, noted):
+    """The database knows no streams: that two overlap is no fault in itself."""
+    spans = (0, us), (100, 100 + us)
+    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
+    write_recording(tmp_path / "k", "db", run)
+    assert readers.read_kernels(tmp_path)[0]["TotalDurationNs"].sum() == 3000 * us * len(spans)
+    told = capsys.readouterr().err
+    assert noted in told and bool(told) == bool(noted)
+
+
+def test_a_file_has_no_content_of_other_formats(tmp_path):
+    """Only a name that no profiler gives may be that of a trace: rocprofv3's JSON has no calls."""
+    write_recording(tmp_path / "k", "results.json")
+    assert readers.read_ranges(tmp_path / "k_results.json", "calls").empty
+    (process,) = readers.read_processes(tmp_path)
+    assert process.calls().empty
+    write_recording(tmp_path / "t", "json")
+    os.rename(tmp_path / "t" / "trace.json", tmp_path / "mine.json")
+    assert read_kernels(tmp_path / "mine.json")[1] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_starts_at_0_has_no_stamp(tmp_path, capsys, kind):
+    """Neither a kernel nor a range; but a trace may begin at 0."""
+    later = 5 * 10**9
+    ranges = [Record("step", later, later + 10**6), Record("step", 0, later + 10**6)]
+    run = Run([Record("a", 0, later), Record("b", later + 20, later + 30)], ranges, [], [])
+    write_recording(tmp_path / "k", kind, run)
+    assert sums_of(read_kernels(tmp_path)[0]) == {"b": (1, 10)} and read_kernels(tmp_path)[1] == 1
+    assert capsys.readouterr().err.count("1 of 2 rows have figures that cannot be") == 1 + (kind == "csv")
+    write_recording(tmp_path / "early" / "k", kind, Run([Record("a", 0, 10**6)], [], [], []))
+    assert sums_of(read_kernels(tmp_path / "early")[0]) == {"a": (1, 10**6)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_without_times_are_refused(tmp_path, kind):
+    write_recording(tmp_path / "k", kind, Run([Record("a", 50, 50), Record("b", 60, 60)], [], [], []))
+    with pytest.raises(Unreadable, match="all 2 kernels last 0 ns"):
+        read_kernels(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "db", "results.json"])
+@pytest.mark.parametrize("ranges, told", [
+    ([Record("step", 10**12, 10**12 + 900)], "none of its 6 kernels starts within one of its 1 steps"),
+    ([Record("step", 1000, 1000), Record("step", 1600, 1600)], ""),  # marks at the beginning of steps
+])  # fmt: skip
+def test_steps_that_hold_no_kernels_are_none(tmp_path, capsys, kind, ranges, told):
+    write_recording(tmp_path / "k", kind, RUN._replace(ranges=ranges))
+    table, steps, _ = read_kernels(tmp_path)
+    assert steps == 0 and sums_of(table) == OF_THE_RUN and re.search(told, capsys.readouterr().err)
+
+
+def test_the_kernels_of_a_profilers_table_are_not_preferred(tmp_path):
+    """Its own sums have the stamps that cannot be."""
+    kernels = [Record("a", 100, 10**9), Record("b", 200, 300)]
+    write_recording(tmp_path / "k", "csv", Run(kernels, [], [], []))
+    records.write_stats(tmp_path / "k_kernel_stats.csv", kernels)
+    assert sums_of(read_kernels(tmp_path)[0]) == {"a": (1, 100), "b": (1, 100)}
+    with open(tmp_path / "k_kernel_stats.csv", "a") as file:
+        file.write('"c",0,0,0,0,0,0,0\n"d",1,5,5,0,9,9,0\n')
+    assert set(read_kernels(tmp_path / "k_kernel_stats.csv")[0]["Name"]) == {"a", "b"}
+
+
+def write_merged(path, runs, kind):
+    """One file of several processes, as rocpd merges and converts them, or rocprofv3's JSON lists them."""
+    for number, run in enumerate(runs):
+        write_recording(path / f"{number}", kind, run)
+        if kind == "db":
+            label(path / f"{number}", kind, guid=f"g{number}", pid=100 + number)
+    if kind == "db":
+        for number in range(1, len(runs)):
+            statements = (
+                ["ATTACH ? AS other", str(path / f"{number}_results.db")],
+                *([f"INSERT INTO {table} SELECT * FROM other.{table}"] for table in ("kernels", "regions")),
+            )
+            connection = sqlite3.connect(path / "0_results.db")
+            for statement, *values in statements:
+                connection.execute(statement, values)
+            connection.commit()
+            connection.close()
+            (path / f"{number}_results.db").unlink()
+    elif kind == "csv":
+        for ending in ("kernel_trace.csv", "marker_api_trace.csv"):
+            files_of = sorted(path.glob(f"*_{ending}"))
+            tables = [pd.read_csv(file).assign(Guid=f"g{number}") for number, file in enumerate(files_of)]
+            pd.concat(tables).to_csv(path / f"0_{ending}", index=False)
+            for file in files_of[1:]:
+                file.unlink()
+    else:
+        recorded = [json.loads(file.read_text()) for file in sorted(path.glob("*_results.json"))]
+        (path / "0_results.json").write_text(
+            json.dumps({"rocprofiler-sdk-tool": [part["rocprofiler-sdk-tool"][0] for part in recorded]})
+        )
+        for number in range(1, len(runs)):
+            (path / f"{number}_results.json").unlink()
+
+
+@pytest.mark.parametrize("kind", ["csv", "db", "results.json"])
+@pytest.mark.parametrize("later", [0, 5, 900])  # 900: the other's warm-up lies in this one's step
+def test_processes_in_one_file_are_told_apart(tmp_path, capsys, kind, later):
+    write_merged(tmp_path, [RUN, RUN.later(later)], kind)
+    table, steps, processes = read_kernels(tmp_path)
+    assert (steps, processes) == (4, 2) and sums_of(table) == {"a": (6, 200), "b": (2, 198)}
+    windows = [process.windows for process in readers.read_processes(tmp_path)]
+    assert windows == [[(990, 1300), (1590, 1700)], [(990 + later, 1300 + later), (1590 + later, 1700 + later)]]
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["csv", "db"])
+def test_without_steps_processes_in_one_file_are_counted(tmp_path, kind):
+    write_merged(tmp_path, [RUN._replace(ranges=[])] * 3 if kind == "db" else [RUN] * 3, kind)
+    for file in tmp_path.glob("*marker_api_trace.csv"):
+        file.unlink()
+    assert read_kernels(tmp_path)[1:] == (0, 3)
+
+
+def test_a_process_that_was_merged_and_lies_beside_counts_once(tmp_path, capsys):
+    write_merged(tmp_path / "merged", [RUN, RUN.later(5)], "db")
+    write_recording(tmp_path / "rank_0", "db")
+    label(tmp_path / "rank_0", "db", guid="g0", pid=100)
+    assert read_kernels(tmp_path)[1:] == (4, 2)
+    assert capsys.readouterr().err.count("it counts once") == 1
+
+
+def test_steps_of_processes_that_cannot_be_told_apart(tmp_path, capsys):
+    """Somebody merged two traces of torch.profiler: their kernels have the same GPU and stream, and overlap."""
+    events = []
+    for pid, run in ((11, RUN), (12, RUN.later(20))):
+        trace = chrome_trace(*(("user_annotation", r.name, r.start, r.duration) for r in run.ranges),
+                             *(("kernel", d.name, d.start, d.duration) for d in run.in_steps()))  # fmt: skip
+        events += [e | {"pid": 0 if e["cat"] == "kernel" else pid} for e in json.loads(trace)["traceEvents"]]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    table, steps, _ = read_kernels(tmp_path)
+    assert steps == 4 and sums_of(table) == {"a": (6, 200_000), "b": (2, 198_000)}
+    (process,) = readers.read_processes(tmp_path)
+    assert process.windows == [(990_000, 1_320_000), (1_590_000, 1_720_000)]
+    assert "steps overlap, as of several processes or threads" in capsys.readouterr().err
+
+
+def test_a_merged_table_whose_kernels_do_not_name_their_process(tmp_path, capsys):
+    """Those of ROCm do not: all have the numbers 0 of their queue and stream."""
+    dispatches, markers = tmp_path / "k_kernel_trace.csv", tmp_path / "k_marker_api_trace.csv"
+    records.write_kernel_trace(dispatches, (7, 0), [*RUN.dispatches, *RUN.later(5).dispatches])
+    records.write_markers(markers, (7, 0), [*RUN.ranges, *RUN.later(5).ranges])
+    pd.read_csv(markers).assign(Process_Id=[1] * 3 + [2] * 3).to_csv(markers, index=False)
+    table, steps, _ = read_kernels(tmp_path)
+    assert steps == 4 and sums_of(table) == {"a": (6, 200), "b": (2, 198)}
+    assert capsys.readouterr().err.count("steps overlap") == 1
+
+
+def test_the_memory_of_two_processes_is_not_added(tmp_path):
+    records.write_rocpd(tmp_path / "a.db", RUN)
+    columns = "guid, pid, type, level, agent_type, address, size, start"
+    change(
+        tmp_path / "a.db", [f"CREATE TABLE memory_allocations ({columns})"],
+        ["""INSERT INTO memory_allocations VALUES ('g', 1, 'ALLOC', 'REAL', 'GPU', 16, 500, 1),
+            ('h', 2, 'ALLOC', 'REAL', 'GPU', 16, 700, 2), ('g', 1, 'FREE', 'REAL', NULL, 16, 0, 3)"""],
+    )  # fmt: skip
+    assert readers.read_peak_memory(tmp_path / "a.db") == 700
+
+
 # --- torch.profiler
 
 

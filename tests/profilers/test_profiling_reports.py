@@ -1,7 +1,9 @@
 """The reports: hot spots, counters, the figures of a step, and the summary of a session."""
 
+import contextlib
 import json
 import math
+import sqlite3
 
 import pandas as pd
 import pytest
@@ -62,6 +64,15 @@ def test_a_table_in_a_folder_is_named_after_what_it_covers(session):
     calls = [readers.read_kernel_stats(session / f"{name}.csv")["Calls"].sum() for name in
              ("kernels_of_the_steps", "kernels")]  # fmt: skip
     assert calls == [3 * 19, len(RUN.dispatches)]
+
+
+@pytest.mark.parametrize("module", [hotspots, plot, compare])
+def test_reports_of_kernels_without_times(module, tmp_path, capsys):
+    """Those of the steps have none, and one before them has."""
+    kernels = [Record("warm", 10, 90), Record("k", 150, 150), Record("k", 160, 160)]
+    records.write_rocpd(tmp_path / "a.db", Run(kernels, [Record("step", 100, 200)], [], []))
+    assert module.main([str(tmp_path)] * (1 + (module is compare))) == 1
+    assert "a.db: 2 of 3 kernels last 0 ns" in (err := capsys.readouterr().err) and "holds no kernels that took" in err
 
 
 @pytest.mark.parametrize("module", [hotspots, plot, counters, compare])
@@ -146,6 +157,41 @@ def test_figures_are_means_of_a_step(tmp_path):
     })  # fmt: skip
     records.write_rocpd(tmp_path / "b" / "b.db", STEP._replace(ranges=[]))
     assert timeline.step_figures(tmp_path / "b") is None
+
+
+@pytest.mark.parametrize("kernels, calls, busy_us, launch_us", [
+    # What lies beyond the ends of a step, of a kernel or a call whose end was stamped late, is not of the step.
+    ([(1100, 9000)], [(1050, 9000)], 0.9, 0.95), ([(900, 1300), (1200, 1400)], [], 0.4, 0.0),
+    # A call within another one, and calls of two threads: the host is busy once.
+    ([(1100, 1200)], [(1050, 1150), (1060, 1100), (1140, 1200)], 0.1, 0.15),
+])  # fmt: skip
+def test_no_more_of_a_step_is_busy_than_there_is(tmp_path, kernels, calls, busy_us, launch_us):
+    run = Run([Record("k", *k) for k in kernels], [Record("step", 1000, 2000)],
+              [Record("hipLaunchKernel", *c) for c in calls], [])  # fmt: skip
+    records.write_rocpd(tmp_path / "a.db", run)
+    found = timeline.step_figures(tmp_path)
+    assert (found["busy_us"], found["launch_us"]) == (busy_us, launch_us)
+
+
+@pytest.mark.parametrize("kind", ["csv", "db"])
+def test_the_launches_of_a_step_are_those_of_its_process(tmp_path, kind):
+    """Of processes side by side, or in one database."""
+    for rank in range(2):
+        prefix = tmp_path / f"rank_{rank}"
+        if kind == "db":
+            records.write_rocpd(tmp_path / f"{rank}.db", STEP)
+            with contextlib.closing(sqlite3.connect(tmp_path / f"{rank}.db")) as connection, connection:
+                for table in ("kernels", "regions"):
+                    connection.execute(f"ALTER TABLE {table} ADD pid DEFAULT {rank + 1}")
+                    if rank:
+                        connection.execute("ATTACH ? AS first", (str(tmp_path / "0.db"),)) if table == "kernels" else 0
+                        connection.execute(f"INSERT INTO first.{table} SELECT * FROM {table}")
+        else:
+            records.write_kernel_trace(tmp_path / f"{prefix}_kernel_trace.csv", (7, 0), STEP.dispatches[:3])
+            records.write_markers(tmp_path / f"{prefix}_marker_api_trace.csv", (7, 0), STEP.ranges)
+            records.write_api_trace(tmp_path / f"{prefix}_hip_api_trace.csv", "HIP_RUNTIME_API", STEP.api_calls)
+    found = timeline.step_figures(tmp_path / "0.db" if kind == "db" else tmp_path)
+    assert (found["steps"], found["launches"], found["launch_us"]) == (2, 1, 0.02)
 
 
 # --- the summary of a session
