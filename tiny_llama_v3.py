@@ -603,17 +603,20 @@ def weight_of(module):
 
     TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
     """
+    own = module._parameters
+    if type(module) is nn.Linear and own.get("bias") is None and "weight" in own and not is_changed(module):
+        return own["weight"]  # nearly always
     if type(module).forward is nn.Linear.forward:
         # Pruning, and norms of weights before parametrizations, compute a plain attribute in a hook.
-        extras = [module.bias, vars(module).get("weight") if module._forward_pre_hooks else None]
+        extras = module.bias, vars(module).get("weight") if module._forward_pre_hooks else None
     elif type(module).forward is nn.Embedding.forward:
-        extras = [module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None]
+        extras = module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None
     else:
-        extras = [module]
+        extras = (module,)
     if any(extra is not None for extra in extras):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         problem = f"{kind} computes with more: give an nn.Linear without bias, or a plain nn.Embedding"
-        raise TypeError(f"operations take only the weight of a projection, and {problem} ({module})")
+        raise TypeError(f"operations take only the weight of a projection, and {problem}")
     if is_changed(module):
         what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
         warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
@@ -877,8 +880,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     alignments = [p & 15 for p in pointers]
     large = [t.untyped_storage().nbytes() >> 31 > 0 for t in tensors] if torch.version.hip else ()
     device, values, types = tensors[0].get_device(), constants.values(), [t.dtype for t in tensors]
-    types += map(type, scalars)
-    key = (id(kernel), device, num_warps, num_stages, scalars, *types, *alignments, *large, *values, *options.values())
+    numbers = *scalars, *map(type, scalars)
+    key = (id(kernel), device, num_warps, num_stages, *numbers, *types, *alignments, *large, *values, *options.values())
     compiled = COMPILED.get(key)
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
@@ -1895,7 +1898,8 @@ def flash_attention_forward(q, k, v, out=None):
         raise ValueError(
             f"q, k, v and o have the shapes {shapes}: they may differ in heads, of which k and v have fewer"
         )
-    if len({(t.dtype, t.get_device()) for t in (q, k, v, o)}) > 1:
+    one_device = q.get_device() == k.get_device() == v.get_device() == o.get_device()
+    if not (q.dtype == k.dtype == v.dtype == o.dtype and one_device):
         types = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v, o))
         raise TypeError(f"q, k, v and o are {types}: convert them to one type, on one device")
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
@@ -2569,8 +2573,7 @@ class FlatAdamW:
     device, so that step() can be captured. With several processes, share = (rank, processes), each keeps moments and
     remainders of an equal part of each bucket, a list of parameters, and updates only that part.
 
-    FlatAdamW owns the weights: a model whose weights are moved, cast or replaced, or whose layers are, needs a new one
-    (RuntimeError).
+    FlatAdamW owns the weights: a model whose weights are moved, cast, replaced or added needs a new one (RuntimeError).
     """
 
     def __init__(
@@ -2649,7 +2652,7 @@ class FlatAdamW:
             # p stays the same object, which the modules hold; only the memory behind it changes.
             p.data, p.main_grad = param_view, grad_view
         self.look_up_modules()
-        self.found = self.find_weights()
+        self.known = self.find_weights()
         self.versions = [p._version for p in self.parameters]
 
     def look_up_modules(self):
@@ -2663,8 +2666,8 @@ class FlatAdamW:
         return [child for children in self.children for child in children.values()]
 
     def find_weights(self):
-        """Return what the known modules have as weights now, and where these lie."""
-        return [(id(p), p.data_ptr()) for place in self.places for p in place.values() if p is not None]
+        """Return which weights the known modules have now, and where these lie."""
+        return {(id(p), p.data_ptr()) for place in self.places for p in place.values() if p is not None}
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -2708,10 +2711,9 @@ class FlatAdamW:
         if self.find_modules() != self.modules:  # a layer was replaced, say, maybe by one that wraps it
             self.look_up_modules()
         # Looked up through the modules: .half() gives a parameter other memory, assign=True the model other parameters.
-        if self.find_weights() != self.found:
+        if not self.find_weights() <= self.known:
             change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
-            change += ", or a layer came or went"
-            raise RuntimeError(f"{change}, so FlatAdamW would not update what the model has now: make a new optimizer")
+            raise RuntimeError(f"{change}, or added, and FlatAdamW would not update it: make a new optimizer")
         # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.
         versions = [p._version for p in self.parameters]
         if versions != self.versions and self.remainder is not None:

@@ -176,6 +176,12 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
     return torch.where(counted > 0, loss * counted, 0.0) / num_items_in_batch  # the mean of none is NaN
 
 
+def are_texts(position_ids):
+    """Return whether position_ids (batch, seq) are those of several texts in a row, each of which begins with 0."""
+    after = position_ids[:, 1:][position_ids.diff() != 1]
+    return after.numel() > 0 and not after.any().item()
+
+
 @torch.compiler.disable
 def warn_of_compilation():
     """Warn that a model with our kernels is being compiled, at run time: what is traced has no warnings."""
@@ -192,7 +198,7 @@ def before_forward(model, args, keywords):
         warn_of_compilation()
     given = {name for name, value in keywords.items() if value is not None}
     asked = given & {"attention_mask", "cache", "past_key_values", "use_cache"} or args[1:]
-    if "position_ids" in given and not asked and find_packed_sequence_indices(keywords["position_ids"]) is not None:
+    if "position_ids" in given and not asked and are_texts(keywords["position_ids"]):
         keywords = keywords | {"use_cache": False}
     return args, keywords
 

@@ -104,6 +104,8 @@ model.set_attn_implementation("eager")
 model.double()
 keywords["attention_mask"] = (torch.arange(17, device=device) > 2).long().repeat(2, 1)
 keywords["position_ids"] = torch.arange(17, device=device) + torch.arange(2, device=device)[:, None]
+keywords["position_ids"] = 2 * torch.arange(17, device=device).repeat(2, 1)
+keywords["position_ids"] = torch.arange(17, device=device).flip(0).repeat(2, 1) + 3
 keywords["use_cache"] = True
 """
 
@@ -390,6 +392,7 @@ ATTENTION = {
     "paged|sdpa": ("theirs", "theirs"),
     "paged|flash_attention_2": ("theirs", "theirs"),
     "paged|flash_attention_3": ("theirs", "theirs"),
+    "paged|flash_attention_4": ("theirs", "theirs"),
     "window": ("theirs", "theirs"),
     "hub/kernel": ("theirs", "theirs"),
 }
