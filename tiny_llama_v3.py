@@ -759,8 +759,6 @@ def select_operations(config, device):
         operations = companion("fp8", "--fp8").with_fp8(operations, name)
     if name != "triton":
         return name, operations
-    if config.compile:  # the compiler cannot look into kernels, and does not see where they write gradients
-        operations = Operations(*map(torch.compiler.disable, operations))
     # The model stays as it is: a mistake is a wrapper around an operation, or an argument of it.
     if config.severed_autograd:  # BUG severed_autograd: no history, as if no autograd.Function wrapped the kernels
         rmsnorm, attention = map(torch.no_grad(), (operations.rmsnorm, operations.attention))
@@ -956,6 +954,20 @@ def tile_ptrs(ptr, rows, stride, cols):
 INTERPRETED = triton is not None and not isinstance(load, triton.JITFunction)
 
 
+def outside_compiler(function):
+    """Have torch.compile call a function as it is: it can neither trace launches by address nor see main_grad."""
+    called = [function]
+
+    @functools.wraps(function)
+    def call(*inputs, **options):
+        # Nothing is compiled before the compiler is imported, which takes seconds and is left to who wants it.
+        if called[0] is function and "torch._dynamo" in sys.modules:
+            called[0] = torch.compiler.disable(function)
+        return called[0](*inputs, **options)
+
+    return call
+
+
 def expect(**tensors):
     """Raise ValueError or TypeError for a tensor, {name: (tensor or None, its shape)}, that the kernels cannot take."""
     (first, (beside, _)), *_ = tensors.items()
@@ -1061,6 +1073,7 @@ class LinearFunction(torch.autograd.Function):
         return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(-1, x.shape[-1]))
 
 
+@outside_compiler
 def triton_linear(x, weight):
     """x (..., K) @ weight (N, K)^T -> (..., N), in their type; of other shapes PyTorch reports an error."""
     expect(x=(x, x.shape))
@@ -1327,6 +1340,7 @@ class RMSNormFunction(torch.autograd.Function):
         return x_grad, x_grad if ctx.has_branch else None, weight_grad, None
 
 
+@outside_compiler
 def triton_rmsnorm(x, branch, weight, eps):
     """Return y and residual, both like x (..., cols): residual = x + branch, or x if branch is None; y its RMSNorm."""
     expect(x=(x, x.shape), branch=(branch, x.shape), weight=(weight, x.shape[-1:]))
@@ -1994,6 +2008,7 @@ class AttentionFunction(torch.autograd.Function):
         return qkv_grad, *[None] * 5  # tables, sizes and bugs have no gradient
 
 
+@outside_compiler
 def triton_attention(x, qkv_weight, o_weight, cos, sin, num_heads, num_kv_heads, bugs=(), linear=triton_linear):
     """Return the causal attention of x (batch, seq, hidden), of the same shape.
 
@@ -2193,6 +2208,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, gate_up, x), None
 
 
+@outside_compiler
 def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
     """x (..., hidden), gate_up_weight (2 ffn, hidden), down_weight (hidden, ffn) -> (..., hidden)"""
     hidden, ffn = down_weight.shape
@@ -2277,6 +2293,7 @@ class EmbeddingFunction(torch.autograd.Function):
         return None, give_gradient(ctx, 1, ctx.weight, embedding_gradient, tokens, out_grad.contiguous())
 
 
+@outside_compiler
 def triton_embedding(tokens, weight):
     """weight (vocab, cols) at integer tokens (...) -> (..., cols). PyTorch reports a token that is out of range."""
     expect(weight=(weight, weight.shape))
@@ -2435,6 +2452,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return logits_grad.view(ctx.shape), None, None  # targets are integers
 
 
+@outside_compiler
 def triton_cross_entropy(logits, targets, ignore_index=-100):
     """Mean cross-entropy, in fp32, of logits (..., n) and integer targets (...) over the targets that are not ignored.
 
@@ -2666,8 +2684,9 @@ class FlatAdamW:
         return [child for children in self.children for child in children.values()]
 
     def find_weights(self):
-        """Return which weights the known modules have now, and where these lie."""
-        return {(id(p), p.data_ptr()) for place in self.places for p in place.values() if p is not None}
+        """Return the ids of the weights that the known modules have now, and where these lie."""
+        weights = [p for place in self.places for p in place.values() if p is not None]
+        return list(map(id, weights)), [p.data_ptr() for p in weights]
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -2711,7 +2730,8 @@ class FlatAdamW:
         if self.find_modules() != self.modules:  # a layer was replaced, say, maybe by one that wraps it
             self.look_up_modules()
         # Looked up through the modules: .half() gives a parameter other memory, assign=True the model other parameters.
-        if not self.find_weights() <= self.known:
+        found = self.find_weights()
+        if found != self.known and not set(zip(*found, strict=True)) <= set(zip(*self.known, strict=True)):
             change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
             raise RuntimeError(f"{change}, or added, and FlatAdamW would not update it: make a new optimizer")
         # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.

@@ -76,6 +76,7 @@ class LayerGroup(nn.Module):
         """Return the layers that the model has in this place now."""
         return list(self.model_layers[0])[self.place]
 
+    @llama.outside_compiler
     def forward(self, residual, branch, cos, sin):
         """Compute TransformerBlock.forward of all layers in turn."""
         layers = self.layers()

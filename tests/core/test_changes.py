@@ -543,6 +543,31 @@ def test_autocast_to_the_type_of_the_weights_changes_nothing():
     assert results[0].dtype == torch.bfloat16 and torch.equal(*results)
 
 
+COMPILED = {
+    "the model": lambda model: torch.compile(model, backend="eager"),
+    "a layer in place": lambda model: model.layers[1].compile(backend="eager") or model,
+    "a layer that is wrapped": lambda model: (
+        model.layers.__setitem__(0, torch.compile(model.layers[0], backend="eager")) or model
+    ),
+}
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
+def test_what_is_compiled_calls_our_operations_as_they_are(make_step, compiled, is_grouped):
+    step, plain = make_step(SMALL), make_step(SMALL)
+    if not is_grouped:
+        step.model.groups = None
+    step.run_model = compiled(step.model)
+    for each in (step, plain):
+        each.run()
+    compare = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    compare(step.loss, plain.loss)
+    compare(*([p.grad for p in each.model.parameters()] for each in (step, plain)))
+    with torch.no_grad():  # also for another shape
+        compare(step.run_model(step.tokens[:, :2]), plain.model(step.tokens[:, :2]))
+
+
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch before 2.9")
 @pytest.mark.parametrize("setting", ["tf32", "ieee"])
 def test_precision_by_its_new_name(setting):
