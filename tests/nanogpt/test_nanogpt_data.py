@@ -257,7 +257,7 @@ def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
     ({"vocab_size": 1, "itos": {0: "a", 1: "b"}}, ["a"]), ({"vocab_size": 2, "itos": [None, "b"]}, [None, "b"]),
     *[({"vocab_size": size, "itos": "ab"}, "vocab_size") for size in (0, -1, 2**16 + 1, 10**30, float("nan"))],
     *[(wrong, "it needs vocab_size") for wrong in (
-        {"vocab_size": "2"}, {"vocab_size": 2, "itos": {"0": "a"}}, {"vocab_size": 2, "itos": {"a", "b"}},
+        {"vocab_size": "2"}, {"vocab_size": 2, "itos": {"0": "a"}}, {"vocab_size": 2, "itos": {"ab"}},
         {"vocab_size": 2, "itos": 5}, {"vocab_size": None}, {}, {"itos": {}}, [], None, "ab",
     )],
     *[({"vocab_size": 1, "itos": [wrong]}, "itos.0. is ") for wrong in (5, 0.5, ["a"], {})],
