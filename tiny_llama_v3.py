@@ -626,7 +626,7 @@ def weight_of(module):
 def add_and_norm(norm, residual, branch):
     """Return norm(residual + branch) and residual + branch; branch may be None. A TritonRMSNorm adds in its kernel."""
     if type(norm).forward is TritonRMSNorm.forward:
-        return norm(residual, branch)
+        return norm.add_norm(residual, branch)
     residual = residual if branch is None else residual + branch
     return norm(residual), residual
 
@@ -716,6 +716,10 @@ class TritonRMSNorm(nn.Module):
         """x (..., dim) -> norm(x), of the same shape; with a branch, which may be None: norm(x + branch), x + branch"""
         y, residual = self.operations.rmsnorm(x, *branch or (None,), self.weight, self.eps)
         return (y, residual) if branch else y
+
+    def add_norm(self, residual, branch):
+        """Return norm(residual + branch) and residual + branch, both from one kernel; branch may be None."""
+        return self(residual, branch)
 
 
 class TritonAttention(nn.Module):
