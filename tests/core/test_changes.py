@@ -121,6 +121,7 @@ class Trainee:
 
     def gradient_by_itself(self, number):
         """Ask autograd for the gradient of a weight, which leaves the .grad of all as they are."""
+        self.uncheckpoint()  # which PyTorch refuses together with this, if it is reentrant
         parameters = [p for p in self.step.model.parameters() if p.requires_grad]
         if parameters:
             loss = self.step.model(*self.batch())
@@ -128,6 +129,7 @@ class Trainee:
 
     def gradient_of_an_input(self):
         """Ask autograd for the gradient of what goes into the layers."""
+        self.uncheckpoint()
         model = self.step.model
         x = torch.linspace(-1, 1, 48, device=DEVICE).view(1, 3, 16).requires_grad_()
         residual, branch = x, None
@@ -137,6 +139,7 @@ class Trainee:
 
     def backward_for(self, *numbers):
         """Add to the .grad of some weights only, and update these."""
+        self.uncheckpoint()
         self.step.optimizer.zero_grad()
         parameters = [p for p in self.step.model.parameters() if p.requires_grad]
         if parameters:
