@@ -1,4 +1,4 @@
-"""Causal attention forward for NVIDIA Hopper, heads of 128, in Gluon: Triton's language for what a tile program hides.
+"""Causal attention forward for NVIDIA Hopper, heads of 72 to 128, in Gluon: Triton's language for what tiles hide.
 
 The warps of a program have roles. One warp, the producer, has the copy engine (TMA) fill a ring in shared memory. Two
 warpgroups, the consumers, each own 64 queries: they start two products at a time on the tensor cores, and compute the
@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-HEAD_DIM = gl.constexpr(128)
+HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the copy engine fills up the tile with zeros
+NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast
 BLOCK = gl.constexpr(128)  # queries of a tile, and keys of a step; with 64 keys it takes 1.15 times as long
 HALF = gl.constexpr(64)  # queries of each of the two consumers, and rows of one wgmma instruction
 RING = gl.constexpr(2)  # slots of each ring: one is read while the other is filled; together 192 KiB of shared memory
@@ -183,7 +184,7 @@ def store_output(o_desc, o_tiles, lse_ptr, acc, m, l, batch_head, block, num_hea
     tma.store_wait(0)  # the tile before has left shared memory
     o_tile.reshape([HALF, HEAD_DIM]).store((acc * (1 / l)[:, None]).to(o_desc.dtype))
     fence_async_shared()
-    # It leaves out rows past the end of the sequence.
+    # It leaves out rows past the end of the sequence, and columns past that of the head.
     store_tile(o_desc, [batch_head // num_heads, row, batch_head % num_heads, 0], o_tile)
     rows = row + gl.arange(0, HALF, ROWS)
     gl.store(lse_ptr + batch_head.to(gl.int64) * seq_len + rows, m + gl.log2(l), rows < seq_len)
@@ -259,8 +260,8 @@ def make_tiles(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def flash_attention_hopper_kernel(
-    q_desc,  # (batch, seq_len, num_heads, 128), read in tiles of 64 rows
-    k_desc,  # (batch, seq_len, num_heads / group_size, 128), in tiles of BLOCK rows
+    q_desc,  # (batch, seq_len, num_heads, head_dim), read in tiles of 64 rows and 128 columns
+    k_desc,  # (batch, seq_len, num_heads / group_size, head_dim), in tiles of BLOCK rows
     v_desc,  # like k
     o_desc,  # out: like q
     lse_ptr,  # out: (batch, num_heads, seq_len) in fp32, with log2
@@ -295,7 +296,7 @@ def flash_attention_hopper_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def descriptor(address, dtype, shape, strides, rows):
-    """Return the TensorDescriptor of (batch, seq, heads, 128), which the copy engine reads in tiles of rows."""
+    """Return the TensorDescriptor of (batch, seq, heads, head_dim), which the copy engine reads in tiles of rows."""
     block = [1, rows, 1, HEAD_DIM.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
     # It keeps what it needs of the tensor, not the tensor, whose memory would never be freed.
@@ -309,7 +310,9 @@ COMPILED = {}  # {what a launch was compiled for: Triton's CompiledKernel}
 def launch_forward(q, k, v, o, lse):
     """Fill o and lse as flash_attention_kernel does. Return False if it is the one to do so, and nothing is done."""
     batch, seq_len, num_heads, head_dim = q.shape
-    if not (q.is_cuda and q.dtype.itemsize == 2 and head_dim == HEAD_DIM.value and seq_len >= SHORTEST):
+    if not (q.is_cuda and q.dtype.itemsize == 2 and seq_len >= SHORTEST):
+        return False
+    if not (NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 8 == 0):
         return False
     if not q.dtype == k.dtype == v.dtype == o.dtype:
         return False
