@@ -227,6 +227,7 @@ class Config:
 
     impl: str = option("triton", "our kernels; plain PyTorch; its fused attention", choices=("triton", "torch", "sdpa"))
     device: str = option("auto", "where to run (cuda is also the name of an AMD GPU)", choices=("auto", "cuda", "cpu"))
+    recompute: bool = option(False, "save less for the backward pass: 0.87 of the memory, 1.01 of the time")
     compile: bool = option(False, "torch.compile the model")
     graph: bool = option(False, "capture the step in CUDA/HIP graphs and replay them")
     matmul_precision: str = option("highest", "fp32 matmuls in full fp32 or in TF32", choices=("highest", "high"))
@@ -1037,20 +1038,57 @@ def give_gradient(ctx, index, weight, write, *inputs):
     has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     own_node = next((node for node in nodes if getattr(node, "variable", None) is weight), None)
     if main_grad is None or has_hooks or not is_accumulated(own_node):
-        place = weight.new_empty(weight.shape)  # for autograd, which adds it to .grad and calls hooks
+        place = weight.new_empty(padded(weight).shape)  # for autograd, which adds it to .grad and calls hooks
         write(place, False, *inputs)
-        return place
+        return place[: len(weight)]
     if weight.grad is not None and weight.grad is not main_grad:  # somebody else has made it
         main_grad.copy_(weight.grad)
     # weight.grad is None in the first backward pass after zero_grad(); then it is main_grad itself.
-    write(main_grad, weight.grad is not None, *inputs)
+    write(padded_gradient(weight), weight.grad is not None, *inputs)
     weight.grad = main_grad
     return None
 
 
+# The library's fast products move 16 bytes at a time. Where rows, of an operand or of the result, are no multiple of 8
+# elements, a product takes 2.5 to 7 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
+FAST_MULTIPLE = 8
+PADDED_MULTIPLE = 16  # of what is padded anyway, since it is 0.96 of the time of 8
+
+
+def padded_length(length):
+    """Return the number of rows or columns, at least length, that products of matrices are fast with."""
+    return cdiv(length, PADDED_MULTIPLE) * PADDED_MULTIPLE if length % FAST_MULTIPLE else length
+
+
+def padded_shape(parameter):
+    """Return the shape that a parameter has in FlatAdamW's buffers: a matrix gets rows of zeros."""
+    return (padded_length(len(parameter)), parameter.shape[1]) if parameter.dim() == 2 else parameter.shape
+
+
+def padded(weight):
+    """Return a weight with the rows of zeros that FlatAdamW has placed behind it, else the weight itself."""
+    matrix, _ = getattr(weight, "padded", (weight, None))
+    return matrix if matrix.data_ptr() == weight.data_ptr() else weight  # which was converted since, say
+
+
+def padded_gradient(weight):
+    """Return weight.main_grad in the same way. Its rows of zeros stay so, as the products' other operand is 0 there."""
+    _, matrix = getattr(weight, "padded", (None, weight.main_grad))
+    return matrix
+
+
 def write_product(place, accumulate, y_grad, x):
-    """place (N, K) (+)= y_grad (rows, N)^T @ x (rows, K), for give_gradient()."""
-    torch.addmm(place, y_grad.mT, x, beta=int(accumulate), out=place)
+    """place (N, K) (+)= y_grad (rows, N)^T @ x (rows, K), for give_gradient(), or that of n matrices, (n, N, K) etc.
+
+    place may have more rows, and x more columns, of padding.
+    """
+    place = place[..., : y_grad.shape[-1], :]
+    if x.shape[-1] > place.shape[-1]:  # the whole product, whose rows are padded, and a copy are faster than a part
+        product = torch.matmul(y_grad.mT, x)[..., : place.shape[-1]]
+        place.add_(product) if accumulate else place.copy_(product)
+    else:
+        multiply = torch.addmm if place.dim() == 2 else torch.baddbmm
+        multiply(place, y_grad.mT, x, beta=int(accumulate), out=place)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1059,21 +1097,31 @@ def write_product(place, accumulate, y_grad, x):
 
 
 class LinearFunction(torch.autograd.Function):
-    """F.linear, whose weight's gradient is written to where the optimizer reads it."""
+    """F.linear, whose weight's gradient is written to where the optimizer reads it. Products take padded weights."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.weight = weight
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        y = F.linear(x, padded(weight))
+        if y.shape[-1] == len(weight):
+            return y
+        ctx.padded_y = y.view(-1, y.shape[-1])
+        return y[..., : len(weight)].detach()  # to autograd no view, so that it may be changed in place
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, y_grad):
         x, weight = ctx.saved_tensors
         y_grad = y_grad.reshape(-1, len(weight))
+        matrix, padded_y = padded(ctx.weight), getattr(ctx, "padded_y", None)
+        if len(matrix) > len(weight):
+            # Columns of zeros meet the weight's rows of zeros. The loss kernel has overwritten y, which has them.
+            in_place = padded_y is not None and padded_y.data_ptr() == y_grad.data_ptr()
+            in_place = in_place and padded_y.stride() == y_grad.stride()
+            y_grad = padded_y if in_place else F.pad(y_grad, (0, len(matrix) - len(weight)))
         # y = x W^T, so the gradient of x is y_grad W, and that of W is y_grad^T x, a sum over all rows.
-        x_grad = torch.mm(y_grad, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        x_grad = torch.mm(y_grad, matrix).view_as(x) if ctx.needs_input_grad[0] else None
         return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(-1, x.shape[-1]))
 
 
@@ -1147,7 +1195,7 @@ def rmsnorm_kernel(
 
 @jit
 def rmsnorm_backward_kernel(
-    y_grad_ptr,  # (n_rows, N_COLS)
+    y_grad_ptr,  # in: (n_rows, N_COLS); out, if RECOMPUTE: forward's y, in place
     residual_grad_ptr,  # (n_rows, N_COLS), the gradient of forward's residual, read if HAS_RESIDUAL_GRAD
     x_ptr,  # (n_rows, N_COLS), forward's residual
     weight_ptr,  # (N_COLS,)
@@ -1160,6 +1208,7 @@ def rmsnorm_backward_kernel(
     n_rows,
     N_COLS: tl.constexpr,
     HAS_RESIDUAL_GRAD: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -1179,10 +1228,13 @@ def rmsnorm_backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         # All tiles are (BLOCK_ROWS, BLOCK_SIZE); a whole row is in one tile.
         x = load(tile_ptrs(x_ptr, rows, stride_x_row, cols), mask)
-        y_grad = load(tile_ptrs(y_grad_ptr, rows, stride_y_grad_row, cols), mask)
+        y_grad_ptrs = tile_ptrs(y_grad_ptr, rows, stride_y_grad_row, cols)
+        y_grad = load(y_grad_ptrs, mask)
         rstd = load(rstd_ptr + rows, row_mask)
         # Recomputed rather than stored by forward: a product costs less than reading a tensor.
         normalized = x * rstd[:, None]
+        if RECOMPUTE:  # in the order of forward, and so with its bits
+            store(y_grad_ptrs, normalized * weight[None, :], mask)
         weight_grad += y_grad * normalized
         scaled_grad = y_grad * weight[None, :]
         # rstd depends on the whole row: that is the part of the gradient that lies along the row itself.
@@ -1277,11 +1329,11 @@ def rmsnorm_forward(x, branch, weight, eps, block_size=None, out=None):
     return residual, y, rstd
 
 
-def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd, out=None, partial=None):
+def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd, out=None, partial=None, recompute=False):
     """Return x_grad (rows, cols), residual_grad included, and partial (programs, cols): see the kernel.
 
     y_grad, residual_grad (or None) and x, forward's residual, are (rows, cols) with contiguous rows. x_grad and partial
-    are written to out and partial if they are given.
+    are written to out and partial if they are given. With recompute, y_grad is overwritten with forward's y.
     """
     n_rows, n_cols = x.shape
     tile = norm_tile(n_rows, n_cols, True, x.device.type)
@@ -1296,7 +1348,13 @@ def rmsnorm_backward(y_grad, residual_grad, x, weight, rstd, out=None, partial=N
         (tile.programs,),
         (y_grad, residual_grad, x, weight, rstd, x_grad, partial),
         (y_grad.stride(0), residual_grad.stride(0), x.stride(0), n_rows),
-        dict(N_COLS=n_cols, HAS_RESIDUAL_GRAD=has_residual_grad, BLOCK_ROWS=tile.rows, BLOCK_SIZE=tile.cols),
+        dict(
+            N_COLS=n_cols,
+            HAS_RESIDUAL_GRAD=has_residual_grad,
+            RECOMPUTE=recompute,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_SIZE=tile.cols,
+        ),
         num_warps=tile.warps,
     )
     return x_grad, partial
@@ -2085,44 +2143,53 @@ SWIGLU_BLOCK = 1024  # 512 takes 1.1 to 1.2 times as long, 2048 as long, 4096 1.
 
 @jit
 def swiglu_activation_kernel(
-    gate_up_ptr,  # (rows, 2 n_cols) = [gate | up]
-    hidden_ptr,  # out: (rows, n_cols)
+    gate_up_ptr,  # (rows, stride_gate_up), each row [gate | up | padding]
+    hidden_ptr,  # out: (rows, stride_hidden), each row [hidden | zeros]
     n_cols,
+    stride_gate_up,  # at least 2 n_cols
+    stride_hidden,  # at least n_cols
     BLOCK_SIZE: tl.constexpr,
 ):
-    """hidden = silu(gate) * up, with silu(gate) = gate * sigmoid(gate).  Grid: (rows * blocks of columns,)."""
-    blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+    """hidden = silu(gate) * up, with silu(gate) = gate * sigmoid(gate).  Grid: (rows * blocks of hidden's columns,)."""
+    blocks = tl.cdiv(stride_hidden, BLOCK_SIZE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     # Tiles are (BLOCK_SIZE,), a part of one row.
-    gate_ptrs = gate_up_ptr + row * 2 * n_cols + cols
+    gate_ptrs = gate_up_ptr + row * stride_gate_up + cols
+    # Masked elements are 0, and so is their hidden.
     gate, up = load(gate_ptrs, mask), load(gate_ptrs + n_cols, mask)
-    store(hidden_ptr + row * n_cols + cols, gate * tl.sigmoid(gate) * up, mask)
+    store(hidden_ptr + row * stride_hidden + cols, gate * tl.sigmoid(gate) * up, cols < stride_hidden)
 
 
 @jit
 def swiglu_activation_backward_kernel(
-    hidden_grad_ptr,  # (rows, n_cols)
-    gate_up_ptr,  # in: (rows, 2 n_cols) = [gate | up]; out: their gradients, in place
+    hidden_grad_ptr,  # in: (rows, stride_hidden); out, if RECOMPUTE: forward's hidden, in place
+    gate_up_ptr,  # in: as forward; out: the gradients of gate and up, in place
     n_cols,
+    stride_gate_up,
+    stride_hidden,
+    RECOMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """up_grad = hidden_grad * silu(gate);  gate_grad = hidden_grad * up * silu'(gate).  Grid: as forward."""
-    blocks = tl.cdiv(n_cols, BLOCK_SIZE)
+    blocks = tl.cdiv(stride_hidden, BLOCK_SIZE)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     # Forward keeps gate and up, and neither sigmoid(gate) nor silu(gate): reading them would take longer.
-    gate_ptrs = gate_up_ptr + row * 2 * n_cols + cols
+    gate_ptrs = gate_up_ptr + row * stride_gate_up + cols
     gate, up = load(gate_ptrs, mask), load(gate_ptrs + n_cols, mask)
-    hidden_grad = load(hidden_grad_ptr + row * n_cols + cols, mask)
+    hidden_ptrs = hidden_grad_ptr + row * stride_hidden + cols
+    hidden_grad = load(hidden_ptrs, mask)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     # silu' = sigmoid + gate * sigmoid * (1 - sigmoid)
     gate_grad = hidden_grad * up * (sigmoid + silu * (1.0 - sigmoid))
     store(gate_ptrs, gate_grad, mask)
     store(gate_ptrs + n_cols, hidden_grad * silu, mask)
+    if RECOMPUTE:  # in the order of forward, and so with its bits
+        store(hidden_ptrs, silu * up, cols < stride_hidden)
 
 
 @jit
@@ -2152,23 +2219,33 @@ def swiglu_kernel(
     store(hidden_ptr + row * n_cols + col, gate * tl.sigmoid(gate) * up, None)
 
 
-def swiglu_activation(gate_up, out=None):
-    """Return silu(gate) * up (rows, n) of gate_up (rows, 2 n), contiguous; it is written to out if that is given."""
+def swiglu_activation(gate_up, ffn=None, width=None, out=None):
+    """Return silu(gate) * up (rows, ffn) of gate_up (rows, 2 ffn), contiguous; it is written to out if that is given.
+
+    gate_up may have columns of padding, if ffn is given, and the result gets columns of zeros up to width.
+    """
     assert gate_up.is_contiguous(), "the kernel reads gate_up as contiguous"
-    n_rows, n_cols = gate_up.shape[0], gate_up.shape[1] // 2
+    n_rows, stride = gate_up.shape
+    n_cols = ffn or stride // 2
     # tiny_llama/groups.py passes out, here and in the other launchers, to have the tensors of all layers side by side.
-    hidden = gate_up.new_empty(n_rows, n_cols) if out is None else out
-    grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
-    launch(swiglu_activation_kernel, grid, (gate_up, hidden), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
+    hidden = gate_up.new_empty(n_rows, width or n_cols) if out is None else out
+    grid = (n_rows * cdiv(hidden.shape[1], SWIGLU_BLOCK),)
+    scalars = n_cols, stride, hidden.shape[1]
+    launch(swiglu_activation_kernel, grid, (gate_up, hidden), scalars, dict(BLOCK_SIZE=SWIGLU_BLOCK))
     return hidden
 
 
-def swiglu_activation_backward_(hidden_grad, gate_up):
-    """Overwrite gate_up (rows, 2 n) with its gradient; hidden_grad (rows, n); both contiguous."""
+def swiglu_activation_backward_(hidden_grad, gate_up, ffn=None, recompute=False):
+    """Overwrite gate_up (rows, 2 ffn) with its gradient; hidden_grad (rows, ffn); both contiguous.
+
+    Both may have columns of padding, if ffn is given. With recompute, hidden_grad is overwritten with forward's result.
+    """
     assert hidden_grad.is_contiguous() and gate_up.is_contiguous(), "the kernel reads both as contiguous"
-    n_rows, n_cols = hidden_grad.shape
-    grid = (n_rows * cdiv(n_cols, SWIGLU_BLOCK),)
-    launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), (n_cols,), dict(BLOCK_SIZE=SWIGLU_BLOCK))
+    n_rows, width = hidden_grad.shape
+    grid = (n_rows * cdiv(width, SWIGLU_BLOCK),)
+    scalars = ffn or width, gate_up.shape[1], width
+    constants = dict(RECOMPUTE=recompute, BLOCK_SIZE=SWIGLU_BLOCK)
+    launch(swiglu_activation_backward_kernel, grid, (hidden_grad, gate_up), scalars, constants)
 
 
 def swiglu_naive_matmul(x, gate_up_weight):
@@ -2235,8 +2312,37 @@ def torch_swiglu(x, gate_up_weight, down_weight, linear=F.linear):
 
 
 @jit
-def embedding_backward_kernel(
+def token_order_kernel(
     tokens_ptr,  # (n_tokens,) of integers
+    sorted_ptr,  # out: the same in ascending order
+    order_ptr,  # out: like tokens, the place in tokens of each
+    n_tokens,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
+    """Sort tokens, equal ones by their places: the rank of each is the number of those that come before it.
+
+    Grid: (blocks of tokens,). Each program compares its tokens with all.
+    """
+    places = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    mask = places < n_tokens
+    tokens = tl.load(tokens_ptr + places, mask=mask, other=0)
+    rank = tl.zeros([BLOCK_TOKENS], tl.int32)
+    for start in range(0, n_tokens, BLOCK_OTHERS):
+        other_places = start + tl.arange(0, BLOCK_OTHERS)
+        others = tl.load(tokens_ptr + other_places, mask=other_places < n_tokens, other=2**31 - 1)
+        # (BLOCK_TOKENS, BLOCK_OTHERS) of booleans
+        is_before = (others[None, :] == tokens[:, None]) & (other_places[None, :] < places[:, None])
+        is_before |= others[None, :] < tokens[:, None]
+        rank += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(sorted_ptr + rank, tokens, mask=mask)
+    tl.store(order_ptr + rank, places, mask=mask)
+
+
+@jit
+def embedding_backward_kernel(
+    tokens_ptr,  # (n_tokens,) of integers, in ascending order
+    order_ptr,  # like tokens: the rows of out_grad in the same order
     out_grad_ptr,  # (n_tokens, n_cols)
     weight_grad_ptr,  # in and out: (vocabulary, n_cols)
     n_tokens,
@@ -2244,40 +2350,61 @@ def embedding_backward_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """weight_grad[v] += out_grad[t] for all tokens t equal to v, in their order, without atomics.
+    """weight_grad[v] += the sum of out_grad[t] over all tokens t equal to v, in a fixed order, without atomics.
 
-    Grid: (vocabulary, blocks of columns). Each program searches all tokens for its own, BLOCK_TOKENS at a time.
+    Grid: (n_tokens, blocks of columns). The program at the first of equal tokens adds up the rows of them all.
     """
-    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = cols < n_cols
-    weight_grad_ptrs = weight_grad_ptr + tl.program_id(0).to(tl.int64) * n_cols + cols
-    total = load(weight_grad_ptrs, mask)  # (BLOCK_SIZE,)
-    for start in range(0, n_tokens, BLOCK_TOKENS):
-        # A search, so that the order of the sum is the order of the tokens, whatever the other programs do.
-        positions = start + tl.arange(0, BLOCK_TOKENS)
-        # (BLOCK_TOKENS,) of booleans. Most programs find nothing, or a few tokens.
-        matches = tl.load(tokens_ptr + positions, mask=positions < n_tokens, other=-1) == tl.program_id(0)
-        # The first match, then the next one after it, until there is none.
-        position = tl.min(tl.where(matches, positions, n_tokens), axis=0)
-        while position < n_tokens:
-            total += load(out_grad_ptr + tl.cast(position, tl.int64) * n_cols + cols, mask)
-            position = tl.min(tl.where(matches & (positions > position), positions, n_tokens), axis=0)
-    store(weight_grad_ptrs, total, mask)
+    first = tl.program_id(0)
+    token = tl.load(tokens_ptr + first)
+    is_first = (first == 0) | (tl.load(tokens_ptr + first - 1, mask=first > 0, other=-1) != token)
+    if is_first:
+        cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        weight_grad_ptrs = weight_grad_ptr + token.to(tl.int64) * n_cols + cols
+        total = load(weight_grad_ptrs, cols < n_cols)  # (BLOCK_SIZE,)
+        start = first
+        found = BLOCK_TOKENS
+        while found == BLOCK_TOKENS:
+            # BLOCK_TOKENS rows at a time, so that their loads overlap: a frequent token has thousands.
+            places = start + tl.arange(0, BLOCK_TOKENS)
+            # The first token is this one, and so all that are equal to it are in front.
+            is_equal = tl.load(tokens_ptr + places, mask=places < n_tokens, other=-1) == token
+            rows = tl.load(order_ptr + places, mask=is_equal, other=0).to(tl.int64)
+            # (BLOCK_TOKENS, BLOCK_SIZE), whose rows are added in one fixed order, a tree.
+            mask = is_equal[:, None] & (cols < n_cols)[None, :]
+            total += tl.sum(load(tile_ptrs(out_grad_ptr, rows, n_cols, cols), mask), axis=0)
+            found = tl.sum(is_equal.to(tl.int32), axis=0)
+            start += BLOCK_TOKENS
+        store(weight_grad_ptrs, total, cols < n_cols)
 
 
-EMBEDDING_TILE = (1024, 1024)  # tokens compared at a time, columns; a quarter of the columns takes twice as long
+EMBEDDING_TILE = (8, 1024)  # rows added at a time, columns; with 4 or 16 rows frequent or rare tokens take longer
+ORDER_TILE = (32, 256)  # tokens of a program, and those that it compares them with at a time
+ORDERED_BY_COMPARISON = (
+    16384  # tokens at most; more are sorted by the library, whose kernels take 80 us for few as well
+)
+
+
+def sort_tokens(tokens):
+    """Return tokens (n,) in ascending order, and the place of each in tokens; equal ones stay in their order."""
+    n_tokens, (block_tokens, block_others) = len(tokens), ORDER_TILE
+    if n_tokens > ORDERED_BY_COMPARISON:
+        return tokens.sort(stable=True)
+    in_order, order = torch.empty_like(tokens), torch.empty_like(tokens)
+    constants = dict(BLOCK_TOKENS=block_tokens, BLOCK_OTHERS=block_others)
+    launch(token_order_kernel, (cdiv(n_tokens, block_tokens),), (tokens, in_order, order), (n_tokens,), constants)
+    return in_order, order
 
 
 def embedding_gradient(place, accumulate, tokens, out_grad):
     """place (vocabulary, cols) (+)= the sums of out_grad (..., cols) over equal tokens, for give_gradient()."""
     if not accumulate:
         place.zero_()
-    n_vocab, n_cols = place.shape
+    n_cols = place.shape[1]
     block_tokens, block_size = EMBEDDING_TILE[0], min(next_power_of_2(n_cols), EMBEDDING_TILE[1])
-    # A program for each row of the gradient: two programs never add to the same one.
+    tokens, order = sort_tokens(tokens.flatten())
     constants = dict(BLOCK_TOKENS=block_tokens, BLOCK_SIZE=block_size)
-    grid = n_vocab, cdiv(n_cols, block_size)
-    launch(embedding_backward_kernel, grid, (tokens, out_grad, place), (tokens.numel(), n_cols), constants)
+    grid = len(tokens), cdiv(n_cols, block_size)
+    launch(embedding_backward_kernel, grid, (tokens, order, out_grad, place), (len(tokens), n_cols), constants)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -2346,32 +2473,38 @@ def cross_entropy_kernel(
         # First pass: maximum and sum, of which each group of LANES columns keeps its own until the end.
         maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
         totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
-        for start in range(0, N_COLS, BLOCK_SIZE):
-            cols = start + tl.arange(0, BLOCK_SIZE)
-            logits = load(row_ptr + cols, cols < N_COLS, float("-inf")).reshape(BLOCK_SIZE // LANES, LANES)
-            # A running maximum and sum for each group, as in attention.
-            new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
-            # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
-            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
-            exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
-            totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
-            maxima = new_maxima
+        # Part 0 has all whole blocks, without a mask, and part 1 what is left of the row: a mask that may end anywhere,
+        # as with 50,257 columns, makes every load that of a single element.
+        WHOLE: tl.constexpr = N_COLS // BLOCK_SIZE * BLOCK_SIZE
+        for part in tl.static_range(2):
+            for start in range(0 if part == 0 else WHOLE, WHOLE if part == 0 else N_COLS, BLOCK_SIZE):
+                cols = start + tl.arange(0, BLOCK_SIZE)
+                logits = load(row_ptr + cols, (cols < N_COLS) | (part == 0), float("-inf"))
+                logits = logits.reshape(BLOCK_SIZE // LANES, LANES)
+                # A running maximum and sum for each group, as in attention.
+                new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
+                # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
+                shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+                exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+                totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
+                maxima = new_maxima
         # All groups are brought to the one maximum of the row, and added.
         maximum = tl.max(maxima, axis=0)
         total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
         inverse_total = 1.0 / total
-        # Second pass: the gradient, from the end of the row, which is still in the cache.
-        LAST_START: tl.constexpr = (N_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
-        for start in range(0, N_COLS, BLOCK_SIZE):
-            cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
-            mask = cols < N_COLS
-            # These are not read again soon, and must not evict what this loop has yet to read.
-            logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-            # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
-            probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
-            gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
-            gradient = gradient.to(logits_ptr.dtype.element_ty)
-            tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
+        # Second pass: the gradient, from the end of the row, which is still in the cache: the rest, then whole blocks.
+        for part in tl.static_range(2):
+            first = WHOLE if part == 0 else WHOLE - BLOCK_SIZE
+            for start in range(0, N_COLS - WHOLE if part == 0 else WHOLE, BLOCK_SIZE):
+                cols = first - start + tl.arange(0, BLOCK_SIZE)
+                mask = (cols < N_COLS) | (part == 1)
+                # These are not read again soon, and must not evict what this loop has yet to read.
+                logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+                # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
+                probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
+                gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
+                gradient = gradient.to(logits_ptr.dtype.element_ty)
+                tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
     # log(sum(exp(x))) = maximum + log(sum(exp(x - maximum))); log2(t) / log2(e) is ln(t).
     loss = tl.where(counts, maximum - target_logit + tl.log2(total) / LOG2_E, 0.0)
     tl.store(loss_ptr + tl.program_id(0), loss)
@@ -2507,10 +2640,10 @@ def adamw_kernel(
     grad_ptr,  # like param, in the model's type
     exp_avg_ptr,  # in and out: (own blocks, BLOCK_SIZE) in fp32
     exp_avg_sq_ptr,  # like exp_avg
-    beta_powers_ptr,  # (own blocks, 2) in fp64: beta1^steps, beta2^steps
-    decays_ptr,  # (own blocks, 2) in fp64: beta1, beta2; 1, 1 for a parameter without a gradient, which is skipped
+    beta_powers_ptr,  # (parameters, 2) in fp64: beta1^steps, beta2^steps
     lr_ptr,  # () in fp32
     blocks_ptr,  # (own blocks,) in int32: which of all blocks
+    owners_ptr,  # (own blocks,) in int32: the number of the block's parameter, -1 if that has no gradient
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
@@ -2523,14 +2656,14 @@ def adamw_kernel(
 
     Each program updates one block of one parameter.  Grid: (own blocks,).
     """
-    # A decay of 1 says that the parameter had no gradient in this step.
-    if tl.load(decays_ptr + 2 * tl.program_id(0)) != 1.0:
+    owner = tl.load(owners_ptr + tl.program_id(0))
+    if owner >= 0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         all_offsets = tl.load(blocks_ptr + tl.program_id(0)).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         lr = tl.load(lr_ptr)
-        # beta^steps is on the device, because a captured graph has no host. Each block has its own, because its
-        # parameter may have been frozen for some steps. It is in fp64, because 1 - beta2^steps cancels.
-        power_ptrs = beta_powers_ptr + 2 * tl.program_id(0)
+        # beta^steps is on the device, because a captured graph has no host. Each parameter has its own, because it may
+        # have been frozen for some steps. It is in fp64, because 1 - beta2^steps cancels.
+        power_ptrs = beta_powers_ptr + 2 * owner
         # The moments begin at 0 and are too small at first, by this factor.
         bias_correction1 = (1.0 - tl.load(power_ptrs)).to(tl.float32)
         bias_correction2 = (1.0 - tl.load(power_ptrs + 1)).to(tl.float32)
@@ -2620,12 +2753,13 @@ class FlatAdamW:
         n_state = len(own_blocks) * ADAMW_BLOCK
         self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
         self.exp_avg, self.exp_avg_sq = zeros(n_state), zeros(n_state)
-        self.beta_powers = zeros(len(own_blocks), 2, dtype=torch.float64)
+        self.beta_powers = zeros(len(self.parameters), 2, dtype=torch.float64)
         self.rate = zeros(()).fill_(lr)
         self.betas = torch.tensor(betas, dtype=torch.float64, device=self.lr.device)
         self.own_blocks = torch.tensor(own_blocks, dtype=torch.int32, device=self.lr.device)
-        self.own_owners = torch.tensor([self.owners[block] for block in own_blocks], device=self.lr.device)
-        self.has_gradient = self.decays = None  # see step()
+        own_owners = [self.owners[block] for block in own_blocks]
+        self.own_owners = torch.tensor(own_owners, dtype=torch.int32, device=self.lr.device)
+        self.has_gradient = self.decays = self.updated_owners = None  # see step()
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
         self.constants |= dict(GRADIENT_SCALE=1 / share[1], SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
         # From here on the parameters are views of self.param, their former memory is free.
@@ -2649,7 +2783,8 @@ class FlatAdamW:
     #     elements   0 to 1023  1024 to 1499  2048 to 2747
     #                             (zeros)       (zeros)
     #
-    # Each block has one owner, here owners = [0, 0, 1]. For two processes a block of zeros would follow.
+    # Each block has one owner, here owners = [0, 0, 1]. For two processes a block of zeros would follow. A matrix whose
+    # rows are no multiple of 8 has some of the zeros as further rows, or more of them: see padded().
     def place(self, buckets, rank, processes):
         """Give each parameter blocks of its own in the flat buffers; return the blocks of this process."""
         # For each parameter its first element, for each block its parameter, for each bucket its elements.
@@ -2658,7 +2793,7 @@ class FlatAdamW:
             first = len(self.owners)
             for p in bucket:
                 self.starts.append(len(self.owners) * ADAMW_BLOCK)
-                self.owners += [len(self.starts) - 1] * cdiv(p.numel(), ADAMW_BLOCK)
+                self.owners += [len(self.starts) - 1] * cdiv(math.prod(padded_shape(p)), ADAMW_BLOCK)
             # Blocks of zeros, as many as make their number a multiple of processes.
             self.owners += [len(self.starts) - 1] * ((first - len(self.owners)) % processes)
             length = (len(self.owners) - first) // processes
@@ -2668,11 +2803,12 @@ class FlatAdamW:
 
     def attach(self):
         """Point the parameters at the buffers (copying and unpickling break the views)."""
-        for p, param_view, grad_view in zip(
-            self.parameters, self.views(self.param), self.views(self.grad), strict=True
+        for p, *matrices in zip(
+            self.parameters, self.padded_views(self.param), self.padded_views(self.grad), strict=True
         ):
             # p stays the same object, which the modules hold; only the memory behind it changes.
-            p.data, p.main_grad = param_view, grad_view
+            p.data, p.main_grad = (matrix[: len(p)] if p.dim() else matrix for matrix in matrices)
+            p.padded = matrices
         self.look_up_modules()
         self.known = self.find_weights()
         self.versions = [p._version for p in self.parameters]
@@ -2698,8 +2834,14 @@ class FlatAdamW:
 
     def views(self, flat):
         """Yield the part of each parameter in a flat buffer, in its shape."""
+        for p, matrix in zip(self.parameters, self.padded_views(flat), strict=True):
+            yield matrix[: len(p)] if p.dim() else matrix
+
+    def padded_views(self, flat):
+        """Yield the part of each parameter in a flat buffer with its rows of padding: see padded_shape()."""
         for p, start in zip(self.parameters, self.starts, strict=True):
-            yield flat[start : start + p.numel()].view(p.shape)
+            shape = padded_shape(p)
+            yield flat[start : start + math.prod(shape)].view(shape)
 
     @torch.no_grad()
     def reset(self, weights):
@@ -2742,7 +2884,8 @@ class FlatAdamW:
         versions = [p._version for p in self.parameters]
         if versions != self.versions and self.remainder is not None:
             written = [version != known for version, known in zip(versions, self.versions, strict=True)]
-            self.remainder.view(-1, ADAMW_BLOCK)[torch.tensor(written, device=self.lr.device)[self.own_owners]] = 0
+            is_written = torch.tensor(written, device=self.lr.device)[self.own_owners.long()]
+            self.remainder.view(-1, ADAMW_BLOCK)[is_written] = 0
         self.versions = versions
 
     @torch.no_grad()
@@ -2762,16 +2905,18 @@ class FlatAdamW:
         has_gradient = [p.grad is not None for p in self.parameters]
         if has_gradient != self.has_gradient:  # in the first step, and after weights were frozen or thawed
             self.has_gradient = has_gradient
-            is_updated = torch.tensor(has_gradient, device=self.lr.device)[self.own_owners]
+            is_updated = torch.tensor(has_gradient, device=self.lr.device)
             self.decays = torch.where(is_updated[:, None], self.betas, 1.0)
+            self.updated_owners = torch.where(is_updated[self.own_owners.long()], self.own_owners, -1)
         # beta^steps of each parameter, one multiplication a step. The kernel must not write what all its threads read.
         self.beta_powers.mul_(self.decays)
         # The kernel takes and gives the upper halves as integers: bits, not numbers.
         is_split = self.remainder is not None
         weights = self.param.view(torch.int16) if is_split else self.param
         remainder = self.remainder if is_split else weights  # a placeholder
-        state = self.exp_avg, self.exp_avg_sq, self.beta_powers, self.decays, self.lr, self.own_blocks
-        launch(adamw_kernel, (len(self.own_blocks),), (weights, remainder, self.grad, *state), (), self.constants)
+        moments, blocks = (self.exp_avg, self.exp_avg_sq), (self.own_blocks, self.updated_owners)
+        tensors = weights, remainder, self.grad, *moments, self.beta_powers, self.lr, *blocks
+        launch(adamw_kernel, (len(self.own_blocks),), tensors, (), self.constants)
 
 
 class TorchAdamW(torch.optim.AdamW):

@@ -142,8 +142,15 @@ def scale(factor):
     return Work(moved(factor), 0)  # the usual factor of 1 leaves the tensor alone
 
 
-def embedding_backward(tokens, out_grad, weight_grad):
-    return Work(moved(tokens, out_grad, weight_grad, weight_grad), out_grad.numel())
+def token_order(tokens, order):
+    # Each pair is compared twice, and counted.
+    return Work(2 * moved(tokens) + moved(order), 3 * tokens.numel() ** 2)
+
+
+def embedding_backward(tokens, order, out_grad, weight_grad):
+    # Of the weight only the rows of the tokens that occur: as if as many differ as can.
+    rows = min(tokens.numel() / weight_grad.shape[0], 1)
+    return Work(moved(tokens, order, out_grad) + 2 * rows * weight_grad.nbytes, out_grad.numel())
 
 
 def adamw(param, remainder, grad, exp_avg, exp_avg_sq):

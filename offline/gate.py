@@ -43,7 +43,8 @@ WORK = {  # kernel: its arguments -> Work
     "swiglu_kernel": lambda a: work.swiglu_matmul(a.x, a.weight, a.gate_up, a.hidden),
     "cross_entropy_kernel": lambda a: work.cross_entropy(a.logits, a.targets, a.loss),
     "scale_kernel": lambda a: work.scale(a.factor),
-    "embedding_backward_kernel": lambda a: work.embedding_backward(a.tokens, a.out_grad, a.weight_grad),
+    "token_order_kernel": lambda a: work.token_order(a.tokens, a.order),
+    "embedding_backward_kernel": lambda a: work.embedding_backward(a.tokens, a.order, a.out_grad, a.weight_grad),
     "adamw_kernel": lambda a: work.adamw(
         a.param, a.remainder if a.SPLIT else None, a.grad, a.exp_avg, a.exp_avg_sq
     ),

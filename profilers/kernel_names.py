@@ -22,7 +22,7 @@ OPERATIONS = {
     r"^swiglu_activation_backward_kernel": "SwiGLU backward",
     r"^swiglu_activation_kernel": "SwiGLU",
     r"^(cross_entropy|scale)_kernel": "cross-entropy",
-    r"^embedding_backward_kernel": "embedding backward",
+    r"^(embedding_backward|token_order)_kernel": "embedding backward",
     r"^adamw_kernel": "optimizer",
     r"^fp8_quantize_kernel": "rounding to FP8",
     # NCCL and RCCL; some kernels serve any collective

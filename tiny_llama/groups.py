@@ -7,16 +7,19 @@ the time with the small size, and about as long with the others.
 """
 
 import contextlib
+import functools
 import itertools
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 import tiny_llama_v3 as llama
 
 GROUP_BYTES = 2**27  # of gradients in a group: all layers of small, 2 of medium, 1 of large
-WEIGHTS, INPUTS, SAVED = 6, 5, 8  # tensors of a layer: parameters, inputs of its products, what else backward needs
+NORM1, QKV, OUT, NORM2, GATE_UP, DOWN = range(6)  # the weights of a layer, in the order of parameters()
+WEIGHTS, SAVED = 6, 8  # tensors of a layer: its weights, and what else backward needs
 PLAIN = (llama.TritonRMSNorm, llama.TritonAttention, llama.TritonRMSNorm, llama.TritonSwiGLU)
 
 
@@ -32,7 +35,7 @@ def make_groups(layers, stretches, config):
     for stretch in stretches:
         last = first + len(stretch)
         for start in range(first, last, size):
-            groups.append(LayerGroup(layers, slice(start, min(start + size, last)), config.bugs))
+            groups.append(LayerGroup(layers, slice(start, min(start + size, last)), config.bugs, config.recompute))
         first = last
     groups[-1].place = slice(groups[-1].place.start, None)  # also layers that somebody appends
     return groups
@@ -67,10 +70,10 @@ class LayerGroup(nn.Module):
 
     named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler puts a range for profilers there
 
-    def __init__(self, layers, place, bugs=()):
+    def __init__(self, layers, place, bugs=(), recompute=False):
         super().__init__()
         # In a tuple, the layers are no submodule: the model has them already.
-        self.model_layers, self.place, self.bugs = (layers,), place, bugs
+        self.model_layers, self.place, self.bugs, self.recompute = (layers,), place, bugs, recompute
 
     def layers(self):
         """Return the layers that the model has in this place now."""
@@ -88,6 +91,20 @@ class LayerGroup(nn.Module):
         return residual, branch
 
 
+class Stacks(dict):
+    """Tensors of all layers of a group side by side, for batched products: {name: (layers, rows, width)}."""
+
+    def __init__(self, count, rows, tensors=()):
+        super().__init__(tensors)
+        self.count, self.rows = count, rows
+
+    def place(self, name, index, width, rows=None, **options):
+        """Return where a layer writes its (rows, width). All layers' are allocated for the first that is computed."""
+        if name not in self:
+            self[name] = self.rows.new_empty(self.count, rows or len(self.rows), width, **options)
+        return self[name][index]
+
+
 class GroupFunction(torch.autograd.Function):
     """See LayerGroup."""
 
@@ -96,106 +113,121 @@ class GroupFunction(torch.autograd.Function):
         ctx.group, ctx.layers, ctx.weights = group, layers, weights
         ctx.has_branch, shape = branch is not None, residual.shape
         residual, y = llama.as_rows(residual), llama.as_rows(branch) if ctx.has_branch else None
-        _, _, o_weight, _, gate_up_weight, down_weight = weights[:WEIGHTS]
-        rows, width = residual.shape
-        # Of all layers side by side: x1, o, x2, gate_up and hidden.
-        widths = width, o_weight.shape[1], width, len(gate_up_weight), down_weight.shape[1]
-        inputs = [residual.new_empty(len(layers), rows, width) for width in widths]
-        saved, per_layer = [], zip(layers, by_layer(weights, WEIGHTS), *inputs, strict=True)
-        for index, (layer, own_weights, x1, o, x2, gate_up, hidden) in enumerate(per_layer, group.place.start):
-            norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = own_weights
+        stacks, saved, ffn = Stacks(len(layers), residual), [], weights[DOWN].shape[1]
+        per_layer = enumerate(zip(layers, by_layer(weights, WEIGHTS), strict=True))
+        for index, (layer, (norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight)) in per_layer:
             heads = layer.attention.num_heads, layer.attention.num_kv_heads
-            with group.named_range(f"layers.{index} forward"):
+            gate_up_weight, down_weight = llama.padded(gate_up_weight), with_columns(down_weight)
+            place = functools.partial(stacks.place, index=index)
+            stored = no_place if group.recompute else place  # of what backward can compute again
+            with group.named_range(f"layers.{index + group.place.start} forward"):
                 # As TransformerBlock.forward: y is the branch that the next norm adds to the residual stream.
-                residual1, _, rstd1 = llama.rmsnorm_forward(residual, y, norm1, layer.attention_norm.eps, out=x1)
-                qkv = torch.mm(x1, qkv_weight.t()).view(-1, shape[1], len(qkv_weight))
+                out = stored("x1", width=residual.shape[1])
+                residual1, x, rstd1 = llama.rmsnorm_forward(residual, y, norm1, layer.attention_norm.eps, out=out)
+                qkv = torch.mm(x, qkv_weight.t()).view(-1, shape[1], len(qkv_weight))
+                o = place("o", width=o_weight.shape[1])
                 out = o.view(-1, shape[1], heads[0], o.shape[1] // heads[0])
                 q, k, v, _, lse = llama.attend(qkv, (cos, sin), *heads, group.bugs, out)
                 y = torch.mm(o, o_weight.t())
-                residual, _, rstd2 = llama.rmsnorm_forward(residual1, y, norm2, layer.ffn_norm.eps, out=x2)
+                out = stored("x2", width=residual.shape[1])
+                residual, x, rstd2 = llama.rmsnorm_forward(residual1, y, norm2, layer.ffn_norm.eps, out=out)
+                gate_up, hidden = place("gate_up", width=len(gate_up_weight)), None
                 if "triton_matmul_swiglu" in group.bugs:  # BUG triton_matmul_swiglu
-                    torch._foreach_copy_([gate_up, hidden], llama.swiglu_naive_matmul(x2, gate_up_weight))
+                    gate_up[:, : 2 * ffn], hidden = llama.swiglu_naive_matmul(x, gate_up_weight[: 2 * ffn])
                 else:
-                    torch.mm(x2, gate_up_weight.t(), out=gate_up)
-                    llama.swiglu_activation(gate_up, out=hidden)
+                    torch.mm(x, gate_up_weight.t(), out=gate_up)
+                out = stored("hidden", width=down_weight.shape[1])
+                hidden = llama.swiglu_activation(gate_up, ffn, down_weight.shape[1], out)
                 y = torch.mm(hidden, down_weight.t())
             saved += [residual1, rstd1, q, k, v, lse, residual, rstd2]
-        ctx.save_for_backward(cos, sin, *weights, *inputs, *saved)
+        ctx.names = list(stacks)
+        ctx.save_for_backward(cos, sin, *weights, *stacks.values(), *saved)
         return residual.view(shape), y.view(shape)
 
     @staticmethod
     @llama.first_derivative_only
     def backward(ctx, residual_grad, y_grad):
         cos, sin, *tensors = ctx.saved_tensors
-        count, shape = len(ctx.layers), y_grad.shape
+        shape, count, recompute = y_grad.shape, len(ctx.layers), ctx.group.recompute
         grad, y_grad = llama.as_rows(residual_grad), llama.as_rows(y_grad)
-        weights, tensors = tensors[: WEIGHTS * count], tensors[WEIGHTS * count :]
-        inputs, saved = tensors[:INPUTS], by_layer(tensors[INPUTS:], SAVED)
-        rows, hidden = grad.shape
-        # Of all layers side by side: y_grad, branch_grad and qkv_grad, and the partial sums of both norms.
-        programs = llama.norm_tile(rows, hidden, True, grad.device.type).programs
-        grads = [grad.new_empty(count, rows, width) for width in (hidden, hidden, len(weights[1]))]
-        grads += [grad.new_empty(count, programs, hidden, dtype=torch.float32) for _ in range(2)]
+        width, ffn = grad.shape[1], ctx.weights[DOWN].shape[1]
+        tensors = tensors[len(ctx.weights) :]
+        stacks = Stacks(count, grad, zip(ctx.names, tensors, strict=False))
+        weights, saved = by_layer(ctx.weights, WEIGHTS), by_layer(tensors[len(stacks) :], SAVED)
         if count == 1:
-            grads[0] = y_grad[None]
+            stacks["y_grad"] = y_grad[None]
         else:
-            grads[0][-1].copy_(y_grad)
+            stacks.place("y_grad", count - 1, width).copy_(y_grad)
+        partials = dict(rows=llama.norm_tile(*grad.shape, True, grad.device.type).programs, dtype=torch.float32)
+        gradients = [None] * len(ctx.weights)
+        give = functools.partial(give_gradients, ctx, gradients)
         for index in reversed(range(count)):
-            norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = by_layer(weights, WEIGHTS)[index]
+            norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = weights[index]
             residual1, rstd1, q, k, v, lse, residual2, rstd2 = saved[index]
-            _, o, _, gate_up, _ = (stack[index] for stack in inputs)
-            y_grad, branch_grad, qkv_grad, partial1, partial2 = (stack[index] for stack in grads)
+            gate_up_weight, down_weight = llama.padded(gate_up_weight), with_columns(down_weight)
+            o, gate_up, y_grad = (stacks[name][index] for name in ("o", "gate_up", "y_grad"))
+            place = functools.partial(stacks.place, index=index)
+            again = place if recompute else no_place
             with ctx.group.named_range(f"layers.{index + ctx.group.place.start} backward"):
+                # With recompute, a gradient becomes what forward has computed there: hidden_grad hidden, x_grad x.
+                hidden_grad = torch.mm(y_grad, down_weight, out=again("hidden", width=down_weight.shape[1]))
                 # gate_up becomes its own gradient.
-                llama.swiglu_activation_backward_(torch.mm(y_grad, down_weight), gate_up)
-                x_grad = torch.mm(gate_up, gate_up_weight)
-                llama.rmsnorm_backward(x_grad, grad, residual2, norm2, rstd2, branch_grad, partial2)
+                llama.swiglu_activation_backward_(hidden_grad, gate_up, ffn, recompute)
+                del hidden_grad  # the largest
+                if index == 0:  # what all layers have computed by now
+                    give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
+                x_grad = torch.mm(gate_up, gate_up_weight, out=again("x2", width=width))
+                branch_grad, partial = place("branch_grad", width=width), place("partial2", width=width, **partials)
+                llama.rmsnorm_backward(x_grad, grad, residual2, norm2, rstd2, branch_grad, partial, recompute)
+                del x_grad
+                if index == 0:
+                    give(GATE_UP, llama.write_product, stacks["gate_up"], stacks.pop("x2"))
                 o_grad = torch.mm(branch_grad, o_weight).view(q.shape)
-                gradients = llama.split_heads(qkv_grad.view(*q.shape[:2], len(qkv_weight)), q.shape[2], k.shape[2])
-                llama.flash_attention_backward(o_grad, (q, k, v, o.view(q.shape), lse), gradients, (cos, sin))
-                x_grad = torch.mm(qkv_grad, qkv_weight)
+                qkv_grad = place("qkv_grad", width=len(qkv_weight))
+                parts = llama.split_heads(qkv_grad.view(*q.shape[:2], len(qkv_weight)), q.shape[2], k.shape[2])
+                llama.flash_attention_backward(o_grad, (q, k, v, o.view(q.shape), lse), parts, (cos, sin))
+                del o_grad
+                x_grad = torch.mm(qkv_grad, qkv_weight, out=again("x1", width=width))
                 # The gradient of the layer's input is the y_grad of the layer before.
-                place = grads[0][index - 1] if index else None
-                grad, *_ = llama.rmsnorm_backward(x_grad, branch_grad, residual1, norm1, rstd1, place, partial1)
-        torch.autograd.graph.increment_version(inputs[3])  # gate_up is overwritten: autograd refuses a second run
+                out, partial = (
+                    stacks["y_grad"][index - 1] if index else None,
+                    place("partial1", width=width, **partials),
+                )
+                grad, _ = llama.rmsnorm_backward(x_grad, branch_grad, residual1, norm1, rstd1, out, partial, recompute)
+                del x_grad
+        give(NORM1, llama.write_column_sums, stacks["partial1"])
+        give(QKV, llama.write_product, stacks["qkv_grad"], stacks["x1"])
+        give(OUT, llama.write_product, stacks["branch_grad"], stacks["o"])
+        give(NORM2, llama.write_column_sums, stacks["partial2"])
+        torch.autograd.graph.increment_version(stacks["gate_up"])  # overwritten: autograd refuses a second run
         grad = grad.view(shape)
-        return None, None, grad, grad if ctx.has_branch else None, None, None, *weight_gradients(ctx, inputs, grads)
+        return None, None, grad, grad if ctx.has_branch else None, None, None, *gradients
 
 
-def weight_gradients(ctx, inputs, grads):
-    """Return what backward() returns for the weights, given inputs and grads of all layers: (layers, rows, width)."""
-    x1, o, x2, gate_up_grad, hidden = inputs
-    y_grad, branch_grad, qkv_grad, partial1, partial2 = grads
-    kinds = [  # of weights: what writes a gradient, and from what
-        (llama.write_column_sums, partial1),
-        (llama.write_product, qkv_grad, x1),
-        (llama.write_product, branch_grad, o),
-        (llama.write_column_sums, partial2),
-        (llama.write_product, gate_up_grad, x2),
-        (llama.write_product, y_grad, hidden),
-    ]
-    gradients = [None] * len(ctx.weights)
+def no_place(name, width):
+    """Return None, where Stacks.place() would return a part of a stack: a new tensor is allocated."""
+
+
+def with_columns(matrix):
+    """Return a matrix with columns of zeros up to llama.padded_length(), a copy, or itself if it needs none."""
+    missing = llama.padded_length(matrix.shape[1]) - matrix.shape[1]
+    return F.pad(matrix, (0, missing)) if missing else matrix
+
+
+def give_gradients(ctx, gradients, kind, write, *stacks):
+    """Write the gradients of one kind of weight of all layers; put what backward() returns for them into gradients."""
+    weights = ctx.weights[kind::WEIGHTS]
     first = len(ctx.needs_input_grad) - len(ctx.weights)
     # The weights are the last arguments of forward(). A frozen one has no node.
     accumulates_all = all(llama.is_accumulated(node) for node, _ in ctx.next_functions[-len(ctx.weights) :])
-    for kind, (write, *stacks) in enumerate(kinds):
-        numbers = range(kind, len(ctx.weights), WEIGHTS)
-        weights = ctx.weights[kind::WEIGHTS]
-        place = shared_place(weights) if accumulates_all else None
-        if place is None:
-            for number, weight, *own in zip(numbers, weights, *stacks, strict=True):
-                gradients[number] = llama.give_gradient(ctx, first + number, weight, write, *own)
-        else:
-            write_all = write_products if write is llama.write_product else write
-            write_all(place, weights[0].grad is not None, *stacks)
-            for weight in weights:
-                weight.grad = weight.main_grad
-    return gradients
-
-
-def write_products(place, accumulate, y_grads, xs):
-    """place (layers, N, K) (+)= y_grads (layers, rows, N)^T @ xs (layers, rows, K)"""
-    torch.baddbmm(place, y_grads.mT, xs, beta=int(accumulate), out=place)
+    place = shared_place(weights) if accumulates_all else None
+    if place is None:
+        for number, weight, *own in zip(range(kind, len(gradients), WEIGHTS), weights, *stacks, strict=True):
+            gradients[number] = llama.give_gradient(ctx, first + number, weight, write, *own)
+    else:
+        write(place, weights[0].grad is not None, *stacks)
+        for weight in weights:
+            weight.grad = weight.main_grad
 
 
 def shared_place(weights):
@@ -208,7 +240,7 @@ def shared_place(weights):
         expected = None if weights[0].grad is None else weight.main_grad
         if weight.grad is not expected:
             return None
-    return stacked_view([weight.main_grad for weight in weights])
+    return stacked_view([llama.padded_gradient(weight) for weight in weights])
 
 
 def stacked_view(tensors):

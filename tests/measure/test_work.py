@@ -27,7 +27,8 @@ Q, WIDE = torch.empty(2, 8, 6, 4), torch.empty(1, 8193, device="meta")  # 1,536 
     ("swiglu_activation", (PARTIAL, V), (170, 5 * 15)),
     ("swiglu_activation_backward", (V, PARTIAL), (310, 10 * 15)),
     ("swiglu_matmul", (W[:, None], W, PARTIAL, V), (210, (4 + 5) * 15)),
-    ("embedding_backward", (R, V, W), (82, 15)),
+    ("token_order", (R, R), (36, 3 * 9)),
+    ("embedding_backward", (R, R, V, PARTIAL), (12 + 12 + 30 + 2 * 60, 15)),
     ("adamw", (V, None, W, PARTIAL, R), (2 * 182 + 20, 15 * 15)),
     ("cross_entropy", (WIDE[:, 1:], R, W), (2 * 32768 + 32, 8 * 8192)),
     ("cross_entropy", (WIDE, R, W), (2 * 32772 + 32, 11 * 8193)),  # exponentiated twice
