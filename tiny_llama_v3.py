@@ -3200,6 +3200,7 @@ def train_and_report(config, step_class=TrainStep):
     profiler = companion("profiler", None if config.profile is None else "--profile")
     if hardware:
         hardware.require_host_memory(config, device)
+        hardware.require_gpu_memory(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = None if config.profile is None else writable_folder("--profile", config.profile)
     set_precision(config)
