@@ -510,7 +510,7 @@ class TrainStep:
 
     def restart(self):
         """Return to the initial weights and an empty optimizer."""
-        self.optimizer.reset([w.to(self.tokens.device) for w in self.initial_weights])
+        self.optimizer.reset(w.to(self.tokens.device) for w in self.initial_weights)
 
     def capture(self, one_graph=False):
         """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
@@ -2619,7 +2619,6 @@ class FlatAdamW:
         self.grad = torch.zeros_like(self.param)
         n_state = len(own_blocks) * ADAMW_BLOCK
         self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
-        self.exp_avg, self.exp_avg_sq = zeros(n_state), zeros(n_state)
         self.beta_powers = zeros(len(own_blocks), 2, dtype=torch.float64)
         self.rate = zeros(()).fill_(lr)
         self.betas = torch.tensor(betas, dtype=torch.float64, device=self.lr.device)
@@ -2628,10 +2627,11 @@ class FlatAdamW:
         self.has_gradient = self.decays = None  # see step()
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
         self.constants |= dict(GRADIENT_SCALE=1 / share[1], SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
-        # From here on the parameters are views of self.param, their former memory is free.
-        initial = [p.detach().float() for p in self.parameters]
+        self.write(p.detach().float() for p in self.parameters)
+        # From here on the parameters are views of self.param. Their former memory is free, as much as a moment takes.
         self.attach()
-        self.reset(initial)
+        self.exp_avg, self.exp_avg_sq = zeros(n_state), zeros(n_state)
+        self.beta_powers.fill_(1.0)
 
     @property
     def lr(self):
@@ -2703,19 +2703,26 @@ class FlatAdamW:
 
     @torch.no_grad()
     def reset(self, weights):
-        """Start over from these weights (a list of fp32 tensors)."""
-        flat = torch.zeros_like(self.param, dtype=torch.float32)
-        torch._foreach_copy_(list(self.views(flat)), weights)
-        # In fp32 the flat weights are the master weights.
-        if self.remainder is None:
-            self.param.copy_(flat)
-        else:
-            param, remainder = split_fp32(flat)
-            self.param.copy_(param)
-            self.remainder.copy_(remainder.view(-1, ADAMW_BLOCK)[self.own_blocks].flatten())
+        """Start over from these weights (an iterable of fp32 tensors)."""
+        self.write(weights)
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
         self.beta_powers.fill_(1.0)
+
+    @torch.no_grad()
+    def write(self, weights):
+        """Write these weights (an iterable of fp32 tensors) one by one, as all at once may not fit into the memory."""
+        if self.remainder is None:  # in fp32 the flat weights are the master weights
+            for place, weight in zip(self.views(self.param), weights, strict=True):
+                place.copy_(weight)
+            return
+        # Each process keeps the lower halves of its own blocks only. The gradients, now of no use, have room for all.
+        lower = self.grad.view(torch.int16)
+        for place, rest, weight in zip(self.views(self.param), self.views(lower), weights, strict=True):
+            for half, value in zip((place, rest), split_fp32(weight), strict=True):
+                half.copy_(value)
+        torch.index_select(lower.view(-1, ADAMW_BLOCK), 0, self.own_blocks, out=self.remainder.view(-1, ADAMW_BLOCK))
+        self.grad.zero_()
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""

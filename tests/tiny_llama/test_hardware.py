@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from types import SimpleNamespace
@@ -191,6 +192,31 @@ def test_the_optimizer_has_as_many_bytes_as_are_counted(use_amp, processes):
     flat = [t for t in vars(optimizer).values() if isinstance(t, torch.Tensor) and t.numel() > 1000]
     bytes_there = sum(t.nbytes for t in flat)
     assert hardware.memory_needed(config, GPU, processes).state == pytest.approx(bytes_there, rel=0.05)
+
+
+def peak_bytes(call):
+    """Return what a call allocates at most at a time on the CPU, and what it returns."""
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        result = call()
+    changes = [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(changes)), result
+
+
+@pytest.mark.parametrize("use_amp", [True, False])
+def test_no_more_is_needed_before_the_first_step(use_amp):
+    """A model that could be trained could not be begun, if all its weights were there several times meanwhile."""
+    config = llama.Config(hidden_dim=128, num_heads=4, num_layers=24, vocab_size=100, use_amp=use_amp)
+
+    def build():
+        model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+        return llama.FlatAdamW(model, 1e-3, use_amp)
+
+    state = hardware.memory_needed(config, GPU).state
+    peak, optimizer = peak_bytes(build)
+    assert state <= peak <= 1.1 * state
+    weights = [torch.randn_like(p, dtype=torch.float32) for p in optimizer.parameters]
+    peak, _ = peak_bytes(lambda: optimizer.reset(w.clone() for w in weights))
+    assert peak <= 0.1 * state and all(map(torch.equal, optimizer.weights(), weights))
 
 
 def recorded_peaks():
