@@ -227,6 +227,7 @@ class Config:
 
     impl: str = option("triton", "our kernels; plain PyTorch; its fused attention", choices=("triton", "torch", "sdpa"))
     device: str = option("auto", "where to run (cuda is also the name of an AMD GPU)", choices=("auto", "cuda", "cpu"))
+    moments: str = option("fp32", "type in which AdamW keeps its moments", choices=("fp32", "bf16"))
     recompute: bool = option(False, "save less for the backward pass: 0.87 of the memory, 1.01 of the time")
     compile: bool = option(False, "torch.compile the model")
     graph: bool = option(False, "capture the step in CUDA/HIP graphs and replay them")
@@ -500,7 +501,7 @@ class TrainStep:
         if self.implementation != "triton":
             return TorchAdamW(self.model, self.config.learning_rate)
         self.model.groups = self.group_layers([self.model.layers])
-        return FlatAdamW(self.model, self.config.learning_rate, self.config.use_amp)
+        return FlatAdamW(self.model, **optimizer_options(self.config))
 
     def group_layers(self, stretches):
         """Return the groups of tiny_llama/groups.py, none of them beyond one of these lists of layers, or None."""
@@ -511,7 +512,7 @@ class TrainStep:
 
     def restart(self):
         """Return to the initial weights and an empty optimizer."""
-        self.optimizer.reset([w.to(self.tokens.device) for w in self.initial_weights])
+        self.optimizer.reset(w.to(self.tokens.device) for w in self.initial_weights)
 
     def capture(self, one_graph=False):
         """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
@@ -754,6 +755,12 @@ class TritonSwiGLU(nn.Module):
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
         return self.operations.swiglu(x, weight_of(self.gate_up_proj), weight_of(self.down_proj))
+
+
+def optimizer_options(config):
+    """Return the keywords of a FlatAdamW for a Config."""
+    moments_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
+    return dict(lr=config.learning_rate, low_precision=config.use_amp, moments_dtype=moments_dtype)
 
 
 def select_operations(config, device):
@@ -2634,11 +2641,44 @@ ADAMW_BLOCK = 1024  # elements; 256 to 4096 are within 3 %
 
 
 @jit
+def load_moment(ptrs):
+    """Load fp32 numbers, or the upper halves of some in int16."""
+    x = tl.load(ptrs)
+    if ptrs.dtype.element_ty == tl.int16:
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@jit
+def store_moment(ptrs, x, addend):
+    """Store what load_moment loads. addend, from 0 to 0xFFFF, decides how x is rounded to its upper half."""
+    if ptrs.dtype.element_ty == tl.int16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits + addend)  # one NaN: some would overflow
+        tl.store(ptrs, (bits >> 16).to(tl.int16))
+    else:
+        tl.store(ptrs, x)
+
+
+@jit
+def random_halves(offsets, seed):
+    """Return numbers from 0 to 0xFFFF that look random, but are the same for the same offsets and seed.
+
+    Products with odd numbers and shifts mix the bits until each depends on all. The numbers are those of lowbias32
+    (C. Wellons, hash prospector).
+    """
+    bits = offsets.to(tl.uint32) ^ seed
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return ((bits ^ (bits >> 16)) & 0xFFFF).to(tl.int32)
+
+
+@jit
 def adamw_kernel(
     param_ptr,  # in and out: (blocks, BLOCK_SIZE) in fp32 or, with SPLIT, the upper halves in int16
     remainder_ptr,  # in and out: (own blocks, BLOCK_SIZE) in int16, the lower halves, used with SPLIT
     grad_ptr,  # like param, in the model's type
-    exp_avg_ptr,  # in and out: (own blocks, BLOCK_SIZE) in fp32
+    exp_avg_ptr,  # in and out: (own blocks, BLOCK_SIZE) in fp32, or in int16 the upper halves, which are bf16
     exp_avg_sq_ptr,  # like exp_avg
     beta_powers_ptr,  # (parameters, 2) in fp64: beta1^steps, beta2^steps
     lr_ptr,  # () in fp32
@@ -2669,8 +2709,8 @@ def adamw_kernel(
         bias_correction2 = (1.0 - tl.load(power_ptrs + 1)).to(tl.float32)
         # All tiles are (BLOCK_SIZE,).
         grad = tl.load(grad_ptr + all_offsets).to(tl.float32) * GRADIENT_SCALE
-        exp_avg = tl.load(exp_avg_ptr + offsets)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets)
+        exp_avg = load_moment(exp_avg_ptr + offsets)
+        exp_avg_sq = load_moment(exp_avg_sq_ptr + offsets)
         weights = tl.load(param_ptr + all_offsets)
         if SPLIT:
             remainder = tl.load(remainder_ptr + offsets).to(tl.int32)
@@ -2684,8 +2724,12 @@ def adamw_kernel(
         if WEIGHT_DECAY != 0.0:  # as a product with 1 - lr * WEIGHT_DECAY it would lose most digits of a small lr
             step += lr * WEIGHT_DECAY * weights
         weights -= step
-        tl.store(exp_avg_ptr + offsets, exp_avg)
-        tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq)
+        # In bf16, whose numbers lie a 256th apart, the mean of squares would never change: it does by a thousandth a
+        # step. Rounded up as often as its lower half says, it is right on average. beta2^steps differs in each step.
+        store_moment(exp_avg_ptr + offsets, exp_avg, 0x8000)
+        seed = tl.load(power_ptrs + 1).to(tl.uint64, bitcast=True)
+        seed = (seed ^ (seed >> 32)).to(tl.uint32)
+        store_moment(exp_avg_sq_ptr + offsets, exp_avg_sq, random_halves(offsets, seed))
         if SPLIT:
             # Split the new weight again, as in split_fp32.
             bits = weights.to(tl.int32, bitcast=True)
@@ -2716,13 +2760,22 @@ def join_fp32(rounded, remainder):
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
+def write_padded(place, values):
+    """Write values (n, ...) to the first rows of place, or a number to (), and zeros to the rows of padding."""
+    if values.dim() == 0:
+        place.copy_(values)
+    else:
+        place[: len(values)].copy_(values)
+        place[len(values) :].zero_()
+
+
 class FlatAdamW:
     """AdamW whose parameters, gradients and moments are one flat buffer each, of blocks of ADAMW_BLOCK elements.
 
     param       the weights, of which the model's parameters become views; in bf16 if low_precision
     remainder   with low_precision: the lower halves of the fp32 weights, whose upper halves are param
     grad        their gradients; p.main_grad is a view of it, into which backward passes write: see give_gradient()
-    exp_avg, exp_avg_sq   the moments, in fp32
+    exp_avg, exp_avg_sq   the moments, in moments_dtype, fp32 or bf16
 
     A parameter without a gradient stays as it is, and so does its count of steps. Learning rate and counts are on the
     device, so that step() can be captured. With several processes, share = (rank, processes), each keeps moments and
@@ -2741,6 +2794,7 @@ class FlatAdamW:
         weight_decay=0.01,
         buckets=None,
         share=(0, 1),
+        moments_dtype=torch.float32,
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"FlatAdamW takes the model and not its parameters: give an nn.Module, no {type(model)}")
@@ -2752,7 +2806,6 @@ class FlatAdamW:
         self.grad = torch.zeros_like(self.param)
         n_state = len(own_blocks) * ADAMW_BLOCK
         self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
-        self.exp_avg, self.exp_avg_sq = zeros(n_state), zeros(n_state)
         self.beta_powers = zeros(len(self.parameters), 2, dtype=torch.float64)
         self.rate = zeros(()).fill_(lr)
         self.betas = torch.tensor(betas, dtype=torch.float64, device=self.lr.device)
@@ -2762,10 +2815,11 @@ class FlatAdamW:
         self.has_gradient = self.decays = self.updated_owners = None  # see step()
         self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
         self.constants |= dict(GRADIENT_SCALE=1 / share[1], SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
-        # From here on the parameters are views of self.param, their former memory is free.
-        initial = [p.detach().float() for p in self.parameters]
+        self.write(p.detach().float() for p in self.parameters)
+        # From here on the parameters are views of self.param. Their former memory is free, as much as a moment takes.
         self.attach()
-        self.reset(initial)
+        self.exp_avg, self.exp_avg_sq = (zeros(n_state, dtype=moments_dtype) for _ in range(2))
+        self.beta_powers.fill_(1.0)
 
     @property
     def lr(self):
@@ -2845,19 +2899,27 @@ class FlatAdamW:
 
     @torch.no_grad()
     def reset(self, weights):
-        """Start over from these weights (a list of fp32 tensors)."""
-        flat = torch.zeros_like(self.param, dtype=torch.float32)
-        torch._foreach_copy_(list(self.views(flat)), weights)
-        # In fp32 the flat weights are the master weights.
-        if self.remainder is None:
-            self.param.copy_(flat)
-        else:
-            param, remainder = split_fp32(flat)
-            self.param.copy_(param)
-            self.remainder.copy_(remainder.view(-1, ADAMW_BLOCK)[self.own_blocks].flatten())
+        """Start over from these weights (an iterable of fp32 tensors)."""
+        self.write(weights)
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
         self.beta_powers.fill_(1.0)
+
+    @torch.no_grad()
+    def write(self, weights):
+        """Write these weights (an iterable of fp32 tensors) one by one, as all at once may not fit into the memory."""
+        places = self.padded_views(self.param)
+        if self.remainder is None:  # in fp32 the flat weights are the master weights
+            for place, weight in zip(places, weights, strict=True):
+                write_padded(place, weight)
+        else:
+            # Each process keeps the lower halves of its own blocks only. The gradients, of no use now, take all.
+            lower, remainder = self.grad.view(torch.int16), self.remainder.view(-1, ADAMW_BLOCK)
+            for place, rest, weight in zip(places, self.padded_views(lower), weights, strict=True):
+                for half, value in zip((place, rest), split_fp32(weight), strict=True):
+                    write_padded(half, value)
+            torch.index_select(lower.view(-1, ADAMW_BLOCK), 0, self.own_blocks, out=remainder)
+        self.grad.zero_()
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""
@@ -2915,6 +2977,8 @@ class FlatAdamW:
         weights = self.param.view(torch.int16) if is_split else self.param
         remainder = self.remainder if is_split else weights  # a placeholder
         moments, blocks = (self.exp_avg, self.exp_avg_sq), (self.own_blocks, self.updated_owners)
+        if self.exp_avg.dtype == torch.bfloat16:
+            moments = [moment.view(torch.int16) for moment in moments]
         tensors = weights, remainder, self.grad, *moments, self.beta_powers, self.lr, *blocks
         launch(adamw_kernel, (len(self.own_blocks),), tensors, (), self.constants)
 
@@ -3345,6 +3409,7 @@ def train_and_report(config, step_class=TrainStep):
     profiler = companion("profiler", None if config.profile is None else "--profile")
     if hardware:
         hardware.require_host_memory(config, device)
+        hardware.require_gpu_memory(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = None if config.profile is None else writable_folder("--profile", config.profile)
     set_precision(config)

@@ -3,7 +3,7 @@
     python -m benchmarks.record                             list the parts that no result of today's code has
     python -m benchmarks.record --all                       measure all of PARTS, but what is current on this GPU
     python -m benchmarks.record --all --time-limit 540      as many parts as fit; the same command goes on later
-    python -m benchmarks.record --rare                      measure RARE, which takes half an hour
+    python -m benchmarks.record --rare                      measure RARE, which takes 40 minutes
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
 command, and git finds the code unchanged since the commit of that result. Without a GPU, any GPU's counts. Afterwards
@@ -59,6 +59,7 @@ def steps_of(rows, **sizes):
 PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
+    Part(f"{STEPS} --sweep shapes", 470),
     Part("python -m benchmarks.kernels", 172),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
     Part("python -m benchmarks.kernels --only fp8-layer", 55),
@@ -72,12 +73,12 @@ PARTS = [
     *steps_of("peers fp8", medium=255, large=387),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
     Part("python -m benchmarks.gpt", 47),
+]
+# What takes long, or only explains how the cost grows. The pages keep the recorded results.
+RARE = [
     Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 155),
     Part(f"{STEPS} --sweep width", 177),
     Part(f"{STEPS} --sweep vocab", 122),
-]
-# What takes long. The pages keep the recorded results.
-RARE = [
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
     # Whose search takes minutes. Medium and large are estimated.

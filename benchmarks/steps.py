@@ -2,13 +2,15 @@
 
     python -m benchmarks.steps                                every size and row, bf16
     python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
-    python -m benchmarks.steps --rows peers           a named group: ours, eager, peers, fp8, autotuned, sweep
+    python -m benchmarks.steps --rows peers           a named group: ours, eager, peers, fp8, autotuned, sweep, shapes
     python -m benchmarks.steps --sweep length         how the cost grows; also width, vocab
+    python -m benchmarks.steps --sweep shapes         the shapes of ten models
     TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a small model, also on a CPU
 
 A row is an implementation, eager or compiled, launched kernel by kernel or as one captured graph: its name, and then
 "compile", "graph" or both. Loss and gradients are checked first: an implementation that fails is not timed. Then each
 row is timed in windows that alternate with those of our own kernels, so that both see the same state of the machine.
+The table at the end has ours beside the strongest peer of each model.
 README.md in this folder explains the result.
 
 Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request cannot be met, 130 interrupted.
@@ -17,6 +19,7 @@ Exit codes: 0 done, 1 an implementation's gradients are wrong, 2 the request can
 import argparse
 import dataclasses
 import functools
+import statistics
 import sys
 from typing import NamedTuple
 
@@ -32,6 +35,7 @@ import tiny_llama_v3 as llama
 from benchmarks.harness import Contender, Run, make_parser, measure_rows, release_all, summarize
 from measure.command_line import positive, program
 from measure.results import Unavailable, import_library, versions
+from measure.tables import cell, number, text_table
 from measure.work import SIZES, SWEEPS
 from tiny_llama import fp8, hardware
 
@@ -284,6 +288,7 @@ GROUPS = {
     ],
     "autotuned": [f"{OURS} graph", ANCHOR, "sdpa max-autotune compile graph"],
     "sweep": ["torch graph", ANCHOR, f"{OURS} graph"],
+    "shapes": [ANCHOR, f"{OURS} graph"],
 }
 ROWS = {name: Row.named(name) for names in GROUPS.values() for name in names}
 
@@ -396,6 +401,7 @@ def conclude(result):
 
 def measure_size(run, size, config, rows):
     """Measure one size, {name: Row}, and save the result after each row."""
+    run.require_time()
     device = run.device
     precision, tflop = llama.precision_name(config, device), hardware.model_tflops(config)
     result = {"config": dataclasses.asdict(config), "precision": precision, "tflop_per_step": tflop, "rows": {}}
@@ -428,6 +434,42 @@ def measure_size(run, size, config, rows):
     return {}
 
 
+COMPARED = "ours, ms|strongest peer|its ms|ours / its time|ours, MiB|its MiB|ours / its memory".split("|")
+
+
+def range_text(form, middle, low, high):
+    return f"{form(middle)} ({form(low)}–{form(high)})"
+
+
+def comparison_table(sizes):
+    """Return the header, the lines and a sentence of ours beside the strongest peer, given {size: its result}.
+
+    Ranges are p20–p80. What was not compared has the reason in the first cell.
+    """
+    lines, times, memories, ratio = [], [], [], "{:.2f}".format
+    for name, size in sizes.items():
+        # conclude() has put it first.
+        pairs = [pair for pair in size.get("comparisons", ()) if pair["peer"] == size["strongest_peer"]]
+        if not pairs:
+            errors = [part["error"] for part in (size, *size.get("rows", {}).values()) if part.get("error")]
+            reason = cell((errors or ["not measured"])[0]).split(". ")[0]
+            lines.append([name, reason, *[""] * (len(COMPARED) - 1)])
+            continue
+        pair = pairs[0]
+        ours, peer = (size["rows"][pair[side]] for side in ("ours", "peer"))
+        our_ms, peer_ms = (range_text(number, *map(row["ms"].get, ("median", "p20", "p80"))) for row in (ours, peer))
+        our_mib, peer_mib = (number(row["peak_memory_mib"], digits=1) for row in (ours, peer))
+        time, memory = pair["time_ratio"], pair["memory_ratio"]
+        time_text = range_text(ratio, time, *pair["spread"]) if pair["spread"] else ratio(time)
+        memory_text = ratio(memory) if memory else ""
+        lines.append([name, our_ms, pair["peer"], peer_ms, time_text, our_mib, peer_mib, memory_text])
+        times.append(time)
+        memories += [memory] * bool(memory)
+    median = f"Median of {len(times)}: {statistics.median(times):.3f} of the time" if times else "Nothing was compared"
+    median += f", {statistics.median(memories):.3f} of the memory" if memories else ""
+    return ["", *COMPARED], lines, median
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
@@ -444,7 +486,7 @@ def parse(argv):
     parser = make_parser("steps", __doc__, seconds=1200)
     parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="models to measure, also of a sweep (default: all)")
     models = parser.add_mutually_exclusive_group()
-    models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size only, fewer rows")
+    models.add_argument("--sweep", choices=SWEEPS, help="models that differ in one size, or in all: fewer rows")
     models.add_argument("--tiny", action="store_true", help="one model that takes seconds; the only one on a CPU")
     help = f"groups ({', '.join(GROUPS)}), or single rows: {', '.join(ROWS)}"
     parser.add_argument("--rows", nargs="+", type=rows_of, metavar="ROW", help=help)
@@ -468,19 +510,24 @@ def main(argv):
     options, device = parse(argv), llama.select_device("auto")
     on_gpu = device.type == "cuda"
     sizes = sizes_of(options, on_gpu)
-    names = sum(options.rows or [], []) or (GROUPS["sweep"] if options.sweep else ROWS)
+    usual = GROUPS.get(options.sweep, GROUPS["sweep"]) if options.sweep else ROWS
+    names = sum(options.rows or [], []) or usual
     rows = {name: Row.named(name) for name in names}
     if not (on_gpu or options.rows):
         rows = {name: row for name, row in rows.items() if not (row.compile or row.graph)}
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is compiled never runs eagerly in silence
     run = Run("steps", argv, options, device, sweep=options.sweep, peers=versions(*PEERS), sizes={})
+    outcomes = {}
     for name, size in sizes.items():
         print(f"\n{name}: {size}", flush=True)
         config = llama.Config(**size, use_amp=on_gpu)
-        failed = run.attempt(functools.partial(measure_size, run, name, config, rows))
-        if failed["error"]:  # such as of the reference, without which no row can be checked
-            print(f"    {failed['error']}", flush=True)
+        outcome = run.attempt(functools.partial(measure_size, run, name, config, rows))
+        if outcome["error"]:  # such as of the reference, without which no row can be checked
+            print(f"    {outcome['error']}", flush=True)
+        outcomes[name] = outcome | run.result["sizes"].get(name, {})
+    header, lines, median = comparison_table(outcomes)
+    print("", *text_table(header, lines), median, sep="\n")
     return run.finish()
 
 

@@ -252,6 +252,7 @@ def main(argv):
             **options,
         )
         hardware.remedied(config, hardware.require_host_memory, device)
+        hardware.require_gpu_memory(config, device)
     if given.head_dim not in (config.head_dim, None):
         raise UsageError(f"{folder}: head_dim is {given.head_dim}, and only {config.head_dim} is supported")
     return hardware.remedied(config, run, device, given, folder, text, output)

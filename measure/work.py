@@ -20,8 +20,39 @@ SIZES = {  # of tiny_llama_v3.Config
     "tiny": dict(batch_size=2, seq_len=8, hidden_dim=32, num_layers=2, num_heads=4, vocab_size=32),
 }
 
-# {what grows: {size: of tiny_llama_v3.Config}}. With four layers and one sequence, plain PyTorch's score matrices of
-# 8,192 tokens fit into 64 GB, so that the rows can be checked against it.
+
+def shape(hidden, layers, heads, kv_heads, ffn, vocab, seq_len=1024, **others):
+    """Return the sizes of a model that sees 8 sequences a step, of tiny_llama_v3.Config."""
+    return dict(
+        batch_size=8,
+        seq_len=seq_len,
+        hidden_dim=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_dim=ffn,
+        vocab_size=vocab,
+        **others,
+    )
+
+
+# Of models that people train, and what kernels like least: heads that fill no tile, and sizes that are no multiples of
+# 8. The time of a step does not depend on rope_theta and norm_eps, which are ours.
+SHAPES = {
+    "SmolLM-135M": shape(576, 30, 9, 3, 1536, 49152),
+    "SmolLM-360M": shape(960, 32, 15, 5, 2560, 49152),
+    "Qwen2.5-0.5B": shape(896, 24, 14, 2, 4864, 151936),  # whose biases ours does not have
+    "TinyLlama-1.1B": shape(2048, 22, 32, 4, 5632, 32000, untied_head=True),
+    "Llama-3.2-1B": shape(2048, 16, 32, 8, 8192, 128256),
+    "GPT-2 as a LLaMA": shape(768, 12, 12, 12, 3072, 50257),
+    "heads of 80": shape(1280, 8, 16, 8, 3456, 32000),
+    "heads of 96": shape(768, 12, 8, 4, 2048, 32001),
+    "1,023 tokens": shape(768, 12, 12, 4, 2048, 32000, seq_len=1023),
+    "ffn 1,365": shape(512, 8, 8, 4, 1365, 32000),
+}
+
+# {what grows, or "shapes": {size: of tiny_llama_v3.Config}}. With four layers and one sequence, plain PyTorch's score
+# matrices of 8,192 tokens fit into 64 GB, so that the rows can be checked against it.
 SWEEPS = {
     "length": {
         f"{seq_len:,} tokens": SIZES["medium"] | dict(num_layers=4, batch_size=8192 // seq_len, seq_len=seq_len)
@@ -32,6 +63,7 @@ SWEEPS = {
         for hidden in (256, 512, 1024, 2048)
     },
     "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
+    "shapes": SHAPES,
 }
 
 

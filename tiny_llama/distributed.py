@@ -274,12 +274,12 @@ class ShardedAdamW(llama.FlatAdamW):
     does, both in the model's precision. finish_reduction() comes before step().
     """
 
-    def __init__(self, model, lr, low_precision=False, *, world):
+    def __init__(self, model, lr, low_precision=False, *, world, **options):
         self.world, self.buckets = world, make_buckets(model)
         self.num_first = len(self.buckets)  # that are gathered before the forward pass, and not by hooks
         parameters = [bucket.parameters for bucket in self.buckets]
         share = world.rank, world.size
-        super().__init__(model, lr, low_precision, buckets=parameters, share=share)
+        super().__init__(model, lr, low_precision, buckets=parameters, share=share, **options)
         for bucket, span in zip(self.buckets, self.spans, strict=True):
             bucket.all_weights, bucket.all_grads = both = self.param[span], self.grad[span]
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
@@ -446,7 +446,7 @@ class Step(llama.TrainStep):
         if not self.is_sharded:
             self.run_model = parallelize(self.model, config, self.device, world)
             return llama.TorchAdamW(self.model, config.learning_rate)
-        optimizer = ShardedAdamW(self.model, config.learning_rate, config.use_amp, world=world)
+        optimizer = ShardedAdamW(self.model, **llama.optimizer_options(config), world=world)
         self.model.groups = self.group_layers([bucket.layers for bucket in optimizer.buckets])
         if not config.compile:  # the compiler does not call hooks: no message is hidden then
             # A group is called in place of its layers.

@@ -1,11 +1,14 @@
-"""What is known of the hardware: datasheet peaks, the driver, power, clock and temperature, the memory of the host."""
+"""What is known of the hardware: datasheet peaks, the driver, power, clock and temperature, memory."""
 
+import dataclasses
+import gc
 import math
 import os
 import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -136,6 +139,112 @@ def require_host_memory(config, device):
     batch = config.tokens_per_step * (4 * config.hidden_dim if device.type == "cpu" else 8)
     if max(weights, batch) > host_memory_bytes():
         raise MemoryError
+
+
+class Memory(NamedTuple):
+    """Bytes that training steps need on a GPU at least."""
+
+    state: float  # whatever the batch is
+    sequence: float  # for each sequence: what the forward pass keeps for the backward pass
+    gradients: float = 0  # that need not be there together with what the sequences keep
+
+    def total(self, batch_size):
+        """Return the bytes of a step."""
+        return self.state + max(self.gradients, batch_size * self.sequence)
+
+    def largest_batch(self, memory):
+        """Return how many sequences fit into so many bytes, 0 if not even the state does."""
+        return int((memory - self.state) // self.sequence) if self.total(0) <= memory else 0
+
+
+def memory_needed(config, device, processes=1):
+    """Return the Memory of each of so many processes. It is a lower bound: tensors of a moment are not counted.
+
+    Bytes of a weight, with our kernels: 2 for itself, 2 for its gradient and, divided by the processes, 2 for the lower
+    half of its fp32 value and 8 for the moments (4 with --moments bf16); in fp32 4 + 4 and 8. With PyTorch 4 and 8, 4
+    for the gradient, which comes when what the sequences keep goes, and 2 for what autocast makes of it; all divided
+    with --shard full.
+
+    Of each token a layer keeps, in the type of the run, the output of attention (hidden), gate and up (2 ffn), both
+    residual streams (2 hidden), q, k and v, and without --recompute the outputs of both norms (2 hidden) and of SwiGLU
+    (ffn); in fp32 lse (heads) and two rstd. With --fp8 also what its products take
+    in FP8. Eager PyTorch keeps more: both norms' outputs (2 hidden), silu(gate) and its product with up (2 ffn), the
+    residual streams in fp32 and, with --impl torch, the scores (heads x seq). To this come the logits and the last
+    residual stream. What torch.compile keeps of it is its own choice: the tensors that ours keeps, at least.
+    """
+    implementation, _ = llama.select_operations(config, device)
+    hidden, ffn, heads = config.hidden_dim, config.ffn_dim, config.num_heads
+    size = 2 if config.use_amp else 4  # of an element in the type of the run
+    weights = count_matrix_weights(config) + config.untied_head * config.vocab_size * hidden
+    width = (heads + 2 * config.num_kv_heads) * config.head_dim
+    kept = size * (3 * hidden + 2 * ffn + width) + 4 * (heads + 2)
+    logits = size * config.vocab_size
+    layers = config.num_layers
+    if implementation == "triton":
+        own = (8 if config.moments == "fp32" else 4) + 2 * config.use_amp
+        state, gradients = weights * (2 * size + own / processes), 0
+        if not (config.recompute or config.fp8):
+            kept += size * (2 * hidden + ffn)
+        if config.fp8:  # the inputs of the four products and, of all layers, the weights
+            kept += 3 * hidden + ffn
+            state += weights - config.vocab_size * hidden * (1 + config.untied_head)
+        if config.severed_autograd:  # whose layers have no backward pass
+            layers = 0
+    else:
+        shares = processes if config.shard == "full" else 1
+        copy = 2 * (config.use_amp and not config.compile and shares == 1)
+        state, gradients = weights * (12 + copy) / shares, weights * (4 - copy) / shares
+        if not config.compile:
+            kept += size * 2 * (hidden + ffn) + (4 - size) * 2 * hidden
+            kept += (6 if config.use_amp else 4) * heads * config.seq_len * (implementation == "torch")
+            logits = 8 * config.vocab_size  # in fp32, and their logarithms or their gradient
+    return Memory(state, config.seq_len * (layers * kept + logits + size * hidden), gradients)
+
+
+def fitting_batch(config, device, memory, processes=1):
+    """Return the batch size that fits into so many bytes, 0 if not one sequence does.
+
+    This is an estimate: what memory_needed() leaves out is about what a further layer would need, and compiled models
+    need no more than eager ones.
+    """
+    larger = dataclasses.replace(config, num_layers=config.num_layers + 1, compile=False)
+    more = memory_needed(larger, device, processes)
+    return more.largest_batch(memory) or min(1, memory_needed(config, device, processes).largest_batch(memory))
+
+
+def gpu_memory_bytes():
+    """Return what this process can have of the GPU's memory: what is free, and what PyTorch has and does not use.
+
+    Infinity where the driver does not tell.
+    """
+    gc.collect()  # models of earlier runs refer to each other
+    told = or_none(torch.cuda.mem_get_info)
+    if told is None:
+        return math.inf
+    free, total = told
+    # Where CPU and GPU share the memory, the system gives it back when it is needed.
+    is_shared = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "is_integrated", False)
+    return total if is_shared else free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def require_gpu_memory(config, device):
+    """Raise UsageError for a run that cannot fit into the memory of its GPU, with the batch that fits."""
+    if device.type != "cuda":
+        return
+    dist = torch.distributed
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    needed, there = memory_needed(config, device, processes), gpu_memory_bytes()
+    if needed.total(config.batch_size) <= there:
+        return
+    if batch_size := fitting_batch(config, device, there, processes):
+        names, remedy = "batch_size seq_len num_layers hidden_dim", f"give --batch-size {batch_size}"
+    elif needed.total(0) <= there:
+        names, remedy = "batch_size seq_len vocab_size ffn_dim", "not one sequence fits: lower --seq-len"
+    else:
+        names, remedy = "num_layers hidden_dim ffn_dim vocab_size", "the weights do not fit with any batch: lower one"
+    given = ", ".join(f"{llama.flag_of(name)} {getattr(config, name)}" for name in names.split())
+    sizes = f"{needed.total(config.batch_size) / 2**30:.1f} GiB at least, and {there / 2**30:.1f} GiB are free"
+    raise llama.UsageError(f"{given} need {sizes} on {device.name}: {remedy}")
 
 
 def is_out_of_memory(error):

@@ -56,6 +56,12 @@ def inert_flags(step):
         ("no_init", config.untied_head, "does not show with --untied-head, which PyTorch initializes by small numbers"),
         ("shard", step.processes == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         *((name, not is_triton, for_kernels) for name in of_kernels),
+        ("moments", not is_triton and config.moments != "fp32", f"{config.moments} {for_kernels}"),
+        (
+            "recompute",
+            config.recompute and not step.model.groups,
+            "has no effect: only groups of layers (tiny_llama/groups.py) save less",
+        ),
         ("unsynced_timing", on_cpu, "has no effect on a CPU, where nothing runs asynchronously"),
         ("unsynced_timing", config.timing == "step", "changes little with --timing step, which does not time phases"),
         ("matmul_precision", lacks_tf32, f"high has no effect on {step.device.arch}: {no_tf32}"),

@@ -38,6 +38,7 @@ SECTION = re.compile(r"<!-- begin: ([\w-]+) -->(.*?)<!-- end: \1 -->", re.DOTALL
 SECTIONS = {  # {marker: function of the folder of results that returns Markdown, with links from the top folder}
     "steps": training_steps.steps_section,
     "sweeps": training_steps.sweeps_section,
+    "shapes": training_steps.shapes_section,
     "kernels": kernel_tables.kernels_section,
     "stages": replays.stages_section,
     "layer_norm": kernel_tables.layer_norm_section,

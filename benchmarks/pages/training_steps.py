@@ -1,4 +1,4 @@
-"""Write the tables of training steps: of each model, of GPT-2, of sweeps over one size, and of FP8."""
+"""Write the tables of training steps: of each model, of GPT-2, of sweeps over one size, of shapes, and of FP8."""
 
 import statistics
 
@@ -17,9 +17,9 @@ from benchmarks.pages.long_table import (
     texts,
     whole,
 )
-from benchmarks.steps import is_fp8
+from benchmarks.steps import comparison_table, is_fp8
 from measure.results import recorded_config
-from measure.tables import NOT_MEASURED, number
+from measure.tables import NOT_MEASURED, markdown_table, number
 from tiny_llama import hardware
 
 STEPS = "steps", "sizes {size} rows {row}"
@@ -156,24 +156,20 @@ def gpt_section(rows):
     return paragraphs(markdown(table), provenance(rows))
 
 
-GROWS = {"length": "seq_len", "width": "hidden_dim", "vocab": "vocab_size"}  # {sweep: the field that grows}
-
-
-def newest_sweeps(rows):
-    """Yield (sweep, the rows of each size's newest result with times) of one device's results."""
+def newest_of_sweep(rows, sweep):
+    """Return the rows of each size's newest result with times, of one device's results."""
     # A sweep may be measured in parts, and a part again.
-    rows = newest(timed(rows[rows["sweep"].notna()]), "sweep", "size")
-    for sweep, field in GROWS.items():
-        of_sweep = rows[rows["sweep"] == sweep]
-        if len(of_sweep):
-            yield sweep, of_sweep.assign(grows=[config[field] for config in of_sweep["config"]])
+    return newest(timed(rows[rows["sweep"] == sweep]), "size")
 
 
 @of_each_device(*STEPS)
 def sweeps_section(rows):
     """Show a line for each size: the time of each row, and how ours compares with the strongest peer."""
     parts = []
-    for sweep, sizes in newest_sweeps(rows):
+    for sweep in ("length", "width", "vocab"):
+        sizes = newest_of_sweep(rows, sweep)
+        if sizes.empty:
+            continue
         sizes = sizes.assign(text=or_error(sizes, sizes["ms median"].map(number)))
         table = sizes.pivot_table("text", "size", "row", aggfunc="first", sort=False)
         pairs = sizes.drop_duplicates("size").set_index("size")["comparisons"].str[0]
@@ -182,6 +178,23 @@ def sweeps_section(rows):
         table = table.reset_index(names=f"ms a step, {sweep} grows")
         parts += [markdown(table), provenance(sizes)]
     return paragraphs(*parts)
+
+
+@of_each_device(*STEPS)
+def shapes_section(rows):
+    """Show how ours compares with the strongest peer at each shape, and the median of all."""
+    rows = newest_of_sweep(rows, "shapes")
+    if rows.empty:
+        return ""
+    results = rows.drop_duplicates("size").set_index("size")["result"]
+    sizes = {name: result["sizes"][name] for name, result in results.items()}
+    header, lines, median = comparison_table(sizes)
+    for line, size in zip(lines, sizes.values(), strict=True):
+        line[0] += " ({hidden_dim} x {num_layers}, {num_heads}/{num_kv_heads}, {ffn_dim}, {vocab_size})".format(
+            **size["config"]
+        )
+    header[0] = "hidden x layers, heads / of K and V, ffn, vocabulary"
+    return paragraphs(markdown_table(header, lines), f"{median}.", provenance(rows))
 
 
 @of_each_device(*STEPS)

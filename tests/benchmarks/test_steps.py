@@ -13,6 +13,7 @@ import tiny_llama_v3 as llama
 from benchmarks import gpt, harness, kernels, scaling, steps
 from benchmarks.pages import publish
 from measure.results import Unavailable
+from measure.work import SHAPES
 from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
@@ -165,6 +166,71 @@ def test_fp8_is_compared_with_fp8():
     }
 
 
+def test_the_last_table_has_each_model_beside_its_strongest_peer(run):
+    """Of a model that is not compared it has the reason."""
+    ours, peer = ({"error": None, "ms": dict(p20=ms, median=ms, p80=2 * ms), "peak_memory_mib": mib}
+                  for ms, mib in ((8.0, 3000), (10.0, 4000)))  # fmt: skip
+    rows = {"triton graph": ours, "sdpa compile graph": peer, "hf graph": peer | {"peak_memory_mib": None}}
+    in_turns = {"reference": "triton graph", "ratio": {"p20": 0.72, "median": 0.7, "p80": 0.78}}
+    sizes = {
+        "a": {"rows": {"triton graph": ours, "sdpa compile graph": peer | in_turns}},
+        "b": {"rows": rows | {"hf graph": rows["hf graph"] | {"ms": dict(p20=9.0, median=9.5, p80=9.0)}}},
+        "c": {"rows": {"triton graph": {"error": "it broke. Badly"}, "sdpa compile graph": peer}},
+    }
+    for size in sizes.values():
+        steps.conclude(size)
+    header, lines, median = steps.comparison_table(sizes | {"d": {"error": "OutOfMemoryError: a|b"}, "e": {}})
+    assert {len(line) for line in [header, *lines]} == {8}
+    assert [" | ".join(filter(None, line)) for line in lines] == [
+        "a | 8.00 (8.00–16.0) | sdpa compile graph | 10.0 (10.0–20.0) | 0.70 (0.72–0.78) | 3,000 | 4,000 | 0.75",
+        "b | 8.00 (8.00–16.0) | hf graph | 9.50 (9.00–9.00) | 0.84 | 3,000",
+        "c | it broke", "d | OutOfMemoryError: a/b", "e | not measured",
+    ]  # fmt: skip
+    assert median == f"Median of 2: {(0.7 + 8 / 9.5) / 2:.3f} of the time, 0.750 of the memory"
+    assert steps.comparison_table({"e": {}})[2] == "Nothing was compared"
+
+
+NARROW = dict(batch_size=1, seq_len=7, hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
+
+
+def test_shapes_are_measured_and_compared_in_one_run(tmp_path, monkeypatch, capsys):
+    """Here small ones, on this machine; one of them does not run, one begins too late."""
+    sizes = {"odd": NARROW | dict(ffn_dim=13, vocab_size=17), "wide": NARROW | dict(vocab_size=2**30), "late": NARROW}
+    monkeypatch.setattr(steps, "sizes_of", lambda options, on_gpu: steps.SWEEPS[options.sweep])
+    monkeypatch.setitem(steps.SWEEPS, "shapes", sizes)
+    monkeypatch.setattr(steps, "WARMUP_STEPS", 1)
+    monkeypatch.setattr(harness, "UNCOUNTED", 0)
+    measure_size = steps.measure_size
+
+    def measured(run, size, *rest):
+        run.options.time_limit = 0.0 if size == "late" else 100.0
+        if size == "wide":
+            raise MemoryError
+        return measure_size(run, size, *rest)
+
+    monkeypatch.setattr(steps, "measure_size", measured)
+    flags = ["--sweep", "shapes", "--rows", "torch", "triton", "--windows", "2", "--steps", "1"]
+    assert steps.main([*flags, "--output-dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("steps_*.json")
+    result, out = json.loads(path.read_text()), capsys.readouterr().out
+    assert result["sweep"] == "shapes" and list(result["sizes"]) == ["odd"]
+    assert re.search(r"\nodd +[\d,.]+ \(.*\) +torch .*\nwide +MemoryError *\nlate +not started within", out)
+    assert "\nMedian of 1: " in out and "| odd (16 x 1, 2/1, 13, 17) | " in publish.SECTIONS["shapes"](tmp_path)
+
+
+@pytest.mark.parametrize("flags, rows", [
+    ("--sweep shapes", steps.GROUPS["shapes"]), ("--sweep width", steps.GROUPS["sweep"]), ("", list(steps.ROWS)),
+    ("--sweep shapes --rows sdpa", ["sdpa"]),
+])  # fmt: skip
+def test_rows_are_those_asked_for_or_usual(monkeypatch, tmp_path, flags, rows):
+    measured = []
+    monkeypatch.setattr(llama, "select_device", lambda name: llama.Device("cuda", "Some GPU", "sm_90", 1, 32))
+    monkeypatch.setattr(harness.Run, "attempt", lambda run, measure: measured.append(measure.args) or {"error": ""})
+    monkeypatch.setattr(harness, "header", lambda *rest: {"environment": {"device": "Some GPU"}, "benchmark": "steps"})
+    assert steps.main([*flags.split(), "--output-dir", str(tmp_path)]) == 0
+    assert [list(of_size) for *_, of_size in measured] == [rows] * len(measured) and measured
+
+
 # --- the command line
 
 
@@ -215,6 +281,7 @@ def test_each_group_has_the_anchor_and_what_it_is_timed_against():
 @pytest.mark.parametrize("flags, found", [
     ([], ["small", "medium", "large", "large-128"]), (["--sizes", "large", "small"], ["large", "small"]),
     (["--sweep", "vocab", "--sizes", "vocab 32,000"], ["vocab 32,000"]), (["--tiny"], ["tiny"]),
+    (["--sweep", "shapes"], list(SHAPES)), (["--sweep", "shapes", "--sizes", "heads of 80"], ["heads of 80"]),
 ])  # fmt: skip
 def test_sizes_are_those_asked_for(flags, found):
     assert list(steps.sizes_of(steps.parse(flags), on_gpu=True)) == found

@@ -827,6 +827,34 @@ def test_adamw_loses_no_digits_of_a_small_learning_rate(randn, lr):
     assert drift.mean().abs() < 0.05 * (exact - initial).abs().mean()
 
 
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_moments_in_bf16(device, low_precision):
+    """The mean of squares grows and shrinks as in fp32, on average; rounded to the nearest it would never shrink.
+
+    Two runs have the same bits, and weights follow those of fp32.
+    """
+    optimizers = []
+    for kind in (torch.bfloat16, torch.bfloat16, torch.float32):
+        model = torch.nn.ParameterList([torch.ones(5000, device=device)])
+        optimizers.append(llama.FlatAdamW(model, 1e-3, low_precision, moments_dtype=kind))
+    for gradient in [1.0] * 40 + [0.0] * 40:
+        for optimizer in optimizers:
+            (weight,) = optimizer.parameters
+            weight.grad = torch.full_like(weight, gradient)
+            optimizer.step()
+    low, again, full = optimizers
+    assert low.exp_avg_sq.dtype == low.exp_avg.dtype == torch.bfloat16
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(low, name), getattr(again, name))
+    expected = (1 - 0.999**40) * 0.999**40
+    assert_close(full.exp_avg_sq[:5000].mean(), torch.tensor(expected, device=device), rtol=1e-4, atol=0)
+    moments = low.exp_avg_sq[:5000].float()
+    assert_close(moments.mean(), torch.tensor(expected, device=device), rtol=2e-3, atol=0)
+    assert moments.std() < 0.02 * expected and len(moments.unique()) > 3  # each has its own chance
+    assert_close(low.exp_avg.float(), full.exp_avg, rtol=0.05, atol=1e-6)
+    assert_close(low.weights()[0], full.weights()[0], rtol=0, atol=1e-3)
+
+
 # Bit patterns: the NaN of a GPU, quiet and signalling ones, infinities, the largest and smallest numbers, and numbers
 # that are rounded to bf16 up, down, away from zero, and not at all.
 UNUSUAL = """
@@ -841,11 +869,12 @@ def floats(patterns, device):
     return torch.from_numpy(bits.view(np.float32)).to(device)
 
 
+@pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("low_precision", [False, True])
-def test_adamw_keeps_what_is_no_number(device, low_precision):
+def test_adamw_keeps_what_is_no_number(device, low_precision, moments_dtype):
     expected = floats(UNUSUAL, device)
     model = torch.nn.ParameterList([torch.zeros_like(expected)])
-    optimizer = llama.FlatAdamW(model, 1e-3, low_precision, weight_decay=0.0)
+    optimizer = llama.FlatAdamW(model, 1e-3, low_precision, weight_decay=0.0, moments_dtype=moments_dtype)
     (weight,) = model
     in_use = expected.bfloat16() if low_precision else expected
     equal = functools.partial(assert_close, rtol=0, atol=0, equal_nan=True)

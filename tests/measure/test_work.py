@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import tiny_llama_v3 as llama
 from measure import work
+from tiny_llama import hardware
 
 V, W = torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5)  # 30 and 20 bytes
 R, PARTIAL = torch.empty(3), torch.empty(7, 5)  # 12 and 140 bytes
@@ -36,3 +38,16 @@ Q, WIDE = torch.empty(2, 8, 6, 4), torch.empty(1, 8193, device="meta")  # 1,536 
 ])  # fmt: skip
 def test_a_call_by_hand(name, arguments, expected):
     assert getattr(work, name)(*arguments) == expected
+
+
+@pytest.mark.parametrize("name, millions", [
+    # Without norms and biases; the tied head counts once.
+    ("SmolLM-135M", 134.48), ("SmolLM-360M", 361.76), ("Qwen2.5-0.5B", 493.96), ("TinyLlama-1.1B", 1034.42),
+    ("Llama-3.2-1B", 1235.75), ("GPT-2 as a LLaMA", 151.84), ("heads of 80", 186.45), ("heads of 96", 102.43),
+    ("1,023 tokens", 100.07), ("ffn 1,365", 39.45),
+])  # fmt: skip
+def test_a_shape_has_as_many_weights_as_its_model(name, millions):
+    config = llama.Config(**work.SHAPES[name])
+    assert hardware.count_matrix_weights(config) / 1e6 == pytest.approx(millions, abs=0.01)
+    assert config.tokens_per_step == (8184 if name == "1,023 tokens" else 8192)
+    assert config.untied_head == (name == "TinyLlama-1.1B") and len(work.SHAPES) == 10

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,9 +13,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_llama_v3 as llama
-from measure.work import SIZES
+from benchmarks.steps import Row
+from measure.results import RESULTS, read_result, recorded_config
+from measure.work import SHAPES, SIZES
+from tests import ROOT
 from tests.core.tiny import TINY
-from tiny_llama import hardware, notes, profiler
+from tiny_llama import distributed, hardware, notes, profiler
 
 GPU = llama.Device("cuda", "Some GPU", "sm_90", 132, 32)
 STATE = ("power_w", "clock_mhz", "temperature_c", "utilization_percent")
@@ -118,6 +123,243 @@ def test_what_the_host_cannot_hold_is_refused_before_it_is_built(monkeypatch, ch
         monkeypatch.setattr(hardware, "host_memory_bytes", lambda memory=memory: memory)
         with outcome:
             hardware.require_host_memory(llama.Config(**changes), SimpleNamespace(type=kind))
+
+
+# Of two layers, 3 heads and one of keys and values of 8, ffn 40, vocabulary 100 and sequences of 10, by hand.
+ODD = dict(hidden_dim=24, num_layers=2, num_heads=3, num_kv_heads=1, ffn_dim=40, vocab_size=100, seq_len=10)
+LAYERS = 2 * 24 * (2 * 24 + 2 * 8 + 3 * 40)
+ODD_WEIGHTS = LAYERS + 2400
+KEPT = 3 * 24 + 2 * 40 + 5 * 8  # elements of a token: o and two residuals, gate and up, q, k and v
+STORED = 2 * 24 + 40  # without --recompute: the outputs of both norms and of SwiGLU
+EAGER, SCORES = 2 * 24 + 2 * 40, 3 * 10
+
+
+@pytest.mark.parametrize("flags, processes, weight, token, more", [
+    # Bytes of a weight without gradients that come later, of a token of both layers, of the rest of it, and of weights.
+    (dict(use_amp=True), 1, 14, 2 * (KEPT + STORED) + 20, 0), (dict(), 1, 16, 4 * (KEPT + STORED) + 20, 0),
+    (dict(use_amp=True, recompute=True), 4, 4 + 10 / 4, 2 * KEPT + 20, 0),
+    (dict(use_amp=True, moments="bf16"), 1, 10, 2 * (KEPT + STORED) + 20, 0),
+    (dict(shard="optimizer", recompute=True, moments="bf16"), 2, 8 + 4 / 2, 4 * KEPT + 20, 0),
+    (dict(fp8=True), 1, 14, 2 * KEPT + 20 + 3 * 24 + 40, LAYERS),
+    (dict(severed_autograd=True), 1, 16, 0, 0),
+    (dict(untied_head=True, recompute=True), 1, 16, 4 * KEPT + 20, 16 * 2400),
+    (dict(impl="sdpa"), 1, 12, 4 * (KEPT + EAGER) + 20, 0),
+    (dict(impl="sdpa", use_amp=True), 8, 14, 2 * (KEPT + EAGER) + 2 * 48 + 20, 0),
+    (dict(impl="sdpa", use_amp=True, compile=True), 1, 12, 2 * KEPT + 20, 0),
+    (dict(impl="torch", use_amp=True, compile=True), 1, 12, 2 * KEPT + 20, 0),
+    (dict(impl="torch"), 1, 12, 4 * (KEPT + EAGER + SCORES) + 20, 0),
+    (dict(impl="torch", use_amp=True, shard="full"), 4, 12 / 4, 2 * (KEPT + EAGER) + 2 * 48 + 6 * SCORES + 20, 0),
+])  # fmt: skip
+def test_memory_by_hand(flags, processes, weight, token, more):
+    config = llama.Config(**ODD, **flags)
+    needed = hardware.memory_needed(config, GPU, processes)
+    is_eager = config.impl != "triton" and not config.compile
+    size = 2 if config.use_amp else 4
+    assert needed.state == weight * ODD_WEIGHTS + more
+    assert needed.sequence == 10 * (2 * token + 100 * (8 if is_eager else size) + size * 24)
+    # With PyTorch all four numbers of a weight are there at the end of the backward pass.
+    of_weights = 16 / (processes if config.shard == "full" else 1) if config.impl != "triton" else weight
+    assert needed.total(0) == of_weights * ODD_WEIGHTS + more
+    assert needed.total(1000) == needed.state + 1000 * needed.sequence
+
+
+def kept_by_a_layer(config):
+    """The bytes that a forward pass on the CPU keeps for its backward pass, of one layer more, without weights."""
+    kept = []
+    for layers in (1, 2):
+        step = llama.TrainStep(dataclasses.replace(config, num_layers=layers), llama.get_device("cpu"))
+        tensors = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, found=tensors: found.setdefault(id(t), t), Mock()):
+            step.forward()
+        own = {p.untyped_storage().data_ptr() for p in (*step.model.parameters(), *step.model.buffers())}
+        storages = [t.untyped_storage() for t in tensors.values() if any(n % config.seq_len == 0 for n in t.shape)]
+        kept.append(sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in own}.values()))
+    return kept[1] - kept[0]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("impl, use_amp", [("triton", False), ("sdpa", False), ("sdpa", True), ("torch", False)])
+def test_no_layer_keeps_less_than_is_counted(impl, use_amp):
+    sizes = ODD | dict(batch_size=2, seq_len=68, device="cpu")
+    config = llama.Config(**sizes, impl=impl, use_amp=use_amp)
+    cpu = llama.get_device("cpu")
+    one, two = (hardware.memory_needed(dataclasses.replace(config, num_layers=n), cpu).sequence for n in (1, 2))
+    assert 2 * (two - one) <= kept_by_a_layer(config) <= 1.6 * 2 * (two - one)
+
+
+@pytest.mark.parametrize("use_amp", [True, False])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_optimizer_has_as_many_bytes_as_are_counted(use_amp, processes):
+    config = llama.Config(hidden_dim=64, num_layers=2, num_heads=4, vocab_size=999, use_amp=use_amp)
+    model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+    optimizer = llama.FlatAdamW(model, 1e-3, use_amp, share=(processes - 1, processes))
+    flat = [t for t in vars(optimizer).values() if isinstance(t, torch.Tensor) and t.numel() > 1000]
+    bytes_there = sum(t.nbytes for t in flat)
+    assert hardware.memory_needed(config, GPU, processes).state == pytest.approx(bytes_there, rel=0.05)
+
+
+def peak_bytes(call):
+    """Return what a call allocates at most at a time on the CPU, and what it returns."""
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        result = call()
+    changes = [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(changes)), result
+
+
+@pytest.mark.parametrize("use_amp", [True, False])
+def test_no_more_is_needed_before_the_first_step(use_amp):
+    """A model that could be trained could not be begun, if all its weights were there several times meanwhile."""
+    config = llama.Config(hidden_dim=128, num_heads=4, num_layers=24, vocab_size=100, use_amp=use_amp)
+
+    def build():
+        model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+        return llama.FlatAdamW(model, 1e-3, use_amp)
+
+    state = hardware.memory_needed(config, GPU).state
+    peak, optimizer = peak_bytes(build)
+    assert state <= peak <= 1.1 * state
+    weights = [torch.randn_like(p, dtype=torch.float32) for p in optimizer.parameters]
+    peak, _ = peak_bytes(lambda: optimizer.reset(w.clone() for w in weights))
+    assert peak <= 0.1 * state and all(map(torch.equal, optimizer.weights(), weights))
+
+
+def recorded_peaks():
+    """Each recorded row that the formula covers, as (label, config, MiB)."""
+    for path in sorted(RESULTS.glob("steps_*.json")):
+        for size, measured in read_result(path)["sizes"].items():
+            for name, row in measured["rows"].items():
+                kind = Row.named(name)
+                impl, *fp8 = kind.implementation.split()
+                if row.get("peak_memory_mib") and impl in ("triton", "torch", "sdpa") and fp8 in ([], ["fp8"]):
+                    flags = dict(impl=impl, fp8=bool(fp8), compile=kind.compile, graph=kind.graph)
+                    config = dataclasses.replace(recorded_config(measured["config"]), **flags)
+                    yield f"{path.name}: {size}: {name}", config, row["peak_memory_mib"]
+
+
+def test_what_was_measured_needed_no_less():
+    """And not much more: compiled PyTorch keeps what it likes."""
+    wrong, count = [], 0
+    for label, config, mib in recorded_peaks():
+        share = hardware.memory_needed(config, GPU).total(config.batch_size) / 2**20 / mib
+        count += 1
+        if not (0.3 if config.compile else 0.5) <= share <= 1:
+            wrong.append((label, share))
+    assert count > 40 and wrong == []
+
+
+# Of a card PyTorch can have 95 %.
+CARDS = {16: 0.95 * 16 * 2**30, 24: 0.95 * 24 * 2**30}
+
+
+@pytest.mark.parametrize("name, batches", [
+    ("small", (692, 1049, 1012, 1529)),
+    ("medium", (51, 82, 79, 124)),
+    ("large", (0, 3, 2, 7)),
+    ("large-128", (1, 3, 3, 7)),
+    ("SmolLM-135M", (22, 35, 31, 49)),
+    ("SmolLM-360M", (10, 18, 16, 27)),
+    ("Qwen2.5-0.5B", (6, 12, 11, 19)),
+    ("TinyLlama-1.1B", (0, 5, 4, 12)),
+    ("Llama-3.2-1B", (0, 3, 2, 9)),
+    ("GPT-2 as a LLaMA", (27, 43, 37, 58)),
+    ("heads of 80", (31, 50, 45, 71)),
+    ("heads of 96", (39, 61, 54, 83)),
+    ("1,023 tokens", (40, 62, 56, 86)),
+    ("ffn 1,365", (75, 114, 96, 146)),
+])  # fmt: skip
+def test_which_size_fits_which_card(name, batches):
+    """The page has them: without and with the flags that need less."""
+    config = llama.Config(**(SIZES | SHAPES)[name], use_amp=True)
+    less = dataclasses.replace(config, recompute=True, moments="bf16")
+    runs = [(each, memory) for each in (config, less) for memory in CARDS.values()]
+    assert tuple(hardware.fitting_batch(each, GPU, memory) for each, memory in runs) == batches
+    for batch_size, (each, memory) in zip(batches, runs, strict=True):
+        assert hardware.memory_needed(each, GPU).total(batch_size) <= memory or not batch_size
+    weights = round(llama.count_weights(llama_on_meta(config).parameters()) / 1e6)
+    shown = [str(batch_size) if batch_size else "-" for batch_size in (f"{weights:,}", *batches)]
+    line = f"| {name} | {config.seq_len:,} | {' | '.join(shown)} |"
+    assert line in (ROOT / "docs" / "usage.md").read_text()
+
+
+def llama_on_meta(config):
+    with torch.device("meta"):
+        return llama.TinyLlamaTriton(dataclasses.replace(config, no_init=True), llama.OPERATIONS["torch"])
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """card(free, ...): the GPU has so many free bytes from now on."""
+
+    def make(free, total=2**50, reserved=0, allocated=0, integrated=0, processes=None):
+        for name, value in dict(
+            mem_get_info=(free, total), memory_reserved=reserved, memory_allocated=allocated, current_device=0,
+            get_device_properties=SimpleNamespace(is_integrated=integrated),
+        ).items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes is not None)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+
+    return make
+
+
+@pytest.mark.parametrize("memory", [
+    dict(), dict(reserved=300, allocated=100), dict(integrated=1, total=0),
+], ids=["free", "cached", "shared"])  # fmt: skip
+def test_what_surely_does_not_fit_is_refused(card, memory):
+    """And nothing else: neither what fits exactly, nor on a CPU."""
+    config = llama.Config(**SIZES["large"], use_amp=True)
+    needed = int(hardware.memory_needed(config, GPU).total(config.batch_size))
+    for there, outcome in ((needed, contextlib.nullcontext()), (needed - 1, pytest.raises(llama.UsageError))):
+        free = there - memory.get("reserved", 0) + memory.get("allocated", 0)
+        card(**{"free": free, **memory, **({"total": there, "free": 0} if memory.get("integrated") else {})})
+        with outcome:
+            hardware.require_gpu_memory(config, GPU)
+    card(0)
+    hardware.require_gpu_memory(config, llama.get_device("cpu"))
+
+
+def test_nothing_is_refused_where_the_driver_does_not_tell(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(side_effect=RuntimeError("not supported")))
+    hardware.require_gpu_memory(llama.Config(**SIZES["large"] | dict(batch_size=2**20)), GPU)
+
+
+def test_processes_share_the_state(card):
+    config = llama.Config(**SIZES["large"], use_amp=True)
+    card(16 * 2**30, processes=4)
+    hardware.require_gpu_memory(config, GPU)  # alone it needs 20 GiB
+    card(16 * 2**30)
+    with pytest.raises(llama.UsageError, match="give --batch-size 1$"):
+        hardware.require_gpu_memory(config, GPU)
+
+
+@pytest.mark.parametrize("changes, gib, told", [
+    (dict(recompute=True), 15.2, "--batch-size 4, --seq-len 2048, --num-layers 16, --hidden-dim 2048 need 19.7 GiB at "
+     "least, and 15.2 GiB are free on Some GPU: give --batch-size 1"),
+    (dict(seq_len=2**15), 15.2, "--seq-len 32768, .*: not one sequence fits: lower --seq-len"),
+    (dict(), 8, "--num-layers 16, .*, and 8.0 GiB are free on Some GPU: the weights do not fit with any batch: lower"),
+    (dict(impl="torch"), 40, "need .* at least, and 40.0 GiB are free on Some GPU: give --batch-size 1"),
+    (dict(impl="sdpa", compile=True), 16, "give --batch-size 1"),
+])  # fmt: skip
+def test_a_refusal_names_flags_memory_and_remedy(card, changes, gib, told):
+    config = llama.Config(**SIZES["large"] | changes, use_amp=True)
+    card(int(gib * 2**30))
+    with pytest.raises(llama.UsageError) as error:
+        hardware.require_gpu_memory(config, GPU)
+    assert re.search(told, str(error.value)) and "\n" not in str(error.value)
+    given = re.search("give --batch-size ([0-9]+)", str(error.value))
+    if given:  # what is named is accepted
+        hardware.require_gpu_memory(dataclasses.replace(config, batch_size=int(given[1])), GPU)
+
+
+@pytest.mark.parametrize("step_class", [llama.TrainStep, distributed.Step])
+def test_the_refusal_comes_before_anything_is_made(card, monkeypatch, tmp_path, step_class):
+    config = llama.Config(**SIZES["large"], use_amp=True, output_dir=str(tmp_path / "new"))
+    monkeypatch.setattr(step_class, "select_device", lambda config: GPU)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 2**40)
+    card(2**30)
+    with pytest.raises(llama.UsageError, match="1.0 GiB are free"):
+        llama.train_and_report(config, step_class)
+    assert not (tmp_path / "new").exists()
 
 
 # --- the GPU's state and driver
