@@ -170,6 +170,23 @@ def test_logits_and_loss_are_those_of_gpt2(monkeypatch):
     assert (ours.config.dropout, ours.config.block_size, len(ours.transformer.wpe.weight)) == (0.3, 16, 16)
 
 
+@pytest.mark.parametrize("vocab, width", [(27, 32), (32, 32)])
+def test_padded_logits_have_the_loss_and_gradients_of_plain_ones(vocab, width):
+    """What follows the last token has the probability 0."""
+    results = []
+    for padded in (True, False):
+        x, weight = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (5, vocab))
+        weight = weight[0]
+        x.requires_grad_()
+        weight.requires_grad_()
+        logits = gpt.padded_logits(x, weight) if padded else F.linear(x, weight)
+        assert logits.shape[2] == (width if padded else vocab)
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.arange(10) % vocab)
+        loss.backward()
+        results.append((logits[..., :vocab].detach(), loss.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_acts_in_training_only(place):
     model = make_model()

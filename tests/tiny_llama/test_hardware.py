@@ -98,6 +98,33 @@ def test_fp8_says_where_it_does_not_pay(size, implementation, pays):
     assert any(line.startswith("--fp8") for line in lines) != pays
 
 
+@pytest.mark.parametrize("changes, arch, width", [
+    (dict(hidden_dim=500, num_heads=5), "sm_90", 520), (dict(hidden_dim=12, num_heads=2), "sm_80", 16),
+    (dict(hidden_dim=512), "sm_90", None), (dict(hidden_dim=12, num_heads=2), "gfx942", None),
+    (dict(hidden_dim=12, num_heads=2, use_amp=False), "sm_90", None),
+])  # fmt: skip
+def test_a_slow_width_is_named_with_the_next_fast_one(changes, arch, width):
+    """What is named divides into heads, and is not named itself."""
+    config, some = llama.Config(**dict(use_amp=True) | changes), llama.Device("cuda", "Some GPU", arch, 132, 32)
+    lines = [line for line in notes_of(config, some) if line.startswith("--hidden-dim")]
+    assert [line.split("time of ")[1].split(",")[0] for line in lines] == [str(width)] * (width is not None)
+    if width:
+        assert not notes_of(dataclasses.replace(config, hidden_dim=width), some)
+
+
+@pytest.mark.parametrize("changes, flag", [
+    (dict(moments="bf16", impl="sdpa"), "--moments bf16"), (dict(recompute=True, fp8=True), "--recompute"),
+    (dict(recompute=True, impl="torch"), "--recompute"),
+])  # fmt: skip
+def test_flags_that_save_no_memory_are_named(changes, flag):
+    config = llama.Config(**SIZES["medium"], **changes)
+    step = SimpleNamespace(config=config, device=GPU, implementation=config.impl, processes=1)
+    step.model = SimpleNamespace(groups=None)
+    assert [line for line in notes.inert_flags(step) if line.startswith(flag)]
+    step.model.groups, step.implementation = ["some"], "triton"
+    assert not [line for line in notes.inert_flags(step) if line.startswith(flag)]
+
+
 def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention():
     config = dataclasses.replace(TINY, num_layers=3, untied_head=True)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
