@@ -1,5 +1,6 @@
 """Without a GPU the kernels run in Triton's interpreter; the variable must be set before triton is imported."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -19,7 +20,7 @@ import torch  # noqa: E402  (after the variable)
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # `make emulate` says 0
 
-from tests.fakes import fork_server  # noqa: E402
+from tests.fakes import fork_server, interpreter  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -43,26 +44,8 @@ def little_garbage():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prepared_once():
-    """The interpreter prepares triton.language at each call of a function by a kernel. That took a third of the time.
-
-    Once is enough: every kernel prepares it anyway, except for what the functions of other modules see.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    from triton.runtime.interpreter import InterpretedFunction
-
-    original, modules = InterpretedFunction.__call__, set()
-
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ in modules:
-            return self.rewrite()(*args, **kwargs)
-        modules.add(self.fn.__module__)
-        return original(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "__call__", call)
+def quick_interpreter():
+    with interpreter.quicken() if os.environ.get("TRITON_INTERPRET") == "1" else contextlib.nullcontext():
         yield
 
 
@@ -80,6 +63,8 @@ def own_settings():
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if dynamo := sys.modules.get("torch._dynamo"):  # after a benchmark, what recompiles often would be an error
+        dynamo.config.fail_on_recompile_limit_hit = False
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiny_llama_v3 as llama
 from tests.core.tiny import SMALL
+from tests.fakes.machine import first_fast
 
 pytestmark = pytest.mark.triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -212,8 +213,7 @@ def test_each_way_once():
     follow(WAYS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", first_fast(*range(50)))
 def test_many_sequences(seed):
     follow(random.Random(seed).choices(WAYS, k=10))
 

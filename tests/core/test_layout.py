@@ -29,7 +29,17 @@ MAY_EDIT_PATH = """
 tiny_llama_v3.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
 nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/host_profile.py
 """.split()
-SLOW_TESTS = {"tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow"}  # whatever the case
+SLOW_TESTS = """
+tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow
+tests/offline/test_gate.py::test_a_spoiled_tile_is_named
+tests/offline/test_gate.py::test_arguments_are_those_of_a_launch
+tests/offline/test_gate.py::test_every_kernel_passes_on_every_architecture
+tests/offline/test_gate.py::test_occupancy_is_the_compilers
+tests/offline/test_gate.py::test_oldest_triton_compiles_too
+tests/offline/test_gate.py::test_products_use_the_matrix_instructions_of_their_type
+tests/workshop/test_notebooks.py::test_a_notebook_runs_with_the_solutions
+tests/workshop/test_puzzles.py::test_the_solutions_compile_for_gpus_and_debugging_is_as_the_page_says
+""".split()  # whatever the case
 
 
 def files_in(folder):
@@ -118,18 +128,27 @@ def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
     assert programs == ["measure/command_line.py", f"{SCRIPT}.py"]
 
 
-def collected(*flags):
-    """The functions of the tests that pytest selects."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "--collect-only", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
+LIST_CASES = """
+import sys
+import pytest
+
+class Cases:
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            print(item.nodeid.split("[")[0], item.get_closest_marker("slow") and "slow")
+
+sys.exit(pytest.main(["-p", "no:cacheprovider", "-n", "0", "--collect-only"], [Cases()]))
+"""
 
 
 @pytest.mark.slow
 def test_every_test_has_a_case_that_is_not_slow():
     """Except in files that say at their top that they are slow."""
-    functions, fast = collected(), collected("-m", "not slow")
-    slow_files = {name for name in PATHS if name.startswith("tests/") and "\npytestmark = " in PATHS[name].read_text()}
+    done = subprocess.run([sys.executable, "-c", LIST_CASES], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    cases = {tuple(line.rsplit(" ", 1)) for line in done.stdout.splitlines() if line.endswith((" slow", " None"))}
+    functions, fast = {function for function, _ in cases}, {function for function, mark in cases if mark == "None"}
+    is_slow = re.compile(r"^pytestmark = .*\bslow\b", re.M)
+    slow_files = {name for name in PATHS if name.startswith("tests/") and is_slow.search(PATHS[name].read_text())}
     slow = {function for function in functions - fast if function.split("::")[0] not in slow_files}
-    assert len(functions) > 500 and slow == SLOW_TESTS
+    assert len(functions) > 500 and slow == {*SLOW_TESTS}

@@ -87,6 +87,8 @@ def serve(address, *modules):
     for name in modules:
         with contextlib.suppress(ImportError):
             __import__(name)
+    if "triton" in sys.modules:
+        interpreter.quicken()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
@@ -114,4 +116,6 @@ def serve(address, *modules):
 
 
 if __name__ == "__main__":
+    import interpreter  # beside this file
+
     serve(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """What the processes of test_distributed.py run: torchrun ... distributed_program.py FUNCTION ARGUMENTS."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -8,7 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from unittest.mock import Mock
+from unittest import mock
 
 import torch
 
@@ -37,11 +38,12 @@ RUNS = {  # of CONFIG
     "sharded": {},
     "one window": dict(timing="step", warmup_steps=0),
     "untied": dict(untied_head=True, warmup_steps=0),
-    "frozen": {},
+    "frozen": dict(batch_size=1, seq_len=4),
     "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
 }
+INTERPRETED = "frozen", "kernels"
 ON_GPUS = torch.cuda.device_count() > 1
 if ON_GPUS:
     CONFIG = dataclasses.replace(CONFIG, hidden_dim=128, vocab_size=500, seq_len=64, num_steps=10, learning_rate=1e-3)
@@ -50,6 +52,19 @@ if ON_GPUS:
         "graphs": dict(graph=True, warmup_steps=2),
         "one graph": dict(graph=True, warmup_steps=2, timing="step"),
     }
+
+
+@contextlib.contextmanager
+def operations_of(name):
+    """Have one of RUNS compute its layers one by one and in PyTorch, unless Triton's interpreter is to do more of it
+    than AdamW.
+    """
+    if ON_GPUS or name in INTERPRETED:
+        yield
+        return
+    one_by_one = mock.patch.object(llama.TrainStep, "group_layers", lambda *_: None)
+    with mock.patch.dict(llama.OPERATIONS, triton=llama.OPERATIONS["torch"]), one_by_one:
+        yield
 
 
 def partly_frozen(kind):
@@ -90,17 +105,14 @@ def join(config):
 
 
 def trainings(folder):
-    """Train each of RUNS, and try checks and weights; one start of the processes for all.
-
-    On a CPU all but "kernels" multiply in PyTorch, so that Triton's interpreter has AdamW only.
-    """
-    world, kernels = join(CONFIG), llama.OPERATIONS["triton"]
+    """Train each of RUNS, and try checks and weights; one start of the processes for all."""
+    world = join(CONFIG)
     for name, changes in RUNS.items():
-        llama.OPERATIONS["triton"] = kernels if ON_GPUS or name == "kernels" else llama.OPERATIONS["torch"]
-        results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
+        with operations_of(name):
+            results = train(dataclasses.replace(CONFIG, **changes), world, name == "frozen")
         torch.save(results, Path(folder, f"{name} {world.rank}.pt"))
-    llama.OPERATIONS["triton"] = llama.OPERATIONS["torch"]
-    outcomes = checks(world) | {"weights come back": restores_weights(world)}
+    with operations_of("checks"):
+        outcomes = checks(world) | {"weights come back": restores_weights(world)}
     Path(folder, f"outcomes {world.rank}.json").write_text(json.dumps(outcomes))
     world.leave()
 
@@ -151,7 +163,7 @@ def script_of_another_mind(folder, *arguments):
 def script_out_of_memory(folder, *arguments):
     """Run the script, whose steps do not fit on rank 1."""
     if os.environ["RANK"] == "1":
-        llama.TrainStep.forward = Mock(side_effect=torch.OutOfMemoryError)
+        llama.TrainStep.forward = mock.Mock(side_effect=torch.OutOfMemoryError)
     run_script(arguments)
 
 

@@ -94,11 +94,11 @@ def results_of(folder, name):
 def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeypatch, name):
     """The norms of the gradients tell a sum from a mean, to which AdamW is blind."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    if not ON_GPUS and name != "kernels":
-        monkeypatch.setitem(llama.OPERATIONS, "triton", llama.OPERATIONS["torch"])
     config = dataclasses.replace(CONFIG, **RUNS[name])
     config = dataclasses.replace(config, batch_size=2 * config.batch_size)
-    alone, both = distributed_program.train(config, frozen=name == "frozen"), results_of(trainings, name)
+    with distributed_program.operations_of(name):
+        alone = distributed_program.train(config, frozen=name == "frozen")
+    both = results_of(trainings, name)
     tolerance = 2e-2 if name == "bf16" else 1e-3 if ON_GPUS else 1e-5
     for results in both:
         assert results["losses"] == pytest.approx(alone["losses"], rel=tolerance)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache  # noqa: E402
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
 
 if llama.triton is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -23,6 +24,15 @@ hugging_face = pytest.importorskip("tiny_llama.hugging_face")
 
 SIZES = dict(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=32, attn_implementation="sdpa")
+
+
+create_causal_mask = modeling_llama.create_causal_mask
+
+
+@pytest.fixture(autouse=True)
+def own_mask(monkeypatch):
+    """The mask of transformers, which benchmarks.steps replaces for the rest of its process."""
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_causal_mask)
 
 
 def make_model(device="cpu", **changes):
