@@ -131,13 +131,15 @@ class GroupFunction(torch.autograd.Function):
                 y = torch.mm(o, o_weight.t())
                 out = stored("x2", width=residual.shape[1])
                 residual, x, rstd2 = llama.rmsnorm_forward(residual1, y, norm2, layer.ffn_norm.eps, out=out)
-                gate_up, hidden = place("gate_up", width=len(gate_up_weight)), None
+                gate_up = place("gate_up", width=len(gate_up_weight))
+                out = stored("hidden", width=down_weight.shape[1])
                 if "triton_matmul_swiglu" in group.bugs:  # BUG triton_matmul_swiglu
-                    gate_up[:, : 2 * ffn], hidden = llama.swiglu_naive_matmul(x, gate_up_weight[: 2 * ffn])
+                    products, hidden = llama.swiglu_naive_matmul(x, gate_up_weight[: 2 * ffn])
+                    gate_up.copy_(F.pad(products, (0, len(gate_up_weight) - 2 * ffn)))
+                    hidden = with_columns(hidden) if out is None else out.copy_(with_columns(hidden))
                 else:
                     torch.mm(x, gate_up_weight.t(), out=gate_up)
-                out = stored("hidden", width=down_weight.shape[1])
-                hidden = llama.swiglu_activation(gate_up, ffn, down_weight.shape[1], out)
+                    hidden = llama.swiglu_activation(gate_up, ffn, down_weight.shape[1], out)
                 y = torch.mm(hidden, down_weight.t())
             saved += [residual1, rstd1, q, k, v, lse, residual, rstd2]
         ctx.names = list(stacks)
@@ -177,7 +179,8 @@ class GroupFunction(torch.autograd.Function):
                 if index == 0:  # what all layers have computed by now
                     give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
                 x_grad = torch.mm(gate_up, gate_up_weight, out=again("x2", width=width))
-                branch_grad, partial = place("branch_grad", width=width), place("partial2", width=width, **partials)
+                branch_grad = place("branch_grad", width=width)
+                partial = place("partial2", width=width, **partials)
                 llama.rmsnorm_backward(x_grad, grad, residual2, norm2, rstd2, branch_grad, partial, recompute)
                 del x_grad
                 if index == 0:
@@ -189,10 +192,8 @@ class GroupFunction(torch.autograd.Function):
                 del o_grad
                 x_grad = torch.mm(qkv_grad, qkv_weight, out=again("x1", width=width))
                 # The gradient of the layer's input is the y_grad of the layer before.
-                out, partial = (
-                    stacks["y_grad"][index - 1] if index else None,
-                    place("partial1", width=width, **partials),
-                )
+                out = stacks["y_grad"][index - 1] if index else None
+                partial = place("partial1", width=width, **partials)
                 grad, _ = llama.rmsnorm_backward(x_grad, branch_grad, residual1, norm1, rstd1, out, partial, recompute)
                 del x_grad
         give(NORM1, llama.write_column_sums, stacks["partial1"])

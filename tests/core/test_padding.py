@@ -67,12 +67,14 @@ def test_padded_lengths(length, padded):
     assert llama.padded_length(length) == padded
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize(
+    "flags", [{}, {"untied_head": True}, {"recompute": True}, {"triton_matmul_swiglu": True}], ids=str
+)
 @pytest.mark.parametrize("vocab, ffn", [(2, 5), (7, 27), (33, 1), (48, 30)])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_model_of_odd_sizes_passes_the_check(device, vocab, ffn, untied):
-    sizes = dict(vocab_size=vocab, ffn_dim=ffn, untied_head=untied, hidden_dim=30, num_heads=3, num_kv_heads=1)
-    config = llama.Config(**sizes, num_layers=3, batch_size=2, seq_len=5)
+def test_a_model_of_odd_sizes_passes_the_check(device, vocab, ffn, flags):
+    sizes = dict(vocab_size=vocab, ffn_dim=ffn, hidden_dim=30, num_heads=3, num_kv_heads=1)
+    config = llama.Config(**sizes, num_layers=3, batch_size=2, seq_len=5, **flags)
     verdict, _ = llama.check_batch(config, llama.get_device(device), next(llama.batches(config)))
     assert not verdict.failed
     assert llama.without_gradient(llama.TrainStep(config, llama.get_device(device)).model)  # before a pass: all
