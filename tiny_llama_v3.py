@@ -2911,18 +2911,19 @@ class FlatAdamW:
     @torch.no_grad()
     def write(self, weights):
         """Write these weights (an iterable of fp32 tensors) one by one, as all at once may not fit into the memory."""
-        places = self.padded_views(self.param)
-        if self.remainder is None:  # in fp32 the flat weights are the master weights
-            for place, weight in zip(places, weights, strict=True):
+        for number, (place, weight) in enumerate(zip(self.padded_views(self.param), weights, strict=True)):
+            if self.remainder is None:  # in fp32 the flat weights are the master weights
                 write_padded(place, weight)
-        else:
-            # Each process keeps the lower halves of its own blocks only. The gradients, of no use now, take all.
-            lower, remainder = self.grad.view(torch.int16), self.remainder.view(-1, ADAMW_BLOCK)
-            for place, rest, weight in zip(places, self.padded_views(lower), weights, strict=True):
-                for half, value in zip((place, rest), split_fp32(weight), strict=True):
-                    write_padded(half, value)
-            torch.index_select(lower.view(-1, ADAMW_BLOCK), 0, self.own_blocks, out=remainder)
-        self.grad.zero_()
+                continue
+            upper, lower = split_fp32(weight)
+            write_padded(place, upper)
+            # Of the lower halves each process keeps those in its own blocks.
+            whole = torch.zeros(cdiv(place.numel(), ADAMW_BLOCK), ADAMW_BLOCK, dtype=torch.int16, device=lower.device)
+            whole.view(-1)[: lower.numel()] = lower.flatten()
+            own = (self.own_owners == number).nonzero().flatten()
+            blocks = self.own_blocks[own] - self.starts[number] // ADAMW_BLOCK
+            is_there = blocks < len(whole)  # the last parameter of a bucket also has the blocks that fill it up
+            self.remainder.view(-1, ADAMW_BLOCK)[own[is_there]] = whole[blocks[is_there].long()]
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""
