@@ -26,6 +26,7 @@ from offline.architectures import CHIPS, is_amd
 
 TESTS = (
     "tests/core/test_kernels.py",
+    "tests/core/test_padding.py",
     "tests/nanogpt/test_nanogpt_kernels.py",
     "tests/tiny_llama/test_fp8.py",
     "tests/offline/emulated",
