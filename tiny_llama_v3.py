@@ -2469,52 +2469,66 @@ def cross_entropy_kernel(
     # 0 for an ignored row, NaN for a target that does not exist: wrong data must show.
     scale = tl.where(counts, tl.where(in_range, scale, float("nan")), 0.0)
     target_logit = load(row_ptr + target, in_range, float("nan"))
+    # Loads of 16 bytes need a mask that is the same for 8 neighbors in bf16. The last columns, fewer than 8, are a tile
+    # of their own: with a mask that ends at column 50,257, say, each element would be loaded by itself.
+    EVEN_COLS: tl.constexpr = N_COLS // 8 * 8
+    HAS_LAST: tl.constexpr = N_COLS != EVEN_COLS
+    last_cols = EVEN_COLS + tl.arange(0, 8)
+    if HAS_LAST:
+        last_logits = load(row_ptr + last_cols, last_cols < N_COLS, float("-inf"))
     if BLOCK_SIZE >= N_COLS:
         # The row fits: it is read once and stays in registers, (BLOCK_SIZE,).
         cols = tl.arange(0, BLOCK_SIZE)
-        logits = load(row_ptr + cols, cols < N_COLS, float("-inf"))
+        logits = load(row_ptr + cols, cols < EVEN_COLS, float("-inf"))
         maximum = tl.max(logits, axis=0)
+        if HAS_LAST:
+            maximum = tl.maximum(maximum, tl.max(last_logits, axis=0))
         exponentials = tl.exp2((logits - maximum) * LOG2_E)
         total = tl.sum(exponentials, axis=0)
+        if HAS_LAST:
+            last_exponentials = tl.exp2((last_logits - maximum) * LOG2_E)
+            total += tl.sum(last_exponentials, axis=0)
         # In fp32, because p - 1 cancels in bf16.
         gradient = (exponentials / total - tl.where(cols == target, 1.0, 0.0)) * scale
-        store(row_ptr + cols, gradient, cols < N_COLS)
+        store(row_ptr + cols, gradient, cols < EVEN_COLS)
     else:
         # First pass: maximum and sum, of which each group of LANES columns keeps its own until the end.
         maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
         totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
-        # Part 0 has all whole blocks, without a mask, and part 1 what is left of the row: a mask that may end anywhere,
-        # as with 50,257 columns, makes every load that of a single element.
-        WHOLE: tl.constexpr = N_COLS // BLOCK_SIZE * BLOCK_SIZE
-        for part in tl.static_range(2):
-            for start in range(0 if part == 0 else WHOLE, WHOLE if part == 0 else N_COLS, BLOCK_SIZE):
-                cols = start + tl.arange(0, BLOCK_SIZE)
-                logits = load(row_ptr + cols, (cols < N_COLS) | (part == 0), float("-inf"))
-                logits = logits.reshape(BLOCK_SIZE // LANES, LANES)
-                # A running maximum and sum for each group, as in attention.
-                new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
-                # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
-                shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
-                exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
-                totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
-                maxima = new_maxima
+        for start in range(0, EVEN_COLS, BLOCK_SIZE):
+            cols = start + tl.arange(0, BLOCK_SIZE)
+            logits = load(row_ptr + cols, cols < EVEN_COLS, float("-inf")).reshape(BLOCK_SIZE // LANES, LANES)
+            # A running maximum and sum for each group, as in attention.
+            new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
+            # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
+            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+            exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+            totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
+            maxima = new_maxima
         # All groups are brought to the one maximum of the row, and added.
         maximum = tl.max(maxima, axis=0)
+        if HAS_LAST:
+            maximum = tl.maximum(maximum, tl.max(last_logits, axis=0))
         total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
+        if HAS_LAST:
+            last_exponentials = tl.exp2((last_logits - maximum) * LOG2_E)
+            total += tl.sum(last_exponentials, axis=0)
         inverse_total = 1.0 / total
-        # Second pass: the gradient, from the end of the row, which is still in the cache: the rest, then whole blocks.
-        for part in tl.static_range(2):
-            first = WHOLE if part == 0 else WHOLE - BLOCK_SIZE
-            for start in range(0, N_COLS - WHOLE if part == 0 else WHOLE, BLOCK_SIZE):
-                cols = first - start + tl.arange(0, BLOCK_SIZE)
-                mask = (cols < N_COLS) | (part == 1)
-                # These are not read again soon, and must not evict what this loop has yet to read.
-                logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-                # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
-                probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
-                gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
-                gradient = gradient.to(logits_ptr.dtype.element_ty)
-                tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
+        # Second pass: the gradient, from the end of the row, which is still in the cache.
+        LAST_START: tl.constexpr = (EVEN_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for start in range(0, EVEN_COLS, BLOCK_SIZE):
+            cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
+            mask = cols < EVEN_COLS
+            # These are not read again soon, and must not evict what this loop has yet to read.
+            logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+            # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
+            probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
+            gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
+            gradient = gradient.to(logits_ptr.dtype.element_ty)
+            tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
+    if HAS_LAST:
+        gradient = (last_exponentials / total - tl.where(last_cols == target, 1.0, 0.0)) * scale
+        store(row_ptr + last_cols, gradient, last_cols < N_COLS)
     # log(sum(exp(x))) = maximum + log(sum(exp(x - maximum))); log2(t) / log2(e) is ln(t).
     loss = tl.where(counts, maximum - target_logit + tl.log2(total) / LOG2_E, 0.0)
     tl.store(loss_ptr + tl.program_id(0), loss)

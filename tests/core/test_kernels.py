@@ -686,6 +686,21 @@ def loss_and_gradient(cross_entropy, logits, targets, *ignored):
     return loss.detach().double(), logits.grad.double()
 
 
+@pytest.mark.parametrize("is_largest", [False, True])
+@pytest.mark.parametrize("vocab", [5, 97, 8201, 16385, 20003])
+def test_cross_entropy_of_the_last_columns(randn, vocab, is_largest):
+    """Those beyond a multiple of 8 are a tile of their own. They have the largest logits, or all that are finite."""
+    logits = randn(3, vocab)
+    last = vocab // 8 * 8
+    logits[:, last:] += 30.0 if is_largest else 0.0
+    if not is_largest:
+        logits[:, :last] = float("-inf")
+    targets = torch.tensor([last, vocab - 1, vocab - 1], device=logits.device)
+    ours = loss_and_gradient(llama.triton_cross_entropy, logits, targets)
+    exact = loss_and_gradient(llama.torch_cross_entropy, logits.double(), targets)
+    assert_close([t.double() for t in ours], list(exact), rtol=1e-5, atol=1e-6)
+
+
 def test_cross_entropy_of_a_masked_stretch(randn, device):
     """Of more than a tile, which has no maximum."""
     logits, targets = randn(2, 20000), torch.tensor([9000, 19999], device=device)
