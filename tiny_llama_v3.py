@@ -2858,8 +2858,9 @@ class FlatAdamW:
     # rows are no multiple of 8 has some of the zeros as further rows, or more of them: see padded().
     def place(self, buckets, rank, processes):
         """Give each parameter blocks of its own in the flat buffers; return the blocks of this process."""
-        # For each parameter its first element, for each block its parameter, for each bucket its elements.
-        self.starts, self.owners, self.spans, own_blocks = [], [], [], []
+        # For each parameter its first element, for each block its parameter, for each bucket its elements and the
+        # blocks of this process.
+        self.starts, self.owners, self.spans, self.own_ranges = [], [], [], []
         for bucket in buckets:
             first = len(self.owners)
             for p in bucket:
@@ -2869,8 +2870,21 @@ class FlatAdamW:
             self.owners += [len(self.starts) - 1] * ((first - len(self.owners)) % processes)
             length = (len(self.owners) - first) // processes
             self.spans.append(slice(first * ADAMW_BLOCK, len(self.owners) * ADAMW_BLOCK))  # of the bucket
-            own_blocks += range(first + rank * length, first + (rank + 1) * length)
-        return own_blocks
+            self.own_ranges.append(range(first + rank * length, first + (rank + 1) * length))
+        return [*itertools.chain(*self.own_ranges)]
+
+    def own_part(self, number):
+        """Return which blocks of a parameter this process has, and their places among all that it has: two slices."""
+        begin = self.starts[number] // ADAMW_BLOCK
+        end = begin + cdiv(math.prod(padded_shape(self.parameters[number])), ADAMW_BLOCK)
+        places = 0
+        for own in self.own_ranges:
+            first, last = max(begin, own.start), min(end, own.stop)
+            if first < last:  # a parameter is in one bucket
+                shift = places - own.start
+                return slice(first - begin, last - begin), slice(first + shift, last + shift)
+            places += len(own)
+        return slice(0), slice(0)
 
     def attach(self):
         """Point the parameters at the buffers (copying and unpickling break the views)."""
@@ -2932,12 +2946,10 @@ class FlatAdamW:
             upper, lower = split_fp32(weight)
             write_padded(place, upper)
             # Of the lower halves each process keeps those in its own blocks.
-            whole = torch.zeros(cdiv(place.numel(), ADAMW_BLOCK), ADAMW_BLOCK, dtype=torch.int16, device=lower.device)
+            blocks, places = self.own_part(number)
+            whole = lower.new_zeros(cdiv(place.numel(), ADAMW_BLOCK), ADAMW_BLOCK)
             whole.view(-1)[: lower.numel()] = lower.flatten()
-            own = (self.own_owners == number).nonzero().flatten()
-            blocks = self.own_blocks[own] - self.starts[number] // ADAMW_BLOCK
-            is_there = blocks < len(whole)  # the last parameter of a bucket also has the blocks that fill it up
-            self.remainder.view(-1, ADAMW_BLOCK)[own[is_there]] = whole[blocks[is_there].long()]
+            self.remainder.view(-1, ADAMW_BLOCK)[places] = whole[blocks]
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""
