@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
 # The python, python3 and torchrun in the .venv of a reader of the pages. With SMALL, the programs of a block for another
-# machine get a small size behind their own options, of which the last one of a kind counts.
+# machine get a small size behind their own options, of which the last one of a kind counts. With SHORT, a run of the
+# page's own model has one sequence and two steps.
 model=(--hidden-dim 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --ffn-dim 32 --vocab-size 256 --warmup-steps 1)
 tiny=("${model[@]}" --batch-size 1 --seq-len 16 --num-steps 2)
 run=("$REAL_PYTHON")
 [ "${0##*/}" != torchrun ] || run+=(-m torch.distributed.run)
+if [ -n "${SHORT:-}" ]; then
+    for word; do
+        case ${word##*/} in
+        tiny_llama_v3.py | v3_stage*.py) exec "${run[@]}" "$@" --batch-size 1 --num-steps 2 --warmup-steps 1 ;;
+        esac
+    done
+fi
 [ -n "${SMALL:-}" ] || exec "${run[@]}" "$@"
 if [ "$1 ${2:-}" = "-m exercises.performance_debugging.replay" ]; then
     own=() theirs=() profile=--no-profile

@@ -4,9 +4,10 @@ The `sh` and `python` blocks of the pages at the top and in docs/, benchmarks/ a
 the project in which the exercises are done, exactly as a reader with a new shell in its top folder types them. There is
 no python on the PATH before a block of the page has activated `.venv`, and each block must leave the shell in the
 folder where it was. A block that begins with "# needs a GPU:" or "# needs ROCm:" and a reason shows nothing without
-one, or takes minutes: there, the python in `.venv` runs the same programs at small sizes, with a fake of rocprofv3. A
-`bash` block is for another machine (a container, a job script): its syntax and the files that it names are checked.
-A `text` block is the output of a run.
+one, or takes minutes: there, the python in `.venv` runs the same programs at small sizes, with a fake of rocprofv3. In
+other blocks, but those of FRONT_PAGES, a training run has one sequence and two steps. A `bash` block is for another
+machine (a container, a job script): its syntax and the files that it names are checked. A `text` block is the output of
+a run.
 """
 
 import functools
@@ -58,6 +59,7 @@ NEEDS = "# needs "  # a GPU, ROCm or clang: at the beginning of a block for such
 # a fast test of each. A model of full size takes many seconds.
 LONG = r"run_all_stages\.sh(?!.*--dry-run)|run_rocprof"
 FULL_SIZE = rf"{LONG}|(tiny_llama_v3|v3_stage\w+)\.py|get_\w+\.sh(?!.*--dry-run)|benchmarks\.steps"
+FRONT_PAGES = "README.md", "README_WORKSHOP.md", "docs/trainer.md"  # whose first run is typed by everybody
 ACTIVATE = ". .venv/bin/activate\n"
 
 
@@ -105,10 +107,10 @@ def run(tmp_path_factory, python):
     environment |= dict(REAL_PYTHON=python, FAKES=str(ROOT / "tests" / "fakes"))
 
     @functools.cache  # some pages begin with the same block
-    def execute(language, code, before="", small=True):
+    def execute(language, code, before="", small=True, short=False):
         (copy / "block.py").write_text(code)
         code = code if language == "sh" else "python block.py"
-        shell = environment | dict(BEFORE=before, CODE=code, SMALL="1" * small)
+        shell = environment | dict(BEFORE=before, CODE=code, SMALL="1" * small, SHORT="1" * short)
         command = ["bash", "-euo", "pipefail", "-c", SHELL]
         done = subprocess.run(command, env=shell, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -124,7 +126,9 @@ CASES = [case(b, b.code, long=LONG if b.code.startswith(NEEDS) else FULL_SIZE, i
 def test_a_block_runs(block, code, run):
     """In the shell of a reader who activated .venv where the page said so."""
     earlier = "".join(other.code for other in BLOCKS if other.page == block.page and other.line < block.line)
-    run(block.language, code, ACTIVATE if ACTIVATE in earlier else "", small=code.startswith(NEEDS))
+    small = code.startswith(NEEDS)
+    short = not small and block.page not in FRONT_PAGES
+    run(block.language, code, ACTIVATE if ACTIVATE in earlier else "", small, short)
 
 
 PUBLISHED = (HERE / "published.txt").read_text().split("\n\n")[1:]
