@@ -2389,9 +2389,7 @@ def embedding_backward_kernel(
 
 EMBEDDING_TILE = (8, 1024)  # rows added at a time, columns; with 4 or 16 rows frequent or rare tokens take longer
 ORDER_TILE = (16, 256)  # tokens of a program, and those that it compares at a time; (64, 64) takes 1.6 times as long
-ORDERED_BY_COMPARISON = (
-    16384  # tokens at most; more are sorted by the library, whose kernels take 80 us for few as well
-)
+ORDERED_BY_COMPARISON = 16384  # tokens at most; the library, which sorts more, takes 80 us for few as well
 
 
 def sort_tokens(tokens):
