@@ -167,10 +167,10 @@ def memory_needed(config, device, processes=1):
 
     Of each token a layer keeps, in the type of the run, the output of attention (hidden), gate and up (2 ffn), both
     residual streams (2 hidden), q, k and v, and without --recompute the outputs of both norms (2 hidden) and of SwiGLU
-    (ffn); in fp32 lse (heads) and two rstd. With --fp8 also what its products take
-    in FP8. Eager PyTorch keeps more: both norms' outputs (2 hidden), silu(gate) and its product with up (2 ffn), the
-    residual streams in fp32 and, with --impl torch, the scores (heads x seq). To this come the logits and the last
-    residual stream. What torch.compile keeps of it is its own choice: the tensors that ours keeps, at least.
+    (ffn); in fp32 lse (heads) and two rstd. With --fp8 also what its products take in FP8. Eager PyTorch keeps more:
+    both norms' outputs (2 hidden), silu(gate) and its product with up (2 ffn), the residual streams in fp32 and, with
+    --impl torch, the scores (heads x seq). To this come the logits and the last residual stream. What torch.compile
+    keeps of it is its own choice: the tensors that ours keeps, at least.
     """
     implementation, _ = llama.select_operations(config, device)
     hidden, ffn, heads = config.hidden_dim, config.ffn_dim, config.num_heads
