@@ -1465,6 +1465,7 @@ class AttentionConstants(NamedTuple):
     HEAD_DIM: int
     BLOCK_D: int  # the head dimension, padded to a power of two
     GROUP_SIZE: int  # query heads per key/value head
+    SHARE: int  # backward: query heads of a group for which one program adds up k_grad and v_grad
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile
     EVEN: bool  # whether the sequence is a multiple of both blocks, so that no rows need a mask
@@ -1676,22 +1677,23 @@ def key_value_gradient(
     v_grad_ptr,
     cos_ptr,
     sin_ptr,
-    batch_head,
+    batch_share,
     block,
-    num_kv_heads,
+    num_shares,
     seq_len,
     scale,
     qk_scale,
     LOAD_DELTA: tl.constexpr,
     C,
 ):
-    """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over the heads that share it.
+    """v_grad = p^T o_grad and k_grad = s_grad^T q * scale of one block of keys, summed over SHARE heads that share it.
 
     The tiles of scores are transposed, so that p^T and s_grad^T stay in registers for the next product. Few registers
     remain for addresses, which are one address plus constants if INT64_OFFSETS lets the compiler prove that the sums do
     not overflow.
     """
-    batch, head_kv = (batch_head // num_kv_heads).to(tl.int64), batch_head % num_kv_heads
+    batch, share = (batch_share // num_shares).to(tl.int64), batch_share % num_shares
+    head_kv = share * C.SHARE // C.GROUP_SIZE
     keys = block * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     # Tiles of keys, all (BLOCK_N, BLOCK_D), stay; queries stream past them.
     k = load_tile(head_ptr(k_ptr, C.STRIDES.k, batch, head_kv), C.STRIDES.k, keys, seq_len, C.EVEN, C)
@@ -1704,11 +1706,11 @@ def key_value_gradient(
     begin = block * C.BLOCK_N // C.BLOCK_M * C.BLOCK_M
     end = tl.minimum(tl.cdiv((block + 1) * C.BLOCK_N, C.BLOCK_M) * C.BLOCK_M, seq_len)
     # Query heads that share these keys, one after the other: their gradients add up without atomics.
-    for head in range(head_kv * C.GROUP_SIZE, (head_kv + 1) * C.GROUP_SIZE):
+    for head in range(share * C.SHARE, (share + 1) * C.SHARE):
         q_head_ptr = head_ptr(q_ptr, C.STRIDES.q, batch, head)
         o_head_ptr = head_ptr(o_ptr, C.STRIDES.o, batch, head)
         o_grad_head_ptr = head_ptr(o_grad_ptr, C.STRIDES.o_grad, batch, head)
-        row_offset = (batch * num_kv_heads * C.GROUP_SIZE + head) * seq_len
+        row_offset = (batch * num_shares * C.SHARE + head) * seq_len
         for part in tl.static_range(2):  # the queries on the diagonal, then those after it
             for start in range(begin if part == 0 else end, end if part == 0 else seq_len, C.BLOCK_M):
                 rows = start + tl.arange(0, C.BLOCK_M)
@@ -1742,8 +1744,8 @@ def key_value_gradient(
     k_grad *= scale
     if C.ROTARY:
         k_grad = rotate_back(k_grad, cos_ptr, sin_ptr, keys, seq_len, C.BLOCK_N, C)
-    store_tile(head_ptr(k_grad_ptr, C.STRIDES.k_grad, batch, head_kv), C.STRIDES.k_grad, k_grad, keys, seq_len, C)
-    store_tile(head_ptr(v_grad_ptr, C.STRIDES.v_grad, batch, head_kv), C.STRIDES.v_grad, v_grad, keys, seq_len, C)
+    store_tile(head_ptr(k_grad_ptr, C.STRIDES.k_grad, batch, share), C.STRIDES.k_grad, k_grad, keys, seq_len, C)
+    store_tile(head_ptr(v_grad_ptr, C.STRIDES.v_grad, batch, share), C.STRIDES.v_grad, v_grad, keys, seq_len, C)
 
 
 def backward_kernel_name(specialization):
@@ -1755,19 +1757,19 @@ def backward_kernel_name(specialization):
 @jit(repr=backward_kernel_name)
 def flash_attention_backward_kernel(
     q_ptr,  # (batch, seq_len, heads, HEAD_DIM)
-    k_ptr,  # (batch, seq_len, num_kv_heads, HEAD_DIM)
+    k_ptr,  # (batch, seq_len, heads / GROUP_SIZE, HEAD_DIM)
     v_ptr,  # like k
     o_ptr,  # like q
     o_grad_ptr,  # like q
     lse_ptr,  # (batch, heads, seq_len) in fp32
     delta_ptr,  # like lse: "dq" writes it, "dkdv" reads it
     q_grad_ptr,  # out: like q
-    k_grad_ptr,  # out: like k
-    v_grad_ptr,  # out: like k
+    k_grad_ptr,  # out: (batch, seq_len, num_shares, HEAD_DIM)
+    v_grad_ptr,  # out: like k_grad
     cos_ptr,  # (seq_len, HEAD_DIM / 2) in fp32, read if ROTARY
     sin_ptr,  # like cos
-    num_kv_heads,
-    batch_kv_heads,  # batch * num_kv_heads
+    num_shares,  # heads / SHARE
+    batch_shares,  # batch * num_shares
     seq_len,
     scale,
     qk_scale,  # scale * log2(e)
@@ -1777,17 +1779,17 @@ def flash_attention_backward_kernel(
     """The gradients of q, k and v. PART "dq" writes q_grad and delta, "dkdv" reads delta and writes k_grad and v_grad.
 
     "fused" does both side by side and computes delta twice, for sequences so short that one does not fill the device.
-    Grid: dq (batch * heads, blocks of queries), dkdv (batch_kv_heads, blocks of keys), fused all of these on one axis,
+    Grid: dq (batch * heads, blocks of queries), dkdv (batch_shares, blocks of keys), fused all of these on one axis,
     the keys first. What takes longest starts first: the last queries, the first keys.
     """
     # In a fused launch the first axis counts all programs: those of the keys, then those of the queries. They are
     # numbered along the heads first, so that the longest blocks of all heads start first.
     program, block = tl.program_id(0), tl.program_id(1)
     batch_head = program
-    key_programs = batch_kv_heads * tl.cdiv(seq_len, C.BLOCK_N)
+    key_programs = batch_shares * tl.cdiv(seq_len, C.BLOCK_N)
     if PART == "dkdv" or (PART == "fused" and program < key_programs):
         if PART == "fused":
-            batch_head, block = program % batch_kv_heads, program // batch_kv_heads
+            batch_head, block = program % batch_shares, program // batch_shares
         key_value_gradient(
             q_ptr,
             k_ptr,
@@ -1802,7 +1804,7 @@ def flash_attention_backward_kernel(
             sin_ptr,
             batch_head,
             block,
-            num_kv_heads,
+            num_shares,
             seq_len,
             scale,
             qk_scale,
@@ -1811,7 +1813,7 @@ def flash_attention_backward_kernel(
         )
     else:
         if PART == "fused":
-            batch_heads = batch_kv_heads * C.GROUP_SIZE
+            batch_heads = batch_shares * C.SHARE
             batch_head, block = (program - key_programs) % batch_heads, (program - key_programs) // batch_heads
         block = tl.cdiv(seq_len, C.BLOCK_M) - 1 - block  # the last queries first
         query_gradient(
@@ -1827,7 +1829,7 @@ def flash_attention_backward_kernel(
             sin_ptr,
             batch_head,
             block,
-            num_kv_heads * C.GROUP_SIZE,
+            num_shares * C.SHARE,
             seq_len,
             scale,
             qk_scale,
@@ -1906,6 +1908,10 @@ interpreter  any       128  32x32/4/1   32x32/4/1   32x32/4/1   32x32/4/1
 """)
 LACK_BF16_ROUNDING = ("gfx90a", "gfx942")  # see rounded_like()
 FUSED_BACKWARD_SEQ_LEN = 128  # up to here the backward pass is one launch: a second one costs more than it saves
+# A group of query heads is shared out among programs if its blocks of keys do not fill the device. To add up what they
+# wrote costs 10 us on an H100, more than a program saves that has no more than 32 tiles of queries. Programs that see
+# few queries are short: with three for each multiprocessor 32/1 heads of 2 x 3,000 tokens took 0.6 of the time of one.
+SHORT_PROGRAM, PROGRAMS_PER_SM = 32, 3
 ROPE_BLOCK = 1024  # elements; within 1 % of the fastest; 2048 takes 1.2 times as long for 1,024 tokens
 
 
@@ -1923,12 +1929,30 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
 
+def padded_head(head_dim):
+    """Return the columns of a tile."""
+    return max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+
+
 @functools.lru_cache(maxsize=256)
-def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, rotary, device_type):
+def heads_per_program(pass_name, shape, num_kv_heads, itemsize, precision, device_type):
+    """Return how many query heads of a group a program adds up: all, or fewer where multiprocessors would be idle."""
+    batch, seq_len, num_heads, head_dim = shape
+    group_size, num_sms = num_heads // num_kv_heads, get_device(device_type).num_sms
+    tile = attention_tile(pass_name, itemsize, padded_head(head_dim), precision, device_type)
+    blocks = batch * num_heads * cdiv(seq_len, tile.BLOCK_N)  # of keys, of each query head
+    if blocks // group_size >= num_sms or group_size * cdiv(seq_len, tile.BLOCK_M) <= SHORT_PROGRAM:
+        return group_size
+    shares = [n for n in range(1, group_size) if group_size % n == 0 and blocks // n >= PROGRAMS_PER_SM * num_sms]
+    return max(shares, default=1)
+
+
+@functools.lru_cache(maxsize=256)
+def attention_launch(pass_name, shape, num_kv_heads, share, strides, dtype, precision, rotary, device_type):
     """Return the grid, the AttentionConstants and the compiler's options of one of PASSES; shape is that of q."""
     batch, seq_len, num_heads, head_dim = shape
     device = get_device(device_type)
-    block_d = max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
+    block_d = padded_head(head_dim)
     if head_dim < block_d == 32 and strides.k.dim != 1:
         block_d = 64  # with 32, what Triton 3.6 compiles for sm_90 reads past the end of shared memory
     tile = attention_tile(pass_name, dtype.itemsize, block_d, precision, device_type)
@@ -1938,6 +1962,7 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         GROUP_SIZE=num_heads // num_kv_heads,
+        SHARE=share,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N,
         EVEN=seq_len % max(tile.BLOCK_M, tile.BLOCK_N) == 0,
@@ -1947,7 +1972,7 @@ def attention_launch(pass_name, shape, num_kv_heads, strides, dtype, precision, 
         INT64_OFFSETS=device.family != "amd",  # AMD's loads add 32-bit offsets by themselves
     )
     by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)
-    by_keys = batch * num_kv_heads, cdiv(seq_len, tile.BLOCK_N)
+    by_keys = batch * num_heads // share, cdiv(seq_len, tile.BLOCK_N)
     grids = {"dkdv": by_keys, "fused": (math.prod(by_queries) + math.prod(by_keys),)}
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, **tile.options)
     return grids.get(pass_name, by_queries), constants, options
@@ -1960,14 +1985,18 @@ def require_32_bits(shape, strides):
         raise ValueError("the attention kernels count within a sequence in 32 bits: shorten it, or make it contiguous")
 
 
-def launch_attention(kernel, pass_name, tensors, scalars, rotary=False, **constants):
+def attention_precision(q):
+    """Return tl.dot's input_precision for q."""
+    return dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
+
+
+def launch_attention(kernel, pass_name, tensors, scalars, share=1, rotary=False, **constants):
     """Launch an attention kernel for one of PASSES, on tensors that begin with q and k."""
     q, k, *_ = tensors
     # The tensors with 4 dimensions come in the order of Strides; lse, delta, cos and sin have fewer.
     strides = Strides(*(Stride(*t.stride()) for t in tensors if t.dim() == 4))
-    kind = q.device.type
-    precision = dot_precision(get_device(kind)) if q.dtype == torch.float32 else "ieee"
-    grid, C, options = attention_launch(pass_name, q.shape, k.shape[2], strides, q.dtype, precision, rotary, kind)
+    key = pass_name, q.shape, k.shape[2], share, strides, q.dtype, attention_precision(q), rotary, q.device.type
+    grid, C, options = attention_launch(*key)
     launch(kernel, grid, tensors, scalars, dict(C=C, **constants), **options)
 
 
@@ -2006,7 +2035,8 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     fp32: with them q and k must have been rotated by them, and their gradients are rotated back.
     """
     q, k, v, o, lse = saved
-    batch, seq_len, _, head_dim = q.shape
+    q_grad, k_grad, v_grad = gradients
+    batch, seq_len, num_heads, head_dim = q.shape
     num_kv_heads, scale = k.shape[2], head_dim**-0.5
     # dq needs delta only for its own queries, dkdv for all: dq stores it, and runs first.
     is_short = seq_len <= FUSED_BACKWARD_SEQ_LEN
@@ -2014,10 +2044,24 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     delta = lse if is_short else torch.empty_like(lse)
     cos, sin = tables or (lse, lse)
     assert cos.is_contiguous() and sin.is_contiguous()
-    tensors = q, k, v, o, o_grad, lse, delta, *gradients, cos, sin
-    scalars = num_kv_heads, batch * num_kv_heads, seq_len, scale, scale * math.log2(math.e)
+    # Where few heads of k and v leave multiprocessors idle, several programs have a part of a group each.
+    by_keys = "fused" if is_short else "dkdv"
+    kind, precision = q.device.type, attention_precision(q)
+    share = heads_per_program(by_keys, q.shape, num_kv_heads, q.dtype.itemsize, precision, kind)
+    num_shares = num_heads // share
+    is_split = num_shares > num_kv_heads
+    partial = k_grad, v_grad
+    if is_split:
+        partial = q.new_empty(2, batch, seq_len, num_shares, head_dim, dtype=torch.float32)
+    tensors = q, k, v, o, o_grad, lse, delta, q_grad, *partial, cos, sin
+    scalars = num_shares, batch * num_shares, seq_len, scale, scale * math.log2(math.e)
     for part in ("fused",) if is_short else ("dq", "dkdv"):
-        launch_attention(flash_attention_backward_kernel, part, tensors, scalars, rotary=tables is not None, PART=part)
+        constants = dict(share=share, rotary=tables is not None, PART=part)
+        launch_attention(flash_attention_backward_kernel, part, tensors, scalars, **constants)
+    if is_split:
+        sums = partial.unflatten(3, (num_kv_heads, -1)).sum(4)  # (2, batch, seq, kv_heads, head_dim), in a fixed order
+        k_grad.copy_(sums[0])
+        v_grad.copy_(sums[1])
 
 
 def rope_(qkv, num_rotated_heads, head_dim, cos, sin):

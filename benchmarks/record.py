@@ -59,7 +59,7 @@ def steps_of(rows, **sizes):
 PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
-    Part(f"{STEPS} --sweep shapes", 470),
+    Part(f"{STEPS} --sweep shapes", 590),
     Part("python -m benchmarks.kernels", 172),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
     Part("python -m benchmarks.kernels --only fp8-layer", 55),
@@ -69,13 +69,13 @@ PARTS = [
     Part(LEARNING, 16, "learning_correct"),
     Part(f"{LEARNING} --severed-autograd", 14, "learning_severed"),
     Part("python -m benchmarks.pages.traces", 65),
-    *steps_of("peers", small=151),
     *steps_of("peers fp8", medium=255, large=387),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
     Part("python -m benchmarks.gpt", 47),
 ]
 # What takes long, or only explains how the cost grows. The pages keep the recorded results.
 RARE = [
+    *steps_of("peers", small=151),
     Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 155),
     Part(f"{STEPS} --sweep width", 177),
     Part(f"{STEPS} --sweep vocab", 122),

@@ -515,11 +515,11 @@ def exact_attention(q, k, v, o_grad):
     return [o.detach(), *gradients]
 
 
-def assert_attention_is_exact(randn, seq_len, place, batch=1, kv_heads=1):
-    """Forward and backward of two query heads for each of k and v, every tensor where place() puts it."""
+def assert_attention_is_exact(randn, seq_len, place, batch=1, kv_heads=1, group_size=2):
+    """Forward and backward of groups of query heads for each of k and v, every tensor where place() puts it."""
 
     def tensor(name):
-        heads = kv_heads if name in "kv" else 2 * kv_heads
+        heads = kv_heads if name in "kv" else group_size * kv_heads
         return place(name, randn(batch, seq_len, heads, 16))
 
     q, k, v, o_grad = map(tensor, ("q", "k", "v", "o_grad"))
@@ -551,6 +551,27 @@ def in_own_order(name, t):
 @pytest.mark.parametrize("place, kv_heads", [(strided, 2), (in_own_order, 3)])
 def test_attention_in_any_layout(randn, seq_len, place, kv_heads):
     assert_attention_is_exact(randn, seq_len, place, 2, kv_heads)
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 6])
+def test_attention_whose_groups_are_shared_out(randn, seq_len, monkeypatch, share):
+    """Programs with a part of a group each write gradients of k and v that are added up."""
+    monkeypatch.setattr(llama, "heads_per_program", lambda *key: share)
+    assert_attention_is_exact(randn, seq_len, in_own_order, 2, kv_heads=2, group_size=6)
+
+
+@pytest.mark.parametrize(
+    "batch, kv_heads, blocks, share",
+    [(1, 1, 16, 1), (2, 1, 16, 3), (1, 2, 16, 3), (3, 1, 16, 12), (1, 1, 2, 12), (1, 1, 3, 1), (5, 8, 3, 12)],
+)
+def test_a_group_is_shared_out_where_multiprocessors_would_be_idle(monkeypatch, batch, kv_heads, blocks, share):
+    """Of 40, unless a program has so few of the 12 heads' tiles that adding up costs more."""
+    gpu = llama.Device("cuda", "a GPU", "sm_90", num_sms=40, warp_size=32)
+    monkeypatch.setattr(llama, "get_device", lambda kind: gpu)
+    tile = llama.attention_tile.__wrapped__("dkdv", 2, 64, "ieee", "cuda")
+    assert tile.BLOCK_M == tile.BLOCK_N
+    shape = batch, blocks * tile.BLOCK_N, 12 * kv_heads, 64
+    assert llama.heads_per_program.__wrapped__("dkdv", shape, kv_heads, 2, "ieee", "cuda") == share
 
 
 def test_attention_to_strided_keys(randn, seq_len):
@@ -592,8 +613,8 @@ def test_attention_with_other_tiles(randn, monkeypatch, row):
         return llama.AttentionTile(*TILES[name][llama.PASSES.index(pass_name)])
 
     monkeypatch.setattr(llama, "attention_tile", tile)
-    launch = llama.attention_launch.__wrapped__  # which does not remember other tiles
-    monkeypatch.setattr(llama, "attention_launch", launch)
+    for function in (llama.attention_launch, llama.heads_per_program):  # which remember other tiles
+        monkeypatch.setattr(llama, function.__name__, function.__wrapped__)
     assert_attention_is_exact(randn, int(seq_len), before_nan)
 
 
@@ -607,7 +628,7 @@ def test_attention_beyond_two_to_the_31_elements_is_refused(far, dimension):
     def launch(stride):
         strides = dict.fromkeys(llama.Strides._fields, packed)
         strides[far] = packed._replace(**{dimension: stride})
-        key = 2, llama.Strides(**strides), torch.float32, "ieee", False, "cpu"
+        key = 2, 1, llama.Strides(**strides), torch.float32, "ieee", False, "cpu"
         llama.attention_launch("dq", tuple(shape.values()), *key)
 
     too_far = 2**31 // shape[dimension]
