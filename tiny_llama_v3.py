@@ -1908,9 +1908,9 @@ interpreter  any       128  32x32/4/1   32x32/4/1   32x32/4/1   32x32/4/1
 """)
 LACK_BF16_ROUNDING = ("gfx90a", "gfx942")  # see rounded_like()
 FUSED_BACKWARD_SEQ_LEN = 128  # up to here the backward pass is one launch: a second one costs more than it saves
-# A group of query heads is shared out among programs if its blocks of keys do not fill the device. To add up what they
-# wrote costs 10 us on an H100, more than a program saves that has no more than 32 tiles of queries. Programs that see
-# few queries are short: with three for each multiprocessor 32/1 heads of 2 x 3,000 tokens took 0.6 of the time of one.
+# See heads_per_program(). To add up the gradients of several programs takes 10 us on an H100, more than is won where a
+# program has no more tiles of queries than SHORT_PROGRAM. In causal attention programs with the last keys are short:
+# with three for each multiprocessor, 20/1 heads of 2 x 3,000 tokens took 0.6 of the time of one.
 SHORT_PROGRAM, PROGRAMS_PER_SM = 32, 3
 ROPE_BLOCK = 1024  # elements; within 1 % of the fastest; 2048 takes 1.2 times as long for 1,024 tokens
 
@@ -1930,13 +1930,16 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
 
 
 def padded_head(head_dim):
-    """Return the columns of a tile."""
+    """Return BLOCK_D, the columns of a tile."""
     return max(16, next_power_of_2(head_dim))  # tl.dot takes no fewer than 16
 
 
 @functools.lru_cache(maxsize=256)
 def heads_per_program(pass_name, shape, num_kv_heads, itemsize, precision, device_type):
-    """Return how many query heads of a group a program adds up: all, or fewer where multiprocessors would be idle."""
+    """Return how many query heads of a group one program of the gradients of keys and values adds up.
+
+    All of them, unless so few blocks of keys would leave multiprocessors idle, and the programs are long.
+    """
     batch, seq_len, num_heads, head_dim = shape
     group_size, num_sms = num_heads // num_kv_heads, get_device(device_type).num_sms
     tile = attention_tile(pass_name, itemsize, padded_head(head_dim), precision, device_type)

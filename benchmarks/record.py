@@ -60,7 +60,7 @@ PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
     Part(f"{STEPS} --sweep shapes", 590),
-    Part("python -m benchmarks.kernels", 172),
+    Part("python -m benchmarks.kernels", 185),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
     Part("python -m benchmarks.kernels --only fp8-layer", 55),
     Part(f"{REPLAY} --beyond", 157, "stages"),

@@ -20,6 +20,7 @@ from benchmarks.pages.long_table import (
 from benchmarks.steps import comparison_table, is_fp8
 from measure.results import recorded_config
 from measure.tables import NOT_MEASURED, markdown_table, number
+from measure.work import SWEEPS
 from tiny_llama import hardware
 
 STEPS = "steps", "sizes {size} rows {row}"
@@ -194,7 +195,9 @@ def shapes_section(rows):
             **size["config"]
         )
     header[0] = "hidden x layers, heads / of K and V, ffn, vocabulary"
-    return paragraphs(markdown_table(header, lines), f"{median}.", provenance(rows))
+    missing = ", ".join(name for name in SWEEPS["shapes"] if name not in sizes)
+    note = f" Not measured yet: {missing}." if missing else ""
+    return paragraphs(markdown_table(header, lines), f"{median}.{note}", provenance(rows))
 
 
 @of_each_device(*STEPS)

@@ -215,7 +215,9 @@ def test_shapes_are_measured_and_compared_in_one_run(tmp_path, monkeypatch, caps
     result, out = json.loads(path.read_text()), capsys.readouterr().out
     assert result["sweep"] == "shapes" and list(result["sizes"]) == ["odd"]
     assert re.search(r"\nodd +[\d,.]+ \(.*\) +torch .*\nwide +MemoryError *\nlate +not started within", out)
-    assert "\nMedian of 1: " in out and "| odd (16 x 1, 2/1, 13, 17) | " in publish.SECTIONS["shapes"](tmp_path)
+    section = publish.SECTIONS["shapes"](tmp_path)
+    assert "\nMedian of 1: " in out and "| odd (16 x 1, 2/1, 13, 17) | " in section
+    assert "Not measured yet: wide, late." in section
 
 
 @pytest.mark.parametrize("flags, rows", [

@@ -558,6 +558,8 @@ def test_attention_whose_groups_are_shared_out(randn, seq_len, monkeypatch, shar
     """Programs with a part of a group each write gradients of k and v that are added up."""
     monkeypatch.setattr(llama, "heads_per_program", lambda *key: share)
     assert_attention_is_exact(randn, seq_len, in_own_order, 2, kv_heads=2, group_size=6)
+    # Each program rotates its part of the gradients back.
+    assert_as_accurate_as_torch(*make(randn, "attention", f"2x{seq_len}x12x2x10"), torch.float32)
 
 
 @pytest.mark.parametrize(
