@@ -10,27 +10,27 @@ softmax of one while the other runs. Step t of a consumer:
 The design is that of FlashAttention 3 (Shah et al., arXiv:2407.08608). docs/hopper.md tells how each step pays.
 """
 
-import functools
 import math
-from types import SimpleNamespace
-
-import torch
 
 import tiny_llama_v3 as llama
-
-if llama.triton is None or [*map(int, llama.triton.__version__.split(".")[:2])] < [3, 6]:
-    raise ModuleNotFoundError("Triton has no Gluon for this kernel before 3.6", name=__name__)
-
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from tiny_llama.hopper import (
+    descriptor,
     fence_async_shared,
+    gl,
+    gluon,
+    is_readable,
+    launch,
+    load_tile,
+    make_barriers,
+    make_tiles,
     mbarrier,
+    store_tile,
     tma,
+    wait_until_empty,
+    wait_until_full,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the copy engine fills up the tile with zeros
 NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast
@@ -43,9 +43,6 @@ TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COLS = gl.constexpr(gl.SliceLayout(0, TILE.value))
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 2))  # of a tile that is multiplied from registers
-# Triton 3.8 renamed both.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which program computes which tiles
@@ -77,23 +74,6 @@ def count_tiles(num_blocks, batch_heads):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Barriers. One counts arrivals, of threads or of bytes, and then changes its phase, 0 or 1. A wait names the phase that
-# must be over. The n-th use of a ring's slot is in phase n % 2; before the first, the phase that counts as over is 1.
-
-
-@gluon.jit
-def wait_until_full(barriers, use):
-    """Wait until a ring's slot has what this use of it reads; uses count from 0."""
-    mbarrier.wait(barriers.index(use % RING), use // RING & 1)
-
-
-@gluon.jit
-def wait_until_empty(barriers, use):
-    """Wait until a ring's slot may be filled for this use of it."""
-    mbarrier.wait(barriers.index(use % RING), use // RING & 1 ^ 1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The producer
 
 
@@ -111,7 +91,7 @@ def produce(descs, tiles, barriers, sizes):
     for turn in range(turns):
         block, batch_head = tile_of(turn, num_blocks, batch_heads)
         batch, head = batch_head // num_heads, batch_head % num_heads
-        wait_until_empty(q_empty, turn)
+        wait_until_empty(q_empty, turn, RING)
         q_ready = q_full.index(turn % RING)
         mbarrier.expect(q_ready, 2 * q_desc.block_type.nbytes)
         for half in gl.static_range(2):
@@ -121,17 +101,17 @@ def produce(descs, tiles, barriers, sizes):
         for before in range(block + 1):
             row, kv_head = (block - before) * BLOCK, head // group_size
             stage = step % RING
-            wait_until_empty(empty, step)
+            wait_until_empty(empty, step, RING)
             mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
             load_tile(k_desc, [batch, row, kv_head, 0], full.index(stage), k_tiles.index(stage))
             load_tile(v_desc, [v_batch, v_row, v_head, 0], full.index(stage), v_tiles.index(stage))
             v_batch, v_row, v_head = batch, row, kv_head
             step += 1
-    wait_until_empty(empty, step)
+    wait_until_empty(empty, step, RING)
     mbarrier.expect(full.index(step % RING), v_desc.block_type.nbytes)
     load_tile(v_desc, [v_batch, v_row, v_head, 0], full.index(step % RING), v_tiles.index(step % RING))
     # Of the tile after the last one.
-    wait_until_empty(q_empty, turns)
+    wait_until_empty(q_empty, turns, RING)
     mbarrier.arrive(q_full.index(turns % RING))
 
 
@@ -199,8 +179,8 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
     own_rows = PART * HALF + gl.arange(0, HALF, ROWS)
     unknown = gl.full([HALF], float("-inf"), gl.float32, ROWS)
     # The first step of the first tile has scores only.
-    wait_until_full(q_full, 0)
-    wait_until_full(full, 0)
+    wait_until_full(q_full, 0, RING)
+    wait_until_full(full, 0, RING)
     scores = warpgroup_mma_wait(0, [start_scores(q_tiles.index(PART), k_tiles.index(0))])
     mbarrier.arrive(empty.index(0))
     m, p, l = softmax(mask(scores, own_rows), unknown, qk_scale)
@@ -212,12 +192,12 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
         q = q_tiles.index(turn % RING * 2 + PART)
         for _ in range(block):
             stage = step % RING
-            wait_until_full(full, step)
+            wait_until_full(full, step, RING)
             scores_token = start_scores(q, k_tiles.index(stage))
             acc_token = start_output(p, v_tiles.index(stage), acc)
             m_new, p_new, total = softmax(warpgroup_mma_wait(1, [scores_token]), m, qk_scale)
             # Over already: this wait keeps the compiler from moving the softmax behind the second product.
-            wait_until_full(full, step)
+            wait_until_full(full, step, RING)
             acc = warpgroup_mma_wait(0, [acc_token])
             mbarrier.arrive(empty.index(stage))
             # What was summed under the old maximum shrinks to the new one.
@@ -229,33 +209,18 @@ def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexp
         # its scores are of whatever lies in shared memory, and nobody uses them.
         stage = step % RING
         mbarrier.arrive(q_empty.index(turn % RING))
-        wait_until_full(q_full, turn + 1)
-        wait_until_full(full, step)
+        wait_until_full(q_full, turn + 1, RING)
+        wait_until_full(full, step, RING)
         scores_token = start_scores(q_tiles.index((turn + 1) % RING * 2 + PART), k_tiles.index(stage))
         acc_token = start_output(p, v_tiles.index(stage), acc)
         m_new, p_new, total = softmax(mask(warpgroup_mma_wait(1, [scores_token]), own_rows), unknown, qk_scale)
-        wait_until_full(full, step)
+        wait_until_full(full, step, RING)
         acc = warpgroup_mma_wait(0, [acc_token])
         mbarrier.arrive(empty.index(stage))
         store_output(o_desc, o_tiles, lse_ptr, acc, m, l, batch_head, block, num_heads, seq_len, PART)
         acc, m, l, p = zeros, m_new, total, as_operand(p_new, o_desc.dtype)
         step += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def make_barriers(ARRIVALS: gl.constexpr):
-    """Return a barrier for each slot of a ring, in shared memory."""
-    barriers = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(RING):
-        mbarrier.init(barriers.index(slot), ARRIVALS)
-    return barriers
-
-
-@gluon.jit
-def make_tiles(desc, COUNT: gl.constexpr):
-    """Return shared memory for some of a descriptor's tiles."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -274,7 +239,7 @@ def flash_attention_hopper_kernel(
     """o = softmax(q k^T * scale) v under the causal mask. Grid: a program for each multiprocessor."""
     tiles = make_tiles(q_desc, 4), make_tiles(k_desc, RING), make_tiles(v_desc, RING), make_tiles(o_desc, 2)
     # A slot is full when the copy engine has brought its bytes, and empty when both consumers have arrived.
-    barriers = make_barriers(1), make_barriers(2), make_barriers(1), make_barriers(2)
+    barriers = make_barriers(RING, 1), make_barriers(RING, 2), make_barriers(RING, 1), make_barriers(RING, 2)
     sizes = num_heads, group_size, batch_heads, gl.cdiv(seq_len, BLOCK), seq_len
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -294,19 +259,6 @@ def flash_attention_hopper_kernel(
 # Launch
 
 
-@functools.lru_cache(maxsize=4096)
-def descriptor(address, dtype, shape, strides, rows):
-    """Return the TensorDescriptor of (batch, seq, heads, head_dim), which the copy engine reads in tiles of rows."""
-    block = [1, rows, 1, HEAD_DIM.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(dtype).removeprefix("torch.")))
-    # It keeps what it needs of the tensor, not the tensor, whose memory would never be freed.
-    base = SimpleNamespace(dtype=dtype, data_ptr=lambda: address)
-    return TensorDescriptor(base, list(shape), list(strides), block, layout)
-
-
-COMPILED = {}  # {what a launch was compiled for: Triton's CompiledKernel}
-
-
 def launch_forward(q, k, v, o, lse):
     """Fill o and lse as flash_attention_kernel does. Return False if it is the one to do so, and nothing is done."""
     batch, seq_len, num_heads, head_dim = q.shape
@@ -316,24 +268,15 @@ def launch_forward(q, k, v, o, lse):
         return False
     if not q.dtype == k.dtype == v.dtype == o.dtype:
         return False
-    # The copy engine reads rows without gaps, at multiples of 16 bytes.
-    readable = (t.stride(3) == 1 and not any(n % 8 for n in (*t.stride()[:3], t.data_ptr() // 2)) for t in (q, k, v, o))
     device, batch_heads = llama.get_device("cuda"), batch * num_heads
     # With fewer tiles than multiprocessors, plain Triton's tiles of half the size are faster.
     enough = llama.cdiv(seq_len, BLOCK.value) * batch_heads >= device.num_sms
-    if device.arch != "sm_90" or not enough or not all(readable):
+    if device.arch != "sm_90" or not enough or not all(map(is_readable, (q, k, v, o))):
         return False
     # Descriptors count in 64 bits, the backward pass does not: it would refuse such tensors late.
     llama.require_32_bits(q.shape, [llama.Stride(*t.stride()) for t in (q, k, v, o)])
     rows_of_tiles = (q, HALF), (k, BLOCK), (v, BLOCK), (o, HALF)
-    descs = [descriptor(t.data_ptr(), t.dtype, t.shape, t.stride(), rows.value) for t, rows in rows_of_tiles]
+    descs = [descriptor(t, 1, rows.value, 1, HEAD_DIM.value) for t, rows in rows_of_tiles]
     scalars = num_heads, num_heads // k.shape[2], batch_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
-    grid = device.num_sms, 1, 1
-    # As llama.launch() does, which has no descriptors; all four have the type of q.
-    key = q.get_device(), q.dtype, lse.dtype, lse.data_ptr() & 15, scalars
-    if compiled := COMPILED.get(key):
-        own = torch._C._cuda_getCurrentRawStream(q.get_device()), compiled.function, compiled.packed_metadata
-        compiled.run(*grid, *own, None, None, None, *descs, lse, *scalars)
-    else:
-        COMPILED[key] = flash_attention_hopper_kernel[grid](*descs, lse, *scalars, num_warps=4)
+    launch(flash_attention_hopper_kernel, device.num_sms, (*descs, lse, *scalars))
     return True

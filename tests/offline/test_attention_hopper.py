@@ -17,10 +17,13 @@ PROGRAM = """
 import json, sys, torch, triton
 from offline.compiler import Driver
 from tiny_llama import attention_hopper as hopper
+from tiny_llama.hopper import make_descriptor
 triton.runtime.driver.set_active(Driver("sm_90"))
 shapes = (16, hopper.HALF), (4, hopper.BLOCK), (4, hopper.BLOCK), (16, hopper.HALF)
 packed = 2048 * 3072, 3072, 128, 1
-descs = [hopper.descriptor(0, torch.bfloat16, (4, 2048, heads, 128), packed, rows.value) for heads, rows in shapes]
+descs = [
+    make_descriptor(0, torch.bfloat16, (4, 2048, heads, 128), packed, (1, rows.value, 1, 128)) for heads, rows in shapes
+]
 compiled = hopper.flash_attention_hopper_kernel.warmup(
     *descs, torch.empty(4, 16, 2048, device="meta"), 16, 4, 64, 2048, 0.1275, num_warps=4, grid=(132,)
 )

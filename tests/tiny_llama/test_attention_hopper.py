@@ -167,7 +167,7 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
 
     def fits(t, arch="sm_90"):
         monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
-        monkeypatch.setattr(hopper, "flash_attention_hopper_kernel", {(132, 1, 1): lambda *values, num_warps: None})
+        monkeypatch.setattr(hopper, "launch", lambda *arguments: None)
         t = t.as_subclass(Tensor)
         lse = torch.zeros(1).as_subclass(Tensor)
         return hopper.launch_forward(t, t, t, t, lse)
