@@ -2315,35 +2315,64 @@ def swiglu_naive_matmul(x, gate_up_weight):
     return gate_up, hidden
 
 
-def gated(x, gate_up_weight, bugs=()):
-    """Return gate_up (rows, 2 ffn) and hidden = silu(gate) * up (rows, ffn) of x (rows, hidden)."""
-    if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, multiplied without the library
-        return swiglu_naive_matmul(x, gate_up_weight)
-    # (rows, hidden) x (hidden, 2 ffn): one product computes gate and up.
-    gate_up = torch.mm(x, gate_up_weight.t())
-    return gate_up, swiglu_activation(gate_up)
+def swiglu_forward(x, gate_up_weight, gate_up=None, hidden=None, ffn=None, width=None):
+    """Return gate_up (rows, 2 ffn) and hidden = silu(gate) * up (rows, ffn) of x (rows, K), gate_up_weight (2 ffn, K).
+
+    They are written to gate_up and hidden if these are given. See swiglu_activation() for padding.
+    """
+    n_rows, stride = len(x), len(gate_up_weight)
+    gate_up = x.new_empty(n_rows, stride) if gate_up is None else gate_up
+    hidden = x.new_empty(n_rows, width or ffn or stride // 2) if hidden is None else hidden
+    # A Hopper has a kernel of its own, whose product knows what comes after it.
+    hopper = companion("swiglu_hopper")
+    if not (hopper and hopper.launch_forward(x, gate_up_weight, gate_up, hidden)):
+        # (rows, K) x (K, 2 ffn): one product computes gate and up.
+        torch.mm(x, gate_up_weight.t(), out=gate_up)
+        swiglu_activation(gate_up, ffn, out=hidden)
+    return gate_up, hidden
+
+
+def swiglu_backward_(y_grad, down_weight, gate_up, ffn=None, again=None):
+    """Overwrite gate_up (rows, 2 ffn) with its gradient, of y_grad (rows, K) and down_weight (K, ffn).
+
+    With again (rows, ffn), forward's hidden is written there.
+    """
+    hopper = companion("swiglu_hopper")
+    if again is not None or not (hopper and hopper.launch_backward(y_grad, down_weight, gate_up)):
+        hidden_grad = torch.mm(y_grad, down_weight, out=again)
+        swiglu_activation_backward_(hidden_grad, gate_up, ffn, again is not None)
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up of [gate | up] = x gate_up_weight^T; see triton_swiglu."""
+    """hidden down_weight^T with hidden = silu(gate) * up of [gate | up] = x gate_up_weight^T; see triton_swiglu.
+
+    The product that computes hidden's gradient is in here, so that it may be one with what follows it.
+    """
 
     @staticmethod
-    def forward(ctx, x, gate_up_weight, bugs):
-        ctx.weight = gate_up_weight
+    def forward(ctx, x, gate_up_weight, down_weight, bugs):
+        ctx.weights = gate_up_weight, down_weight
         rows = as_rows(x)
-        gate_up, hidden = gated(rows, gate_up_weight, bugs)
-        ctx.save_for_backward(rows, gate_up_weight, gate_up)
-        return hidden.view(*x.shape[:-1], hidden.shape[1])
+        if "triton_matmul_swiglu" in bugs:  # BUG triton_matmul_swiglu: right values, multiplied without the library
+            gate_up, hidden = swiglu_naive_matmul(rows, gate_up_weight)
+        else:
+            gate_up, hidden = swiglu_forward(rows, gate_up_weight)
+        ctx.save_for_backward(rows, gate_up_weight, down_weight, gate_up, hidden)
+        return torch.mm(hidden, down_weight.t()).view(x.shape)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, hidden_grad):
-        x, gate_up_weight, gate_up = ctx.saved_tensors
-        swiglu_activation_backward_(hidden_grad.reshape(len(x), hidden_grad.shape[-1]).contiguous(), gate_up)
+    def backward(ctx, y_grad):
+        x, gate_up_weight, down_weight, gate_up, hidden = ctx.saved_tensors
+        shape, y_grad = y_grad.shape, as_rows(y_grad)
+        down_gradient = give_gradient(ctx, 2, ctx.weights[1], write_product, y_grad, hidden)
+        if not any(ctx.needs_input_grad[:2]):
+            return None, None, down_gradient, None
+        swiglu_backward_(y_grad, down_weight, gate_up)
         torch.autograd.graph.increment_version(gate_up)  # lets autograd refuse a second run, as it is overwritten
         # gate_up has become its own gradient: (rows, 2 ffn) x (2 ffn, hidden).
-        x_grad = torch.mm(gate_up, gate_up_weight).view(*hidden_grad.shape[:-1], x.shape[1])
-        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, gate_up, x), None
+        x_grad = torch.mm(gate_up, gate_up_weight).view(shape) if ctx.needs_input_grad[0] else None
+        return x_grad, give_gradient(ctx, 1, ctx.weights[0], write_product, gate_up, x), down_gradient, None
 
 
 @outside_compiler
@@ -2355,7 +2384,7 @@ def triton_swiglu(x, gate_up_weight, down_weight, bugs=()):
         gate_up_weight=(gate_up_weight, (2 * ffn, hidden)),
         down_weight=(down_weight, down_weight.shape),
     )
-    return triton_linear(SwiGLUFunction.apply(x, gate_up_weight, bugs), down_weight)
+    return SwiGLUFunction.apply(x, gate_up_weight, down_weight, bugs)
 
 
 def torch_swiglu(x, gate_up_weight, down_weight, linear=F.linear):

@@ -33,7 +33,7 @@ from tiny_llama import hardware
 
 # Kernels, steps and what they are compared with. What reports and stores results may change.
 MEASURED_CODE = """
-    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/attention_hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
+    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/*hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
     benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py measure/timing.py
 """.split()
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"

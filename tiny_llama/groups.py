@@ -138,8 +138,7 @@ class GroupFunction(torch.autograd.Function):
                     gate_up.copy_(F.pad(products, (0, len(gate_up_weight) - 2 * ffn)))
                     hidden = with_columns(hidden) if out is None else out.copy_(with_columns(hidden))
                 else:
-                    torch.mm(x, gate_up_weight.t(), out=gate_up)
-                    hidden = llama.swiglu_activation(gate_up, ffn, down_weight.shape[1], out)
+                    _, hidden = llama.swiglu_forward(x, gate_up_weight, gate_up, out, ffn, down_weight.shape[1])
                 y = torch.mm(hidden, down_weight.t())
             saved += [residual1, rstd1, q, k, v, lse, residual, rstd2]
         ctx.names = list(stacks)
@@ -171,11 +170,8 @@ class GroupFunction(torch.autograd.Function):
             place = functools.partial(stacks.place, index=index)
             again = place if recompute else no_place
             with ctx.group.named_range(f"layers.{index + ctx.group.place.start} backward"):
-                # With recompute, a gradient becomes what forward has computed there: hidden_grad hidden, x_grad x.
-                hidden_grad = torch.mm(y_grad, down_weight, out=again("hidden", width=down_weight.shape[1]))
-                # gate_up becomes its own gradient.
-                llama.swiglu_activation_backward_(hidden_grad, gate_up, ffn, recompute)
-                del hidden_grad  # the largest
+                # gate_up becomes its own gradient. With recompute, hidden's and x's become what forward has computed.
+                llama.swiglu_backward_(y_grad, down_weight, gate_up, ffn, again("hidden", width=down_weight.shape[1]))
                 if index == 0:  # what all layers have computed by now
                     give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
                 x_grad = torch.mm(gate_up, gate_up_weight, out=again("x2", width=width))

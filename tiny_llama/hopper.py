@@ -67,9 +67,10 @@ def make_tiles(desc, COUNT: gl.constexpr):
 
 
 def is_readable(tensor):
-    """Return whether the copy engine can read a tensor: rows without gaps, all at multiples of 16 bytes."""
+    """Return whether the current device's copy engine can read it: rows without gaps, all at multiples of 16 bytes."""
     *strides, last = tensor.stride()
-    return last == 1 and not any(n * tensor.element_size() % 16 for n in strides) and tensor.data_ptr() % 16 == 0
+    at_multiples = not any(n * tensor.element_size() % 16 for n in strides) and tensor.data_ptr() % 16 == 0
+    return last == 1 and at_multiples and tensor.get_device() == torch.cuda.current_device()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -673,6 +673,7 @@ def test_every_kernel_of_the_script_belongs_to_an_operation():
 OPERATIONS = {  # name of a kernel: operation
     "rmsnorm_backward_kernel": "RMSNorm backward", "flash_attention_kernel": "attention",
     "flash_attention_backward_dkdv_kernel": "attention backward", "swiglu_activation_kernel": "SwiGLU",
+    "swiglu_hopper_kernel": "SwiGLU and its product",
     "swiglu_kernel": "SwiGLU matrix product, naive", "Cijk_Alik_Bljk_SB_MT64x64x32_MI16x16x4": "matrix product",
     "layers.0 forward": "layer", "layers.11 backward": "layer backward", "optimizer": "optimizer",
     "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix product",

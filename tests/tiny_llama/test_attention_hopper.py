@@ -165,8 +165,12 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
         def data_ptr(self):
             return 0
 
+        def get_device(self):
+            return 0
+
     def fits(t, arch="sm_90"):
         monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(hopper, "launch", lambda *arguments: None)
         t = t.as_subclass(Tensor)
         lse = torch.zeros(1).as_subclass(Tensor)
