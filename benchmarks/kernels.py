@@ -208,6 +208,13 @@ def plain_peers(bench, function):
     return {"torch": lambda: function} | compiled_peer(bench, function)
 
 
+def with_plain_triton(case, calls):
+    """Return a case as a Timed with another contender: calls of ours that leave out the kernels for Hopper."""
+    plain = dataclasses.replace(case, ours=calls)
+    contenders = case.contenders | {"plain triton": plain.contenders[OURS]}
+    return Timed(case.name, case.size, case.work, case.unit, contenders)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Cases
 
@@ -295,6 +302,45 @@ def swiglu_cases(bench, n_rows, n_cols):
     names = "activation", "SwiGLU", f"F = {n_cols}", "TB/s", swiglu
     peers = plain_peers(bench, swiglu)
     yield from directions(bench, *names, inputs, upstreams, works, peers, (forward, backward))
+
+
+def torch_hidden(x, gate_up_weight):
+    """Return the input of the down projection (rows, ffn) of x (rows, K) and gate_up_weight (2 ffn, K)."""
+    return swiglu(F.linear(x, gate_up_weight))
+
+
+def torch_gate_up_gradient(y_grad, down_weight, gate_up):
+    """Return the gradient of gate_up (rows, 2 ffn), of y_grad (rows, K) and down_weight (K, ffn)."""
+    return gradients(swiglu, 1)(gate_up, y_grad @ down_weight)[0]
+
+
+def swiglu_product_cases(bench, n_rows, n_inner, ffn):
+    """Yield SwiGLU with the product that it is computed from, in both directions."""
+    x, y_grad = bench.randn(n_rows, n_inner), bench.randn(n_rows, n_inner)
+    gate_up_weight, down_weight = (bench.randn(*s) * n_inner**-0.5 for s in ((2 * ffn, n_inner), (n_inner, ffn)))
+    gate_up, hidden = llama.swiglu_forward(x, gate_up_weight)
+
+    def forward():
+        return llama.swiglu_forward(x, gate_up_weight)[1]
+
+    def backward(overwritten):
+        llama.swiglu_backward_(y_grad, down_weight, overwritten)
+        return overwritten  # a second call reads a gradient, which takes the same time
+
+    product = 2 * n_rows * n_inner * ffn
+    # Each contender overwrites a tensor of its own.
+    backwards = [functools.partial(backward, gate_up.clone()) for _ in range(2)]
+    cases = [
+        ("SwiGLU", torch_hidden, (x, gate_up_weight), (gate_up, hidden), 2 * product, [forward] * 2),
+        ("SwiGLU backward", torch_gate_up_gradient, (y_grad, down_weight, gate_up), (gate_up,), product, backwards),
+    ]
+    for title, function, inputs, outputs, flop, (ours, plain) in cases:
+        cost = work.Work(sum(tensor.nbytes for tensor in inputs + outputs), flop)
+        names = f"{title} and its product", f"{n_rows:,} x {n_inner:,}, F = {ffn:,}", cost, "TFLOP/s", function
+        case = Case(bench, *names, [inputs], [], [ours], plain_peers(bench, function))
+        # On other GPUs, both are the same.
+        patch = mock.patch.object(llama.companion("swiglu_hopper"), "launch_product", lambda *tensors: False)
+        yield with_plain_triton(case, [patch(plain)])
 
 
 def torch_losses_and_gradient(logits, targets, cross_entropy=F.cross_entropy):
@@ -396,12 +442,10 @@ def attention_cases(bench, batch, seq_len, heads, kv_heads, head_dim):
 
 def heads_128_cases(bench, *shape):
     """Yield attention with another contender: the kernels that all GPUs have."""
-    # No sequence is long enough for the kernel for Hopper.
+    # No sequence is long enough for the kernels for Hopper.
     patch = mock.patch.object(llama.companion("attention_hopper"), "SHORTEST", math.inf)
     for case in attention_cases(bench, *shape):
-        plain = dataclasses.replace(case, ours=[*map(patch, case.ours)])
-        contenders = case.contenders | {"plain triton": plain.contenders[OURS]}
-        yield Timed(case.name, case.size, case.work, case.unit, contenders)
+        yield with_plain_triton(case, [*map(patch, case.ours)])
 
 
 class Group(NamedTuple):
@@ -448,8 +492,13 @@ GROUPS = {
         [(batch, 8192 // batch, 16, 4, 128) for batch in (4, 2, 1)],
         [(1, 32, 2, 1, 16)],
     ),
+    "swiglu-product": Group(  # of the medium and the large model, and of GPT-2's sizes
+        swiglu_product_cases,
+        [(8192, 1024, 4096), (8192, 2048, 8192), (8192, 768, 3072)],
+        [(8, 16, 32)],
+    ),
 }
-APART = "layer-norm", "fp8-layer", "heads-128"  # with tables of their own
+APART = "layer-norm", "fp8-layer", "heads-128", "swiglu-product"  # with tables of their own
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring

@@ -3,6 +3,8 @@
 Each section shows the newest result of a device as it was recorded, with all rows that it has.
 """
 
+import functools
+
 import pandas as pd
 
 from benchmarks.kernels import APART
@@ -87,21 +89,27 @@ def median_and_range(us):
     return f"{number(us.median())} ({number(us.min())} – {number(us.max())})"
 
 
-@of_each_device(*KERNELS)
-def heads_128_section(rows):
-    """Show the times of each contender in all rounds of a result, and ours as a part of their median."""
-    rows, _ = of_group(rows, "heads-128")
+def rounds_section(rows, group, reference):
+    """Show the times of each contender in all rounds of a result, and the reference's median as a part of theirs."""
+    rows, _ = of_group(rows, group)
     if rows.empty:
         return ""
     us = rows.groupby(["case", "row"], sort=False)["us"].agg([median_and_range, "median"])
-    ours = us["median"].xs(OURS, level="row")
-    text = us["median_and_range"] + ", " + texts(us["median"].rdiv(ours, level="case"), "{:.2f}".format)
-    table = text.unstack("case", sort=False).reset_index(names="us (range), ours / its")
+    references = us["median"].xs(reference, level="row")
+    text = us["median_and_range"] + ", " + texts(us["median"].rdiv(references, level="case"), "{:.2f}".format)
+    name = "ours" if reference == OURS else reference
+    table = text.unstack("case", sort=False).reset_index(names=f"us (range), {name} / its")
     return paragraphs(markdown(table), not_timed(rows, "case"), provenance(rows))
 
 
-# The same of variants of the kernel, which were measured once.
-hopper_steps_section = of_each_device("hopper_steps", KERNELS[1])(heads_128_section.__wrapped__)
+heads_128 = functools.partial(rounds_section, group="heads-128", reference=OURS)
+heads_128_section = of_each_device(*KERNELS)(heads_128)
+swiglu_product = functools.partial(rounds_section, group="swiglu-product", reference=OURS)
+swiglu_product_section = of_each_device(*KERNELS)(swiglu_product)
+# The same of variants of the kernels, which were measured once.
+hopper_steps_section = of_each_device("hopper_steps", KERNELS[1])(heads_128)
+product_steps = functools.partial(rounds_section, group="product-steps", reference="library")
+product_steps_section = of_each_device("product_steps", KERNELS[1])(product_steps)
 
 
 PLAIN = "plain PyTorch (products: bf16)"

@@ -44,6 +44,8 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "layer_norm": kernel_tables.layer_norm_section,
     "heads-128": kernel_tables.heads_128_section,
     "hopper-steps": kernel_tables.hopper_steps_section,
+    "product-steps": kernel_tables.product_steps_section,
+    "swiglu-product": kernel_tables.swiglu_product_section,
     "gpt": training_steps.gpt_section,
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,

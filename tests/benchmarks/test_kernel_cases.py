@@ -45,6 +45,8 @@ def test_the_work_of_each_case_by_hand():
             ("rmsnorm", "add + RMSNorm backward"): 4 * n + row,  # both gradients, the sum, x_grad
             ("swiglu", "SwiGLU"): 3 * n,
             ("swiglu", "SwiGLU backward"): 5 * n,
+            ("swiglu-product", "SwiGLU and its product"): 2 * 8 * 16 * 2 * 32,
+            ("swiglu-product", "SwiGLU backward and its product"): 2 * 8 * 16 * 32,
             ("cross-entropy", "cross-entropy"): 2 * 8 * 100 * 4 + 8 * (8 + 8),  # targets, losses and counts
             ("adamw", "AdamW"): 28 * 2 * llama.ADAMW_BLOCK,  # a matrix of 16 x 16 has a block to itself
             ("attention", "attention"): 2 * product,
@@ -126,6 +128,20 @@ def test_plain_triton_is_ours_without_the_kernel_for_hopper(monkeypatch):
         (call,) = forward.contenders[name]()
         call()
         assert seen == [shortest] * 2, "when it is checked, and when it is timed"
+
+
+def test_plain_triton_multiplies_by_the_library_on_a_hopper_too(monkeypatch):
+    hopper, seen = llama.companion("swiglu_hopper"), []
+    if hopper is None:
+        pytest.skip("Triton is older than 3.6")
+    monkeypatch.setattr(hopper, "launch_product", lambda *tensors: seen.append(len(tensors)))
+    cases = kernels.swiglu_product_cases(Bench(llama.get_device("cpu")), 8, 16, 32)
+    for case, tensors in zip(cases, (4, 3), strict=True):
+        for name, launches in (("triton", [tensors] * 2), ("plain triton", [])):
+            seen.clear()
+            (call,) = case.contenders[name]()
+            call()
+            assert seen == launches, "when it is checked, and when it is timed"
 
 
 # --- a layer in FP8
