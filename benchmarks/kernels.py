@@ -311,7 +311,10 @@ def torch_hidden(x, gate_up_weight):
 
 def torch_gate_up_gradient(y_grad, down_weight, gate_up):
     """Return the gradient of gate_up (rows, 2 ffn), of y_grad (rows, K) and down_weight (K, ffn)."""
-    return gradients(swiglu, 1)(gate_up, y_grad @ down_weight)[0]
+    gate, up = gate_up.chunk(2, dim=-1)
+    hidden_grad, sigmoid = y_grad @ down_weight, gate.sigmoid()
+    gate_grad = hidden_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((gate_grad, hidden_grad * gate * sigmoid), dim=-1)
 
 
 def swiglu_product_cases(bench, n_rows, n_inner, ffn):
@@ -492,10 +495,8 @@ GROUPS = {
         [(batch, 8192 // batch, 16, 4, 128) for batch in (4, 2, 1)],
         [(1, 32, 2, 1, 16)],
     ),
-    "swiglu-product": Group(  # of the medium and the large model, and of GPT-2's sizes
-        swiglu_product_cases,
-        [(8192, 1024, 4096), (8192, 2048, 8192), (8192, 768, 3072)],
-        [(8, 16, 32)],
+    "swiglu-product": Group(  # of the medium and the large model
+        swiglu_product_cases, [(8192, 1024, 4096), (8192, 2048, 8192)], [(8, 16, 32)]
     ),
 }
 APART = "layer-norm", "fp8-layer", "heads-128", "swiglu-product"  # with tables of their own
