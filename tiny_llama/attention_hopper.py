@@ -1,8 +1,8 @@
-"""Causal attention forward for NVIDIA Hopper, heads of 72 to 128, in Gluon: Triton's language for what tiles hide.
+"""Causal attention for NVIDIA Hopper, heads of 72 to 128, in Gluon: Triton's language for what tiles hide.
 
 The warps of a program have roles. One warp, the producer, has the copy engine (TMA) fill a ring in shared memory. Two
 warpgroups, the consumers, each own 64 queries: they start two products at a time on the tensor cores, and compute the
-softmax of one while the other runs. Step t of a consumer:
+softmax of one while the other runs. Step t of a consumer, forward:
 
     scores of t:   q k_t^T       started first, needed first
     output of t-1: p_{t-1} v     runs while the softmax turns the scores of t into p_t
@@ -11,6 +11,8 @@ The design is that of FlashAttention 3 (Shah et al., arXiv:2407.08608). docs/hop
 """
 
 import math
+
+import torch
 
 import tiny_llama_v3 as llama
 from tiny_llama.hopper import (
@@ -22,6 +24,7 @@ from tiny_llama.hopper import (
     launch,
     load_tile,
     make_barriers,
+    make_descriptor,
     make_tiles,
     mbarrier,
     store_tile,
@@ -31,6 +34,9 @@ from tiny_llama.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# Triton 3.9 renamed it.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the copy engine fills up the tile with zeros
 NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast
@@ -43,6 +49,15 @@ TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COLS = gl.constexpr(gl.SliceLayout(0, TILE.value))
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 2))  # of a tile that is multiplied from registers
+FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)  # the consumers
+REGISTERS = gl.constexpr([240, 24])  # of a thread, beside the first consumer: 24 for the producer leave 240 for both
+# Backward: scores are in tiles of 64 x 64, all that is read from memory in tiles of 64 x 128.
+SLOTS = gl.constexpr(4)  # of the ring, two tiles each; with what a program owns and its results 226 KiB
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SQUARE_ROWS = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
+SQUARE_COLS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes for each thread
+MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # of a tile in shared memory
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which program computes which tiles
@@ -74,7 +89,52 @@ def count_tiles(num_blocks, batch_heads):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The producer
+# Products, and the storing of their results
+
+
+@gluon.jit
+def as_matrix(tile):
+    """Return a tile of a head in shared memory, which has the descriptor's dimensions, as (rows, 128)."""
+    if len(tile.shape) == 4:
+        return tile.reshape([tile.shape[1], HEAD_DIM])
+    else:  # (1, 2, 64, 1, 64), the halves of a head one behind the other: how the tensor cores want 128 columns to lie
+        return reinterpret(tile, tile.dtype, [HALF, HEAD_DIM], MATRIX)
+
+
+@gluon.jit
+def start_scores(a, b):
+    """Start a b^T: (64, 128) x (128, 64 or 128), both from shared memory."""
+    b = as_matrix(b)
+    COUNT: gl.constexpr = b.shape[0]
+    zeros = gl.zeros([HALF, COUNT], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16]))
+    return warpgroup_mma(as_matrix(a), b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(x, b, acc):
+    """Start acc + x b: (64, 64 or 128) from registers x (64 or 128, 128) from shared memory."""
+    return warpgroup_mma(x, as_matrix(b), acc, is_async=True)
+
+
+@gluon.jit
+def as_operand(x, dtype: gl.constexpr):
+    """Round x, and lay it out as the product takes it: each thread keeps its own elements."""
+    # After the wait for all products: while one runs, no operand's registers may be written, or the compiler waits
+    # after every instruction.
+    return gl.convert_layout(x.to(dtype), OPERAND)
+
+
+@gluon.jit
+def store_half(desc, tile, x, corner):
+    """Store x (64, 128) by the copy engine, which leaves out rows past the sequence and columns past the head."""
+    tma.store_wait(0)  # what was there before has left shared memory
+    as_matrix(tile).store(x.to(desc.dtype))
+    fence_async_shared()
+    store_tile(desc, corner, tile)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forward: the producer
 
 
 @gluon.jit
@@ -116,21 +176,7 @@ def produce(descs, tiles, barriers, sizes):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The consumers
-
-
-@gluon.jit
-def start_scores(q, k):
-    """Start q k^T: (64, 128) x (128, BLOCK), both from shared memory."""
-    zeros = gl.zeros([HALF, BLOCK], gl.float32, TILE)
-    q, k = q.reshape([HALF, HEAD_DIM]), k.reshape([BLOCK, HEAD_DIM])
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_output(p, v, acc):
-    """Start acc + p v: (64, BLOCK) from registers x (BLOCK, 128) from shared memory."""
-    return warpgroup_mma(p, v.reshape([BLOCK, HEAD_DIM]), acc, is_async=True)
+# Forward: the consumers
 
 
 @gluon.jit
@@ -150,29 +196,19 @@ def softmax(scores, m, qk_scale):
 
 
 @gluon.jit
-def as_operand(p, dtype: gl.constexpr):
-    """Round p, and lay it out as the product takes it: each thread keeps its own elements."""
-    # After the wait for all products: while one runs, no operand's registers may be written, or the compiler waits
-    # after every instruction.
-    return gl.convert_layout(p.to(dtype), OPERAND)
-
-
-@gluon.jit
 def store_output(o_desc, o_tiles, lse_ptr, acc, m, l, batch_head, block, num_heads, seq_len, PART: gl.constexpr):
-    """Store a finished half of a tile, by the copy engine, and its lse."""
-    o_tile, row, l = o_tiles.index(PART), block * BLOCK + PART * HALF, gl.sum(l, 1)
-    tma.store_wait(0)  # the tile before has left shared memory
-    o_tile.reshape([HALF, HEAD_DIM]).store((acc * (1 / l)[:, None]).to(o_desc.dtype))
-    fence_async_shared()
-    # It leaves out rows past the end of the sequence, and columns past that of the head.
-    store_tile(o_desc, [batch_head // num_heads, row, batch_head % num_heads, 0], o_tile)
+    """Store a finished half of a tile, and its lse."""
+    row, l = block * BLOCK + PART * HALF, gl.sum(l, 1)
+    acc *= (1 / l)[:, None]
+    store_half(o_desc, o_tiles.index(PART), acc, (batch_head // num_heads, row, batch_head % num_heads, 0))
     rows = row + gl.arange(0, HALF, ROWS)
     gl.store(lse_ptr + batch_head.to(gl.int64) * seq_len + rows, m + gl.log2(l), rows < seq_len)
 
 
 @gluon.jit
-def consume(o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, PART: gl.constexpr):
+def consume(given, PART: gl.constexpr):
     """Compute one half of each of the program's tiles."""
+    o_desc, lse_ptr, tiles, barriers, sizes, qk_scale = given
     q_tiles, k_tiles, v_tiles, o_tiles = tiles
     q_full, q_empty, full, empty = barriers
     num_heads, _, batch_heads, num_blocks, seq_len = sizes
@@ -241,17 +277,288 @@ def flash_attention_hopper_kernel(
     # A slot is full when the copy engine has brought its bytes, and empty when both consumers have arrived.
     barriers = make_barriers(RING, 1), make_barriers(RING, 2), make_barriers(RING, 1), make_barriers(RING, 2)
     sizes = num_heads, group_size, batch_heads, gl.cdiv(seq_len, BLOCK), seq_len
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    # Registers of a thread: 24 for the producer leave 240 for the consumers.
+    given, brought = (
+        (o_desc, lse_ptr, tiles, barriers, sizes, qk_scale),
+        ((q_desc, k_desc, v_desc), tiles, barriers, sizes),
+    )
     gl.warp_specialize(
-        [
-            (consume, (o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, FIRST)),
-            (consume, (o_desc, lse_ptr, tiles, barriers, sizes, qk_scale, SECOND)),
-            (produce, ((q_desc, k_desc, v_desc), tiles, barriers, sizes)),
-        ],
+        [(consume, (given, FIRST)), (consume, (given, SECOND)), (produce, brought)],
         [4, 1],
-        [240, 24],
+        REGISTERS,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Backward. One kernel's programs own 128 queries each, for q_grad and delta, the other's 128 keys, for k_grad and v_grad.
+# Nobody adds to what somebody else owns: all sums have one order. As forward, each of two consumers has 64 of the rows.
+# p = exp2(scores - lse), p_grad = o_grad v^T, s_grad = p * (p_grad - delta). Step t starts in this order:
+#
+#     own queries, keys stream past:       own keys, queries stream past, with lse and delta:
+#     scores of t:    q k_t^T              scores of t:    k q_t^T, transposed: p and s_grad stay in registers
+#     q_grad of t-1:  s_grad_{t-1} k       v_grad of t-1:  p_{t-1} o_grad
+#     p_grad of t:    o_grad v_t^T         k_grad of t-1:  s_grad_{t-1} q
+#                                          p_grad of t:    v o_grad_t^T, after v_grad, whose p leaves room for it
+#
+# The scores become p while the second product runs. A step waits for all that it started: were a product under way where
+# a loop begins again, the compiler would wait after each. A slot is in use until the end of the step after its own.
+#
+# Descriptors see the halves of a head as one more dimension, and 64 columns of each half: of narrower heads both are
+# filled up with zeros, which change no product. So columns c and c + 64 of any head are a pair of the rotation.
+
+
+@gluon.jit
+def bring(descs, tiles, full, empty, use, place, COUNT: gl.constexpr, HALVES: gl.constexpr, MORE: gl.constexpr):
+    """Fill one of COUNT slots with 64 rows of each tensor, or 128 in two HALVES. MORE bytes will follow."""
+    batch, row, head = place
+    TILES: gl.constexpr = len(descs) * HALVES
+    BYTES: gl.constexpr = TILES * descs[0].block_type.nbytes + MORE
+    wait_until_empty(empty, use, COUNT)
+    mbarrier.expect(full.index(use % COUNT), BYTES)
+    for n in gl.static_range(TILES):
+        corner = batch, 0, row + n % HALVES * HALF, head, 0
+        load_tile(descs[n // HALVES], corner, full.index(use % COUNT), tiles.index(use % COUNT * TILES + n))
+
+
+@gluon.jit
+def rotate_back(x, tables, row, seq_len, HALF_DIM: gl.constexpr):
+    """Invert the rotation of x (64, 128), of the positions from row on. A thread has both columns of a pair."""
+    first, second = x.reshape([HALF, 2, HALF]).permute((0, 2, 1)).split()
+    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, first.type.layout))[:, None]
+    cols = gl.arange(0, HALF, gl.SliceLayout(0, first.type.layout))[None, :]
+    offsets, mask = rows * HALF_DIM + cols, (rows < seq_len) & (cols < HALF_DIM)
+    cos, sin = gl.load(tables[0] + offsets, mask, 0.0), gl.load(tables[1] + offsets, mask, 0.0)
+    rotated = gl.join(first * cos + second * sin, second * cos - first * sin)
+    return gl.convert_layout(rotated.permute((0, 2, 1)).reshape([HALF, HEAD_DIM]), TILE, assert_trivial=True)
+
+
+@gluon.jit
+def prepare(q_desc, k_desc):
+    """Return the tiles of what is owned, of the ring and of results, with barriers of the first two; and the sizes."""
+    tiles = make_tiles(q_desc, 4), make_tiles(q_desc, 2 * SLOTS), make_tiles(q_desc, 2)
+    barriers = make_barriers(1, 1), make_barriers(1, 2), make_barriers(SLOTS, 1), make_barriers(SLOTS, 2)
+    fence_async_shared()
+    batch, _, seq_len, num_heads, _ = q_desc.shape
+    return tiles + barriers, (num_heads, k_desc.shape[3], batch, gl.cdiv(seq_len, BLOCK), seq_len)
+
+
+@gluon.jit
+def produce_dq(descs, memory, sizes):
+    """Bring a tile's queries and gradients of the output, then the output, and keys from the diagonal down."""
+    q_desc, o_grad_desc, o_desc, k_desc, v_desc = descs
+    own, ring, _, own_full, own_empty, full, empty = memory
+    num_heads, num_kv_heads, batches, num_blocks, _ = sizes
+    step = gl.to_tensor(0)
+    for turn in range(count_tiles(num_blocks, batches * num_heads)):
+        block, batch_head = tile_of(turn, num_blocks, batches * num_heads)
+        batch, head, row = batch_head // num_heads, batch_head % num_heads, block * BLOCK
+        bring((q_desc, o_grad_desc), own, own_full, own_empty, turn, (batch, row, head), 1, 2, 0)
+        bring((o_desc,), ring, full, empty, step, (batch, row, head), SLOTS, 2, 0)
+        step += 1
+        for before in range(2 * block + 2):
+            place = batch, row + HALF - before * HALF, head // (num_heads // num_kv_heads)
+            bring((k_desc, v_desc), ring, full, empty, step, place, SLOTS, 1, 0)
+            step += 1
+
+
+@gluon.jit
+def consume_dq(given, HALF_DIM: gl.constexpr, PART: gl.constexpr):
+    """Compute q_grad and delta of one half of each of the program's tiles."""
+    q_grad_desc, lse_ptr, delta_ptr, tables, memory, sizes, scale, qk_scale = given
+    own, ring, results, own_full, own_empty, full, empty = memory
+    num_heads, _, batches, num_blocks, seq_len = sizes
+    q, o_grad = own.index(PART), own.index(2 + PART)
+    step = gl.to_tensor(0)
+    for turn in range(count_tiles(num_blocks, batches * num_heads)):
+        block, batch_head = tile_of(turn, num_blocks, batches * num_heads)
+        row = block * BLOCK + PART * HALF
+        rows = row + gl.arange(0, HALF, SQUARE_ROWS)
+        offsets = batch_head.to(gl.int64) * seq_len + rows
+        lse = gl.load(lse_ptr + offsets, rows < seq_len, 0.0)
+        wait_until_full(own_full, turn, 1)
+        wait_until_full(full, step, SLOTS)
+        o = as_matrix(ring.index(step % SLOTS * 2 + PART)).load(BY_ROWS).to(gl.float32)
+        delta = gl.convert_layout(gl.sum(o * as_matrix(o_grad).load(BY_ROWS).to(gl.float32), 1), SQUARE_ROWS)
+        gl.store(delta_ptr + offsets, delta, rows < seq_len)
+        mbarrier.arrive(empty.index(step % SLOTS))
+        step += 1
+        if PART == FIRST:  # the last 64 keys come after its queries
+            wait_until_full(full, step, SLOTS)
+            mbarrier.arrive(empty.index(step % SLOTS))
+            step += 1
+        # The first step has a product of zeros before it.
+        q_grad = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+        s_grad = gl.zeros([HALF, HALF], ring.dtype, OPERAND)
+        for part in gl.static_range(2):  # the keys on the diagonal, under a mask, then those before it
+            for _ in range(part, 2 * block + PART + 1 if part == 1 else 1):
+                slot = step % SLOTS
+                last = (step + SLOTS - 1) % SLOTS if part == 1 else slot
+                wait_until_full(full, step, SLOTS)
+                scores_token = start_scores(q, ring.index(2 * slot))
+                q_grad_token = start_output(s_grad, ring.index(2 * last), q_grad)
+                p_grad_token = start_scores(o_grad, ring.index(2 * slot + 1))
+                p = gl.exp2(warpgroup_mma_wait(2, [scores_token]) * qk_scale - lse[:, None])
+                if part == 0:
+                    keys, queries = gl.arange(0, HALF, SQUARE_COLS), gl.arange(0, HALF, SQUARE_ROWS)
+                    p = gl.where(keys[None, :] <= queries[:, None], p, 0.0)
+                # Over already: this wait keeps the compiler from moving the exponentials behind the next one.
+                wait_until_full(full, step, SLOTS)
+                q_grad = warpgroup_mma_wait(1, [q_grad_token])
+                mbarrier.arrive(empty.index(last), pred=part == 1)
+                p_grad = warpgroup_mma_wait(0, [p_grad_token])
+                s_grad = as_operand(p * (p_grad - delta[:, None]), ring.dtype)
+                step += 1
+        last = (step + SLOTS - 1) % SLOTS
+        q_grad = warpgroup_mma_wait(0, [start_output(s_grad, ring.index(2 * last), q_grad)]) * scale
+        mbarrier.arrive(empty.index(last))
+        mbarrier.arrive(own_empty.index(0))
+        if HALF_DIM:
+            q_grad = rotate_back(q_grad, tables, row, seq_len, HALF_DIM)
+        corner = batch_head // num_heads, 0, row, batch_head % num_heads, 0
+        store_half(q_grad_desc, results.index(PART), q_grad, corner)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def flash_attention_backward_dq_hopper_kernel(
+    q_desc,  # (batch, 2, seq_len, num_heads, head_dim / 2), read in tiles of 64 rows, as all are
+    o_grad_desc,  # like q
+    o_desc,  # like q
+    k_desc,  # like q, with fewer heads
+    v_desc,  # like k
+    q_grad_desc,  # out: like q
+    lse_ptr,  # (batch, num_heads, seq_len) in fp32, with log2
+    delta_ptr,  # out: like lse, the rows' sums of o * o_grad
+    cos_ptr,  # (seq_len, head_dim / 2) in fp32, read if HALF_DIM
+    sin_ptr,  # like cos
+    scale,
+    qk_scale,  # scale * log2(e)
+    HALF_DIM: gl.constexpr,  # head_dim / 2 if q_grad is to be rotated back, or 0
+):
+    """q_grad = s_grad k * scale. Grid: a program for each multiprocessor."""
+    memory, sizes = prepare(q_desc, k_desc)
+    given = q_grad_desc, lse_ptr, delta_ptr, (cos_ptr, sin_ptr), memory, sizes, scale, qk_scale
+    brought = (q_desc, o_grad_desc, o_desc, k_desc, v_desc), memory, sizes
+    gl.warp_specialize(
+        [(consume_dq, (given, HALF_DIM, FIRST)), (consume_dq, (given, HALF_DIM, SECOND)), (produce_dq, brought)],
+        [4, 1],
+        REGISTERS,
+    )
+
+
+@gluon.jit
+def key_tile_of(turn, num_blocks, num_kv_heads, batches):
+    """Return the batch, the block of keys and the head of the program's tile: the first keys have the most queries."""
+    before, batch_head = tile_of(turn, num_blocks, batches * num_kv_heads)
+    return batch_head // num_kv_heads, num_blocks - 1 - before, batch_head % num_kv_heads
+
+
+@gluon.jit
+def produce_dkdv(descs, memory, vectors, sizes):
+    """Bring a tile's keys and values, then all that belongs to its queries from the diagonal on, head by head."""
+    k_desc, v_desc, q_desc, o_grad_desc, lse_desc, delta_desc = descs
+    own, ring, _, own_full, own_empty, full, empty = memory
+    num_heads, num_kv_heads, batches, num_blocks, _ = sizes
+    BYTES: gl.constexpr = 2 * lse_desc.block_type.nbytes
+    step = gl.to_tensor(0)
+    for turn in range(count_tiles(num_blocks, batches * num_kv_heads)):
+        batch, block, kv_head = key_tile_of(turn, num_blocks, num_kv_heads, batches)
+        bring((k_desc, v_desc), own, own_full, own_empty, turn, (batch, block * BLOCK, kv_head), 1, 2, 0)
+        for member in range(num_heads // num_kv_heads):
+            head = kv_head * (num_heads // num_kv_heads) + member
+            for row in range(block * BLOCK, num_blocks * BLOCK, HALF):
+                bring((q_desc, o_grad_desc), ring, full, empty, step, (batch, row, head), SLOTS, 1, BYTES)
+                slot, corner = step % SLOTS, (batch * num_heads + head, row)
+                load_tile(lse_desc, corner, full.index(slot), vectors.index(2 * slot))
+                load_tile(delta_desc, corner, full.index(slot), vectors.index(2 * slot + 1))
+                step += 1
+
+
+@gluon.jit
+def consume_dkdv(given, HALF_DIM: gl.constexpr, PART: gl.constexpr):
+    """Compute k_grad and v_grad of one half of each of the program's tiles."""
+    k_grad_desc, v_grad_desc, tables, memory, vectors, sizes, scale, qk_scale = given
+    own, ring, results, own_full, own_empty, full, empty = memory
+    num_heads, num_kv_heads, batches, num_blocks, seq_len = sizes
+    k, v, result = own.index(PART), own.index(2 + PART), results.index(PART)
+    step = gl.to_tensor(0)
+    for turn in range(count_tiles(num_blocks, batches * num_kv_heads)):
+        batch, block, kv_head = key_tile_of(turn, num_blocks, num_kv_heads, batches)
+        wait_until_full(own_full, turn, 1)
+        # The first step has products of zeros before it.
+        k_grad = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+        v_grad = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+        p_operand = gl.zeros([HALF, HALF], ring.dtype, OPERAND)
+        s_grad = p_operand
+        for member in range(num_heads // num_kv_heads):
+            # The queries on the diagonal, under a mask, then those after it. Of the former, the second consumer sees
+            # none in the first step; but were that step left out, the compiler would wait after each product.
+            for part in gl.static_range(2):
+                for half in range(2 * part, 2 * (num_blocks - block) if part == 1 else 2):
+                    slot = step % SLOTS
+                    # What belongs to t - 1 lies in the slot before, but in a tile's first step is zero times its own.
+                    has_last = part == 1 or member + half > 0
+                    last = (step + gl.where(has_last, SLOTS - 1, 0)) % SLOTS
+                    wait_until_full(full, step, SLOTS)
+                    scores_token = start_scores(k, ring.index(2 * slot))
+                    v_grad_token = start_output(p_operand, ring.index(2 * last + 1), v_grad)
+                    k_grad_token = start_output(s_grad, ring.index(2 * last), k_grad)
+                    lse = vectors.index(2 * slot).reshape([HALF]).load(SQUARE_COLS)
+                    p = gl.exp2(warpgroup_mma_wait(2, [scores_token]) * qk_scale - lse[None, :])
+                    if part == 0:
+                        keys = PART * HALF + gl.arange(0, HALF, SQUARE_ROWS)
+                        queries = half * HALF + gl.arange(0, HALF, SQUARE_COLS)
+                        p = gl.where(keys[:, None] <= queries[None, :], p, 0.0)
+                    wait_until_full(full, step, SLOTS)  # over already, as in consume_dq
+                    v_grad = warpgroup_mma_wait(1, [v_grad_token])
+                    p_grad_token = start_scores(v, ring.index(2 * slot + 1))
+                    k_grad = warpgroup_mma_wait(1, [k_grad_token])
+                    mbarrier.arrive(empty.index(last), pred=has_last)
+                    # Only now, when s_grad of t - 1 has left its registers.
+                    delta = vectors.index(2 * slot + 1).reshape([HALF]).load(SQUARE_COLS)
+                    p_grad = warpgroup_mma_wait(0, [p_grad_token])
+                    p_operand = as_operand(p, ring.dtype)
+                    s_grad = as_operand(p * (p_grad - delta[None, :]), ring.dtype)
+                    step += 1
+        last = (step + SLOTS - 1) % SLOTS
+        v_grad_token = start_output(p_operand, ring.index(2 * last + 1), v_grad)
+        k_grad_token = start_output(s_grad, ring.index(2 * last), k_grad)
+        v_grad, k_grad = warpgroup_mma_wait(0, [v_grad_token, k_grad_token])
+        mbarrier.arrive(empty.index(last))
+        mbarrier.arrive(own_empty.index(0))
+        row = block * BLOCK + PART * HALF
+        store_half(v_grad_desc, result, v_grad, (batch, 0, row, kv_head, 0))
+        k_grad *= scale
+        if HALF_DIM:
+            k_grad = rotate_back(k_grad, tables, row, seq_len, HALF_DIM)
+        store_half(k_grad_desc, result, k_grad, (batch, 0, row, kv_head, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def flash_attention_backward_dkdv_hopper_kernel(
+    k_desc,  # (batch, 2, seq_len, num_kv_heads, head_dim / 2), read in tiles of 64 rows, as all are
+    v_desc,  # like k
+    q_desc,  # like k, with more heads
+    o_grad_desc,  # like q
+    lse_desc,  # (batch * num_heads, seq_len) in fp32, with log2, read in tiles of 64 columns
+    delta_desc,  # like lse
+    k_grad_desc,  # out: like k
+    v_grad_desc,  # out: like k
+    cos_ptr,  # (seq_len, head_dim / 2) in fp32, read if HALF_DIM
+    sin_ptr,  # like cos
+    scale,
+    qk_scale,  # scale * log2(e)
+    HALF_DIM: gl.constexpr,  # head_dim / 2 if k_grad is to be rotated back, or 0
+):
+    """v_grad = p^T o_grad and k_grad = s_grad^T q * scale, sums over the heads of a group. Grid: as for dq."""
+    memory, sizes = prepare(q_desc, k_desc)
+    vectors = make_tiles(lse_desc, 2 * SLOTS)
+    given = k_grad_desc, v_grad_desc, (cos_ptr, sin_ptr), memory, vectors, sizes, scale, qk_scale
+    brought = (k_desc, v_desc, q_desc, o_grad_desc, lse_desc, delta_desc), memory, vectors, sizes
+    gl.warp_specialize(
+        [(consume_dkdv, (given, HALF_DIM, FIRST)), (consume_dkdv, (given, HALF_DIM, SECOND)), (produce_dkdv, brought)],
+        [4, 1],
+        REGISTERS,
     )
 
 
@@ -259,24 +566,56 @@ def flash_attention_hopper_kernel(
 # Launch
 
 
+def serves(num_tiles, q, *others):
+    """Return whether the kernels serve q and other tensors of its type, in as many tiles."""
+    _, seq_len, _, head_dim = q.shape
+    if not (q.is_cuda and q.dtype.itemsize == 2 and seq_len >= SHORTEST):
+        return False
+    if not (NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 8 == 0 and all(t.dtype == q.dtype for t in others)):
+        return False
+    device = llama.get_device("cuda")
+    # With fewer tiles than multiprocessors, plain Triton's tiles of half the size are faster, or as fast.
+    return device.arch == "sm_90" and num_tiles >= device.num_sms and all(map(is_readable, (q, *others)))
+
+
 def launch_forward(q, k, v, o, lse):
     """Fill o and lse as flash_attention_kernel does. Return False if it is the one to do so, and nothing is done."""
     batch, seq_len, num_heads, head_dim = q.shape
-    if not (q.is_cuda and q.dtype.itemsize == 2 and seq_len >= SHORTEST):
+    batch_heads = batch * num_heads
+    if not serves(llama.cdiv(seq_len, BLOCK.value) * batch_heads, q, k, v, o):
         return False
-    if not (NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 8 == 0):
-        return False
-    if not q.dtype == k.dtype == v.dtype == o.dtype:
-        return False
-    device, batch_heads = llama.get_device("cuda"), batch * num_heads
-    # With fewer tiles than multiprocessors, plain Triton's tiles of half the size are faster.
-    enough = llama.cdiv(seq_len, BLOCK.value) * batch_heads >= device.num_sms
-    if device.arch != "sm_90" or not enough or not all(map(is_readable, (q, k, v, o))):
-        return False
-    # Descriptors count in 64 bits, the backward pass does not: it would refuse such tensors late.
+    # Descriptors count in 64 bits, plain Triton's backward pass does not: it would refuse such tensors late.
     llama.require_32_bits(q.shape, [llama.Stride(*t.stride()) for t in (q, k, v, o)])
     rows_of_tiles = (q, HALF), (k, BLOCK), (v, BLOCK), (o, HALF)
     descs = [descriptor(t, 1, rows.value, 1, HEAD_DIM.value) for t, rows in rows_of_tiles]
     scalars = num_heads, num_heads // k.shape[2], batch_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
-    launch(flash_attention_hopper_kernel, device.num_sms, (*descs, lse, *scalars))
+    launch(flash_attention_hopper_kernel, llama.get_device("cuda").num_sms, (*descs, lse, *scalars))
+    return True
+
+
+def halves_descriptor(tensor):
+    """Return the descriptor of (batch, 2, seq_len, heads, head_dim / 2): two halves of 64 columns each make a tile."""
+    (batch, seq_len, heads, head_dim), (*strides, _) = tensor.shape, tensor.stride()
+    shape = batch, 2, seq_len, heads, head_dim // 2
+    strides = strides[0], head_dim // 2, strides[1], strides[2], 1
+    return make_descriptor(tensor.data_ptr(), tensor.dtype, shape, strides, (1, 2, HALF.value, 1, HEAD_DIM.value // 2))
+
+
+def launch_backward(o_grad, saved, gradients, delta, tables):
+    """Fill gradients, and delta, as flash_attention_backward_kernel does. Return False as launch_forward does."""
+    q, k, v, o, lse = saved
+    _, seq_len, _, head_dim = q.shape
+    num_tiles = q.shape[0] * k.shape[2] * llama.cdiv(seq_len, BLOCK.value)  # of keys; of queries there are no fewer
+    # Halves of a head, and rows of lse, begin at multiples of 16 bytes.
+    rows_fit = all(t.dtype == torch.float32 and t.is_contiguous() and is_readable(t) for t in (lse, delta))
+    if head_dim % 16 or not rows_fit or not serves(num_tiles, q, k, v, o, o_grad, *gradients):
+        return False
+    q, k, v, o, o_grad, q_grad, k_grad, v_grad = map(halves_descriptor, (q, k, v, o, o_grad, *gradients))
+    rows = [descriptor(t.view(-1, seq_len), 1, HALF.value) for t in (lse, delta)]
+    cos, sin = tables or (lse, lse)
+    scalars = cos, sin, head_dim**-0.5, head_dim**-0.5 * math.log2(math.e)
+    programs, constants = llama.get_device("cuda").num_sms, (head_dim // 2 if tables else 0,)
+    dq, dkdv = (q, o_grad, o, k, v, q_grad, lse, delta), (k, v, q, o_grad, *rows, k_grad, v_grad)
+    launch(flash_attention_backward_dq_hopper_kernel, programs, (*dq, *scalars), constants, maxnreg=168)
+    launch(flash_attention_backward_dkdv_hopper_kernel, programs, (*dkdv, *scalars), constants, maxnreg=168)
     return True
