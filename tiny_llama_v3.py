@@ -2047,6 +2047,9 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     delta = lse if is_short else torch.empty_like(lse)
     cos, sin = tables or (lse, lse)
     assert cos.is_contiguous() and sin.is_contiguous()
+    hopper = companion("attention_hopper")
+    if hopper and not is_short and hopper.launch_backward(o_grad, saved, gradients, delta, tables):
+        return
     # Where few heads of k and v leave multiprocessors idle, several programs have a part of a group each.
     by_keys = "fused" if is_short else "dkdv"
     kind, precision = q.device.type, attention_precision(q)

@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Triton 3.8 renamed both.
+# Triton has renamed them since 3.6.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Barriers. One counts arrivals, of threads or of bytes, and then changes its phase, 0 or 1. A wait names the phase that
@@ -63,7 +64,44 @@ def make_tiles(desc, COUNT: gl.constexpr):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Which program computes which tiles
+
+
+@gluon.jit
+def dealt(turn):
+    """Return the number of the tile that a program gets at its turn; it may be beyond the last one.
+
+    There is one program for each multiprocessor. Tiles are dealt as cards are: the longest first, and every second
+    round backwards, so that who got a longer one gets a shorter one next.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def tile_of(turn, num_blocks, num_others):
+    """Return the block and what else is counted of the program's tile: the last blocks are the longest."""
+    return num_blocks - 1 - dealt(turn) // num_others, dealt(turn) % num_others
+
+
+@gluon.jit
+def count_tiles(num_tiles):
+    """Return how many tiles the program has: in all rounds but perhaps the last one, everybody has one."""
+    rounds = num_tiles // gl.num_programs(0)
+    return rounds + (dealt(rounds) < num_tiles)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Launch
+
+
+def serves(num_tiles, *tensors):
+    """Return whether tensors are readable, of one type of 2 bytes, and on a Hopper with a tile for each processor."""
+    first = tensors[0]
+    if not (first.is_cuda and first.dtype.itemsize == 2 and all(t.dtype == first.dtype for t in tensors)):
+        return False
+    device = llama.get_device("cuda")
+    return device.arch == "sm_90" and num_tiles >= device.num_sms and all(map(is_readable, tensors))
 
 
 def is_readable(tensor):

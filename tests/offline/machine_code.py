@@ -19,10 +19,12 @@ import json, sys, torch, triton
 from offline.compiler import Driver
 from tiny_llama.hopper import make_descriptor
 triton.runtime.driver.set_active(Driver("sm_90"))
+compiled = {}
 """
 END = """
-open(sys.argv[1], "wb").write(compiled.asm["cubin"])
-print(json.dumps([compiled.metadata.shared, compiled.metadata.num_warps]))
+for name, kernel in compiled.items():
+    open(f"{sys.argv[1]}/{name}.cubin", "wb").write(kernel.asm["cubin"])
+print(json.dumps({name: (kernel.metadata.shared, kernel.metadata.num_warps) for name, kernel in compiled.items()}))
 """
 
 
@@ -32,26 +34,43 @@ class MachineCode(NamedTuple):
     shared: int  # bytes of shared memory
     warps: int
     registers: int  # of a thread, at its start
-    local: int  # bytes of a thread's spilled registers
+    stack: int  # bytes of a thread's spilled registers
     code: str
 
     def fits(self):
         """Return whether a program fits into a multiprocessor."""
         return self.shared <= CHIPS["sm_90"].shared_limit and self.registers * 32 * self.warps <= 2**16
 
+    def waits(self):
+        """Return (products still under way, products before, exponentials after those) for each wait for products."""
+        waits, exponentials, products = [], 0, 0
+        pattern = r"WARPGROUP\.DEPBAR\S* \S+ 0x([0-9a-f]+)|(MUFU\.EX2)|(HGMMA)"
+        for wait, exponential, product in re.findall(pattern, self.code):
+            products += bool(product)
+            exponentials = 0 if product else exponentials + bool(exponential)
+            if wait:
+                waits.append((int(wait, 16), products, exponentials))
+                exponentials = products = 0
+        return waits
 
-def machine_code(program, folder):
-    """Return the MachineCode of the kernel that a program compiles, in a process of its own, as 'compiled'."""
+
+def compile_kernels(program, folder):
+    """Return {name: MachineCode} of the kernels that a program puts into {name: CompiledKernel}, called compiled."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    cubin = folder / "kernel.cubin"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BEGIN + program + END, cubin]
+    command = [sys.executable, "-c", BEGIN + program + END, folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: read_code(folder / f"{name}.cubin", *sizes) for name, sizes in found.items()}
+
+
+def read_code(cubin, shared, warps):
     tool = Path(llama.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     resources, code = (
         subprocess.run([tool, flag, cubin], capture_output=True, text=True, check=True).stdout
         for flag in ("-res-usage", "-sass")
     )
     registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", resources)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return MachineCode(*json.loads(done.stdout.splitlines()[-1]), registers, stack + local, code)
+    assert local == 0
+    return MachineCode(shared, warps, registers, stack, code)

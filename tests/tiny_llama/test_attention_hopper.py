@@ -34,6 +34,29 @@ def forward(q, k, v):
 def heads(batch, seq, heads, kv_heads, dtype, dim=128):
     packed = torch.randn(batch, seq, (heads + 2 * kv_heads) * dim, device="cuda", dtype=dtype)
     return llama.split_heads(packed, heads, kv_heads)
+def exact_gradients(q, k, v, o_grad, tables):
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    gradients = torch.autograd.grad(exact(*leaves)[0], leaves, o_grad.double())
+    return [*(rotated_back(x, tables) for x in gradients[:2]), gradients[2]]
+def rotated_back(x, tables):
+    if tables is None:
+        return x
+    (cos, sin), (first, second) = (t.double()[:, None] for t in tables), x.chunk(2, -1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+def backward(o_grad, saved, tables, launch=None):
+    q, k, v, _, lse = saved
+    batch, seq_len, num_heads, dim = q.shape
+    packed = q.new_full((batch, seq_len, (num_heads + 2 * k.shape[2]) * dim), math.nan)
+    gradients = llama.split_heads(packed, num_heads, k.shape[2])
+    assert (launch or hopper.launch_backward)(o_grad, saved, gradients, torch.full_like(lse, math.nan), tables)
+    return gradients
+def plain(o_grad, saved, gradients, delta, tables):
+    kept, hopper.launch_backward = hopper.launch_backward, lambda *tensors: False
+    llama.flash_attention_backward(o_grad, saved, gradients, tables)
+    hopper.launch_backward = kept
+    return True
+def difference(x, y):
+    return ((x - y).norm() / y.norm()).item()
 torch.manual_seed(0)
 """
 
@@ -92,6 +115,98 @@ print(json.dumps(torch.equal(o, want) and torch.equal(lse, want_lse) and all(x.i
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 1e-2), ("float16", 1.5e-3)])
+@pytest.mark.parametrize(
+    "shape, head_dim",
+    [
+        ((5, 1000, 16, 4), 128),
+        ((17, 1000, 8, 1), 128),
+        ((33, 516, 4, 4), 128),
+        ((140, 4, 1, 1), 128),
+        ((9, 1000, 16, 2), 80),
+        ((12, 388, 6, 3), 96),
+        ((12, 132, 12, 6), 112),
+    ],
+)
+def test_gradients_are_right_and_have_the_same_bits(shape, head_dim, dtype, tolerance):
+    assert run(f"""
+q, k, v = heads(*{shape}, torch.{dtype}, {head_dim})
+o_grad, saved = torch.randn_like(q), (q, k, v, *forward(q, k, v))
+right = []
+for tables in (None, llama.rope_tables(q.shape[1], {head_dim}, "cuda")):
+    ours, again = backward(o_grad, saved, tables), backward(o_grad, saved, tables)
+    others, wants = backward(o_grad, saved, tables, plain), exact_gradients(q, k, v, o_grad, tables)
+    for x, same, other, want in zip(ours, again, others, wants):
+        error, of_plain = difference(x, want), difference(other, want)
+        print(error, of_plain, torch.equal(x, other))
+        right += [torch.equal(x, same), error < {tolerance}, error < 1.02 * of_plain]
+print(json.dumps(all(right)))
+""")
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_it_stores_nothing_beside_its_gradients_and_can_be_captured(head_dim):
+    assert run(
+        f"head_dim = {head_dim}"
+        + """
+q, k, v = heads(9, 1000, 8, 2, torch.bfloat16, head_dim)
+o_grad, saved, tables = torch.randn_like(q), (q, k, v, *forward(q, k, v)), llama.rope_tables(1000, head_dim, "cuda")
+want, delta_room = backward(o_grad, saved, tables), q.new_full((9 * 8 * 1000 + 256,), math.nan, dtype=torch.float32)
+wide = q.new_full((9, 1040, 12, 128), math.nan)
+gradients = wide[:, 20:1020, :, :head_dim].split([8, 2, 2], 2)
+arguments = o_grad, saved, gradients, delta_room[128:-128].view(9, 8, 1000), tables
+assert hopper.launch_backward(*arguments)
+wide.fill_(math.nan)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    for _ in range(20):
+        assert hopper.launch_backward(*arguments)
+graph.replay()
+beside = wide[:, :20], wide[:, 1020:], wide[..., head_dim:], delta_room[:128], delta_room[-128:]
+same = all(torch.equal(x, y) for x, y in zip(gradients, want))
+print(json.dumps(same and all(x.isnan().all().item() for x in beside)))
+"""
+    )
+
+
+@needs_hopper
+def test_gradients_that_it_does_not_compute_are_left_to_plain_triton():
+    assert run("""
+def tensors(batch=9, seq_len=1000, dim=128):
+    q, k, v = heads(batch, seq_len, 8, 2, torch.bfloat16, dim)
+    lse, room = q.new_zeros(batch, 8, seq_len, dtype=torch.float32), q.new_full((batch, seq_len, 12, dim), math.nan)
+    o_grad = torch.randn_like(q)
+    gradients, delta = room.split([8, 2, 2], 2), lse + math.nan
+    return dict(o_grad=o_grad, q=q, k=k, v=v, o=o_grad.clone(), lse=lse, gradients=gradients, delta=delta)
+def refuses(o_grad, gradients, delta, **saved):
+    launched = hopper.launch_backward(o_grad, tuple(saved.values()), gradients, delta, None)
+    torch.cuda.synchronize()
+    return not launched and all(x.isnan().all().item() for x in (*gradients, delta))
+def moved(t):
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+base = tensors()
+changes = [dict([(name, base[name].half())]) for name in ("k", "v", "o")]
+changes += [dict([(name, moved(base[name]))]) for name in ("o_grad", "lse", "delta")]
+changes += dict(gradients=[x.float() for x in base["gradients"]]), dict(lse=base["lse"].mT.contiguous().mT)
+refused = [refuses(**base | change) for change in changes]
+refused += [refuses(**tensors(**sizes)) for sizes in (dict(seq_len=1001), dict(dim=72), dict(dim=64), dict(batch=8))]
+right = []
+for seq_len in (1000, 1001):
+    q, k, v = heads(9, seq_len, 8, 2, torch.bfloat16)
+    saved, o_grad = (q, k, v, *forward(q, k, v)), torch.randn_like(q)
+    gradients, seen, launch = [torch.full_like(x, math.nan) for x in (q, k, v)], [], hopper.launch_backward
+    hopper.launch_backward = lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
+    llama.flash_attention_backward(o_grad, saved, gradients)
+    hopper.launch_backward = launch
+    wants = exact_gradients(q, k, v, o_grad, None)
+    right += [seen == [seq_len == 1000], *(difference(x, want) < 1e-2 for x, want in zip(gradients, wants))]
+print(refused, right)
+print(json.dumps(all(refused + right)))
+""")
+
+
+@needs_hopper
 def test_other_types_and_places_are_refused_or_right_after_a_launch():
     """A compiled kernel is found by what it was compiled for: the types of all tensors, and where lse begins."""
     assert run("""
@@ -132,10 +247,12 @@ except ValueError as error:
 @needs_hopper
 def test_a_step_has_the_loss_and_the_gradients_of_plain_triton():
     errors = run("""
-sizes = dict(hidden_dim=1024, num_heads=8, num_kv_heads=2, num_layers=1, seq_len=1024, batch_size=3, vocab_size=64)
+sizes = dict(hidden_dim=1024, num_heads=8, num_kv_heads=2, num_layers=1, seq_len=1024, batch_size=9, vocab_size=64)
 config = llama.Config(**sizes, use_amp=True)
-seen, launch = [], hopper.launch_forward
-hopper.launch_forward = lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
+seen = []
+def watched(launch):
+    return lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
+hopper.launch_forward, hopper.launch_backward = watched(hopper.launch_forward), watched(hopper.launch_backward)
 def gradients():
     torch.manual_seed(0)
     step = llama.TrainStep(config, llama.get_device("cuda"))
@@ -143,11 +260,11 @@ def gradients():
     step.run()
     return step.loss.item(), step.optimizer.grad.float().clone()
 ours = gradients()
-hopper.launch_forward = lambda *tensors: False
+hopper.launch_forward = hopper.launch_backward = lambda *tensors: False
 plain = gradients()
-print(json.dumps([ours[0] - plain[0], ((ours[1] - plain[1]).norm() / plain[1].norm()).item(), seen]))
+print(json.dumps([ours[0] - plain[0], difference(ours[1], plain[1]), seen]))
 """)
-    assert abs(errors[0]) < 1e-3 and errors[1] < 1e-2 and errors[2] == [True]
+    assert abs(errors[0]) < 1e-3 and errors[1] < 1e-2 and errors[2] == [True, True]
 
 
 def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
@@ -168,16 +285,30 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
         def get_device(self):
             return 0
 
-    def fits(t, arch="sm_90"):
+    def fits(t, arch="sm_90", **others):
+        """Return whether forward and backward are served."""
         monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(hopper, "launch", lambda *arguments: None)
+        monkeypatch.setattr(hopper, "launch", lambda *arguments, **options: None)
         t = t.as_subclass(Tensor)
-        lse = torch.zeros(1).as_subclass(Tensor)
-        return hopper.launch_forward(t, t, t, t, lse)
+        lse = torch.zeros(t.shape[0], t.shape[2], t.shape[1], device="meta").as_subclass(Tensor)
+        tensors = dict(q=t, k=t, v=t, o=t, lse=lse, o_grad=t, q_grad=t, k_grad=t, v_grad=t, delta=lse)
+        *saved, o_grad, q_grad, k_grad, v_grad, delta = (tensors | others).values()
+        backward = hopper.launch_backward(o_grad, saved, (q_grad, k_grad, v_grad), delta, None)
+        return hopper.launch_forward(*saved), backward
 
-    assert fits(q) and len(serves) == 4
-    assert not fits(q, "sm_100") and not fits(q.float()) and not fits(q[..., :64])
-    assert fits(q[..., :72]) and not fits(q[..., :100])
-    assert not fits(q[:, :511]) and not fits(q[:1, :512])  # short, or fewer tiles than multiprocessors
-    assert not fits(q.transpose(2, 3).contiguous().transpose(2, 3))  # rows with gaps
+    assert fits(q) == (True, True) and len(serves) == 8 + 2 + 4
+    for refused in (q.float(), q[..., :64], q[..., :100], q[:, :508]):
+        assert fits(refused) == (False, False)
+    assert fits(q, "sm_100") == (False, False)
+    assert fits(q.transpose(2, 3).contiguous().transpose(2, 3)) == (False, False)  # rows with gaps
+    assert fits(q[:1, :512]) == (False, False)  # fewer tiles than multiprocessors
+    half, few = q.half().as_subclass(Tensor), q[:2, :, :4].as_subclass(Tensor)
+    assert fits(q[:2], k=few, v=few, k_grad=few, v_grad=few) == (True, False)  # of keys
+    for head_dim, backward in ((72, False), (80, True), (88, False), (112, True)):
+        assert fits(q[..., :head_dim]) == (True, backward)
+    assert fits(q[:, :1001]) == (True, False) and fits(q[:, :1000]) == (True, True)  # rows of lse
+    for name in ("o_grad", "q_grad", "k_grad", "v_grad"):
+        assert fits(q, **{name: half}) == (True, False)
+    lse = torch.zeros(16, 16, 1024, device="meta").as_subclass(Tensor)
+    assert fits(q, delta=lse.double()) == fits(q, delta=lse.mT.contiguous().mT) == (True, False)
