@@ -2022,7 +2022,7 @@ def flash_attention_forward(q, k, v, out=None):
         raise TypeError(f"q, k, v and o are {types}: convert them to one type, on one device")
     lse = q.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
     tensors = q, k, v, o, lse
-    # On a Hopper, heads of 128 have a kernel of their own, which is faster.
+    # On a Hopper, wide heads have a kernel of their own, which is faster.
     hopper = companion("attention_hopper")
     if not (hopper and hopper.launch_forward(*tensors)):
         # Scores are divided by sqrt(head_dim), whose inverse is folded with log2(e) into one factor.
@@ -2047,6 +2047,7 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     delta = lse if is_short else torch.empty_like(lse)
     cos, sin = tables or (lse, lse)
     assert cos.is_contiguous() and sin.is_contiguous()
+    # On a Hopper, wide heads have kernels of their own, which are faster.
     hopper = companion("attention_hopper")
     if hopper and not is_short and hopper.launch_backward(o_grad, saved, gradients, delta, tables):
         return
