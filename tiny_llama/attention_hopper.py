@@ -505,7 +505,7 @@ def launch_backward(o_grad, saved, gradients, delta, tables):
     batch, seq_len, num_kv_heads, head_dim = saved[1].shape
     # The copy engine reads halves of heads, and rows of lse, at multiples of 16 bytes.
     fits = seq_len >= SHORTEST and NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 16 == 0
-    fits &= all(t.dtype == torch.float32 and t.is_contiguous() and is_readable(t) for t in (lse, delta))
+    fits = fits and all(t.dtype == torch.float32 and t.is_contiguous() and is_readable(t) for t in (lse, delta))
     # Tiles of keys; of queries there are no fewer. With 64 for 132 multiprocessors, plain Triton is as fast.
     if not (fits and serves(llama.cdiv(seq_len, BLOCK.value) * batch * num_kv_heads, *heads)):
         return False

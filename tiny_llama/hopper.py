@@ -101,14 +101,14 @@ def serves(num_tiles, *tensors):
     if not (first.is_cuda and first.dtype.itemsize == 2 and all(t.dtype == first.dtype for t in tensors)):
         return False
     device = llama.get_device("cuda")
-    return device.arch == "sm_90" and num_tiles >= device.num_sms and all(map(is_readable, tensors))
+    is_current = all(t.get_device() == torch.cuda.current_device() for t in tensors)
+    return device.arch == "sm_90" and num_tiles >= device.num_sms and is_current and all(map(is_readable, tensors))
 
 
 def is_readable(tensor):
     """Return whether the current device's copy engine can read it: rows without gaps, all at multiples of 16 bytes."""
     *strides, last = tensor.stride()
-    at_multiples = not any(n * tensor.element_size() % 16 for n in strides) and tensor.data_ptr() % 16 == 0
-    return last == 1 and at_multiples and tensor.get_device() == torch.cuda.current_device()
+    return last == 1 and not any(n * tensor.element_size() % 16 for n in strides) and tensor.data_ptr() % 16 == 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,12 +27,12 @@ from tiny_llama.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    is_readable,
     launch,
     load_tile,
     make_barriers,
     make_tiles,
     mbarrier,
+    serves,
     store_tile,
     tma,
     wait_until_empty,
@@ -350,16 +350,13 @@ def launch_product(a, b, gate_up, hidden=None):
     """Launch the kernel forward, with hidden, or backward. Return False if it is not the one to do so."""
     (rows, inner), ffn, forward = a.shape, gate_up.shape[1] // 2, hidden is not None
     tensors = a, b, gate_up, *([hidden] if forward else [])
-    if not (a.is_cuda and ffn % 8 == 0 and all(t.dtype == torch.bfloat16 and is_readable(t) for t in tensors)):
-        return False
-    weight_shape = (2 * ffn, inner) if forward else (inner, ffn)
-    if b.shape != weight_shape or gate_up.shape != (rows, 2 * ffn) or forward and hidden.shape != (rows, ffn):
-        return False  # padded
-    device = llama.get_device("cuda")
+    shapes = (rows, inner), (2 * ffn, inner) if forward else (inner, ffn), (rows, 2 * ffn), (rows, ffn)
+    if any(t.shape != shape or t.dtype != torch.bfloat16 for t, shape in zip(tensors, shapes, strict=False)):
+        return False  # padded, or of another type
     num_m, num_n = llama.cdiv(rows, ROWS.value), llama.cdiv(ffn, COLS.value // 2 if forward else COLS.value)
     steps, pieces = llama.cdiv(inner, STEP.value), COLS.value // WIDTH.value // (2 if forward else 1)
     # With fewer tiles than multiprocessors, or steps than pieces, there is nothing to finish a tile beside.
-    if device.arch != "sm_90" or num_m * num_n < device.num_sms or steps < pieces:
+    if not (steps >= pieces and ffn % 8 == 0 and serves(num_m * num_n, *tensors)):
         return False
     # gate_up as (2, rows, ffn): with gate and up apart, the copy engine leaves out columns past the end of each.
     halves = gate_up.view(rows, 2, ffn).transpose(0, 1)
@@ -370,5 +367,7 @@ def launch_product(a, b, gate_up, hidden=None):
         descriptor(halves, 2, HALF.value, WIDTH.value),
         descriptor(hidden if forward else gate_up, HALF.value, WIDTH.value),
     ]
-    launch(swiglu_hopper_kernel, device.num_sms, (*descs, num_m, num_n, steps), (forward,), maxnreg=168)
+    launch(
+        swiglu_hopper_kernel, llama.get_device("cuda").num_sms, (*descs, num_m, num_n, steps), (forward,), maxnreg=168
+    )
     return True

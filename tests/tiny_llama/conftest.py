@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 
@@ -13,6 +14,31 @@ TINY = (
     "--hidden-dim 32 --num-layers 2 --num-heads 2 --ffn-dim 32 --vocab-size 37 --batch-size 1 --seq-len 16 "
     "--num-steps 2 --warmup-steps 1 --impl torch --device cpu"
 ).split()
+
+
+@pytest.fixture
+def without_launches(monkeypatch):
+    """Import a companion for Hopper, which then launches nothing, and return it with a class of tensors of a GPU."""
+
+    class Tensor(torch.Tensor):
+        is_cuda = True
+
+        def data_ptr(self):
+            return 0
+
+        def get_device(self):
+            return 0
+
+    def imported(name):
+        hopper = llama.companion(name)
+        if hopper is None:
+            pytest.skip("Triton is older than 3.6, or there is none")
+        monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", "sm_90", 132, 32))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(hopper, "launch", lambda *arguments, **options: None)
+        return hopper, Tensor
+
+    return imported
 
 
 @pytest.fixture

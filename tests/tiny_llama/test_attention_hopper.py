@@ -267,29 +267,16 @@ print(json.dumps([ours[0] - plain[0], difference(ours[1], plain[1]), seen]))
     assert abs(errors[0]) < 1e-3 and errors[1] < 1e-2 and errors[2] == [True, True]
 
 
-def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch):
-    hopper = llama.companion("attention_hopper")
-    if hopper is None:
-        pytest.skip("Triton is older than 3.6, or there is none")
+def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch, without_launches):
+    hopper, Tensor = without_launches("attention_hopper")
     q = torch.zeros(16, 1024, 16, 128, dtype=torch.bfloat16, device="meta")
     assert not hopper.launch_forward(q, q, q, q, None)  # of no GPU
     serves = []
-    monkeypatch.setattr(hopper, "descriptor", lambda *arguments: serves.append(arguments) or None)
-
-    class Tensor(torch.Tensor):
-        is_cuda = True
-
-        def data_ptr(self):
-            return 0
-
-        def get_device(self):
-            return 0
+    monkeypatch.setattr(hopper, "descriptor", lambda *arguments: serves.append(arguments))
 
     def fits(t, arch="sm_90", **others):
         """Return whether forward and backward are served."""
         monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(hopper, "launch", lambda *arguments, **options: None)
         t = t.as_subclass(Tensor)
         lse = torch.zeros(t.shape[0], t.shape[2], t.shape[1], device="meta").as_subclass(Tensor)
         tensors = dict(q=t, k=t, v=t, o=t, lse=lse, o_grad=t, q_grad=t, k_grad=t, v_grad=t, delta=lse)

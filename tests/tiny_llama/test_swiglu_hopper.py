@@ -181,11 +181,27 @@ print(json.dumps(not any(refused) and gate_up.isnan().all().item() and hidden.is
 """)
 
 
-def test_no_other_device_is_served():
-    hopper = llama.companion("swiglu_hopper")
-    if hopper is None:
-        pytest.skip("Triton is older than 3.6, or there is none")
-    x = torch.zeros(8192, 1024, dtype=torch.bfloat16, device="meta")
-    gate_up = torch.zeros(8192, 8192, dtype=torch.bfloat16, device="meta")
-    assert not hopper.launch_forward(x, gate_up[:, :1024], gate_up, gate_up[:, :4096])
-    assert not hopper.launch_backward(x, gate_up[:1024, :4096], gate_up)
+def test_what_it_does_not_serve_is_left_to_the_library(monkeypatch, without_launches):
+    hopper, Tensor = without_launches("swiglu_hopper")
+    monkeypatch.setattr(hopper, "descriptor", lambda *arguments: None)
+
+    def fits(rows=8192, inner=1024, ffn=4096, dtype=torch.bfloat16, kind=Tensor, more=0):
+        """Return whether forward and backward are served; more columns are padding."""
+        x, gate_up = (
+            torch.zeros(rows, n, dtype=dtype, device="meta").as_subclass(kind) for n in (inner, 2 * ffn + more)
+        )
+        weights = [
+            torch.zeros(*s, dtype=dtype, device="meta").as_subclass(kind) for s in ((2 * ffn, inner), (inner, ffn))
+        ]
+        hidden = torch.zeros(rows, ffn + more, dtype=dtype, device="meta").as_subclass(kind)
+        forward = hopper.launch_forward(x, weights[0], gate_up, hidden)
+        return forward, hopper.launch_backward(x, weights[1], gate_up)
+
+    neither, both = (False, False), (True, True)
+    assert fits() == fits(9001, 968, 3000) == fits(inner=456) == both
+    assert fits(kind=torch.Tensor) == fits(dtype=torch.float16) == fits(dtype=torch.float32) == neither
+    assert fits(inner=448) == fits(inner=200) == (True, False)  # fewer steps than backward's pieces, of which it has 8
+    assert fits(inner=192) == fits(inner=1020) == fits(ffn=4092) == fits(more=16) == neither
+    assert fits(256) == neither and fits(640) == (True, False)  # forward has 160 tiles then, backward 80
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert fits() == neither
