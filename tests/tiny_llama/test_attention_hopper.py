@@ -1,18 +1,11 @@
 """The attention of heads of 72 to 128 on a Hopper GPU. Each test has a process and a limit: a wrong barrier hangs."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
+from tests.tiny_llama.hopper_programs import needs_hopper, run
 
-ROOT = Path(__file__).resolve().parents[2]
-IS_HOPPER = torch.cuda.is_available() and llama.get_device("cuda").arch == "sm_90"
-needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of sm_90")
 BEGIN = """
 import json, math, torch, tiny_llama_v3 as llama
 from tiny_llama import attention_hopper as hopper
@@ -61,14 +54,6 @@ torch.manual_seed(0)
 """
 
 
-def run(program):
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @needs_hopper
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 3e-3), ("float16", 4e-4)])
 @pytest.mark.parametrize(
@@ -83,12 +68,15 @@ def run(program):
     ],
 )
 def test_it_is_right_and_gives_the_same_bits(shape, head_dim, dtype, tolerance):
-    errors = run(f"""
+    errors = run(
+        BEGIN
+        + f"""
 q, k, v = heads(*{shape}, torch.{dtype}, {head_dim})
 (o, lse), (again, lse_again), (exact_o, exact_lse) = forward(q, k, v), forward(q, k, v), exact(q, k, v)
 same = torch.equal(o, again) and torch.equal(lse, lse_again)
 print(json.dumps([((o - exact_o).norm() / exact_o.norm()).item(), (lse - exact_lse).abs().max().item(), same]))
-""")
+"""
+    )
     assert errors[0] < tolerance and errors[1] < 1e-5 and errors[2]
 
 
@@ -96,7 +84,8 @@ print(json.dumps([((o - exact_o).norm() / exact_o.norm()).item(), (lse - exact_l
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_it_stores_nothing_beside_its_output_and_can_be_captured(head_dim):
     assert run(
-        f"head_dim = {head_dim}"
+        BEGIN
+        + f"head_dim = {head_dim}"
         + """
 q, k, v = heads(4, 1100, 8, 2, torch.bfloat16, head_dim)
 want, want_lse = forward(q, k, v)
@@ -129,7 +118,9 @@ print(json.dumps(torch.equal(o, want) and torch.equal(lse, want_lse) and all(x.i
     ],
 )
 def test_gradients_are_right_and_have_the_same_bits(shape, head_dim, dtype, tolerance):
-    assert run(f"""
+    assert run(
+        BEGIN
+        + f"""
 q, k, v = heads(*{shape}, torch.{dtype}, {head_dim})
 o_grad, saved = torch.randn_like(q), (q, k, v, *forward(q, k, v))
 right = []
@@ -141,14 +132,16 @@ for tables in (None, llama.rope_tables(q.shape[1], {head_dim}, "cuda")):
         print(error, of_plain, torch.equal(x, other))
         right += [torch.equal(x, same), error < {tolerance}, error < 1.02 * of_plain]
 print(json.dumps(all(right)))
-""")
+"""
+    )
 
 
 @needs_hopper
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_it_stores_nothing_beside_its_gradients_and_can_be_captured(head_dim):
     assert run(
-        f"head_dim = {head_dim}"
+        BEGIN
+        + f"head_dim = {head_dim}"
         + """
 q, k, v = heads(9, 1000, 8, 2, torch.bfloat16, head_dim)
 o_grad, saved, tables = torch.randn_like(q), (q, k, v, *forward(q, k, v)), llama.rope_tables(1000, head_dim, "cuda")
@@ -172,7 +165,9 @@ print(json.dumps(same and all(x.isnan().all().item() for x in beside)))
 
 @needs_hopper
 def test_gradients_that_it_does_not_compute_are_left_to_plain_triton():
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 def tensors(batch=9, seq_len=1000, dim=128):
     q, k, v = heads(batch, seq_len, 8, 2, torch.bfloat16, dim)
     lse, room = q.new_zeros(batch, 8, seq_len, dtype=torch.float32), q.new_full((batch, seq_len, 12, dim), math.nan)
@@ -203,13 +198,16 @@ for seq_len in (1000, 1001):
     right += [seen == [seq_len == 1000], *(difference(x, want) < 1e-2 for x, want in zip(gradients, wants))]
 print(refused, right)
 print(json.dumps(all(refused + right)))
-""")
+"""
+    )
 
 
 @needs_hopper
 def test_other_types_and_places_are_refused_or_right_after_a_launch():
     """A compiled kernel is found by what it was compiled for: the types of all tensors, and where lse begins."""
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 q, k, v = heads(4, 1100, 8, 2, torch.bfloat16)
 want, want_lse = forward(q, k, v)
 refused = []
@@ -226,12 +224,15 @@ assert hopper.launch_forward(q, k, v, o, lse)
 half = [x.half() for x in (q, k, v)]
 difference = (llama.flash_attention_forward(*half)[0].float() - exact(*half)[0]).abs().max().item()
 print(json.dumps(all(refused) and torch.equal(o, want) and torch.equal(lse, want_lse) and difference < 1e-2))
-""")
+"""
+    )
 
 
 @needs_hopper
 def test_a_sequence_that_the_backward_pass_cannot_take_is_refused_forward():
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 memory = torch.empty(2**32 + 2**26, device="cuda", dtype=torch.bfloat16)
 q, k, v = (memory[n * 2**20 :].as_strided((1, 1024, 132, 128), (2**32, 2**22, 128, 1)) for n in range(3))
 for t in (q, k, v):
@@ -241,12 +242,15 @@ try:
     print("false")
 except ValueError as error:
     print(json.dumps("count within a sequence in 32 bits" in str(error)))
-""")
+"""
+    )
 
 
 @needs_hopper
 def test_a_step_has_the_loss_and_the_gradients_of_plain_triton():
-    errors = run("""
+    errors = run(
+        BEGIN
+        + """
 sizes = dict(hidden_dim=1024, num_heads=8, num_kv_heads=2, num_layers=1, seq_len=1024, batch_size=9, vocab_size=64)
 config = llama.Config(**sizes, use_amp=True)
 seen = []
@@ -263,7 +267,8 @@ ours = gradients()
 hopper.launch_forward = hopper.launch_backward = lambda *tensors: False
 plain = gradients()
 print(json.dumps([ours[0] - plain[0], difference(ours[1], plain[1]), seen]))
-""")
+"""
+    )
     assert abs(errors[0]) < 1e-3 and errors[1] < 1e-2 and errors[2] == [True, True]
 
 

@@ -1,18 +1,10 @@
 """SwiGLU inside its products on a Hopper GPU. Each test has a process and a limit: a wrong barrier hangs."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import tiny_llama_v3 as llama
+from tests.tiny_llama.hopper_programs import needs_hopper, run
 
-ROOT = Path(__file__).resolve().parents[2]
-IS_HOPPER = torch.cuda.is_available() and llama.get_device("cuda").arch == "sm_90"
-needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of sm_90")
 BEGIN = """
 import json, math, torch, tiny_llama_v3 as llama
 from tiny_llama import swiglu_hopper as hopper
@@ -43,14 +35,6 @@ torch.manual_seed(0)
 """
 
 
-def run(program):
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @needs_hopper
 @pytest.mark.parametrize(
     "rows, inner, ffn",
@@ -58,7 +42,9 @@ def run(program):
 )
 def test_it_is_right_and_has_the_bits_of_the_two_kernels_that_it_replaces(rows, inner, ffn):
     """The products have the error of the library's; the activation and its gradient those of plain Triton's kernels."""
-    errors, same = run(f"""
+    errors, same = run(
+        BEGIN
+        + f"""
 x, gate_up_weight, y_grad, down_weight = inputs({rows}, {inner}, {ffn})
 (gate_up, hidden), again = forward(x, gate_up_weight), forward(x, gate_up_weight)
 exact = x.double() @ gate_up_weight.double().t()
@@ -71,14 +57,17 @@ llama.swiglu_activation_backward_(y_grad @ down_weight, two_kernels)
 exact = exact_backward(y_grad, down_weight, gate_up)
 errors += [error(gradient, exact), error(two_kernels, exact)]
 print(json.dumps([errors, same + [torch.equal(gradient, again)]]))
-""")
+"""
+    )
     assert errors[0] <= 1.01 * errors[1] < 3e-3 and errors[2] <= 1.01 * errors[3] < 4e-3 and all(same)
 
 
 @needs_hopper
 def test_every_gate_has_the_bits_of_plain_triton():
     """The sigmoid has instructions of its own: every finite bf16 number as gate, and infinities."""
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 gates = torch.arange(-(2**15), 2**15, device="cuda").short().view(torch.bfloat16)
 gates = gates.where(~gates.isnan(), 0)
 x, up = torch.zeros(2**16, 512, device="cuda", dtype=torch.bfloat16), randn(512)
@@ -96,12 +85,15 @@ finite = gates.isfinite()
 same = torch.equal(hidden, llama.swiglu_activation(torch.cat((x[:, :1].expand(-1, 512), gate_up[:, 512:]), 1)))
 same_gradient = torch.equal(gradient[finite].nan_to_num(3.0), two_kernels[finite].nan_to_num(3.0))
 print(json.dumps(is_gate and same and same_gradient))
-""")
+"""
+    )
 
 
 @needs_hopper
 def test_it_writes_nothing_beside_its_results_and_can_be_captured():
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 x, gate_up_weight, y_grad, down_weight = inputs(4100, 960, 1400)
 want, want_hidden = forward(x, gate_up_weight)
 want_gradient = backward(y_grad, down_weight, want)
@@ -117,7 +109,8 @@ assert hopper.launch_backward(y_grad, down_weight, gate_up)
 right = right and torch.equal(gate_up, want_gradient)
 gate_up.fill_(math.nan), hidden.fill_(math.nan)
 print(json.dumps(right and room.isnan().all().item() and hidden_room.isnan().all().item()))
-""")
+"""
+    )
 
 
 @needs_hopper
@@ -126,7 +119,8 @@ print(json.dumps(right and room.isnan().all().item() and hidden_room.isnan().all
 def test_a_step_has_the_bits_of_plain_triton(recompute, frozen):
     """Forward and backward, in a group and, with a hook, layer by layer."""
     assert run(
-        f"recompute, frozen = {recompute}, {frozen!r}"
+        BEGIN
+        + f"recompute, frozen = {recompute}, {frozen!r}"
         + """
 sizes = dict(hidden_dim=512, num_heads=8, num_kv_heads=2, num_layers=2, seq_len=1024, batch_size=9, vocab_size=64)
 config = llama.Config(**sizes, ffn_dim=1536, use_amp=True, recompute=recompute)
@@ -161,7 +155,9 @@ print(json.dumps(all(result)))
 
 @needs_hopper
 def test_what_it_does_not_serve_it_leaves_alone():
-    assert run("""
+    assert run(
+        BEGIN
+        + """
 x, gate_up_weight, y_grad, down_weight = inputs(8192, 1024, 4096)
 gate_up, hidden = nans(8192, 8192), nans(8192, 4096)
 refused = [
@@ -178,7 +174,8 @@ refused = [
     hopper.launch_backward(y_grad, down_weight.t().contiguous().t(), gate_up),
 ]
 print(json.dumps(not any(refused) and gate_up.isnan().all().item() and hidden.isnan().all().item()))
-""")
+"""
+    )
 
 
 def test_what_it_does_not_serve_is_left_to_the_library(monkeypatch, without_launches):
