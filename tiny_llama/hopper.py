@@ -64,7 +64,7 @@ def make_tiles(desc, COUNT: gl.constexpr):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which program computes which tiles
+# Which program computes which tiles of attention, whose lengths differ
 
 
 @gluon.jit

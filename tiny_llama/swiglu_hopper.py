@@ -3,9 +3,8 @@
     forward:  [gate | up] = x gate_up_weight^T            and from it  hidden = silu(gate) * up
     backward: hidden_grad = y_grad down_weight            and from it  the gradients of gate and up, over gate and up
 
-Nothing that a library multiplies can know what comes after the product. A kernel of its own can: it has gate, up and
-hidden_grad in registers, and a step reads 2 to 4 times the size of hidden less from memory, or, of hidden_grad, never
-writes it.
+A library's product cannot know what comes after it. This one does, and has gate, up and hidden_grad in registers:
+forward need not read gate and up again, and hidden_grad is never in memory.
 
 A product is computed in tiles of 128 rows and 256 columns, in forward 128 of gate and the same 128 of up. The roles are
 those of attention_hopper.py: a producer fills a ring with steps of 64 along the inner dimension, two consumers multiply
