@@ -253,21 +253,25 @@ def multiply(tiles, barriers, step, count, acc, PART: gl.constexpr, FORWARD: gl.
 @gluon.jit
 def consume(descs, tiles, barriers, sizes, PART: gl.constexpr, FORWARD: gl.constexpr, PIECES: gl.constexpr):
     """Compute one half of each of the program's tiles."""
+    # Forward's four pieces are unrolled. Backward's eight would be too many instructions for their cache.
+    UNROLLED: gl.constexpr = PIECES if FORWARD else 1
     num_m, num_n, steps = sizes
     step = gl.to_tensor(0)
     acc = gl.zeros([HALF, COLS], gl.float32, TILE)
     old = cut(acc.to(gl.bfloat16), 8)
     turns = count_tiles(num_m, num_n)
     for turn in range(turns):
-        for piece in range(PIECES):
-            # One product beside a piece: two would hold two slots of the ring for as long as it takes.
-            token = start_product(tiles, barriers, step, acc, piece > 0, PART, FORWARD)
-            finish(old, turn, piece, num_m, num_n, descs, tiles, barriers, PART, FORWARD)
-            # Registers have no index: the pieces move up by one.
-            old = old[1:] + old[:1]
-            acc = end_product(barriers, step, token)
-            hand_back(turn, piece, barriers, PART, FORWARD)
-            step, acc = multiply(tiles, barriers, step + 1, steps // PIECES - 1, acc, PART, FORWARD)
+        for first in range(0, PIECES, UNROLLED):
+            for number in gl.static_range(UNROLLED):
+                piece = first + number
+                # One product beside a piece: two would hold two slots of the ring for as long as it takes.
+                token = start_product(tiles, barriers, step, acc, piece > 0, PART, FORWARD)
+                finish(old, turn, piece, num_m, num_n, descs, tiles, barriers, PART, FORWARD)
+                # Registers have no index: the pieces move up by one. Unrolled, only their names do.
+                old = old[1:] + old[:1]
+                acc = end_product(barriers, step, token)
+                hand_back(turn, piece, barriers, PART, FORWARD)
+                step, acc = multiply(tiles, barriers, step + 1, steps // PIECES - 1, acc, PART, FORWARD)
         step, acc = multiply(tiles, barriers, step, steps % PIECES, acc, PART, FORWARD)
         old = cut(acc.to(gl.bfloat16), 8)
     for piece in range(PIECES):

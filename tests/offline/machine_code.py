@@ -42,15 +42,18 @@ class MachineCode(NamedTuple):
         return self.shared <= CHIPS["sm_90"].shared_limit and self.registers * 32 * self.warps <= 2**16
 
     def waits(self):
-        """Return (products still under way, products before, exponentials after those) for each wait for products."""
-        waits, exponentials, products = [], 0, 0
-        pattern = r"WARPGROUP\.DEPBAR\S* \S+ 0x([0-9a-f]+)|(MUFU\.EX2)|(HGMMA)"
-        for wait, exponential, product in re.findall(pattern, self.code):
+        """Return (products still under way, products since the last wait, functions since the first of those) of waits.
+
+        Waits are those for products. Functions are exponentials and reciprocals.
+        """
+        waits, functions, products = [], 0, 0
+        pattern = r"WARPGROUP\.DEPBAR\S* \S+ 0x([0-9a-f]+)|(MUFU)|(HGMMA)"
+        for wait, function, product in re.findall(pattern, self.code):
+            functions = 0 if product and not products else functions + bool(function)
             products += bool(product)
-            exponentials = 0 if product else exponentials + bool(exponential)
             if wait:
-                waits.append((int(wait, 16), products, exponentials))
-                exponentials = products = 0
+                waits.append((int(wait, 16), products, functions))
+                functions = products = 0
         return waits
 
 

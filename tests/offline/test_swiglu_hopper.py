@@ -1,4 +1,4 @@
-"""The Gluon kernel of SwiGLU and its products, compiled without a GPU: it fits, spills nothing, and overlaps."""
+"""The Gluon kernel of SwiGLU and its products, compiled without a GPU: it fits, hardly spills, and overlaps."""
 
 import pytest
 
@@ -18,19 +18,27 @@ compiled["swiglu"] = hopper.swiglu_hopper_kernel.warmup(
 """
 
 
-@pytest.fixture(scope="module", params=["forward", "backward"])
-def compiled(request, tmp_path_factory):
-    program = f"FORWARD = {request.param == 'forward'}" + PROGRAM
+@pytest.fixture(scope="module", params=[True, False], ids=["forward", "backward"])
+def forward(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def compiled(forward, tmp_path_factory):
+    program = f"FORWARD = {forward}" + PROGRAM
     return compile_kernels(program, tmp_path_factory.mktemp("cubin"))["swiglu"]
 
 
-def test_it_fits_into_a_multiprocessor_and_spills_nothing(compiled):
-    assert compiled.fits() and compiled.stack == 0
+# Forward has the four pieces of a tile in a row, and a few addresses in local memory.
+def test_it_fits_into_a_multiprocessor_and_hardly_spills(compiled, forward):
+    assert compiled.fits() and compiled.stack <= (24 if forward else 0)
     assert compiled.warps == 12  # two consumers of four; the producers share the last four
 
 
-def test_the_sigmoids_run_while_a_product_does(compiled):
-    """Between the last instruction of a product and the wait for it stand exponentials of a piece."""
-    # Each consumer has a product of four instructions beside a piece, and two alone; the compiler adds no waits.
-    waits = compiled.waits()
-    assert [wait[:2] for wait in waits] == [(0, 4)] * 6 and sum(wait[2] >= 8 for wait in waits) == 2
+def test_the_sigmoids_run_while_a_product_does(compiled, forward):
+    """Between the first instruction of a product and the wait for it stands a piece: 16 sigmoids of a thread."""
+    # Each consumer has a product of four instructions beside a piece and one after it, for one piece or for four in a
+    # row, and one after all pieces; the compiler adds no waits.
+    waits, pieces = compiled.waits(), 4 if forward else 1
+    assert [wait[:2] for wait in waits] == [(0, 4)] * 2 * (2 * pieces + 1)
+    assert sum(wait[2] >= 16 for wait in waits) == 2 * pieces
