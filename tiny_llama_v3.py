@@ -2047,7 +2047,7 @@ def flash_attention_backward(o_grad, saved, gradients, tables=None):
     delta = lse if is_short else torch.empty_like(lse)
     cos, sin = tables or (lse, lse)
     assert cos.is_contiguous() and sin.is_contiguous()
-    # On a Hopper, wide heads have kernels of their own, which are faster.
+    # On a Hopper, heads of 64 and wider ones have kernels of their own, which are faster.
     hopper = companion("attention_hopper")
     if hopper and not is_short and hopper.launch_backward(o_grad, saved, gradients, delta, tables):
         return

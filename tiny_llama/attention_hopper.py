@@ -1,4 +1,4 @@
-"""Causal attention for NVIDIA Hopper, heads of 72 to 128, in Gluon: Triton's language for what tiles hide.
+"""Causal attention for NVIDIA Hopper in Gluon: heads of 72 to 128, backward also those of 64.
 
 The warps of a program have roles. One warp, the producer, has the copy engine (TMA) fill a ring in shared memory. Two
 warpgroups, the consumers, each own 64 queries: they start two products at a time on the tensor cores, and compute the
@@ -39,7 +39,7 @@ from tiny_llama.hopper import (
 )
 
 HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the copy engine fills up the tile with zeros
-NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast
+NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast forward
 BLOCK = gl.constexpr(128)  # queries of a tile, and keys of a step; with 64 keys it takes 1.15 times as long
 HALF = gl.constexpr(64)  # queries of each of the two consumers, and rows of one wgmma instruction
 RING = gl.constexpr(2)  # slots of each ring: one is read while the other is filled; together 192 KiB of shared memory
@@ -48,12 +48,12 @@ SHORTEST = 512  # tokens of a sequence; of shorter ones a tile is all beginning 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 COLS = gl.constexpr(gl.SliceLayout(0, TILE.value))
-OPERAND = gl.constexpr(gl.DotOperandLayout(0, TILE.value, 2))  # of a tile that is multiplied from registers
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)  # the consumers
 REGISTERS = gl.constexpr([240, 24])  # of a thread, beside the first consumer: 24 for the producer leave 240 for both
 # Backward: scores are in tiles of 64 x 64, all that is read from memory in tiles of 64 x 128.
 SLOTS = gl.constexpr(4)  # of the ring, two tiles each; with what a program owns and its results 226 KiB
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))  # of a tile that is multiplied from registers
 SQUARE_ROWS = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
 SQUARE_COLS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes for each thread
@@ -64,11 +64,13 @@ BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 
 
 @gluon.jit
 def as_matrix(tile):
-    """Return a tile of a head in shared memory, which has the descriptor's dimensions, as (rows, 128)."""
+    """Return a tile of a head in shared memory, which has the descriptor's dimensions, as (rows, columns)."""
     if len(tile.shape) == 4:
         return tile.reshape([tile.shape[1], HEAD_DIM])
-    else:  # (1, 2, 64, 1, 64), the halves of a head one behind the other: how the tensor cores want 128 columns to lie
-        return reinterpret(tile, tile.dtype, [HALF, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
+    elif len(tile.shape) == 5:  # (1, 1 or 2, 64, 1, 64): halves of a head, one behind the other as products take them
+        return reinterpret(tile, tile.dtype, [HALF, tile.shape[1] * HALF], gl.NVMMASharedLayout(128, 16, 2))
+    else:
+        return tile
 
 
 @gluon.jit
@@ -86,7 +88,7 @@ def bring(descs, tiles, full, empty, use, place, COUNT: gl.constexpr, HALVES: gl
 
 @gluon.jit
 def start_scores(a, b):
-    """Start a b^T: (64, 128) x (128, 64 or 128), both from shared memory."""
+    """Start a b^T, scores of 64 rows: b comes from shared memory, a from there or from registers."""
     b = as_matrix(b)
     COUNT: gl.constexpr = b.shape[0]
     zeros = gl.zeros([HALF, COUNT], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16]))
@@ -103,7 +105,7 @@ def as_operand(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_half(desc, tile, x, corner):
-    """Store x (64, 128) by the copy engine, which leaves out rows past the sequence and columns past the head."""
+    """Store x (64, columns) by the copy engine, which leaves out rows past the sequence and columns past the head."""
     tma.store_wait(0)  # what was there before has left shared memory
     as_matrix(tile).store(x.to(desc.dtype))
     fence_async_shared()
@@ -262,21 +264,41 @@ def flash_attention_hopper_kernel(
 #                                        p_grad of t:    v o_grad_t^T, when p_{t-1} has left room for it
 #
 # Each step waits for all that it started: were a product under way where a loop begins again, the compiler would wait
-# after each. Descriptors have the halves of a head as a dimension: tiles have 64 columns for each, filled up with zeros
-# if the head is narrower, so that columns c and c + 64 are always a pair of the rotation.
+# after each. A head of 64 is one part of 64 columns. Of others the halves are parts, a dimension of descriptors, filled
+# up with zeros to 64 columns each: so columns c and c + 64 of a tile are always a pair of the rotation.
 
 
 @gluon.jit
 def store_rotated_back(desc, tile, x, corner, tables, seq_len, PAIRS: gl.constexpr):
-    """Store x (64, 128), rotated back if there are PAIRS: columns c and c + 64 of a row, which one thread has."""
+    """Store x (64, columns), rotated back if there are PAIRS: a column of each half, which one thread has."""
     if PAIRS:
-        first, second = x.reshape([HALF, 2, HALF]).permute((0, 2, 1)).split()
+        COLUMNS: gl.constexpr = x.shape[1]
+        first, second = x.reshape([HALF, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
         rows = corner[2] + gl.arange(0, HALF, gl.SliceLayout(1, first.type.layout))[:, None]
-        cols = gl.arange(0, HALF, gl.SliceLayout(0, first.type.layout))[None, :]
+        cols = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, first.type.layout))[None, :]
         offsets, mask = rows * PAIRS + cols, (rows < seq_len) & (cols < PAIRS)
         cos, sin = gl.load(tables[0] + offsets, mask, 0.0), gl.load(tables[1] + offsets, mask, 0.0)
-        x = gl.join(first * cos + second * sin, second * cos - first * sin).permute((0, 2, 1)).reshape([HALF, HEAD_DIM])
+        x = gl.join(first * cos + second * sin, second * cos - first * sin).permute((0, 2, 1)).reshape([HALF, COLUMNS])
     store_half(desc, tile, x, corner)
+
+
+@gluon.jit
+def own_tiles(own, PART: gl.constexpr):
+    """Return the two tiles that a consumer multiplies in each step."""
+    first, second = as_matrix(own.index(PART)), as_matrix(own.index(2 + PART))
+    # Products of 64 columns read shared memory as fast as that is. Their narrow results leave registers for the first
+    # factor, and then it is read half as much.
+    if first.shape[1] == HALF:
+        return first.load(OPERAND), second.load(OPERAND)
+    else:
+        return first, second
+
+
+@gluon.jit
+def no_gradient(own):
+    """Return zeros of 64 rows and the columns of a tile."""
+    COLUMNS: gl.constexpr = own.shape[2] * HALF
+    return gl.zeros([HALF, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
 
 
 @gluon.jit
@@ -313,7 +335,6 @@ def consume_dq(given, PAIRS: gl.constexpr, PART: gl.constexpr):
     """Compute q_grad and delta of one half of each of the program's tiles."""
     q_grad_desc, lse_ptr, delta_ptr, tables, scale, qk_scale, shared = given
     num_heads, _, batches, num_blocks, seq_len, own, ring, results, own_full, own_empty, full, empty = shared
-    q, o_grad = own.index(PART), own.index(2 + PART)
     step = gl.to_tensor(0)
     for turn in range(count_tiles(num_blocks * batches * num_heads)):
         block, batch_head = tile_of(turn, num_blocks, batches * num_heads)
@@ -323,8 +344,9 @@ def consume_dq(given, PAIRS: gl.constexpr, PART: gl.constexpr):
         lse = gl.load(lse_ptr + offsets, rows < seq_len, 0.0)
         wait_until_full(own_full, turn, 1)
         wait_until_full(full, step, SLOTS)
-        o = as_matrix(ring.index(step % SLOTS * 2 + PART)).load(BY_ROWS).to(gl.float32)
-        delta = gl.convert_layout(gl.sum(o * as_matrix(o_grad).load(BY_ROWS).to(gl.float32), 1), SQUARE_ROWS)
+        o, o_grad = as_matrix(ring.index(step % SLOTS * 2 + PART)), as_matrix(own.index(2 + PART))
+        delta = gl.sum(o.load(BY_ROWS).to(gl.float32) * o_grad.load(BY_ROWS).to(gl.float32), 1)
+        delta = gl.convert_layout(delta, SQUARE_ROWS)
         gl.store(delta_ptr + offsets, delta, rows < seq_len)
         mbarrier.arrive(empty.index(step % SLOTS))
         step += 1
@@ -332,7 +354,8 @@ def consume_dq(given, PAIRS: gl.constexpr, PART: gl.constexpr):
             wait_until_full(full, step, SLOTS)
             mbarrier.arrive(empty.index(step % SLOTS))
             step += 1
-        q_grad = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
+        q, o_grad = own_tiles(own, PART)
+        q_grad = no_gradient(own)
         s_grad = gl.zeros([HALF, HALF], ring.dtype, OPERAND)  # before the first step
         for part in gl.static_range(2):  # the keys on the diagonal, under a mask, then those before it
             for _ in range(part, 2 * block + PART + 1 if part == 1 else 1):
@@ -369,9 +392,9 @@ def flash_attention_backward_dq_hopper_kernel(
 ):
     """q_grad = s_grad k * scale, and delta, the sum of o * o_grad of each row. Grid: a program for each multiprocessor.
 
-    The first six are descriptors of (batch, 2, seq_len, heads, head_dim / 2), in tiles of 64 rows and two halves. lse,
-    with log2, and delta are (batch, heads, seq_len), cos and sin (seq_len, head_dim / 2), all in fp32. PAIRS are the
-    columns of cos and sin if these are to rotate the gradient back, or 0.
+    The first six are descriptors of (batch, parts, seq_len, heads, head_dim / parts), in tiles of 64 rows. lse, with
+    log2, and delta are (batch, heads, seq_len), cos and sin (seq_len, head_dim / 2), all in fp32. PAIRS are the columns
+    of cos and sin if these are to rotate the gradient back, or 0.
     """
     shared = prepare(q, k)
     given = q_grad, lse_ptr, delta_ptr, (cos_ptr, sin_ptr), scale, qk_scale, shared
@@ -410,14 +433,16 @@ def consume_dkdv(given, PAIRS: gl.constexpr, PART: gl.constexpr):
     """Compute k_grad and v_grad of one half of each of the program's tiles."""
     k_grad_desc, v_grad_desc, tables, scale, qk_scale, vectors, shared = given
     num_heads, num_kv_heads, batches, num_blocks, seq_len, own, ring, results, own_full, own_empty, full, empty = shared
-    k, v, result = own.index(PART), own.index(2 + PART), results.index(PART)
+    result = results.index(PART)
     step = gl.to_tensor(0)
     for turn in range(count_tiles(num_blocks * batches * num_kv_heads)):
         after, batch_head = tile_of(turn, num_blocks, batches * num_kv_heads)
         batch, block, kv_head = batch_head // num_kv_heads, num_blocks - 1 - after, batch_head % num_kv_heads
         wait_until_full(own_full, turn, 1)
-        k_grad, v_grad = gl.zeros([HALF, HEAD_DIM], gl.float32, TILE), gl.zeros([HALF, HEAD_DIM], gl.float32, TILE)
-        p_operand, s_grad = gl.zeros([HALF, HALF], ring.dtype, OPERAND), gl.zeros([HALF, HALF], ring.dtype, OPERAND)
+        k, v = own_tiles(own, PART)
+        k_grad, v_grad = no_gradient(own), no_gradient(own)
+        p_operand = gl.zeros([HALF, HALF], ring.dtype, OPERAND)
+        s_grad = p_operand
         for member in range(num_heads // num_kv_heads):
             # The queries on the diagonal, under a mask, then those after it. Of the former, the second consumer sees
             # none in the first step; but were that step left out, the compiler would wait after each product.
@@ -504,13 +529,14 @@ def launch_backward(o_grad, saved, gradients, delta, tables):
     heads, lse = (*saved[:4], o_grad, *gradients), saved[4]
     batch, seq_len, num_kv_heads, head_dim = saved[1].shape
     # The copy engine reads halves of heads, and rows of lse, at multiples of 16 bytes.
-    fits = seq_len >= SHORTEST and NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 16 == 0
+    parts = 1 if head_dim == HALF.value else 2
+    fits = seq_len >= SHORTEST and (parts == 1 or NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 16 == 0)
     fits = fits and all(t.dtype == torch.float32 and t.is_contiguous() and is_readable(t) for t in (lse, delta))
     # Tiles of keys; of queries there are no fewer. With 64 for 132 multiprocessors, plain Triton is as fast.
     if not (fits and serves(llama.cdiv(seq_len, BLOCK.value) * batch * num_kv_heads, *heads)):
         return False
-    halves = [t.view(*t.shape[:3], 2, -1).permute(0, 3, 1, 2, 4) for t in heads]
-    q, k, v, o, o_grad, q_grad, k_grad, v_grad = [descriptor(t, 1, 2, HALF.value, 1, HALF.value) for t in halves]
+    views = [t.view(*t.shape[:3], parts, -1).permute(0, 3, 1, 2, 4) for t in heads]
+    q, k, v, o, o_grad, q_grad, k_grad, v_grad = [descriptor(t, 1, parts, HALF.value, 1, HALF.value) for t in views]
     rows = [descriptor(t.view(-1, seq_len), 1, HALF.value) for t in (lse, delta)]
     dq, dkdv = (q, k, v, o, o_grad, q_grad, lse, delta), (q, k, v, o_grad, k_grad, v_grad, *rows)
     rest = *(tables or (lse, lse)), head_dim**-0.5, head_dim**-0.5 * math.log2(math.e)
