@@ -1,5 +1,7 @@
 """The Gluon kernel of SwiGLU and its products, compiled without a GPU: it fits, hardly spills, and overlaps."""
 
+import re
+
 import pytest
 
 from tests.offline.machine_code import compile_kernels
@@ -33,6 +35,9 @@ def compiled(forward, tmp_path_factory):
 def test_it_fits_into_a_multiprocessor_and_hardly_spills(compiled, forward):
     assert compiled.fits() and compiled.stack <= (24 if forward else 0)
     assert compiled.warps == 12  # two consumers of four; the producers share the last four
+    # None is stored or loaded while a product runs.
+    beside = re.findall(r"HGMMA.*?DEPBAR", compiled.code, re.DOTALL)
+    assert beside and not any(re.search(r"\b(STL|LDL)\b", code) for code in beside)
 
 
 def test_the_sigmoids_run_while_a_product_does(compiled, forward):
