@@ -3,8 +3,7 @@
 import numpy as np
 
 from profilers.readers import read_processes, within
-
-LAUNCH = r"(?:cuda|cu|hip)\w*Launch"
+from tiny_llama.spans import LAUNCH, covered
 
 
 def typical_step(ranges):
@@ -20,18 +19,10 @@ def sum_us(rows):
     return (rows["End"] - rows["Start"]).sum() / 1e3
 
 
-def busy_us(rows):
-    """Return how long at least one of the rows lasted; they are in the order of Start."""
-    # They may overlap: of each, only what lasts beyond the end of all earlier ones adds to the time.
-    reached = rows["End"].cummax().shift(fill_value=0)
-    alone = rows.assign(Start=rows["Start"].clip(lower=reached))
-    return sum_us(alone[alone["End"] > alone["Start"]])
-
-
-def part_of(rows, start, end):
-    """Return what rows have within a window, cut at its ends."""
+def busy_us(rows, start, end):
+    """Return how many us of a window, (start, end) in ns, at least one row lasted; rows are in the order of Start."""
     inside = rows[(rows["End"] > start) & (rows["Start"] < end)]
-    return inside.assign(Start=inside["Start"].clip(lower=start), End=inside["End"].clip(upper=end))
+    return covered(zip(inside["Start"].clip(lower=start), inside["End"].clip(upper=end), strict=True)) / 1e3
 
 
 def step_figures(path):
@@ -48,7 +39,7 @@ def step_figures(path):
     rows = []
     for window in process.windows:
         kernels, launched = (within(table, window) for table in (process.dispatches, launches))
-        busy, launching = (busy_us(part_of(table, *window)) for table in (process.dispatches, launches))
+        busy, launching = (busy_us(table, *window) for table in (process.dispatches, launches))
         length = (window[1] - window[0]) / 1e3
         rows.append([length, len(kernels), sum_us(kernels), busy, len(launched), launching])
     names = "step_us kernels kernel_us busy_us launches launch_us".split()

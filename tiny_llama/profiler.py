@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import ctypes
-import math
 import os
 import re
 import statistics
@@ -12,6 +11,7 @@ import torch
 from torch.autograd import DeviceType
 
 import tiny_llama_v3 as llama
+from tiny_llama.spans import LAUNCH, covered
 
 PROFILED_STEPS = 3
 SLOWED_DOWN = 1.25  # a profiled step that takes so many times as long is not the step that was measured
@@ -82,7 +82,7 @@ def count_kernels(step, batch_ms):
     events = profiled(step, steps).events()
     kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
-    calls = [event for event in on_host if re.match(r"(cuda|cu|hip)\w*Launch", event.name)]
+    calls = [event for event in on_host if re.match(LAUNCH, event.name)]
     counts = {"kernels": len(kernels) // steps, "launches": len(calls) // steps}
     if steps > 1:
         spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
@@ -97,15 +97,6 @@ def count_kernels(step, batch_ms):
 def is_work(event):
     """Return whether an event is a kernel or copy of the GPU, and no range."""
     return event.device_type == DeviceType.CUDA and not event.is_user_annotation
-
-
-def covered(spans):
-    """Return how long something ran, of (start, end, ...) in the order of their starts."""
-    total, until = 0.0, -math.inf
-    for start, end, *_ in spans:
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def kernel_table(profiler, on_gpu):

@@ -10,7 +10,6 @@ import pytest
 
 from measure.kernels_alone import rates
 from profilers import compare, counters, hotspots, plot, readers, summary, timeline
-from profilers.readers import files
 from tests.fakes import records
 from tests.fakes.machine import ALONE
 from tests.fakes.records import Record, Run
@@ -131,13 +130,6 @@ def test_counters_are_printed_in_their_units(monkeypatch, capsys):
 
 
 # --- the figures of a step
-
-
-def test_busy_time_counts_what_overlaps_once():
-    kernels = [("a", 0, 100), ("b", 50, 120), ("c", 60, 70), ("d", 200, 300)]
-    assert timeline.busy_us(files.intervals(kernels)) == 0.22
-    kernels = [("long", 0, 100), ("short", 10, 20), ("another", 30, 40), ("after", 90, 130)]
-    assert timeline.busy_us(files.intervals(kernels)) == 0.13
 
 
 STEP = Run(
