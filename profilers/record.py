@@ -2,9 +2,11 @@
 
     python -m profilers.record get_trace.sh [OPTIONS]
 
-Each script has a function here, which takes a Recording with the tool chosen. --help shows the exit codes.
+Each script has a function here, which takes a Recording with the tool chosen, and whose docstring its --help shows,
+with the options and the exit codes.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -56,6 +58,11 @@ def compare_with(recording):
 
 
 def get_trace(recording):
+    """Record the timeline of a training run for Perfetto, in traces/trace_<time>/.
+
+    It has kernels, copies, runtime calls, and the ranges that name steps, phases and layers. The same run gives the
+    tables of its kernels and calls.
+    """
     recording.start("traces/trace")
     recording.record_timeline("trace")
     recording.report_kernels()
@@ -67,6 +74,7 @@ def get_trace(recording):
 
 
 def get_hotspots(recording):
+    """Rank the kernels of a training run by the time that they take, in hotspots/hotspot_<time>/."""
     recording.start("hotspots/hotspot")
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
@@ -119,6 +127,7 @@ def count_by_ncu(recording, metrics):
 
 
 def get_counters(recording):
+    """Record every kernel of a training run, and with --pmc hardware counters, in counters/counter_<time>/."""
     recording.start("counters/counter")
     result, counts = recording.result, recording.options.pmc is not None
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
@@ -149,6 +158,12 @@ def get_counters(recording):
 
 
 def get_rocprof_compute(recording):
+    """Measure how well each kernel of a training step uses the GPU, in rocprof_compute/profile_<time>/.
+
+    It shows the share of the peak (speed of light), occupancy, caches and memory; without rocprof-compute, times only.
+    The tool repeats the program about ten times, so that a single step takes a few minutes. The options after a
+    second -- are those of rocprof-compute profile, such as -k rmsnorm_kernel.
+    """
     if recording.options.operators and not recording.rocm:
         raise UsageError(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
     if recording.rocm:
@@ -260,6 +275,11 @@ def analyze_kernels(recording, analyze, sections):
 
 
 def get_rocprof_sys(recording):
+    """Sample the call stacks of a whole training run beside its GPU activity, in rocprof_sys/profile_<time>/.
+
+    The same run records clocks and power, and a second one the time of each Python function. The options after a
+    second -- are those of rocprof-sys-sample, such as -f 1000 or -E rcclp.
+    """
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
     if recording.rocm:
@@ -300,6 +320,11 @@ def rocprof_sys(recording):
 
 
 def run_rocprof_triton(recording):
+    """Run the profiling session of Exercise 1: a timeline, memory traffic, counters and the inputs of a roofline.
+
+    Its summary, rocprof_results/triton_analysis_summary.md, has launch overhead, bandwidth and utilisation. Without
+    --output the recordings are written to rocprof_results/session_<time>/; older sessions are kept.
+    """
     recording.start("rocprof_results/session")
     result = recording.result
     # The training run comes first: it refuses what is wrong with its options at once.
@@ -339,7 +364,7 @@ SCRIPTS = {  # function, and tools in the order in which they are tried
 def record(script, argv):
     function, names = SCRIPTS[script]
     tools, steps = names.split(), 1 if function is get_rocprof_compute else 10  # of the program, which that one repeats
-    parser = parser_of(script, tools, steps)
+    parser = parser_of(script, inspect.getdoc(function), tools, steps)
     add = parser.add_argument
     if function is get_counters:
         add(

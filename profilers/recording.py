@@ -1,8 +1,6 @@
 """One recording: its options, its tool, the folder of its result, running and logging, and what becomes of failures."""
 
-import argparse
 import contextlib
-import itertools
 import os
 import re
 import shlex
@@ -64,12 +62,10 @@ LAUNCHERS = (
 )
 
 
-def parser_of(script, tools, steps):
-    """Return the Parser of a script, whose comment at the top is its help."""
-    _, *lines = (ROOT / script).read_text().splitlines()
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    parser = Parser(script, "\n".join(line[2:] for line in comment))
-    parser.usage, parser.epilog = argparse.SUPPRESS, AFTER.format(steps=steps)
+def parser_of(script, description, tools, steps):
+    """Return the Parser of a script with the options that all have."""
+    parser = Parser(f"./{script}", description)
+    parser.usage, parser.epilog = "%(prog)s [options] [-- OPTIONS [-- OPTIONS]]", AFTER.format(steps=steps)
     add, choices = parser.add_argument, [*tools, "auto"]
     add("--output", metavar="DIR", help="where the result goes; must be new or empty")
     add("--stage", type=int, choices=range(1, 9), metavar="N", help="of the workshop: tiny_llama_v3.py --list-stages")
