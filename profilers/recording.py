@@ -283,6 +283,7 @@ class Recording:
             # In a process group of its own, which signals reach as a whole.
             subprocess.Popen(command, cwd=folder, start_new_session=True, bufsize=0, **pipes) as process,
             forwarding(process.pid) as taken,
+            guarded(process.pid),
         ):
             # A signal does not end this loop: Python reads again, and the program's last words are recorded.
             while data := process.stdout.read(2**16):
@@ -367,3 +368,20 @@ def forwarding(group):
     yield taken
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def guarded(group):
+    """Have a shell kill a process group as soon as this process is gone, which can pass no SIGKILL on.
+
+    The shell waits for the end of its input, which only this process holds open. It has a session of its own, as what
+    kills this process may kill its whole group.
+    """
+    null = subprocess.DEVNULL
+    pipes = dict(stdin=subprocess.PIPE, stdout=null, stderr=null)
+    words = ["sh", "-c", f"read -r _; kill -s KILL -- -{group}"]
+    with subprocess.Popen(words, start_new_session=True, **pipes) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()  # before its input ends

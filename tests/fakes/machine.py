@@ -164,8 +164,8 @@ class Machine:
         done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
         return outcome(done.returncode, done.stdout, done.stderr)
 
-    def interrupt(self, script, number, **env):
-        """(exit code, output, errors) of a script that is sent a signal when its program trains."""
+    def interrupt(self, script, *numbers, **env):
+        """(exit code, output, errors) of a script whose group is sent signals when its program trains."""
         process = subprocess.Popen(
             [ROOT / script, "--output", "out"], cwd=self.work, env=self.env | {"PROGRAM_SLEEP": "60"} | env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -174,7 +174,8 @@ class Machine:
         deadline = time.monotonic() + 30
         while not (log.exists() and "tiny llama:" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(number)
+        for number in numbers:
+            os.killpg(process.pid, number)
         out, err = process.communicate(timeout=20)
         return process.returncode, out, err
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -450,6 +451,21 @@ def test_interrupt_ends_script_and_program(interruptible_machine, number, code, 
     assert machine.results() == ["out.failed"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(machine.work) not in running
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGKILL)])
+def test_no_profiler_outlives_a_script_that_is_killed(interruptible_machine, numbers):
+    """Neither it nor what it has started, even where they ignore the signal that timeout -k sends first."""
+    machine = interruptible_machine.with_rocm("7.0")
+    profiler = "trap '' TERM; sleep 60 & echo tiny llama: $$ $!; wait"
+    executable(machine.folder / "rocm" / "bin" / "rocprofv3", f"#!/bin/sh\n{profiler}\n")
+    code, *_ = machine.interrupt("get_trace.sh", *numbers)
+    assert code == -signal.SIGKILL and (machine.work / "out" / "INCOMPLETE").exists()
+    (pids,) = re.findall(r"^tiny llama: (\d+ \d+)$", (machine.work / "out" / "log.txt").read_text(), re.M)
+    command, deadline = ["ps", "-o", "stat=", "-p", pids], time.monotonic() + 10
+    while re.search("^[^Z]", subprocess.run(command, capture_output=True, text=True).stdout, re.M):  # no zombie
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_after_a_command_signals_reach_the_script_again(machine):
