@@ -3,8 +3,8 @@
     python -m profilers.rocprof_compute_kernels workloads/NAME/GPU [--top N]
 
 Each line has the number for rocprof-compute analyze -k, a tab, and a heading for the kernel. The program reads a file
-that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes; without it, it ranks the recorded kernels as
-rocprof-compute does. Exit codes: 0 done, 1 the kernels are missing, 2 the request cannot be met.
+that rocprof-compute analyze -p workloads/NAME/GPU --list-stats writes. Exit codes: 0 done, 1 the kernels are missing,
+2 the request cannot be met.
 """
 
 import sys
@@ -21,40 +21,19 @@ from profilers.kernel_names import operation_of, short_name
 from profilers.readers.files import reported
 
 TABLE = "pmc_kernel_top.csv"  # the printed table cuts or wraps names, differently in each release
-RESULTS = "results_*.csv*"  # a row for each dispatch and counter, in a file for each pass
-NAMES = {"keep_default_na": False, "encoding_errors": "replace"}  # a kernel may be called nan
-DISPATCH = "Kernel_Name Dispatch_ID Grid_Size Workgroup_Size LDS_Per_Workgroup".split()
 
 
 def read_kernels(folder):
     """Return a table of Name, Count and Time, the longest first. Its index is the number; Time has any unit."""
     path = Path(folder, TABLE)
     if not path.exists():
-        return rank_kernels(sorted(Path(folder).glob(RESULTS)), path)
+        raise NothingRecorded(f"{path} does not exist: rocprof-compute analyze -p {folder} --list-stats writes it")
     with reported(path):
-        table = pd.read_csv(path, **NAMES)
+        table = pd.read_csv(path, keep_default_na=False, encoding_errors="replace")  # a kernel may be called nan
         columns = ["Kernel_Name", "Count", *(name for name in table if name.startswith("Sum("))]
         if len(columns) < 3 or not set(columns) <= set(table):
             raise NothingRecorded(f"{path} has no columns Kernel_Name, Count and Sum(): {list(table)}")
         return table[columns].set_axis(["Name", "Count", "Time"], axis=1).astype({"Count": int, "Time": float})
-
-
-def rank_kernels(paths, table):
-    """Return what read_kernels does, of recorded results. The time of a dispatch is that of the first pass."""
-    passes = []
-    for path in paths:
-        with reported(path):
-            rows = pd.read_csv(path, **NAMES)
-            passes.append(rows.assign(Time=rows["End_Timestamp"] - rows["Start_Timestamp"]))
-    if not passes:
-        raise NothingRecorded(
-            f"{table} does not exist: rocprof-compute analyze -p {table.parent} --list-stats writes it"
-        )
-    # A dispatch has a row for each counter, and again in each pass, which replays the program.
-    rows = pd.concat(passes)
-    rows = rows.drop_duplicates(rows.columns.intersection(DISPATCH))
-    kernels = rows.groupby("Kernel_Name", sort=False)["Time"].agg(Count="count", Time="sum")
-    return kernels.sort_values("Time", ascending=False, kind="stable").rename_axis("Name").reset_index()
 
 
 @program("rocprof_compute_kernels")

@@ -145,8 +145,6 @@ def analyze(options):
     for number in options.kernel:
         if number >= len(kernels):
             fail(f"{number} is an invalid kernel id. Please enter an id between 0-{len(kernels) - 1}")
-    if RELEASE >= (10, 1):
-        (folder / "pmc_kernel_top.csv").unlink()
     if options.list_stats:
         print("Detected Kernels (sorted descending by duration)", *kernels, "Dispatch list", sep="\n")
         return
