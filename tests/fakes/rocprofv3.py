@@ -13,7 +13,6 @@ import records
 from tool import RELEASE, complain, finish
 
 TRACES = ("runtime-trace", "kernel-trace", "marker-trace", "memory-copy-trace")
-SWITCHES = {"stats": (6, 2), "kernel-rename": (6, 3), "att": (7, 0)}  # since when
 SLOTS = {"SQ": 8, "TCC": 4, "GRBM": 2}  # of a pass, in each block of the hardware
 COUNTERS = {  # by the slots that each takes
     "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
@@ -30,7 +29,7 @@ ABSENT["gfx1100"] = SLOTS_OF.keys() - OF_RADEON.split()
 def make_parser():
     has_rocpd = RELEASE >= (7, 0)
     parser = argparse.ArgumentParser(prog="rocprofv3", allow_abbrev=not has_rocpd)
-    for name in (*TRACES, *(name for name, since in SWITCHES.items() if RELEASE >= since)):
+    for name in (*TRACES, "stats", "kernel-rename", *["att"] * has_rocpd):  # a thread trace is as new as rocpd
         parser.add_argument(f"--{name}", nargs="?", const=True)
     parser.set_defaults(profile_mpi_ranks=None, mpi_world_rank_variable=None)
     if RELEASE >= (10, 0):
@@ -89,7 +88,7 @@ def write(options, traced, counters, program):
     if not any(seen):
         return
     if "csv" in formats:
-        renamed = run.renamed().dispatches if getattr(options, "kernel_rename", None) else seen.dispatches
+        renamed = run.renamed().dispatches if options.kernel_rename else seen.dispatches
         write_csv(options, prefix, seen._replace(dispatches=renamed if kernels else []), counters, renamed)
     if "pftrace" in formats:
         path = Path(f"{prefix}_results.pftrace")
