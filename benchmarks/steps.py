@@ -38,6 +38,7 @@ from measure.results import Unavailable, import_library, versions
 from measure.tables import cell, number, text_table
 from measure.work import SIZES, SWEEPS
 from tiny_llama import fp8, hardware
+from tiny_llama.hugging_face_weights import HF_SIZES, copy_to_hugging_face, from_hugging_face
 
 WARMUP_STEPS = 4
 OURS = "triton"
@@ -45,48 +46,6 @@ PEERS = "transformers", "liger_kernel", "flash_attn", "torchao"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's LLaMA with our sizes and initial weights
-
-HF_SIZES = {  # {our field: theirs}
-    "hidden_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-}
-HF_NAMES = {  # {our module: the modules whose weights it stacks}
-    "embed_tokens": ["model.embed_tokens"],
-    "attention_norm": ["input_layernorm"],
-    "attention.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.o_proj": ["self_attn.o_proj"],
-    "ffn_norm": ["post_attention_layernorm"],
-    "feed_forward.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-    "feed_forward.down_proj": ["mlp.down_proj"],
-    "norm": ["model.norm"],
-    "lm_head": ["lm_head"],
-}
-
-
-def hf_names(name):
-    """layers.3.attention.qkv_proj.weight -> model.layers.3.self_attn.q_proj.weight and so on"""
-    prefix, module = "", name.removesuffix(".weight")
-    if module.startswith("layers."):
-        _, index, module = module.split(".", 2)
-        prefix = f"model.layers.{index}."
-    return [f"{prefix}{counterpart}.weight" for counterpart in HF_NAMES[module]]
-
-
-@torch.no_grad()
-def copy_to_hugging_face(weights, model):
-    """Copy {name of our parameter: tensor} into a LlamaForCausalLM."""
-    theirs = dict(model.named_parameters())
-    for name, weight in weights.items():
-        parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
-        for part, value in zip(parts, weight.split([len(part) for part in parts]), strict=True):
-            part.copy_(value)
-    if theirs:
-        raise RuntimeError(f"no counterpart of {', '.join(theirs)}")
 
 
 class HuggingFaceLlama(nn.Module):
@@ -327,8 +286,8 @@ def loss_and_gradients(implementation, config, device, batch):
         return results
     with torch.device("meta"):
         ours = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).named_parameters()
-    theirs = {name: [results[f"llama.{hf_name}"] for hf_name in hf_names(name)] for name, _ in ours}
-    return {"loss": results["loss"]} | {name: torch.cat(parts) for name, parts in theirs.items()}
+    theirs = {name.removeprefix("llama."): gradient for name, gradient in results.items()}
+    return {"loss": results["loss"]} | from_hugging_face(theirs, [name for name, _ in ours])
 
 
 def check(run, implementations, config):

@@ -27,12 +27,12 @@ if not __package__:
     sys.exit(2)
 
 import tiny_llama_v3 as llama
-from benchmarks.steps import HF_SIZES, copy_to_hugging_face, hf_names
 from measure.command_line import Parser, UsageError, positive, program, replacing, require_file
 from measure.results import describe, import_library
 from tiny_llama import hardware
 from tiny_llama.data import as_batch, windows_of
 from tiny_llama.files import open_input
+from tiny_llama.hugging_face_weights import HF_SIZES, copy_to_hugging_face, from_hugging_face
 
 # Of the logits, relative to the largest. transformers has the angles of rotary embedding in fp32, ours are from fp64:
 # at position 2,048 this alone makes 6e-5.
@@ -146,10 +146,9 @@ def text_batches(path, folder, config):
 
 def make_step(config, device, model):
     """Return a TrainStep that starts from the weights of a LlamaForCausalLM."""
-    step, theirs = llama.TrainStep(config, device), dict(model.named_parameters())
+    step = llama.TrainStep(config, device)
     names = [name for name, _ in step.model.named_parameters()]
-    # Ours stack what multiplies the same input: queries, keys and values, and the two halves of SwiGLU.
-    step.initial_weights = [torch.cat([theirs[part].detach() for part in hf_names(name)]) for name in names]
+    step.initial_weights = [*from_hugging_face(model.state_dict(), names).values()]
     step.restart()
     return step
 

@@ -9,17 +9,10 @@ import functools
 
 import pandas as pd
 
-from measure.results import read_result
+from measure.results import RESULTS, read_result
 from measure.tables import NOT_MEASURED, cell, markdown_table, number, percent
 
-# Every long table has these columns, also if there is no result, or if all that was measured has failed.
-COLUMNS = """
-    file result device date group case row error size precision config tflop_per_step graph sweep comparisons
-    strongest_peer us rate ratio reference reference_windows_ms mfu peak_memory_mib mode processes efficiency baseline
-    stages
-""".split()
-# The same of fields within fields, see rows_below().
-NESTED = "ms median,ms p20,ms p80,ratio median,ms alone,ms exchanging".split(",")
+OF_FILE = "file", "result", "device", "source", "commit"  # the first columns of every long table
 
 
 def rows_below(node, way):
@@ -61,6 +54,10 @@ def long_table(folder, benchmark, way=""):
 
     The device with the most results is the first one, or else that with the oldest. What shows one device only shows
     this one, whatever results others send.
+
+    The columns are those of OF_FILE, the fields of the recorded results of the benchmark, and the fields that only the
+    results in this folder have, in the order of the rows. So a column is there also if the folder has no result, or if
+    all that was measured has failed.
     """
     # A run of the script itself has its date in its name only.
     results = [(path.name, read_result(path)) for path in folder.glob(f"{benchmark}_*.json")]
@@ -71,11 +68,11 @@ def long_table(folder, benchmark, way=""):
     results = sorted(reversed(results), key=lambda item: order.index(item[1]["environment"]["device"]))
     lines = []
     for name, result in results:
-        device, (source, commit) = result["environment"]["device"], source_of(result)
-        own = {"file": name, "result": result, "device": device, "source": source, "commit": commit}
-        lines += [row | own for row in rows_below(result, way.split())]
+        own = name, result, result["environment"]["device"], *source_of(result)
+        lines += [row | dict(zip(OF_FILE, own, strict=True)) for row in rows_below(result, way.split())]
     rows = pd.DataFrame(lines)
-    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *NESTED, *rows])))
+    recorded = () if folder == RESULTS else long_table(RESULTS, benchmark, way)
+    return rows.reindex(columns=list(dict.fromkeys([*OF_FILE, *recorded, *rows])))
 
 
 def first_device(rows):

@@ -12,6 +12,7 @@ import torch
 import tiny_llama_v3 as llama
 from benchmarks import steps
 from examples import hf_weights, swap_kernels
+from tiny_llama import hugging_face_weights
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, initializer_range=0.2)
@@ -154,7 +155,8 @@ def test_what_cannot_be_read_is_named_before_training(make_folder, tmp_path, cap
 
 
 def test_wrong_logits_end_the_program(make_folder, capsys, monkeypatch):
-    monkeypatch.setattr(hf_weights, "hf_names", lambda name: steps.hf_names(name)[::-1])
+    hf_names = hugging_face_weights.hf_names
+    monkeypatch.setattr(hugging_face_weights, "hf_names", lambda name: hf_names(name)[::-1])
     assert run(make_folder()) == 1
     out = capsys.readouterr().out
     assert "differ from those of transformers by" in out and "step" not in out

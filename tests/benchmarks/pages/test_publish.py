@@ -55,7 +55,7 @@ def test_links_start_at_the_page(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda text: text[:-20], lambda text: text.replace('"unit"', '"nit"'),
+    lambda text: text[:-20], lambda text: text.replace('"environment"', '"nvironment"'),
     lambda text: text.replace('"us": 100.0', '"us": "fast"'),
 ])  # fmt: skip
 def test_a_damaged_result_is_named(page, capsys, damage):

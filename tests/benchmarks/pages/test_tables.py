@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.pages import publish, training_steps
-from benchmarks.pages.long_table import long_table
+from benchmarks.pages.long_table import OF_FILE, long_table
 from measure.tables import NOT_MEASURED
 
 HERE = Path(__file__).parent
@@ -74,3 +74,17 @@ def test_the_device_with_the_most_results_comes_first(tmp_path):
     assert files == {"steps": ["steps_b", "steps_a", "steps_c"], "gpt": ["gpt_g", "gpt_f", "gpt_d", "gpt_e"]}
     first = long_table(tmp_path, "gpt").iloc[0]
     assert first["source"] == "B, PyTorch 2.11" and first["commit"] == " at commit c0ffee with changes"
+
+
+def test_columns_are_the_fields_of_the_results(tmp_path):
+    """A benchmark that is new needs no list of them, and what has failed has those of the recorded results."""
+    result = {"environment": {"device": "A", "torch": "2.11", "triton": None}}
+    for name, rows in (
+        ("new", {"ours": {"joules": {"median": 2.0}}}),
+        ("gpt", {"ours": {"error": "OutOfMemoryError"}}),
+    ):
+        (tmp_path / f"{name}_a.json").write_text(json.dumps(result | {"rows": rows}))
+    new, gpt = (long_table(tmp_path, name, "rows {row}") for name in ("new", "gpt"))
+    assert list(new) == [*OF_FILE, "environment", "rows", "row", "joules", "error", "joules median"]
+    assert new["joules median"].tolist() == [2.0]
+    assert gpt["ms median"].isna().all() and {*gpt} == {*long_table(RESULTS / "none", "gpt", "rows {row}")}
