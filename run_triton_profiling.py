@@ -109,7 +109,7 @@ def sweep_block_sizes(bench, config):
                 "block_size": size,
                 "rows": tile.rows,
                 "warps": tile.warps,
-                **resources(bench.device.arch, compiled, tile.warps),
+                **resources(llama.get_gpu(bench.device.type).arch, compiled, tile.warps),
                 "ms": ms,
                 "GB/s": 2 * x.nbytes / ms / 1e6,
             }
@@ -146,7 +146,7 @@ def measure(config, options, device):
     """Measure, print and write what the options ask for. Return the exit code."""
     hardware.require_host_memory(config, device)
     torch.manual_seed(0)
-    bench = Bench(device)
+    bench, gpu = Bench(device), llama.get_gpu(device.type)
     if not bench.on_gpu:
         print("There is no GPU: Triton's interpreter runs the kernels, and times mean nothing here.", file=sys.stderr)
     ceilings, cases, dtype = measure_ceilings(bench), [], str(bench.dtype).removeprefix("torch.")
@@ -158,7 +158,7 @@ def measure(config, options, device):
         cases += [profile(bench, case, ceilings) for case in kernels.GROUPS[group].cases(bench, *arguments)]
     block_sizes = sweep_block_sizes(bench, config) if "rmsnorm" in options.only else []
     print(
-        f"\n{device.name} ({device.arch}), PyTorch {torch.__version__}, {dtype}: batch {config.batch_size} x "
+        f"\n{gpu.name} ({gpu.arch}), PyTorch {torch.__version__}, {dtype}: batch {config.batch_size} x "
         f"{config.seq_len} tokens, hidden {config.hidden_dim}, {config.num_heads} heads, vocab {config.vocab_size}"
     )
     if options.json:

@@ -324,94 +324,108 @@ def flag_of(field_name):
 # ----------------------------------------------------------------------------------------------------------------------
 # 1 The training loop
 
-# What was measured of one step; times in ms, host_ms until the host had issued the whole step.
+# What was measured of one step; times in ms, host_ms until the host had issued the whole step. phase_ms is {} where
+# phases are not timed, and grad_norm None where it is not computed.
 StepRecord = collections.namedtuple("StepRecord", "loss batch_ms host_ms phase_ms grad_norm")
 
 
 def train(step, data, records):
     """Train for num_steps steps, or until the run diverges, and append a StepRecord of each to records.
 
-    --timing phases times each phase, and the host waits for the device after every step. --timing step times whole
-    steps, and the host waits only once, after the last one, so that it can run ahead of the device.
+    step is a TrainStep, data yields batches (tokens, targets).
     """
-    by_phase = step.config.timing == "phases"
-    # What is timed, one clock mark after each: the three phases, or the whole step.
-    timed = step.phases if by_phase else {"step": step.run}  # {name: function}
-    window = 1 if by_phase else step.config.num_steps  # steps between two waits of the host
-    for _ in range(0, step.config.num_steps, window):
-        # All batches of a window go to the device before its clock starts: no copy from the host is timed.
-        batches = [[t.to(step.tokens.device) for t in next(data)] for _ in range(window)]
-        clock, issued, interruption = StepClock(step.device, step.config.unsynced_timing), [], None
-        if not by_phase:
-            step.synchronize()
-        with step.named_range("step" if by_phase else "steps"):
-            if not by_phase:
+    step.world.handle_signals()
+    loop = train_by_phase if step.config.timing == "phases" else train_in_one_go
+    loop(step, data, records)
+
+
+def train_by_phase(step, data, records):
+    """Time each phase of a step, and wait for the device after every step."""
+    for _ in range(step.config.num_steps):
+        tokens, targets = (t.to(step.device) for t in next(data))
+        if step.world.must_stop():
+            raise KeyboardInterrupt
+        clock = StepClock(step.device, step.config.unsynced_timing)
+        with step.named_range("step"):
+            step.load(tokens, targets)
+            step.synchronize()  # so that loading is not part of a phase
+            clock.mark()
+            start = time.perf_counter()
+            # --------------- the training step begins: nothing but work and marks ---------------
+            for phase in step.phases.values():  # forward, backward, optimizer
+                phase()
                 clock.mark()
-            try:
-                for tokens, targets in batches:
-                    if step.must_stop():
-                        raise KeyboardInterrupt
-                    step.load(tokens, targets)
-                    if by_phase:  # loading is not part of a phase
-                        step.synchronize()
-                        clock.mark()
-                    start = time.perf_counter()
-                    # --------------- the training step begins: nothing but work and marks ---------------
-                    for work in timed.values():
-                        work()
-                        clock.mark()
-                    # --------------- the training step ends: the rest is diagnostics ---------------
-                    host_ms = (time.perf_counter() - start) * 1e3
-                    issued.append((step.loss.detach().clone(), host_ms))  # a replay overwrites its loss
-            except KeyboardInterrupt as error:  # the steps done so far count
-                interruption = error
+            # --------------- the training step ends: the rest is diagnostics ---------------
+            host_ms = ms_since(start)
             step.synchronize()
-            clock.synced = time.perf_counter()
-        if not add_records(step, records, issued, clock, timed if by_phase else ()):
+            synced_ms = ms_since(start)
+        phase_ms = dict(zip(step.phases, clock.intervals(), strict=True))
+        # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
+        batch_ms = synced_ms if step.config.unsynced_timing else sum(phase_ms.values())
+        (loss,) = step.world.mean([step.loss.item()])
+        step.world.collect_gradients(step.optimizer)
+        record = StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model))
+        if not keep_record(record, records, step.config):
             return
-        if interruption:
-            step.run()  # of the one that was cut short, some weights have no gradient
-            raise interruption
 
 
-def add_records(step, records, issued, clock, phase_names):
-    """Append and print the records of the steps [(loss, host ms)] of a window; return whether the run goes on."""
-    config = step.config
-    step.collect_gradients()
-    # train() has waited for the device, so .item() does not have to.
-    losses = step.mean([loss.item() for loss, _ in issued])
-    intervals = clock.intervals()
-    for loss, (_, host_ms), batch_ms in zip(losses, issued, intervals, strict=False):
-        # With --timing phases the intervals of a window are the phases of one step, else those of its steps.
-        phase_ms = dict(zip(phase_names, intervals, strict=False))
-        if phase_names:
-            batch_ms = sum(phase_ms.values())
-            # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
-            if config.unsynced_timing:
-                batch_ms = clock.synced * 1e3 - clock.marks[0]
-        # A gradient that is not finite makes the next loss so. Only the last step needs its norm checked.
-        is_known = phase_names or len(records) + 1 == config.num_steps
-        grad_norm = gradient_norm(step.model) if is_known else None
-        records.append(StepRecord(loss, batch_ms, host_ms, phase_ms, grad_norm))
-        norm = "" if grad_norm is None else f" | norm {grad_norm:.3f}"
-        rate = f"{batch_ms:.2f} ms | {config.tokens_per_step / batch_ms * 1e3:,.0f} tok/s"
-        print(f"step {len(records):4d}/{config.num_steps} | loss {loss:.4f}{norm} | {rate}", flush=True)
-        if divergence(records[-1:]):
-            return False
-    return True
+def train_in_one_go(step, data, records):
+    """Time whole steps, and wait for the device only after the last one: the host can run ahead of it."""
+    # All batches go to the device before its clock starts: no copy from the host is timed.
+    batches = [[t.to(step.device) for t in next(data)] for _ in range(step.config.num_steps)]
+    clock, losses, host_ms, interruption = StepClock(step.device, step.config.unsynced_timing), [], [], None
+    step.synchronize()
+    with step.named_range("steps"):
+        clock.mark()
+        try:
+            for tokens, targets in batches:
+                step.load(tokens, targets)
+                start = time.perf_counter()
+                # --------------- the training step begins: nothing but work and a mark ---------------
+                step.run()
+                clock.mark()
+                # --------------- the training step ends: the rest is diagnostics ---------------
+                host_ms.append(ms_since(start))
+                losses.append(step.loss.detach().clone())  # a replay overwrites its loss
+        except KeyboardInterrupt as error:  # the steps done so far count
+            interruption = error
+        step.synchronize()
+    step.world.collect_gradients(step.optimizer)
+    losses = step.world.mean([loss.item() for loss in losses])
+    for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):
+        # A gradient that is not finite makes the next loss so: only the last step needs its norm checked.
+        is_last = len(records) + 1 == step.config.num_steps
+        record = StepRecord(loss, batch_ms, host, {}, gradient_norm(step.model) if is_last else None)
+        if not keep_record(record, records, step.config):
+            return
+    if interruption:
+        raise interruption
+
+
+def keep_record(record, records, config):
+    """Append a StepRecord, print its line, and return whether it is finite."""
+    records.append(record)
+    norm = "" if record.grad_norm is None else f" | norm {record.grad_norm:.3f}"
+    rate = f"{record.batch_ms:.2f} ms | {config.tokens_per_step / record.batch_ms * 1e3:,.0f} tok/s"
+    print(f"step {len(records):4d}/{config.num_steps} | loss {record.loss:.4f}{norm} | {rate}", flush=True)
+    return divergence([record]) is None
+
+
+def ms_since(start):
+    """Return the ms since time.perf_counter() was start."""
+    return (time.perf_counter() - start) * 1e3
 
 
 class StepClock:
-    """Times of the phases of a step, by events on a GPU and by the host's clock on a CPU."""
+    """Times of the parts of a step, by events on a GPU and by the host's clock on a CPU."""
 
     def __init__(self, device, unsynced):
         # BUG unsynced_timing: the host's clock on a GPU times the launches, not the work.
         self.uses_events = device.type == "cuda" and not unsynced
         self.marks = []
-        self.synced = None  # by the host's clock, when the device was done
 
     def mark(self):
-        """Record a point in time, the end of one phase and the beginning of the next."""
+        """Record a point in time, the end of one part and the beginning of the next."""
         if self.uses_events:
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
@@ -429,22 +443,22 @@ class StepClock:
 
 
 class TrainStep:
-    """A training step of one model on fixed buffers.
+    """A training step of a model of its own, on fixed buffers; config is a Config, device a torch.device or its name.
 
     Its phases are an ordered dict {"forward": f, "backward": b, "optimizer": o}: train() times them, capture() replaces
-    them by replays, tiny_llama.profiler wraps them. tiny_llama.distributed.Step overrides what is different with
-    several processes.
+    them by replays, tiny_llama.profiler wraps them.
+
+    With our kernels the optimizer owns the weights, and a change of the model from outside is refused: see Owned. They
+    come in and go out by load_state_dict() and state_dict(); freeze() freezes some.
     """
 
-    rank, processes = 0, 1  # this process's number, and how many train together
-    capture_mode = "global"  # capture_error_mode of torch.cuda.graph
-    named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler puts a range for profilers there
-
-    def __init__(self, config, device):
+    def __init__(self, config, device=None, world=None):
+        self.world = world or OneProcess()
+        self.config, self.device = config, torch.device(device or select_device(config.device))
+        self.implementation, operations = select_operations(config, self.device)
+        self.named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler names parts for profilers
         torch.manual_seed(config.seed)
-        self.config, self.device = config, device
-        self.implementation, operations = select_operations(config, device)
-        with torch.device(device.type):
+        with self.device:
             self.model = TinyLlamaTriton(config, operations)
             self.tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
             self.targets = torch.zeros_like(self.tokens)
@@ -452,16 +466,13 @@ class TrainStep:
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.loss = None
-        self.run_model = self.model
-        self.optimizer = self.make_optimizer()
+        self.run_model = self.world.parallelize(self)  # what forward() calls: the model, or something around it
         if config.compile:
             self.run_model = torch.compile(self.run_model)
+        self.optimizer = self.make_optimizer()
+        self.is_captured = False
         # Whoever wants to change a phase replaces its item: capture() does, and so does the profiler.
-        self.phases = self.eager_phases()
-
-    def eager_phases(self):
-        """Return the phases as the methods below, {name: function}."""
-        return {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
+        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
 
     def forward(self):
         """Clear the gradients and set self.loss, with its autograd history."""
@@ -473,6 +484,7 @@ class TrainStep:
         """Compute the gradients of self.loss."""
         with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread takes 0.5 ms
             self.loss.backward()
+        self.world.finish_backward(self.optimizer)
 
     def optimizer_step(self):
         """Update the weights."""
@@ -486,6 +498,7 @@ class TrainStep:
 
     def call_model(self, *inputs):
         """Run the model in the run's precision, on tensors of the device. Works after capture() too."""
+        self.world.begin_forward(self.optimizer)
         # Our kernels take bf16 weights as they are. The library needs autocast, whose cache a graph must not keep.
         needed = self.config.use_amp and self.implementation != "triton"
         with torch.autocast(self.device.type, torch.bfloat16, needed, cache_enabled=not self.config.graph):
@@ -497,22 +510,55 @@ class TrainStep:
         self.targets.copy_(targets)
 
     def make_optimizer(self):
-        """Return the optimizer, and prepare the model for it."""
-        if self.implementation != "triton":
-            return TorchAdamW(self.model, self.config.learning_rate)
-        self.model.groups = self.group_layers([self.model.layers])
-        return FlatAdamW(self.model, **optimizer_options(self.config))
-
-    def group_layers(self, stretches):
-        """Return the groups of tiny_llama/groups.py, none of them beyond one of these lists of layers, or None."""
+        """Return the optimizer. With our kernels it takes over the weights, with --use-amp in bf16."""
         config, groups = self.config, companion("groups")
-        if groups is None or config.severed_autograd or config.fp8 or config.compile:
-            return None
-        return groups.make_groups(self.model.layers, stretches, config)
+        if self.implementation != "triton":
+            return TorchAdamW(self.model, config.learning_rate)
+        if groups and not (config.severed_autograd or config.fp8 or config.compile):
+            # The same layers, of which several at a time are one autograd.Function.
+            self.model.layers = groups.LayerGroups(self.model.layers, self.world.layers_by_bucket(self.model), config)
+        optimizer = self.world.make_flat_adamw(config)
+        optimizer.own(self.model)  # from here on the weights are views of its buffer, with --use-amp in bf16
+        return optimizer
 
     def restart(self):
         """Return to the initial weights and an empty optimizer."""
-        self.optimizer.reset(w.to(self.tokens.device) for w in self.initial_weights)
+        self.world.reset(self.optimizer, (w.to(self.device) for w in self.initial_weights))
+
+    def state_dict(self):
+        """Return the fp32 weights, {name: tensor}, which TinyLlamaTriton.load_state_dict() takes as well.
+
+        With several processes all must call it.
+        """
+        names = (name for name, _ in self.model.named_parameters())
+        return {name: weight.clone() for name, weight in zip(names, self.optimizer.weights(), strict=True)}
+
+    def load_state_dict(self, weights):
+        """Start over from these weights, {name: tensor} as state_dict() returns them, with an empty optimizer.
+
+        ValueError if names or shapes are not those of the model.
+        """
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        differing = {n for n in shapes.keys() | weights.keys() if n not in weights or weights[n].shape != shapes.get(n)}
+        if differing:
+            raise ValueError(f"these weights are missing, unknown or of another shape: {', '.join(sorted(differing))}")
+        self.initial_weights = [weights[name].detach().cpu().float() for name in shapes]
+        self.restart()
+
+    def freeze(self, *names):
+        """From now on, train all weights but those with these names of model.named_parameters(), which may be none.
+
+        A frozen weight has no gradient, and is neither updated nor decayed. RuntimeError after capture(), ValueError
+        for a name that the model does not have.
+        """
+        if self.is_captured:
+            raise RuntimeError("a captured step repeats what it was captured with: freeze() weights before capture()")
+        parameters = dict(self.model.named_parameters())
+        unknown = set(names) - parameters.keys()
+        if unknown:
+            raise ValueError(f"the model has no weights {', '.join(sorted(unknown))}: see model.named_parameters()")
+        for name, p in parameters.items():
+            torch.Tensor.requires_grad_(p, name not in names)  # its own method refuses
 
     def capture(self, one_graph=False):
         """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
@@ -521,69 +567,80 @@ class TrainStep:
         # they are.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.loss = None  # its autograd history belongs to the warm-up
-        state, replays = self.graph_state(), {}
+        replays = {}
         for name, work in ({"step": self.run} if one_graph else self.phases).items():
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.capture_mode):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.world.capture_mode):
                 work()
-            # The first replay of a step finds out whether all that was captured is still so.
-            replays[name] = graph.replay if replays else functools.partial(self.replay, graph, state)
-        self.phases = replays
-
-    def graph_state(self):
-        """Return what a graph captures and a caller may change: how matrices multiply, which weights are frozen."""
-        self.optimizer.follow_model()
-        return dot_precision(self.device), [p.requires_grad for p in self.optimizer.parameters]
-
-    def replay(self, graph, state):
-        """Replay the graph with which a step begins; RuntimeError if another one would be captured by now."""
-        if self.graph_state() != state:
-            change = "weights were frozen or thawed, or the precision of matmuls was set"
-            raise RuntimeError(f"since the step was captured, {change}: make a new TrainStep")
-        graph.replay()
-
-    def __getstate__(self):
-        # A copy, by deepcopy or pickle, has no graphs, and no loss, whose history cannot be copied.
-        return vars(self) | {"phases": self.eager_phases(), "loss": None}
+            replays[name] = graph.replay
+        self.phases, self.is_captured = replays, True
 
     def synchronize(self):
         """Wait for the GPU, if there is one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    # What follows differs with several processes.
 
-    @classmethod
-    def select_device(cls, config):
-        """Return the Device of a run; UsageError if it is not there or cannot do what is asked for."""
+class OneProcess:
+    """What a run and its steps ask of their process, which is alone. tiny_llama.distributed.World is one of several."""
+
+    rank, size = 0, 1  # the number of this process, and how many train together
+    capture_mode = "global"  # capture_error_mode of torch.cuda.graph
+
+    def find_device(self, config):
+        """Return the torch.device of a run; UsageError if it is not there or cannot do what is asked for."""
         device = select_device(config.device)
         validate_on_device(config, device)
         return device
 
-    @classmethod
-    def check(cls, config, device):
+    def check(self, config, device):
         """Return whether loss and gradients are close enough to those in higher precision: see Verdict."""
         verdict, _ = check_batch(config, device, next(batches(config)))
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
         return not verdict.failed
 
-    def batches(self, seed):
+    def batches(self, config):
         """Return the batches of this process, a generator."""
-        return batches(dataclasses.replace(self.config, seed=seed))
+        return batches(config)
 
-    def collect_gradients(self):
-        """Fill .grad of every parameter with the gradient that the step used. Nothing to do with one process."""
+    def parallelize(self, step):
+        """Return what a TrainStep calls: its model, or something around it."""
+        return step.model
+
+    def layers_by_bucket(self, model):
+        """Return a list of the layers of each bucket of the optimizer: of one process there is one."""
+        return [list(model.layers)]
+
+    def make_flat_adamw(self, config):
+        """Return a FlatAdamW for a Config."""
+        return FlatAdamW(**optimizer_options(config))
+
+    def begin_forward(self, optimizer):
+        """Wait for weights that other processes have updated."""
+
+    def finish_backward(self, optimizer):
+        """Add up the gradients of all processes."""
+
+    def collect_gradients(self, optimizer):
+        """Fill .grad of every parameter with the gradient that the step has used."""
+
+    def reset(self, optimizer, weights):
+        """Start over from these weights, an iterable of tensors of the device."""
+        optimizer.reset(weights)
 
     def mean(self, values):
         """Average a list of numbers over the processes."""
         return values
 
+    def handle_signals(self):
+        """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once."""
+
     def must_stop(self):
-        """Return whether processes that got a signal agree to stop. A single one is interrupted at once."""
+        """Return whether the processes are to stop together before the next step."""
         return False
 
-    def report_processes(self, summary):
-        """Print and return what several processes did together, given the summary of this one."""
+    def report(self, summary):
+        """Print and return what several processes did together, given the summary of this one; None of one."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -605,9 +662,6 @@ def weight_of(module):
 
     TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
     """
-    own = module._parameters
-    if type(module) is nn.Linear and own.get("bias") is None and "weight" in own and not is_changed(module):
-        return own["weight"]  # nearly always
     if type(module).forward is nn.Linear.forward:
         # Pruning, and norms of weights before parametrizations, compute a plain attribute in a hook.
         extras = module.bias, vars(module).get("weight") if module._forward_pre_hooks else None
@@ -642,10 +696,9 @@ class TinyLlamaTriton(nn.Module):
             raise TypeError(f"config is {config!r}: give a Config, as Config(hidden_dim=512)")
         self.operations = operations or default_operations()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.layers = nn.ModuleList(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
+        self.layers = LayerStack(TransformerBlock(config, self.operations) for _ in range(config.num_layers))
         self.norm = TritonRMSNorm(config.hidden_dim, config.norm_eps, self.operations)
         self.lm_head = nn.Linear(config.hidden_dim, config.vocab_size, bias=False) if config.untied_head else None
-        self.groups = None  # what forward() calls in place of the layers: see tiny_llama/groups.py
         cos, sin = rope_tables(config.seq_len, config.head_dim, self.embed_tokens.weight.device, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -671,15 +724,25 @@ class TinyLlamaTriton(nn.Module):
         # A shorter sequence takes the first angles.
         cos, sin = self.cos[:seq_len], self.sin[:seq_len]
         # residual is the stream (batch, seq, hidden) that runs through all layers, branch what a layer adds to it.
-        # (batch, seq) -> (batch, seq, hidden); nothing is to be added to it yet.
         residual, branch = self.operations.embedding(tokens, weight_of(self.embed_tokens)), None
-        for layer in self.groups or self.layers:
-            residual, branch = layer(residual, branch, cos, sin)
-        # Adds what the last layer has left to add.
-        y, _ = add_and_norm(self.norm, residual, branch)
+        residual, branch = self.layers(residual, branch, cos, sin)
+        y, _ = add_and_norm(self.norm, residual, branch)  # adds what the last layer has left to add
         # (batch, seq, hidden) -> (batch, seq, vocab); a tied head multiplies by the weight of the embedding.
         logits = self.operations.linear(y, weight_of(self.lm_head or self.embed_tokens))
         return logits if targets is None else self.operations.cross_entropy(logits, targets)
+
+
+class LayerStack(nn.ModuleList):
+    """The TransformerBlocks of a model. A TrainStep has tiny_llama.groups.LayerGroups, which computes the same."""
+
+    named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler names layers for profilers
+
+    def forward(self, residual, branch, cos, sin):
+        """Take and return the residual stream and what is to be added to it, as TransformerBlock.forward()."""
+        for index, block in enumerate(self):
+            with self.named_range(f"layers.{index} forward"):
+                residual, branch = block(residual, branch, cos, sin)
+        return residual, branch
 
 
 class TransformerBlock(nn.Module):
@@ -783,17 +846,16 @@ def select_operations(config, device):
 
 def default_operations():
     """Return the operations of a module that is built by itself: Triton's where Triton runs."""
-    device = get_device("cuda" if torch.cuda.is_available() else "cpu")
-    return OPERATIONS["torch" if triton_obstacle(device) else "triton"]
+    return OPERATIONS["torch" if triton_obstacle(select_device("auto")) else "triton"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 4 The device, and how kernels are launched on it
+# 4 The GPU, and how kernels are launched on it. A `device` is PyTorch's; a Gpu tells what that is in fact.
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """What launch configurations and reports depend on."""
+class Gpu:
+    """What launch configurations and reports depend on. A CPU, which interprets kernels, has one as well."""
 
     type: str  # "cuda" (NVIDIA and AMD alike) or "cpu"
     name: str
@@ -803,33 +865,36 @@ class Device:
 
     @property
     def family(self):
-        """Return the name of the devices that share the rows of ATTENTION_TILES."""
+        """Return the name of the GPUs that share the rows of ATTENTION_TILES."""
         if self.arch.startswith("gfx"):
             return "amd"
-        return "interpreter" if self.type == "cpu" else "hopper" if self.arch == "sm_90" else "nvidia"
+        if self.type == "cpu":
+            return "interpreter"
+        return "hopper" if self.arch == "sm_90" else "nvidia"
 
 
 @functools.cache
-def get_device(type):
-    """Return the current Device of type "cuda" or "cpu"; RuntimeError for another type."""
+def get_gpu(type):
+    """Return the Gpu behind the current device of type "cuda" or "cpu"; RuntimeError for another type."""
     if type not in ("cuda", "cpu"):
         raise RuntimeError(f"the Triton kernels cannot run on {type}: move the tensors to a GPU")
     if type == "cpu":
-        return Device("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
+        # With two multiprocessors the interpreter runs several programs, whose partial sums are added, but not many.
+        return Gpu("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     # torch.version names the vendor. The capability does not: it is (9, 4) on an MI300.
     is_amd = torch.version.hip is not None
     arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-    return Device("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
+    return Gpu("cuda", properties.name, arch, properties.multi_processor_count, getattr(properties, "warp_size", 32))
 
 
 def select_device(requested):
-    """Return the Device for --device; UsageError if there is none."""
+    """Return the torch.device for --device; UsageError if there is none."""
     if requested == "cuda" and not torch.cuda.is_available():
         build = torch.version.hip or torch.version.cuda
         reason = f"PyTorch {torch.__version__} sees none" if build else f"PyTorch {torch.__version__} is a CPU build"
         raise UsageError(f"--device cuda: there is no GPU here ({reason}): use --device cpu, or install a GPU build")
-    return get_device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
+    return torch.device("cpu" if requested == "cpu" or not torch.cuda.is_available() else "cuda")
 
 
 def triton_obstacle(device, use_amp=False):
@@ -843,24 +908,25 @@ def triton_obstacle(device, use_amp=False):
     return None
 
 
-def tf32_available(device):
+def tf32_available(gpu):
     """Return whether matrix units can round fp32 operands to TF32."""
-    return device.arch == "gfx942" or device.arch.startswith("sm_") and int(device.arch[3:]) >= 80
+    return gpu.arch == "gfx942" or gpu.arch.startswith("sm_") and int(gpu.arch[3:]) >= 80
 
 
-def dot_precision(device):
+def dot_precision(gpu):
     """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls."""
     try:  # to read it from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1
         allowed = torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:  # from PyTorch 2.9 on, if it was set as fp32_precision
         allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed and tf32_available(device) else "ieee"
+    return "tf32" if allowed and tf32_available(gpu) else "ieee"
 
 
 def precision_name(config, device):
     """Return the type in which matrices are multiplied, with the library's settings as they are now."""
-    low = "fp8" if config.fp8 else "bf16"
-    return low if config.use_amp else "tf32" if dot_precision(device) == "tf32" else "fp32"
+    if config.use_amp:
+        return "fp8" if config.fp8 else "bf16"
+    return "tf32" if dot_precision(get_gpu(device.type)) == "tf32" else "fp32"
 
 
 def cdiv(a, b):
@@ -911,7 +977,8 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 def launch_by_triton(kernel, grid, tensors, scalars, constants, **options):
     """Launch through Triton's own, slower launcher. Return the compiled kernel, None if it is interpreted."""
     device = tensors[0].device
-    obstacle = triton_obstacle(get_device(device.type))
+    get_gpu(device.type)  # RuntimeError where the type is no GPU's
+    obstacle = triton_obstacle(device)
     if obstacle:
         raise RuntimeError(f"the Triton kernels cannot run on {device}: {obstacle}")
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -1020,39 +1087,25 @@ def first_derivative_only(backward):
     return checked
 
 
-def is_accumulated(node):
-    """Return whether the pass that is running adds to the .grad of a weight, given its AccumulateGrad node (or None).
-
-    backward() does; autograd.grad() never does, and backward(inputs=...) only for the weights that are named.
-    """
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad() is to return this gradient
-        return False
-
-
 def give_gradient(ctx, index, weight, write, *inputs):
-    """Write a weight's gradient where the optimizer reads it; return what backward() returns for the weight.
+    """Return the gradient of a weight or, where FlatAdamW owns the weight, write it into its buffer and return None.
 
-    As in Megatron, FlatAdamW gives each weight a main_grad, a part of one flat buffer. write(place, accumulate,
-    *inputs) computes the gradient into place or, with accumulate, adds it: the first backward pass after zero_grad()
-    writes, others add. weight is the parameter itself, number index of forward()'s arguments.
+    write(place, accumulate, *inputs) computes the gradient into place or, with accumulate, adds it. The weight is the
+    parameter itself, number index of forward()'s arguments.
     """
     refuse_autocast("the gradient", weight)
-    if not (ctx.needs_input_grad[index] and weight.requires_grad):
-        return None  # frozen, maybe since the forward pass
-    main_grad, nodes = getattr(weight, "main_grad", None), (node for node, _ in ctx.next_functions)
-    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    own_node = next((node for node in nodes if getattr(node, "variable", None) is weight), None)
-    if main_grad is None or has_hooks or not is_accumulated(own_node):
-        place = weight.new_empty(padded(weight).shape)  # for autograd, which adds it to .grad and calls hooks
-        write(place, False, *inputs)
-        return place[: len(weight)]
-    if weight.grad is not None and weight.grad is not main_grad:  # somebody else has made it
-        main_grad.copy_(weight.grad)
-    # weight.grad is None in the first backward pass after zero_grad(); then it is main_grad itself.
-    write(padded_gradient(weight), weight.grad is not None, *inputs)
-    weight.grad = main_grad
+    if not ctx.needs_input_grad[index]:
+        return None  # frozen
+    if not isinstance(weight, OwnedParameter):
+        gradient = weight.new_empty(weight.shape)
+        write(gradient, False, *inputs)
+        return gradient  # which autograd adds to .grad
+    # As in Megatron, a weight has a main_grad. zero_grad() sets .grad to None: the first backward pass then overwrites
+    # main_grad and makes it the .grad, and others add to it.
+    if weight.grad is not None and weight.grad is not weight.main_grad:  # of another term of the loss
+        weight.main_grad.copy_(weight.grad)
+    write(weight.padded_grad, weight.grad is not None, *inputs)
+    weight.grad = weight.main_grad
     return None
 
 
@@ -1074,14 +1127,7 @@ def padded_shape(parameter):
 
 def padded(weight):
     """Return a weight with the rows of zeros that FlatAdamW has placed behind it, else the weight itself."""
-    matrix, _ = getattr(weight, "padded", (weight, None))
-    return matrix if matrix.data_ptr() == weight.data_ptr() else weight  # which was converted since, say
-
-
-def padded_gradient(weight):
-    """Return weight.main_grad in the same way. Its rows of zeros stay so, as the products' other operand is 0 there."""
-    _, matrix = getattr(weight, "padded", (None, weight.main_grad))
-    return matrix
+    return weight.padded if isinstance(weight, OwnedParameter) else weight
 
 
 def write_product(place, accumulate, y_grad, x):
@@ -1293,22 +1339,23 @@ NORM_BACKWARD_ELEMENTS = 8192  # half takes 1.3 times as long, twice 2.6 times
 @functools.cache
 def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     """Return the NormTile for rows of n_cols: fewer rows than would fit where multiprocessors would be idle."""
-    device = get_device(device_type)
+    gpu = get_gpu(device_type)
     cols = block_size or next_power_of_2(n_cols)
     # With few rows, one program each keeps more multiprocessors busy than full tiles would.
-    rows_per_sm = next_power_of_2(cdiv(n_rows, device.num_sms))
+    rows_per_sm = next_power_of_2(cdiv(n_rows, gpu.num_sms))
     elements = NORM_BACKWARD_ELEMENTS if backward else NORM_FORWARD_ELEMENTS
     rows = max(1, min(elements // cols, rows_per_sm))
-    # An AMD warp has twice as many threads. On NVIDIA, backward needs twice as many as forward, or registers spill.
+    # An AMD warp has twice as many threads. On NVIDIA before and after Hopper, backward needs twice as many warps, or
+    # registers spill.
     if backward:
-        warps = min(max(4, cols // 2048) * (2 if device.family == "nvidia" else 1), 16)
+        warps = min(max(4, cols // 2048) * (2 if gpu.family == "nvidia" else 1), 16)
     else:
-        warps = min(max(4, cols // 1024), 16) // (2 if device.family == "amd" else 1)
+        warps = min(max(4, cols // 1024), 16) // (2 if gpu.family == "amd" else 1)
     # Each thread has an element of its own: of one that several have, a thread could read what another has overwritten.
-    rows = max(rows, cdiv(warps * device.warp_size, cols))
+    rows = max(rows, cdiv(warps * gpu.warp_size, cols))
     programs = cdiv(n_rows, rows)
     if backward:
-        programs = min(programs, 2 * device.num_sms)  # each loops over several tiles
+        programs = min(programs, 2 * gpu.num_sms)  # each loops over several tiles
     return NormTile(rows, cols, warps, programs)
 
 
@@ -1872,40 +1919,28 @@ def rope_kernel(
 AttentionTile = collections.namedtuple("AttentionTile", "BLOCK_M BLOCK_N num_warps num_stages options", defaults=({},))
 PASSES = ("forward", "dq", "dkdv", "fused")
 
-
-def parse_tiles(table):
-    """Convert lines "device operands widest-head BLOCK_MxBLOCK_N/warps/stages ..." to {key: a tile for each pass}."""
-    tiles = {}
-    for line in table.splitlines():
-        device, operands, widest_head, *columns = line.partition("#")[0].split() or ("", "", 0)
-        if columns:
-            tiles[device, operands, int(widest_head)] = [tuple(map(int, re.split("[x/]", tile))) for tile in columns]
-    return tiles
-
-
 # The first row that fits counts: an architecture or family, the operands of tl.dot (half: bf16 and fp16; tf32 and ieee:
-# fp32 with and without TF32), the largest head dimension. A tile is BLOCK_M x BLOCK_N / warps / stages. Larger tiles
-# read less, until registers or shared memory (64 KiB on gfx90a and gfx942, 227 on sm_90) are used up.
-ATTENTION_TILES = parse_tiles("""
-# device     operands head  forward     dq          dkdv        fused
-# Compiled: 16 rows of a product for each wave where registers allow it. Above 256 registers one wave fills a SIMD.
-amd          half       64  128x64/4/1  128x32/4/1  32x128/4/1  32x64/4/1
-amd          half      128  128x32/4/1  128x32/4/1  32x64/4/1   32x32/4/1
-amd          any        64  64x32/4/1   64x32/4/1   16x64/4/1   32x32/4/1
-amd          any       128  64x16/4/1   64x16/4/1   16x32/4/1   16x16/4/1
-# Measured. One wgmma instruction takes 64 rows. The fused pass is too short for its loads to fill a pipeline.
-hopper       half       64  64x64/4/3   128x64/8/3  64x64/4/3   64x64/4/1
-hopper       half      128  64x64/4/3   64x64/4/2   32x64/4/3   64x64/4/1
-# Measured. TF32 instructions take 64 rows. Full fp32 (ieee) has none: BLOCK_M = 32 took 0.7 of the time of 64.
-hopper       tf32       64  64x32/4/1   64x32/4/1   64x32/4/1   64x32/4/1
-hopper       ieee       64  32x32/4/1   32x32/4/1   64x32/4/1   32x32/4/1
-hopper       any       128  32x32/4/1   32x32/4/1   32x32/4/1   32x32/4/1
-# Compiled for sm_80: 8 warps share rows that would spill with 4.
-nvidia       half       64  64x64/4/2   64x64/4/2   32x64/4/2   32x64/4/1
-nvidia       half      128  64x64/4/2   64x64/4/2   64x64/8/2   64x64/8/1
-nvidia       any       128  32x32/8/1   32x32/8/1   32x32/8/1   32x32/8/1
-interpreter  any       128  32x32/4/1   32x32/4/1   32x32/4/1   32x32/4/1
-""")
+# fp32 with and without TF32), the largest head dimension; then for each of PASSES (BLOCK_M, BLOCK_N, warps, stages).
+# Larger tiles read less, until registers or shared memory (64 KiB on gfx90a and gfx942, 227 on sm_90) are used up.
+ATTENTION_TILES = {
+    # Compiled: 16 rows of a product for each wave where registers allow it. Above 256 registers one wave fills a SIMD.
+    ("amd", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
+    ("amd", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
+    ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    # Measured. One wgmma instruction takes 64 rows. The fused pass is too short for its loads to fill a pipeline.
+    ("hopper", "half", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
+    ("hopper", "half", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1)),
+    # Measured. TF32 instructions take 64 rows. Full fp32 (ieee) has none: BLOCK_M = 32 took 0.7 of the time of 64.
+    ("hopper", "tf32", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
+    ("hopper", "ieee", 64): ((32, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    ("hopper", "any", 128): ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    # Compiled for sm_80: 8 warps share rows that would spill with 4.
+    ("nvidia", "half", 64): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
+    ("nvidia", "half", 128): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+    ("nvidia", "any", 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    ("interpreter", "any", 128): ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+}
 LACK_BF16_ROUNDING = ("gfx90a", "gfx942")  # see rounded_like()
 FUSED_BACKWARD_SEQ_LEN = 128  # up to here the backward pass is one launch: a second one costs more than it saves
 # See heads_per_program(). To add up the gradients of several programs takes 10 us on an H100, more than is won where a
@@ -1918,13 +1953,13 @@ ROPE_BLOCK = 1024  # elements; within 1 % of the fastest; 2048 takes 1.2 times a
 @functools.cache
 def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     """Return the AttentionTile of one of PASSES, for elements of itemsize bytes and heads of block_d."""
-    device = get_device(device_type)
+    gpu = get_gpu(device_type)
     operands = "half" if itemsize == 2 else precision
     # With matrix instructions of 32 x 32, four waves would compute parts of small tiles twice.
-    options = {"matrix_instr_nonkdim": 16} if device.family == "amd" else {}
-    for (row_device, row_operands, widest_head), tiles in ATTENTION_TILES.items():
+    options = {"matrix_instr_nonkdim": 16} if gpu.family == "amd" else {}
+    for (row_gpu, row_operands, widest_head), tiles in ATTENTION_TILES.items():
         fits = row_operands in (operands, "any") and block_d <= widest_head
-        if fits and row_device in (device.arch, device.family):
+        if fits and row_gpu in (gpu.arch, gpu.family):
             return AttentionTile(*tiles[PASSES.index(pass_name)], options)
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
@@ -1941,7 +1976,7 @@ def heads_per_program(pass_name, shape, num_kv_heads, itemsize, precision, devic
     All of them, unless so few blocks of keys would leave multiprocessors idle, and the programs are long.
     """
     batch, seq_len, num_heads, head_dim = shape
-    group_size, num_sms = num_heads // num_kv_heads, get_device(device_type).num_sms
+    group_size, num_sms = num_heads // num_kv_heads, get_gpu(device_type).num_sms
     tile = attention_tile(pass_name, itemsize, padded_head(head_dim), precision, device_type)
     blocks = batch * num_heads * cdiv(seq_len, tile.BLOCK_N)  # of keys, of each query head
     if blocks // group_size >= num_sms or group_size * cdiv(seq_len, tile.BLOCK_M) <= SHORT_PROGRAM:
@@ -1954,7 +1989,7 @@ def heads_per_program(pass_name, shape, num_kv_heads, itemsize, precision, devic
 def attention_launch(pass_name, shape, num_kv_heads, share, strides, dtype, precision, rotary, device_type):
     """Return the grid, the AttentionConstants and the compiler's options of one of PASSES; shape is that of q."""
     batch, seq_len, num_heads, head_dim = shape
-    device = get_device(device_type)
+    gpu = get_gpu(device_type)
     block_d = padded_head(head_dim)
     if head_dim < block_d == 32 and strides.k.dim != 1:
         block_d = 64  # with 32, what Triton 3.6 compiles for sm_90 reads past the end of shared memory
@@ -1970,9 +2005,9 @@ def attention_launch(pass_name, shape, num_kv_heads, share, strides, dtype, prec
         BLOCK_N=tile.BLOCK_N,
         EVEN=seq_len % max(tile.BLOCK_M, tile.BLOCK_N) == 0,
         PRECISION=precision,
-        ROUND_BY_HAND=dtype == torch.bfloat16 and device.arch in LACK_BF16_ROUNDING,
+        ROUND_BY_HAND=dtype == torch.bfloat16 and gpu.arch in LACK_BF16_ROUNDING,
         ROTARY=rotary,
-        INT64_OFFSETS=device.family != "amd",  # AMD's loads add 32-bit offsets by themselves
+        INT64_OFFSETS=gpu.family != "amd",  # AMD's loads add 32-bit offsets by themselves
     )
     by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)
     by_keys = batch * num_heads // share, cdiv(seq_len, tile.BLOCK_N)
@@ -1990,7 +2025,7 @@ def require_32_bits(shape, strides):
 
 def attention_precision(q):
     """Return tl.dot's input_precision for q."""
-    return dot_precision(get_device(q.device.type)) if q.dtype == torch.float32 else "ieee"
+    return dot_precision(get_gpu(q.device.type)) if q.dtype == torch.float32 else "ieee"
 
 
 def launch_attention(kernel, pass_name, tensors, scalars, share=1, rotary=False, **constants):
@@ -2651,7 +2686,7 @@ def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
     losses = logits.new_empty(2, n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
     warps = max(4, block_size // (32 * CROSS_ENTROPY_PER_THREAD))
-    warps //= 2 if get_device(logits.device.type).family == "amd" else 1
+    warps //= 2 if get_gpu(logits.device.type).family == "amd" else 1
     scalars = logits.stride(0), gradient_scale, ignore_index
     constants = dict(N_COLS=n_cols, BLOCK_SIZE=block_size)
     launch(cross_entropy_kernel, (n_rows,), (logits, targets, losses), scalars, constants, num_warps=warps)
@@ -2731,6 +2766,18 @@ OPERATIONS = {  # {implementation: what its modules call}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 10 AdamW over flat buffers (Loshchilov and Hutter, arXiv:1711.05101), one launch for all parameters
+#
+# All weights lie in one buffer of blocks, all gradients in another. For two parameters, of 1500 and 700 elements:
+#
+#     block        0              1               2
+#     elements     0 to 1023      1024 to 1499    2048 to 2747
+#     then         -              zeros           zeros
+#     owner        parameter 0    parameter 0     parameter 1
+#
+# A matrix whose rows are no multiple of 8 has some of the zeros as further rows, or more of them: see padded(). Several
+# processes share the work: the blocks are divided into buckets, whose gradients and weights travel in one message, and
+# each process has moments for an equal part of each bucket, its own blocks. For two processes, a block of zeros would
+# follow above, and the own blocks be [0, 1] and [2, 3]. One process has one bucket, and all blocks are its own.
 
 ADAMW_BLOCK = 1024  # elements; 256 to 4096 are within 3 %
 
@@ -2864,56 +2911,108 @@ def write_padded(place, values):
         place[len(values) :].zero_()
 
 
+def refuse_change(*_, **__):
+    """Raise RuntimeError where the model of an optimizer is changed, which would not see it, nor a captured graph."""
+    raise RuntimeError(
+        "this model is a TrainStep's, whose optimizer would not see the change: give other weights to the step's "
+        "load_state_dict(), and what is not to be trained to its freeze(); for anything else take a TinyLlamaTriton "
+        "and an optimizer of torch.optim"
+    )
+
+
+class OwnedParameter(nn.Parameter):
+    """A weight in the buffer of a FlatAdamW. It refuses to be written, frozen, moved, copied or given a hook.
+
+    padded is the weight with the rows of zeros that follow it, padded_grad the place of its gradient with as many, and
+    main_grad that without them.
+    """
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, refuse_change)
+    data = property(torch.Tensor.data.__get__, refuse_change)
+    register_hook = register_post_accumulate_grad_hook = __deepcopy__ = __reduce_ex__ = refuse_change
+    __setitem__ = __iadd__ = __isub__ = __imul__ = __itruediv__ = refuse_change
+
+
+for name in dir(torch.Tensor):
+    if name.endswith("_") and not name.startswith("_"):  # copy_(), requires_grad_() and the others that write
+        setattr(OwnedParameter, name, refuse_change)
+
+
+class Owned:
+    """What own() puts before the class of each module, as PyTorch's fully_shard() does: it refuses to be changed."""
+
+    __delattr__ = __reduce_ex__ = _apply = load_state_dict = add_module = insert = refuse_change
+
+    def __setattr__(self, name, value):
+        if name not in ("training", "named_range"):
+            refuse_change()
+        super().__setattr__(name, value)
+
+
+for name in dir(nn.Module):
+    if name.startswith("register_"):  # hooks, weights and modules
+        setattr(Owned, name, refuse_change)
+
+
+@functools.cache
+def owned_class(kind):
+    """Return a class like this one of modules, and of the same name, that refuses changes."""
+    return type(kind.__name__, (Owned, kind), {"__module__": kind.__module__})
+
+
 class FlatAdamW:
     """AdamW whose parameters, gradients and moments are one flat buffer each, of blocks of ADAMW_BLOCK elements.
 
-    param       the weights, of which the model's parameters become views; in bf16 if low_precision
+    param       the weights, of which the model's parameters become views in own(); in bf16 if low_precision
     remainder   with low_precision: the lower halves of the fp32 weights, whose upper halves are param
     grad        their gradients; p.main_grad is a view of it, into which backward passes write: see give_gradient()
     exp_avg, exp_avg_sq   the moments, in moments_dtype, fp32 or bf16
 
     A parameter without a gradient stays as it is, and so does its count of steps. Learning rate and counts are on the
-    device, so that step() can be captured. With several processes, share = (rank, processes), each keeps moments and
-    remainders of an equal part of each bucket, a list of parameters, and updates only that part.
-
-    FlatAdamW owns the weights: a model whose weights are moved, cast, replaced or added needs a new one (RuntimeError).
+    device, so that step() can be captured.
     """
 
     def __init__(
-        self,
-        model,
-        lr,
-        low_precision=False,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.01,
-        buckets=None,
-        share=(0, 1),
-        moments_dtype=torch.float32,
+        self, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, moments_dtype=torch.float32
     ):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"FlatAdamW takes the model and not its parameters: give an nn.Module, no {type(model)}")
-        self.model, self.parameters = model, list(model.parameters())
-        # By default one bucket with all parameters, and one process that owns all of it.
+        self.initial_lr, self.low_precision, self.betas, self.moments_dtype = lr, low_precision, betas, moments_dtype
+        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
+        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
+
+    def own(self, model, buckets=None, share=(0, 1)):
+        """Take over the weights of a model, which become views of param, in bf16 if low_precision.
+
+        From then on the model refuses changes. With several processes, share is (rank, processes), and buckets are
+        lists of the model's parameters.
+        """
+        self.parameters = list(model.parameters())
         own_blocks = self.place(buckets or [self.parameters], *share)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self.parameters[0].device)
-        self.param = zeros(len(self.owners) * ADAMW_BLOCK, dtype=torch.bfloat16 if low_precision else torch.float32)
+        self.param = zeros(
+            len(self.owners) * ADAMW_BLOCK, dtype=torch.bfloat16 if self.low_precision else torch.float32
+        )
         self.grad = torch.zeros_like(self.param)
         n_state = len(own_blocks) * ADAMW_BLOCK
-        self.remainder = zeros(n_state, dtype=torch.int16) if low_precision else None
+        self.remainder = zeros(n_state, dtype=torch.int16) if self.low_precision else None
         self.beta_powers = zeros(len(self.parameters), 2, dtype=torch.float64)
-        self.rate = zeros(()).fill_(lr)
-        self.betas = torch.tensor(betas, dtype=torch.float64, device=self.lr.device)
-        self.own_blocks = torch.tensor(own_blocks, dtype=torch.int32, device=self.lr.device)
-        own_owners = [self.owners[block] for block in own_blocks]
-        self.own_owners = torch.tensor(own_owners, dtype=torch.int32, device=self.lr.device)
+        self.rate = zeros(()).fill_(self.initial_lr)
+        as_tensor = functools.partial(torch.tensor, device=self.param.device)
+        self.own_blocks = as_tensor(own_blocks, dtype=torch.int32)
+        self.own_owners = as_tensor([self.owners[block] for block in own_blocks], dtype=torch.int32)
         self.has_gradient = self.decays = self.updated_owners = None  # see step()
-        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
-        self.constants |= dict(GRADIENT_SCALE=1 / share[1], SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
+        self.constants["GRADIENT_SCALE"] = 1 / share[1]
         self.write(p.detach().float() for p in self.parameters)
-        # From here on the parameters are views of self.param. Their former memory is free, as much as a moment takes.
-        self.attach()
-        self.exp_avg, self.exp_avg_sq = (zeros(n_state, dtype=moments_dtype) for _ in range(2))
+        for p, weight, gradient in zip(
+            self.parameters, self.padded_views(self.param), self.padded_views(self.grad), strict=True
+        ):
+            # p stays the same object, which the modules hold; only the memory behind it changes.
+            p.data, p.main_grad = (matrix[: len(p)] if p.dim() else matrix for matrix in (weight, gradient))
+            p.padded, p.padded_grad = weight, gradient
+            p.__class__ = OwnedParameter
+        for module in model.modules():
+            module.__class__ = owned_class(type(module))
+        # The parameters' former memory is free now, as much as a moment takes.
+        self.exp_avg, self.exp_avg_sq = (zeros(n_state, dtype=self.moments_dtype) for _ in range(2))
         self.beta_powers.fill_(1.0)
 
     @property
@@ -2926,19 +3025,12 @@ class FlatAdamW:
         """Write it there."""
         self.rate.fill_(value)
 
-    # The flat buffers of a model with two parameters, of 1500 and 700 elements:
-    #
-    #     block          0            1            2
-    #     elements   0 to 1023  1024 to 1499  2048 to 2747
-    #                             (zeros)       (zeros)
-    #
-    # Each block has one owner, here owners = [0, 0, 1]. For two processes a block of zeros would follow. A matrix whose
-    # rows are no multiple of 8 has some of the zeros as further rows, or more of them: see padded().
     def place(self, buckets, rank, processes):
-        """Give each parameter blocks of its own in the flat buffers; return the blocks of this process."""
-        # For each parameter its first element, for each block its parameter, for each bucket its elements and the
-        # blocks of this process.
-        self.starts, self.owners, self.spans, self.own_ranges = [], [], [], []
+        """Give each parameter blocks in the flat buffers, as drawn above; return the own blocks of this process."""
+        self.starts = []  # for each parameter its first element
+        self.owners = []  # for each block the number of its parameter
+        self.bucket_slices = []  # for each bucket its elements
+        self.own_ranges = []  # for each bucket the own blocks of this process
         for bucket in buckets:
             first = len(self.owners)
             for p in bucket:
@@ -2947,7 +3039,7 @@ class FlatAdamW:
             # Blocks of zeros, as many as make their number a multiple of processes.
             self.owners += [len(self.starts) - 1] * ((first - len(self.owners)) % processes)
             length = (len(self.owners) - first) // processes
-            self.spans.append(slice(first * ADAMW_BLOCK, len(self.owners) * ADAMW_BLOCK))  # of the bucket
+            self.bucket_slices.append(slice(first * ADAMW_BLOCK, len(self.owners) * ADAMW_BLOCK))
             self.own_ranges.append(range(first + rank * length, first + (rank + 1) * length))
         return [*itertools.chain(*self.own_ranges)]
 
@@ -2964,47 +3056,16 @@ class FlatAdamW:
             places += len(own)
         return slice(0), slice(0)
 
-    def attach(self):
-        """Point the parameters at the buffers (copying and unpickling break the views)."""
-        for p, *matrices in zip(
-            self.parameters, self.padded_views(self.param), self.padded_views(self.grad), strict=True
-        ):
-            # p stays the same object, which the modules hold; only the memory behind it changes.
-            p.data, p.main_grad = (matrix[: len(p)] if p.dim() else matrix for matrix in matrices)
-            p.padded = matrices
-        self.look_up_modules()
-        self.known = self.find_weights()
-        self.versions = [p._version for p in self.parameters]
-
-    def look_up_modules(self):
-        """Note the modules of the model, and the dicts where these look up their submodules and their weights."""
-        modules = list(self.model.modules())
-        self.children, self.places = [m._modules for m in modules], [m._parameters for m in modules]
-        self.modules = self.find_modules()
-
-    def find_modules(self):
-        """Return the submodules that the known modules have now."""
-        return [child for children in self.children for child in children.values()]
-
-    def find_weights(self):
-        """Return the ids of the weights that the known modules have now, and where these lie."""
-        weights = [p for place in self.places for p in place.values() if p is not None]
-        return list(map(id, weights)), [p.data_ptr() for p in weights]
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.attach()
-
-    def views(self, flat):
-        """Yield the part of each parameter in a flat buffer, in its shape."""
-        for p, matrix in zip(self.parameters, self.padded_views(flat), strict=True):
-            yield matrix[: len(p)] if p.dim() else matrix
-
     def padded_views(self, flat):
         """Yield the part of each parameter in a flat buffer with its rows of padding: see padded_shape()."""
         for p, start in zip(self.parameters, self.starts, strict=True):
             shape = padded_shape(p)
             yield flat[start : start + math.prod(shape)].view(shape)
+
+    def views(self, flat):
+        """Yield the part of each parameter in a flat buffer, in its shape."""
+        for p, matrix in zip(self.parameters, self.padded_views(flat), strict=True):
+            yield matrix[: len(p)] if p.dim() else matrix
 
     @torch.no_grad()
     def reset(self, weights):
@@ -3031,32 +3092,12 @@ class FlatAdamW:
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""
-        self.follow_model()
         return list(self.views(self.param if self.remainder is None else join_fp32(self.param, self.remainder)))
 
     def zero_grad(self):
-        """Let the next backward pass overwrite the gradients. RuntimeError if the model has other weights by now."""
-        self.follow_model()  # before a forward pass fails with them
+        """Let the next backward pass overwrite the gradients."""
         for p in self.parameters:
             p.grad = None
-
-    @torch.no_grad()
-    def follow_model(self):
-        """Take over what others have written into the weights; RuntimeError if the model has other weights by now."""
-        if self.find_modules() != self.modules:  # a layer was replaced, say, maybe by one that wraps it
-            self.look_up_modules()
-        # Looked up through the modules: .half() gives a parameter other memory, assign=True the model other parameters.
-        found = self.find_weights()
-        if found != self.known and not set(zip(*found, strict=True)) <= set(zip(*self.known, strict=True)):
-            change = "a weight was moved, converted or replaced, as by .half(), .to() or load_state_dict(assign=True)"
-            raise RuntimeError(f"{change}, or added, and FlatAdamW would not update it: make a new optimizer")
-        # PyTorch counts the writes to a tensor. A bf16 weight that others have written is exact: its lower half is 0.
-        versions = [p._version for p in self.parameters]
-        if versions != self.versions and self.remainder is not None:
-            written = [version != known for version, known in zip(versions, self.versions, strict=True)]
-            is_written = torch.tensor(written, device=self.lr.device)[self.own_owners.long()]
-            self.remainder.view(-1, ADAMW_BLOCK)[is_written] = 0
-        self.versions = versions
 
     @torch.no_grad()
     def collect_gradients(self, parameters):
@@ -3069,14 +3110,15 @@ class FlatAdamW:
     @torch.no_grad()
     def step(self):
         """Update the weights that have a gradient."""
-        self.follow_model()
         self.collect_gradients(self.parameters)
         # Severed kernels, frozen weights, unused modules: what has no gradient is not even decayed.
         has_gradient = [p.grad is not None for p in self.parameters]
         if has_gradient != self.has_gradient:  # in the first step, and after weights were frozen or thawed
             self.has_gradient = has_gradient
             is_updated = torch.tensor(has_gradient, device=self.lr.device)
-            self.decays = torch.where(is_updated[:, None], self.betas, 1.0)
+            # What a step multiplies beta_powers with: the betas, or 1 where the count of steps stays.
+            betas = torch.tensor(self.betas, dtype=torch.float64, device=self.lr.device)
+            self.decays = torch.where(is_updated[:, None], betas, 1.0)
             self.updated_owners = torch.where(is_updated[self.own_owners.long()], self.own_owners, -1)
         # beta^steps of each parameter, one multiplication a step. The kernel must not write what all its threads read.
         self.beta_powers.mul_(self.decays)
@@ -3102,8 +3144,9 @@ class TorchAdamW(torch.optim.AdamW):
         lr = torch.tensor(lr, device="cuda") if on_gpu else lr
         super().__init__(model.parameters(), lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
 
-    def follow_model(self):
-        """Nothing, where FlatAdamW.follow_model does."""
+    def weights(self):
+        """Return the weights as FlatAdamW.weights(); with --shard full all processes must call it."""
+        return [whole(p.detach()) for p in self.parameters]
 
     @torch.no_grad()
     def reset(self, weights):
@@ -3153,15 +3196,12 @@ def relative_errors(results, exact, order=2):
     }
 
 
-def loss_and_gradients(config, device, batch, double=False, step_class=TrainStep):
-    """Return the loss and each gradient, {"loss" or parameter: tensor}, of a pass from the initial weights."""
-    step = step_class(config, device)
-    if double:
-        step.model.double()
+def loss_and_gradients(step, batch):
+    """Return the loss and each gradient, {"loss" or parameter: tensor}, of a new step's first pass."""
     step.load(*batch)
     step.forward()
     step.backward()
-    step.collect_gradients()
+    step.world.collect_gradients(step.optimizer)
     # None, and not zeros: a gradient that never arrives must fail the check.
     gradients = {name: None if p.grad is None else whole(p.grad) for name, p in step.model.named_parameters()}
     return {"loss": step.loss.detach().double(), **gradients}
@@ -3170,8 +3210,10 @@ def loss_and_gradients(config, device, batch, double=False, step_class=TrainStep
 def exact_loss_and_gradients(config, device, batch):
     """Return those of --impl torch in fp64, or in full fp32 for a bf16 run."""
     torch.set_float32_matmul_precision("highest")
-    plain = dataclasses.replace(config, impl="torch", shard=None, use_amp=False, fp8=False)
-    exact = loss_and_gradients(plain, device, batch, double=not config.use_amp)
+    step = TrainStep(dataclasses.replace(config, impl="torch", shard=None, use_amp=False, fp8=False), device)
+    if not config.use_amp:
+        step.model.double()
+    exact = loss_and_gradients(step, batch)
     torch.set_float32_matmul_precision(config.matmul_precision)
     return exact
 
@@ -3181,7 +3223,8 @@ def check_batch(config, device, batch):
     plain = dataclasses.replace(config, impl="torch", shard=None)
     # The same initial weights and batch three times: exact, ours, and PyTorch in our precision.
     exact = exact_loss_and_gradients(config, device, batch)
-    errors, plain_errors = (relative_errors(loss_and_gradients(c, device, batch), exact) for c in (config, plain))
+    steps = (TrainStep(c, device) for c in (config, plain))
+    errors, plain_errors = (relative_errors(loss_and_gradients(step, batch), exact) for step in steps)
     verdict = judge(errors, plain_errors, CHECK_ATOL[precision_name(config, device)])
     if config.fp8:
         verdict = companion("fp8").compare_with_bf16(verdict, exact, config, device, batch)
@@ -3384,7 +3427,7 @@ def validate_on_device(config, device):
     if config.graph and config.warmup_steps == 0:
         why = "--no-warmup" if config.no_warmup else "--warmup-steps 0"
         raise UsageError(f"--graph captures a step that has run before, and {why} forbids that: drop one of the two")
-    if config.use_amp and device.arch == "sm_75":
+    if config.use_amp and get_gpu(device.type).arch == "sm_75":
         raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
     if config.fp8:
         companion("fp8", "--fp8").validate(config, device, select_operations(config, device)[0])
@@ -3394,14 +3437,14 @@ def validate_on_device(config, device):
 
 def print_configuration(step):
     """Print what runs where, read from the objects in use."""
-    config, device = step.config, step.device
+    config, device, gpu = step.config, step.device, get_gpu(step.device.type)
     versions = dict(PyTorch=torch.__version__, HIP=torch.version.hip, CUDA=torch.version.cuda)
     software = [f"{name} {version}" for name, version in versions.items() if version]
     software += [f"Triton {triton.__version__}" if triton else "no Triton"]
-    processes = f" on each of {step.processes} processes" if step.processes > 1 else ""
+    processes = f" on each of {step.world.size} processes" if step.world.size > 1 else ""
     reason = triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
     print(
-        f"Device: {device.name} ({device.arch}); {', '.join(software)}\n"
+        f"Device: {gpu.name} ({gpu.arch}); {', '.join(software)}\n"
         f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
         f"({config.num_kv_heads} of K and V), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
         f"{'untied head, ' if config.untied_head else ''}{count_weights(step.model.parameters()):,} parameters\n"
@@ -3424,13 +3467,13 @@ def print_configuration(step):
 def operation_names(model):
     """Return {operation: the name of the function that the model calls}, and what computes groups of layers."""
     names = {name: getattr(call, "func", call).__name__ for name, call in model.operations._asdict().items()}
-    return names | ({"group": type(model.groups[0]).__name__} if model.groups else {})
+    return names | ({"group": "LayerGroup"} if hasattr(model.layers, "groups") else {})
 
 
 def warm_up(step):
     """Run the warm-up steps, restore the initial weights, capture if asked to. Return the seconds it took."""
     config, start = step.config, time.perf_counter()
-    data = step.batches((config.seed + 1) % 2**32)
+    data = step.world.batches(dataclasses.replace(config, seed=(config.seed + 1) % 2**32))
     # What is captured must have been warmed up on another stream, which does not wait for the initial weights.
     step.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
@@ -3510,10 +3553,10 @@ def set_precision(config):
         torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all that they allocate
 
 
-def train_and_report(config, step_class=TrainStep):
+def train_and_report(config, world=None):
     """Do what the configuration asks for, from the check to the profile. Return the exit code."""
-    device = step_class.select_device(config)
-    hardware = companion("hardware")
+    world = world or OneProcess()
+    device, hardware = world.find_device(config), companion("hardware")
     profiler = companion("profiler", None if config.profile is None else "--profile")
     if hardware:
         hardware.require_host_memory(config, device)
@@ -3523,12 +3566,12 @@ def train_and_report(config, step_class=TrainStep):
     set_precision(config)
     # The check runs eagerly on few sequences: kernels, sizes and precision are those of the run.
     small = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
-    if config.check and not step_class.check(small, device):
+    if config.check and not world.check(small, device):
         return 1
     gc.collect()  # frees the models of the check, whose Functions and gradients refer to each other
-    step = step_class(config, device)
+    step = TrainStep(config, device, world)
     # From here on a run can be interrupted, and what it has measured is reported.
-    data, records, exit_code = step.batches(config.seed), [], 0
+    data, records, exit_code = world.batches(config), [], 0
     print_configuration(step)
     gpu_state = hardware.gpu_state if hardware else lambda device: {"power_w": None}
     gpu = {"idle": gpu_state(device)}
@@ -3541,6 +3584,7 @@ def train_and_report(config, step_class=TrainStep):
         print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         if not records:
             raise
+        step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
         exit_code = 130
     gpu["busy"] = gpu_state(device)  # immediately after the measured steps
     summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu}
@@ -3551,7 +3595,7 @@ def train_and_report(config, step_class=TrainStep):
         except KeyboardInterrupt:  # the steps count
             exit_code = 130
         except UsageError as error:  # and so they do if the text has gone; several processes end together
-            if step.processes > 1:
+            if world.size > 1:
                 raise
             print(f"Note: there is no held-out loss: {error}")
             exit_code = error.exit_code
@@ -3559,7 +3603,7 @@ def train_and_report(config, step_class=TrainStep):
     if profiler and not exit_code:
         summary["kernels"] = profiler.count_kernels(step, summary["batch_ms"]["p50"])
     print_summary(step, summary)
-    summary["world"] = step.report_processes(summary)
+    summary["world"] = world.report(summary)
     result = dict(
         implementation=step.implementation,
         precision=precision_name(config, device),
@@ -3569,7 +3613,7 @@ def train_and_report(config, step_class=TrainStep):
         summary=summary,
         steps=[record._asdict() for record in records],
     )
-    if step.rank == 0:
+    if world.rank == 0:
         stem = f"tiny_llama_v3_{step.implementation}_{time.strftime('%Y%m%d_%H%M%S')}"
         print(f"Results: {keep_json(output_folder, stem, result)}")
     if profile_folder and not exit_code:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+import tiny_llama_v3 as llama
 from benchmarks.harness import Timed
 from measure import work
 from measure.accuracy import require
@@ -125,7 +126,7 @@ def products(bench, layer):
 
 
 def fp8_layer_cases(bench, tokens, hidden, ffn):
-    formats = fp8.formats_of(bench.device.arch)
+    formats = fp8.formats_of(llama.get_gpu(bench.device.type).arch)
 
     def of_shapes(*shapes):
         return [Matrix((bench.randn(*shape),)) for shape in shapes]

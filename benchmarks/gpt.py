@@ -111,7 +111,7 @@ def check(config, batch):
 
 def measure(run, config, batch):
     """Fill the rows of the result. A row that fails or starts too late has an error; the others continue."""
-    peak, tokens = hardware.peak_tflops(run.device, "bf16"), batch[0].numel()
+    peak, tokens = hardware.peak_tflops(llama.get_gpu(run.device.type), "bf16"), batch[0].numel()
 
     def build(name):
         make = functools.partial(Step, ROWS[name], config, batch)

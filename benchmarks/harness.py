@@ -53,7 +53,8 @@ class Run:
         self.result = header(name, device, argv) | {"host": processor()} | fields
         self.file = ResultFile(folder, self.result)
         self.any_wrong = False
-        print(f"{device.name} ({device.arch}), PyTorch {torch.__version__}", flush=True)
+        gpu = llama.get_gpu(device.type)
+        print(f"{gpu.name} ({gpu.arch}), PyTorch {torch.__version__}", flush=True)
 
     def save(self):
         """Write the result, whole or not at all."""

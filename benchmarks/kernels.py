@@ -187,7 +187,7 @@ def library_peers(bench, operation):
     return {
         name: functools.partial(library.load, operation)
         for name, library in LIBRARIES.items()
-        if operation in library.functions and bench.device.arch.startswith(library.archs)
+        if operation in library.functions and llama.get_gpu(bench.device.type).arch.startswith(library.archs)
     }
 
 
@@ -373,13 +373,13 @@ def cross_entropy_cases(bench, n_rows, vocab):
 
 
 def adamw_cases(bench, width, count):
-    def make(optimizer, dtype=torch.float32, **options):
+    def make_model(dtype=torch.float32):
         with torch.device(bench.device.type):
-            model = nn.ParameterList(torch.randn(width, width, dtype=dtype) for _ in range(count))
-        return optimizer(model, 3e-4, **options)
+            return nn.ParameterList(torch.randn(width, width, dtype=dtype) for _ in range(count))
 
-    ours = make(llama.FlatAdamW, low_precision=bench.on_gpu)
-    theirs, exact = make(llama.TorchAdamW), make(llama.TorchAdamW, torch.float64)
+    ours = llama.FlatAdamW(3e-4, low_precision=bench.on_gpu)
+    ours.own(make_model())
+    theirs, exact = (llama.TorchAdamW(make_model(dtype), 3e-4) for dtype in (torch.float32, torch.float64))
     initial = [w.clone() for w in ours.weights()]
     ours.grad.normal_()
     for mine in ours.parameters:
@@ -526,14 +526,15 @@ def parse(argv):
 @program("kernels.py")
 def main(argv):
     options, device = parse(argv), kernel_device()
-    if "fp8-layer" in options.only and (device.type == "cpu" or not fp8.formats_of(device.arch)):
-        raise llama.UsageError(f"--only fp8-layer needs a GPU with products in FP8, and this is {device.arch}")
+    gpu = llama.get_gpu(device.type)
+    if "fp8-layer" in options.only and (device.type == "cpu" or not fp8.formats_of(gpu.arch)):
+        raise llama.UsageError(f"--only fp8-layer needs a GPU with products in FP8, and this is {gpu.arch}")
     torch.manual_seed(0)
     bench = Bench(device)
     fields = {
         "peers": versions(*(library.package.split(".")[0] for library in LIBRARIES.values())),
         "dtype": str(bench.dtype).removeprefix("torch."),
-        "peaks": [hardware.peak_tflops(device, precision) for precision in ("fp8", "bf16")],
+        "peaks": [hardware.peak_tflops(gpu, precision) for precision in ("fp8", "bf16")],
     }
     run = Run("kernels", argv, options, device, **fields, cases=[])
     for group in options.only:

@@ -97,7 +97,7 @@ def has_changed(result):
 def is_current(part, results, device):
     """Return whether one of the results is of this part, this kind of GPU and today's code."""
     alike = (result for result in results if result.get("command") == part.command)
-    alike = (r for r in alike if device.type == "cpu" or r["environment"]["device"] == device.name)
+    alike = (r for r in alike if device.type == "cpu" or r["environment"]["device"] == llama.get_gpu(device.type).name)
     return any(not has_changed(result) for result in alike)
 
 

@@ -63,10 +63,10 @@ def make_step(config, device, world):
     obstacle = llama.triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
     if obstacle:
         raise Unavailable(obstacle)
-    step = (distributed.Step if world.size > 1 else llama.TrainStep)(config, device)
+    step = llama.TrainStep(config, device, world if world.size > 1 else None)
     if config.compile and world.size == 1:  # which would else reuse what was compiled for several processes
         step.run_model = compile_apart(step.model)
-    step.load(*next(step.batches(config.seed)))
+    step.load(*next(step.world.batches(config)))
     return step
 
 
@@ -208,7 +208,6 @@ def measure(argv, world):
     if not (device.type == "cuda" or options.tiny):
         raise llama.UsageError("the models that are measured need GPUs, and there is none: use --tiny")
     run = Run(world, argv, options, device)
-    distributed.Step.world = world
     world.join(device, llama.Config().comm_timeout)
     measure_sizes(run)
     return run.finish()

@@ -91,7 +91,7 @@ class HuggingFaceLlama(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Implementations: functions of a llama.Config and a Device that return a llama.TrainStep
+# Implementations: functions of a llama.Config and a torch.device that return a llama.TrainStep
 
 
 def hugging_face(config, device, **variant):
@@ -112,7 +112,8 @@ def hugging_face(config, device, **variant):
 def with_our_optimizer(config, device):
     """Return PyTorch's model with our optimizer, which differs from ours only in the kernels."""
     step = llama.TrainStep(config, device)
-    step.optimizer = llama.FlatAdamW(step.model, config.learning_rate, config.use_amp)
+    step.optimizer = llama.FlatAdamW(config.learning_rate, config.use_amp)
+    step.optimizer.own(step.model)
     parameters = step.optimizer.parameters
 
     def backward():
@@ -263,8 +264,9 @@ def make_step(row, config, device):
     obstacle = llama.triton_obstacle(device, config.use_amp) if {OURS, "flat"} & {*words} else None
     if (row.graph or row.compile) and device.type == "cpu":
         obstacle = "needs a GPU"
-    if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(device.arch)):
-        obstacle = f"FP8 is for bf16, and for a GPU that has it ({device.arch})"
+    arch = llama.get_gpu(device.type).arch
+    if is_fp8(row.implementation) and not (config.use_amp and fp8.formats_of(arch)):
+        obstacle = f"FP8 is for bf16, and for a GPU that has it ({arch})"
     if obstacle:
         raise Unavailable(obstacle)
     impl = "torch" if words[0] == "hf" else words[0]
@@ -280,8 +282,7 @@ def make_step(row, config, device):
 
 def loss_and_gradients(implementation, config, device, batch):
     """Return llama.loss_and_gradients() of any implementation, under the names of our parameters."""
-    make = functools.partial(make_step, Row(implementation))
-    results = llama.loss_and_gradients(config, device, batch, step_class=make)
+    results = llama.loss_and_gradients(make_step(Row(implementation), config, device), batch)
     if not implementation.startswith("hf"):
         return results
     with torch.device("meta"):
@@ -302,7 +303,7 @@ def check(run, implementations, config):
     @functools.cache
     def plain_errors(in_fp8):
         plain = dataclasses.replace(config, impl="torch", fp8=in_fp8)
-        return llama.relative_errors(llama.loss_and_gradients(plain, device, batch), exact)
+        return llama.relative_errors(llama.loss_and_gradients(llama.TrainStep(plain, device), batch), exact)
 
     def judge(implementation):
         allowed = plain_errors(is_fp8(implementation))
@@ -376,7 +377,7 @@ def measure_size(run, size, config, rows):
         return Contender(make, device, row.graph, run.options.steps, WARMUP_STEPS)
 
     def figures(name, contender, windows):
-        peak = hardware.peak_tflops(device, "fp8" if is_fp8(name) else precision)
+        peak = hardware.peak_tflops(llama.get_gpu(device.type), "fp8" if is_fp8(name) else precision)
         return summarize(contender.results, windows, config.tokens_per_step, tflop, peak)
 
     # Captured rows come last, since a capture that fails may leave the device in a bad state.

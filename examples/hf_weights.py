@@ -148,8 +148,7 @@ def make_step(config, device, model):
     """Return a TrainStep that starts from the weights of a LlamaForCausalLM."""
     step = llama.TrainStep(config, device)
     names = [name for name, _ in step.model.named_parameters()]
-    step.initial_weights = [*from_hugging_face(model.state_dict(), names).values()]
-    step.restart()
+    step.load_state_dict(from_hugging_face(model.state_dict(), names))
     return step
 
 

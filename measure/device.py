@@ -17,7 +17,7 @@ def require_triton():
 
 
 def kernel_device():
-    """The Device that a benchmark of kernels uses; UsageError if they cannot run there."""
+    """Return the torch.device on which kernels are measured; UsageError if they cannot run there."""
     require_triton()
     device = llama.select_device("auto")
     obstacle = llama.triton_obstacle(device)

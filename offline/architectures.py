@@ -36,15 +36,15 @@ def wave_size(arch):
     return 64 if is_amd(arch) else 32
 
 
-def device_of(arch):
-    """Return the Device that tiny_llama_v3.py would find, with type "meta": its tensors have shapes but no memory."""
+def gpu_of(arch):
+    """Return the Gpu that tiny_llama_v3.py would find, with type "meta": its tensors have shapes but no memory."""
     chip = CHIPS[arch]
-    return llama.Device("meta", chip.name, arch, chip.units, wave_size(arch))
+    return llama.Gpu("meta", chip.name, arch, chip.units, wave_size(arch))
 
 
 def bound(arch, precision, has_dot, nbytes, operations):
     """Return (microseconds, "memory" or "compute"): the least time of a launch by the datasheet, and what limits it."""
-    peak = hardware.peak_tflops(device_of(arch), precision if has_dot else "fp32")
+    peak = hardware.peak_tflops(gpu_of(arch), precision if has_dot else "fp32")
     memory_us = nbytes / CHIPS[arch].terabytes_per_second / 1e6
     compute_us = operations / peak / 1e6
     return max(memory_us, compute_us), "memory" if memory_us >= compute_us else "compute"

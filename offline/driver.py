@@ -12,7 +12,7 @@ from offline import compiler
 from offline.architectures import CHIPS, MAX_THREADS, wave_size
 from offline.code_object import CodeObject
 from offline.machine import Program, TensorMemory
-from offline.recorded import device_found
+from offline.recorded import gpu_found
 
 # {Triton's type of an argument: the letter of struct}. The types of pointers begin with "*".
 FORMATS = {
@@ -36,10 +36,10 @@ def emulating(machine, units=None):
     must be compiled (not TRITON_INTERPRET=1). Triton's kernel[grid] works as well.
     """
     arch, chip = machine.arch, CHIPS[machine.arch]
-    device = llama.Device("cpu", chip.name, arch, units or chip.units, wave_size(arch))
+    gpu = llama.Gpu("cpu", chip.name, arch, units or chip.units, wave_size(arch))
     triton.runtime.driver.set_active(Driver(arch, machine))  # not reset, as compiled kernels use it when they are freed
     with (
-        device_found(device, launch=launch),
+        gpu_found(gpu, launch=launch),
         mock.patch.object(llama, "triton_obstacle", lambda device, use_amp=False: None),
     ):
         yield machine

@@ -27,7 +27,7 @@ from measure.command_line import Parser, positive, program, replacing
 from measure.device import require_triton
 from measure.results import RESULTS, ROOT
 from measure.tables import markdown_table, number
-from offline.architectures import CHIPS, device_of, is_amd
+from offline.architectures import CHIPS, gpu_of, is_amd
 from offline.gate import analyse, missing_kernels
 from offline.recorded import CASES, PRECISIONS, find_kernels, jobs_for, kernel_modules
 from tiny_llama import hardware
@@ -92,7 +92,7 @@ def page(result):
     rows = [row for row in result["rows"] if row["precision"] == "bf16"]
     for arch in dict.fromkeys(row["arch"] for row in rows):
         chip = CHIPS[arch]
-        peak = hardware.peak_tflops(device_of(arch), "bf16")
+        peak = hardware.peak_tflops(gpu_of(arch), "bf16")
         parts.append(
             f"## {arch}\n\n{chip.name}: {chip.units} {'compute units' if is_amd(arch) else 'multiprocessors'}, "
             f"{peak:,.0f} TFLOP/s in bf16, {chip.terabytes_per_second} TB/s, "

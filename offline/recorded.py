@@ -21,7 +21,7 @@ import torch
 import nanogpt_triton.kernels
 import tiny_llama_v3 as llama
 from measure.work import SIZES
-from offline.architectures import CHIPS, device_of, is_amd
+from offline.architectures import CHIPS, gpu_of, is_amd
 from tiny_llama import fp8
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,14 +130,14 @@ class Launch:
 
 
 @contextlib.contextmanager
-def device_found(device, **replaced):
-    """Launchers find this Device and choose their tiles for it; replaced: other functions of their modules."""
+def gpu_found(gpu, **replaced):
+    """Launchers find this Gpu and choose their tiles for it; replaced: other functions of their modules."""
     modules = launcher_modules()
     tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     with contextlib.ExitStack() as stack:
         for module in modules:
             there = {name: function for name, function in replaced.items() if hasattr(module, name)}
-            stack.enter_context(mock.patch.multiple(module, get_device=lambda type: device, **there))
+            stack.enter_context(mock.patch.multiple(module, get_gpu=lambda type: gpu, **there))
         for tile in tiles:
             stack.callback(tile.cache_clear)
             tile.cache_clear()
@@ -146,7 +146,7 @@ def device_found(device, **replaced):
 
 @contextlib.contextmanager
 def recording(arch):
-    """Yield a list to which launch() appends; the launchers find a device of arch."""
+    """Yield a list to which launch() appends; the launchers find a Gpu of arch."""
     launches = []
 
     def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
@@ -155,7 +155,7 @@ def recording(arch):
         items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
         launches.append(Launch(kernel.fn.__name__, shown_name(kernel, constants), *items))
 
-    with device_found(device_of(arch), launch=record, launch_by_triton=record):
+    with gpu_found(gpu_of(arch), launch=record, launch_by_triton=record):
         yield launches
 
 
@@ -163,12 +163,13 @@ def record_step(config, arch):
     """Return the launches of a forward and a backward pass and an optimizer step."""
     precision = "tf32" if config.matmul_precision == "high" else "ieee"
     # The case decides the precision, not the library of this machine.
-    with recording(arch) as launches, mock.patch.object(llama, "dot_precision", lambda device: precision):
-        _, operations = llama.select_operations(config, device_of(arch))
+    with recording(arch) as launches, mock.patch.object(llama, "dot_precision", lambda gpu: precision):
+        _, operations = llama.select_operations(config, torch.device("meta"))
         with torch.device("meta"):
             model = llama.TinyLlamaTriton(config, operations)
             tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-        optimizer = llama.FlatAdamW(model, config.learning_rate, config.use_amp)
+        optimizer = llama.FlatAdamW(config.learning_rate, config.use_amp)
+        optimizer.own(model)
         model(tokens, tokens).backward()
         optimizer.step()
     return launches
@@ -266,7 +267,7 @@ def jobs_for(architectures, selection):
         for name, precisions in selection.items():
             case = CASES[name]
             for precision in precisions:
-                if precision == "tf32" and not llama.tf32_available(device_of(arch)):
+                if precision == "tf32" and not llama.tf32_available(gpu_of(arch)):
                     continue
                 if precision in case.precisions.get(arch, ()):
                     config = llama.Config(**case.sizes, **PRECISIONS[precision])

@@ -520,7 +520,7 @@ def launch_forward(q, k, v, o, lse):
     rows_of_tiles = (q, HALF), (k, BLOCK), (v, BLOCK), (o, HALF)
     descs = [descriptor(t, 1, rows.value, 1, HEAD_DIM.value) for t, rows in rows_of_tiles]
     scalars = num_heads, num_heads // k.shape[2], batch_heads, seq_len, head_dim**-0.5 * math.log2(math.e)
-    launch(flash_attention_hopper_kernel, llama.get_device("cuda").num_sms, (*descs, lse, *scalars))
+    launch(flash_attention_hopper_kernel, llama.get_gpu("cuda").num_sms, (*descs, lse, *scalars))
     return True
 
 
@@ -540,7 +540,7 @@ def launch_backward(o_grad, saved, gradients, delta, tables):
     rows = [descriptor(t.view(-1, seq_len), 1, HALF.value) for t in (lse, delta)]
     dq, dkdv = (q, k, v, o, o_grad, q_grad, lse, delta), (q, k, v, o_grad, k_grad, v_grad, *rows)
     rest = *(tables or (lse, lse)), head_dim**-0.5, head_dim**-0.5 * math.log2(math.e)
-    programs, options = llama.get_device("cuda").num_sms, dict(constants=(head_dim // 2 if tables else 0,), maxnreg=168)
+    programs, options = llama.get_gpu("cuda").num_sms, dict(constants=(head_dim // 2 if tables else 0,), maxnreg=168)
     launch(flash_attention_backward_dq_hopper_kernel, programs, (*dq, *rest), **options)
     launch(flash_attention_backward_dkdv_hopper_kernel, programs, (*dkdv, *rest), **options)
     return True

@@ -45,8 +45,10 @@ all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_t
 
 
 @dataclasses.dataclass(eq=False)
-class World:
+class World(llama.OneProcess):
     """This process's rank among those that train together, and how it communicates with the others."""
+
+    capture_mode = "thread_local"  # NCCL's watchdog may query an event meanwhile, in its own thread
 
     rank: int = 0
     size: int = 1
@@ -57,7 +59,7 @@ class World:
     stop_requested: int = None  # the signal that did, of Ctrl-C or SIGTERM
 
     def select_device(self, requested):
-        """Return the Device of --device, of several GPUs that of this process; UsageError if it is not there."""
+        """Return the torch.device of --device, of several GPUs this process's; UsageError if it is not there."""
         if requested != "cpu" and torch.cuda.is_available():
             count = torch.cuda.device_count()
             if self.local_rank >= count:
@@ -133,6 +135,116 @@ class World:
     def must_stop(self):
         """Return whether a process was asked to stop. All must call this as often."""
         return any(self.gather(self.stop_requested))
+
+    # What a training step and its run ask for, as llama.OneProcess describes it.
+
+    def find_device(self, config):
+        """Return the torch.device of this process, connected to the others."""
+        device = self.select_device(config.device)
+        self.join(device, config.comm_timeout)
+        self.require_same(config)
+        llama.validate_on_device(config, device)
+        is_triton = llama.select_operations(config, device)[0] == "triton"
+        if config.shard == "full" and is_triton:
+            raise UsageError("--shard full is for --impl torch and sdpa: --impl triton shards the optimizer's state")
+        if config.shard == "optimizer" and not is_triton:
+            raise UsageError("--shard optimizer is for --impl triton: leave it out, or give --shard full")
+        if config.graph and not is_triton:
+            raise UsageError("--graph with several processes is for --impl triton: drop --graph")
+        return device
+
+    def check(self, config, device):
+        """Check the mean gradients that all processes train with."""
+        reference = "fp32" if config.use_amp else "fp64"
+        batch = next(self.batches(config))
+        verdict, exact = llama.check_batch(config, device, batch)
+        for tensor in exact.values():
+            dist.all_reduce(tensor.div_(self.size))
+        results = llama.loss_and_gradients(llama.TrainStep(config, device, self), batch)
+        (results["loss"],) = self.mean([results["loss"].item()])
+        # One verdict for all: what plain PyTorch allows depends on a process's rows.
+        verdict = self.gather(verdict)[0]._replace(errors=llama.relative_errors(results, exact))
+        llama.print_verdict(verdict, f"{reference}, the mean of {self.size} processes")
+        return not verdict.failed
+
+    def batches(self, config):
+        """Yield this process's rows of the batches of all: N processes with b rows see what one does with N * b."""
+        rows = slice(self.rank * config.batch_size, (self.rank + 1) * config.batch_size)
+        for batch in llama.batches(dataclasses.replace(config, batch_size=self.size * config.batch_size)):
+            yield [tensor[rows] for tensor in batch]
+
+    def parallelize(self, step):
+        """Return what gives the mean gradients of all processes where PyTorch's operators compute.
+
+        It is DistributedDataParallel or, with --shard full, the model itself after FSDP2's fully_shard.
+        """
+        config, model, kind = step.config, step.model, step.device.type
+        if step.implementation == "triton":
+            return model
+        if config.shard != "full":
+            return nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[self.local_rank] if kind == "cuda" else None,
+                gradient_as_bucket_view=True,
+                # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
+                static_graph=not config.compile,
+            )
+        from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        dtype = torch.bfloat16 if config.use_amp else None  # of weights and of gradients
+        policy = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)
+        shard = functools.partial(fully_shard, mesh=init_device_mesh(kind, (self.size,)), mp_policy=policy)
+        for layer in model.layers:
+            shard(layer)
+        return shard(model)
+
+    def layers_by_bucket(self, model):
+        """Return the layers of each bucket: the gradients of a group are there together."""
+        return [bucket.layers for bucket in make_buckets(model)]
+
+    def make_flat_adamw(self, config):
+        """Return a ShardedAdamW."""
+        # The compiler does not call hooks: no message is hidden then.
+        return ShardedAdamW(**llama.optimizer_options(config), world=self, overlaps=not config.compile)
+
+    def begin_forward(self, optimizer):
+        """Gather the weights of all processes, or begin to; all must call it."""
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.begin_forward()
+
+    def finish_backward(self, optimizer):
+        """Wait until the gradients of all processes are added up."""
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.finish_reduction()
+
+    def collect_gradients(self, optimizer):
+        """Fill .grad with the mean gradients; all processes must call it, once a step."""
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.gather_gradients()
+
+    def reset(self, optimizer, weights):
+        """Start over from these weights; of those that FSDP2 shares out, each process copies its part."""
+        if not any(hasattr(p, "full_tensor") for p in optimizer.parameters):
+            return super().reset(optimizer, weights)
+        from torch.distributed.tensor.experimental import implicit_replication  # as in parallelize()
+
+        with implicit_replication():
+            super().reset(optimizer, weights)
+
+    def report(self, summary):
+        """Print and return what the processes did together, a dict for the JSON file."""
+        world = summarize_processes(self, summary)
+        print(f"Processes: {world['size']} over {world['backend']}; the figures above are those of rank 0")
+        speed, slowest = world["tokens_per_second"], world["slowest"]
+        print(f"Throughput of all: {speed:,.0f} tokens/sec, {speed / world['size']:,.0f} a process")
+        if slowest:
+            print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
+            print(f"Slowest process: rank {slowest['rank']}, {slowest['behind_ms']:.3f} ms a step behind the fastest")
+        else:
+            print("Communication that was not hidden: not measured")
+        print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
+        return world
 
     def is_first_to_fail(self):
         """Return whether no other process has called this before; True where there is no store, or it has ended."""
@@ -274,27 +386,36 @@ class ShardedAdamW(llama.FlatAdamW):
     does, both in the model's precision. finish_reduction() comes before step().
     """
 
-    def __init__(self, model, lr, low_precision=False, *, world, **options):
-        self.world, self.buckets = world, make_buckets(model)
+    def __init__(self, *args, world, overlaps=False, **options):
+        self.world, self.overlaps = world, overlaps
+        super().__init__(*args, **options)
+
+    def own(self, model):
+        """As FlatAdamW.own(). If it overlaps, messages travel beside the computation from now on, by hooks."""
+        world, self.buckets = self.world, make_buckets(model)
         self.num_first = len(self.buckets)  # that are gathered before the forward pass, and not by hooks
-        parameters = [bucket.parameters for bucket in self.buckets]
-        share = world.rank, world.size
-        super().__init__(model, lr, low_precision, buckets=parameters, share=share, **options)
-        for bucket, span in zip(self.buckets, self.spans, strict=True):
-            bucket.all_weights, bucket.all_grads = both = self.param[span], self.grad[span]
+        if self.overlaps:
+            self.num_first = 1
+            # A group is called in place of its layers.
+            groups = {group.layers[0]: group for group in getattr(model.layers, "groups", ())}
+            for index, bucket in enumerate(self.buckets[1:], 1):
+                caller = groups.get(bucket.layers[0], bucket.layers[0])
+                caller.register_forward_pre_hook(functools.partial(self._before_bucket, index))
+        super().own(model, [bucket.parameters for bucket in self.buckets], (world.rank, world.size))
+        for bucket, elements in zip(self.buckets, self.bucket_slices, strict=True):
+            bucket.all_weights, bucket.all_grads = both = self.param[elements], self.grad[elements]
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
-            if low_precision:  # of the own slices of all buckets, one after the other
-                bucket.remainder = self.remainder[span.start // world.size : span.stop // world.size]
+            if self.low_precision:  # of the own slices of all buckets, one after the other
+                bucket.remainder = self.remainder[elements.start // world.size : elements.stop // world.size]
 
     def weights(self):
         """Return the weights as FlatAdamW.weights; all processes must call it."""
-        self.follow_model()
         # bf16, or integers that are called so because messages have no int16.
         remainder = torch.empty_like(self.param)
-        for bucket, span in zip(self.buckets, self.spans, strict=True):
+        for bucket, elements in zip(self.buckets, self.bucket_slices, strict=True):
             all_gather(bucket.all_weights, bucket.own_weights)
             if self.remainder is not None:
-                all_gather(remainder[span], bucket.remainder.view(remainder.dtype))
+                all_gather(remainder[elements], bucket.remainder.view(remainder.dtype))
         is_whole = self.remainder is None
         return list(self.views(self.param if is_whole else llama.join_fp32(self.param, remainder.view(torch.int16))))
 
@@ -341,22 +462,14 @@ class ShardedAdamW(llama.FlatAdamW):
             all_gather(bucket.all_grads, bucket.own_grads)
 
     def begin_forward(self):
-        """Gather the weights of all buckets, or with overlap() begin with the first two, and wait for the first."""
+        """Gather the weights of all buckets or, if it overlaps, begin with the first two, and wait for the first."""
         self.gather_weights(self.buckets[: self.num_first + 1])
         for bucket in self.buckets[: self.num_first]:
             self.wait_for_weights(bucket)
 
-    def overlap(self, modules):
-        """From now on buckets travel beside the computation, by hooks on the first module of each, in their order.
-
-        A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
-        first layer late, and the kernels that need all multiprocessors would have to wait.
-        """
-        self.num_first = 1
-        for index, module in enumerate(modules[1:], 1):
-            module.register_forward_pre_hook(functools.partial(self._before_module, index))
-
-    def _before_module(self, index, module, inputs):
+    def _before_bucket(self, index, module, inputs):
+        # A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
+        # first layer late, and the kernels that need all multiprocessors would have to wait.
         bucket = self.buckets[index]
         self.wait_for_weights(bucket)
         self.gather_weights(self.buckets[index + 1 : index + 2])
@@ -365,188 +478,47 @@ class ShardedAdamW(llama.FlatAdamW):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The training step
+# A run
 
 
-def own_rows(config, world):
-    """Yield this process's rows of the batches of all: N processes with batches of b see what one does with N * b."""
-    rows = slice(world.rank * config.batch_size, (world.rank + 1) * config.batch_size)
-    for batch in llama.batches(dataclasses.replace(config, batch_size=world.size * config.batch_size)):
-        yield [tensor[rows] for tensor in batch]
-
-
-def parallelize(model, config, device, world):
-    """Return what to call in place of a model of PyTorch's operators, for the mean gradients of all processes.
-
-    It is DistributedDataParallel or, with --shard full, the model itself after FSDP2's fully_shard.
-    """
-    if config.shard != "full":
-        return nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[world.local_rank] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
-            static_graph=not config.compile,
-        )
-    from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dtype = torch.bfloat16 if config.use_amp else None  # of weights and of gradients
-    policy = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)
-    shard = functools.partial(fully_shard, mesh=init_device_mesh(device.type, (world.size,)), mp_policy=policy)
-    for layer in model.layers:
-        shard(layer)
-    return shard(model)
-
-
-class Step(llama.TrainStep):
-    """The training step of one of several processes, with the mean of the gradients of all."""
-
-    world = World()  # set by main()
-    capture_mode = "thread_local"  # NCCL's watchdog may query an event meanwhile, in its own thread
-
-    rank, processes = property(lambda step: step.world.rank), property(lambda step: step.world.size)
-
-    @classmethod
-    def select_device(cls, config):
-        """As TrainStep.select_device, and connect to the other processes."""
-        world = cls.world
-        device = world.select_device(config.device)
-        world.join(device, config.comm_timeout)
-        world.require_same(config)
-        llama.validate_on_device(config, device)
-        is_triton = llama.select_operations(config, device)[0] == "triton"
-        if config.shard == "full" and is_triton:
-            raise UsageError("--shard full is for --impl torch and sdpa: --impl triton shards the optimizer's state")
-        if config.shard == "optimizer" and not is_triton:
-            raise UsageError("--shard optimizer is for --impl triton: leave it out, or give --shard full")
-        if config.graph and not is_triton:
-            raise UsageError("--graph with several processes is for --impl triton: drop --graph")
-        return device
-
-    @classmethod
-    def check(cls, config, device):
-        """As TrainStep.check, of the mean gradients that all processes train with."""
-        world, reference = cls.world, "fp32" if config.use_amp else "fp64"
-        batch = next(own_rows(config, world))
-        verdict, exact = llama.check_batch(config, device, batch)
-        for tensor in exact.values():
-            dist.all_reduce(tensor.div_(world.size))
-        results = llama.loss_and_gradients(config, device, batch, step_class=cls)
-        (results["loss"],) = world.mean([results["loss"].item()])
-        # One verdict for all: what plain PyTorch allows depends on a process's rows.
-        verdict = world.gather(verdict)[0]._replace(errors=llama.relative_errors(results, exact))
-        llama.print_verdict(verdict, f"{reference}, the mean of {world.size} processes")
-        return not verdict.failed
-
-    def make_optimizer(self):
-        """As TrainStep.make_optimizer. A LayerGroup has layers of one bucket only."""
-        config, world = self.config, self.world
-        self.is_sharded = self.implementation == "triton"
-        if not self.is_sharded:
-            self.run_model = parallelize(self.model, config, self.device, world)
-            return llama.TorchAdamW(self.model, config.learning_rate)
-        optimizer = ShardedAdamW(self.model, **llama.optimizer_options(config), world=world)
-        self.model.groups = self.group_layers([bucket.layers for bucket in optimizer.buckets])
-        if not config.compile:  # the compiler does not call hooks: no message is hidden then
-            # A group is called in place of its layers.
-            callers = {group.layers()[0]: group for group in self.model.groups or ()}
-            first_layers = (bucket.layers[0] for bucket in optimizer.buckets)
-            optimizer.overlap([callers.get(layer, layer) for layer in first_layers])
-        return optimizer
-
-    def batches(self, seed):
-        """As TrainStep.batches, the rows of this process."""
-        return own_rows(dataclasses.replace(self.config, seed=seed), self.world)
-
-    def call_model(self, *inputs):
-        """As TrainStep.call_model; all processes must call it."""
-        if self.is_sharded:
-            self.optimizer.begin_forward()
-        return super().call_model(*inputs)
-
-    def backward(self):
-        """As TrainStep.backward; the gradients are added up over the processes."""
-        super().backward()
-        if self.is_sharded:
-            self.optimizer.finish_reduction()
-
-    def restart(self):
-        """As TrainStep.restart."""
-        if self.config.shard != "full":
-            return super().restart()
-        from torch.distributed.tensor.experimental import implicit_replication  # as in parallelize()
-
-        with implicit_replication():  # of the whole weights, from which each process copies its part
-            super().restart()
-
-    def collect_gradients(self):
-        """As TrainStep.collect_gradients; all processes must call it, once a step."""
-        if self.is_sharded:
-            self.optimizer.gather_gradients()
-
-    def mean(self, values):
-        """As TrainStep.mean."""
-        return self.world.mean(values)
-
-    def must_stop(self):
-        """As TrainStep.must_stop. With --timing step nobody asks the others between steps, and all steps are done."""
-        self.world.handle_signals()
-        return self.config.timing == "phases" and self.world.must_stop()
-
-    def report_processes(self, summary):
-        """As TrainStep.report_processes."""
-        world = self.summarize_processes(summary)
-        print(f"Processes: {world['size']} over {world['backend']}; the figures above are those of rank 0")
-        speed, slowest = world["tokens_per_second"], world["slowest"]
-        print(f"Throughput of all: {speed:,.0f} tokens/sec, {speed / world['size']:,.0f} a process")
-        if slowest:
-            print(f"Communication that was not hidden: {world['exposed_communication_ms']:.3f} ms a step")
-            print(f"Slowest process: rank {slowest['rank']}, {slowest['behind_ms']:.3f} ms a step behind the fastest")
-        else:
-            print("Communication that was not hidden: not measured")
-        print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
-        return world
-
-    def summarize_processes(self, summary):
-        """Return what the processes did together, a dict for the JSON file, from the summary of each."""
-        world, batch_ms, kernels = self.world, summary["batch_ms"], summary["kernels"]
-        # Not known on a CPU, where no kernels are counted.
-        exposed_ms = kernels.pop("exposed_communication_ms") if isinstance(kernels, dict) else None
-        own = dict(
-            rank=world.rank,
-            host=platform.node(),
-            batch_ms=batch_ms,
-            exposed_communication_ms=exposed_ms,
-            own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
-            tokens_per_second=summary["tokens_per_second"],
-            peak_memory_mib=summary["peak_memory_mib"],
-        )
-        processes = world.gather(own)
-        columns = {name: [process[name] for process in processes] for name in own}
-        slowest = exposed_ms = None
-        own_ms = columns["own_ms"]
-        # A step takes as long on all processes: the slowest one is that which waits least for the others.
-        if None not in own_ms:
-            slowest = {"rank": own_ms.index(max(own_ms)), "behind_ms": max(own_ms) - min(own_ms)}
-            exposed_ms = max(columns["exposed_communication_ms"])
-        return dict(
-            size=world.size,
-            backend=world.backend,
-            exposed_communication_ms=exposed_ms,
-            slowest=slowest,
-            tokens_per_second=world.size * min(columns["tokens_per_second"]),
-            peak_memory_mib=max(memory or 0 for memory in columns["peak_memory_mib"]),
-            processes=processes,
-        )
+def summarize_processes(world, summary):
+    """Return what the processes of a World did together, a dict for the JSON file, from the summary of each."""
+    batch_ms, kernels = summary["batch_ms"], summary["kernels"]
+    # Not known on a CPU, where no kernels are counted.
+    exposed_ms = kernels.pop("exposed_communication_ms") if isinstance(kernels, dict) else None
+    own = dict(
+        rank=world.rank,
+        host=platform.node(),
+        batch_ms=batch_ms,
+        exposed_communication_ms=exposed_ms,
+        own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
+        tokens_per_second=summary["tokens_per_second"],
+        peak_memory_mib=summary["peak_memory_mib"],
+    )
+    processes = world.gather(own)
+    columns = {name: [process[name] for process in processes] for name in own}
+    slowest = exposed_ms = None
+    own_ms = columns["own_ms"]
+    # A step takes as long on all processes: the slowest one is that which waits least for the others.
+    if None not in own_ms:
+        slowest = {"rank": own_ms.index(max(own_ms)), "behind_ms": max(own_ms) - min(own_ms)}
+        exposed_ms = max(columns["exposed_communication_ms"])
+    return dict(
+        size=world.size,
+        backend=world.backend,
+        exposed_communication_ms=exposed_ms,
+        slowest=slowest,
+        tokens_per_second=world.size * min(columns["tokens_per_second"]),
+        peak_memory_mib=max(memory or 0 for memory in columns["peak_memory_mib"]),
+        processes=processes,
+    )
 
 
 def main(argv, program):
     """Run a command line of the script in one of several processes, and return the exit code."""
 
     def job(world):
-        Step.world = world
-        return hardware.remedied(llama.parse_config(argv, program), llama.train_and_report, Step)
+        return hardware.remedied(llama.parse_config(argv, program), llama.train_and_report, world)
 
     # Processes must find each other before the flags are read, so that only one complains about them.
     given = re.findall(r"--comm-timeout[ =](\d+)", " ".join(argv))

@@ -40,7 +40,7 @@ def formats_of(arch):
 
 def formats_for(x):
     """Return the Formats of the device of a tensor."""
-    return formats_of(llama.get_device(x.device.type).arch)
+    return formats_of(llama.get_gpu(x.device.type).arch)
 
 
 def validate(config, device, implementation):
@@ -49,8 +49,9 @@ def validate(config, device, implementation):
         raise UsageError("--fp8 is for --impl triton, and for --impl torch, which emulates it: drop --fp8")
     if config.triton_matmul_swiglu:
         raise UsageError("--triton-matmul-swiglu multiplies without FP8: drop it or --fp8")
-    if implementation == "triton" and formats_of(device.arch) is None:
-        raise UsageError(f"--fp8 needs products in FP8, which {device.arch} has not: drop it, or give --impl torch")
+    arch = llama.get_gpu(device.type).arch
+    if implementation == "triton" and formats_of(arch) is None:
+        raise UsageError(f"--fp8 needs products in FP8, which {arch} has not: drop it, or give --impl torch")
     widths = {  # of what follows from a flag
         "hidden_dim": config.hidden_dim,
         "ffn_dim": config.ffn_dim,
@@ -297,7 +298,7 @@ def quantize(x, guess, dtype, source=MATRIX, hidden_grad=None):
     n_cols, width = n_cols if source == MATRIX else n_cols // 2, n_cols // 2 if source == SWIGLU else n_cols
     assert n_rows % DIVISOR == width % DIVISOR == 0, "the products take multiples of 16"
     data, transposed = (x.new_empty(shape, dtype=dtype) for shape in ((n_rows, width), (width, n_rows)))
-    num_sms = llama.get_device(x.device.type).num_sms
+    num_sms = llama.get_gpu(x.device.type).num_sms
     programs = min(llama.cdiv(n_rows, rows) * llama.cdiv(n_cols, cols), programs_per_sm * num_sms)
     n_found = llama.next_power_of_2(programs)
     scale, found = x.new_empty((), dtype=torch.float32), x.new_empty(2, n_found, dtype=torch.int32)
@@ -451,6 +452,6 @@ def compare_with_bf16(verdict, exact, config, device, batch):
     COARSER times that of bf16 plus the tolerance either.
     """
     bf16 = dataclasses.replace(config, fp8=False)
-    bf16_errors = llama.relative_errors(llama.loss_and_gradients(bf16, device, batch), exact)
+    bf16_errors = llama.relative_errors(llama.loss_and_gradients(llama.TrainStep(bf16, device), batch), exact)
     most = {name: COARSER * error + llama.CHECK_ATOL["fp8"] for name, error in bf16_errors.items()}
     return verdict._replace(allowed={name: min(verdict.allowed[name], most[name]) for name in most})

@@ -1,4 +1,4 @@
-"""Groups of layers: what llama.TransformerBlock.forward computes, for several layers in one autograd.Function.
+"""Groups of layers: what LayerStack.forward computes block by block, with one autograd.Function for several blocks.
 
 Autograd spends 10 to 40 us of the host on each Function and direction, more than most kernels of a small model run. And
 the weight gradients of a small model are too small to fill a device: a group computes those of one kind of weight as
@@ -13,82 +13,60 @@ import itertools
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 
 import tiny_llama_v3 as llama
 
 GROUP_BYTES = 2**27  # of gradients in a group: all layers of small, 2 of medium, 1 of large
 NORM1, QKV, OUT, NORM2, GATE_UP, DOWN = range(6)  # the weights of a layer, in the order of parameters()
 WEIGHTS, SAVED = 6, 8  # tensors of a layer: its weights, and what else backward needs
-PLAIN = (llama.TritonRMSNorm, llama.TritonAttention, llama.TritonRMSNorm, llama.TritonSwiGLU)
 
 
-def make_groups(layers, stretches, config):
-    """Return the LayerGroups of a ModuleList, none of them beyond one of the stretches, lists of successive layers."""
-    # What backward allocates for a layer: y_grad, branch_grad and qkv_grad.
-    width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer_bytes = config.tokens_per_step * width * (2 if config.use_amp else 4)
-    # Groups are as even as the number of layers allows.
-    most = max(1, GROUP_BYTES // layer_bytes)
-    size = llama.cdiv(config.num_layers, llama.cdiv(config.num_layers, most))
-    groups, first = [], 0
-    for stretch in stretches:
-        last = first + len(stretch)
-        for start in range(first, last, size):
-            groups.append(LayerGroup(layers, slice(start, min(start + size, last)), config.bugs, config.recompute))
-        first = last
-    groups[-1].place = slice(groups[-1].place.start, None)  # also layers that somebody appends
-    return groups
+class LayerGroups(llama.LayerStack):
+    """The LayerStack of a model whose weights FlatAdamW owns, computed in groups of successive layers.
+
+    buckets are lists of successive layers, beyond none of which a group goes.
+    """
+
+    def __init__(self, layers, buckets, config):
+        super().__init__(layers)
+        # What backward allocates for a layer: y_grad, branch_grad and qkv_grad.
+        width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        layer_bytes = config.tokens_per_step * width * (2 if config.use_amp else 4)
+        # Groups are as even as the number of layers allows.
+        most = max(1, GROUP_BYTES // layer_bytes)
+        size = llama.cdiv(config.num_layers, llama.cdiv(config.num_layers, most))
+        parts = (bucket[start : start + size] for bucket in buckets for start in range(0, len(bucket), size))
+        self.groups = []  # no nn.ModuleList: the layers are in this model already
+        for part in parts:
+            first = sum(len(group.layers) for group in self.groups)
+            self.groups.append(LayerGroup(part, first, config.bugs, config.recompute))
+
+    def forward(self, residual, branch, cos, sin):
+        """See LayerStack.forward()."""
+        for group in self.groups:
+            residual, branch = group(residual, branch, cos, sin)
+        return residual, branch
 
 
-def parts_of(layer):
-    """Return the modules of a TransformerBlock in the order in which it calls them."""
-    return layer.attention_norm, layer.attention, layer.ffn_norm, layer.feed_forward
+class LayerGroup(nn.Module):
+    """Successive TransformerBlocks, the first of which has the number `first` in the model."""
 
+    named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler names layers for profilers
 
-def is_plain(layer):
-    """Return whether forward() does what is written there: no module has a hook, or another class or forward()."""
-    parts = parts_of(layer) if type(layer) is llama.TransformerBlock else ()
-    return tuple(map(type, parts)) == PLAIN and not any(map(llama.is_changed, (layer, *parts)))
+    def __init__(self, layers, first=0, bugs=(), recompute=False):
+        super().__init__()
+        # In a tuple, the layers are no submodules: the model has them already.
+        self.layers, self.first, self.bugs, self.recompute = tuple(layers), first, bugs, recompute
+        self.weights = [weight for layer in layers for weight in layer.parameters()]
 
-
-def weights_of(layer):
-    """Return the parameters of a TransformerBlock in the order of parameters()."""
-    norm1, attention, norm2, feed_forward = parts_of(layer)
-    qkv_weight, o_weight = llama.weight_of(attention.qkv_proj), llama.weight_of(attention.o_proj)
-    products = llama.weight_of(feed_forward.gate_up_proj), llama.weight_of(feed_forward.down_proj)
-    return [norm1.weight, qkv_weight, o_weight, norm2.weight, *products]
+    def forward(self, residual, branch, cos, sin):
+        """Compute TransformerBlock.forward of all layers in turn."""
+        return GroupFunction.apply(self, residual, branch, cos, sin, *self.weights)
 
 
 def by_layer(tensors, count):
     """Split a list with count tensors for each layer into a list for each layer."""
     return [tensors[first : first + count] for first in range(0, len(tensors), count)]
-
-
-class LayerGroup(nn.Module):
-    """Successive TransformerBlocks of a model. Layers with a hook, or that were replaced, are called one by one."""
-
-    named_range = contextlib.nullcontext  # named_range(name): tiny_llama.profiler puts a range for profilers there
-
-    def __init__(self, layers, place, bugs=(), recompute=False):
-        super().__init__()
-        # In a tuple, the layers are no submodule: the model has them already.
-        self.model_layers, self.place, self.bugs, self.recompute = (layers,), place, bugs, recompute
-
-    def layers(self):
-        """Return the layers that the model has in this place now."""
-        return list(self.model_layers[0])[self.place]
-
-    @llama.outside_compiler
-    def forward(self, residual, branch, cos, sin):
-        """Compute TransformerBlock.forward of all layers in turn."""
-        layers = self.layers()
-        if layers and not has_any_global_hook() and all(map(is_plain, layers)):
-            weights = [weight for layer in layers for weight in weights_of(layer)]
-            return GroupFunction.apply(self, layers, residual, branch, cos, sin, *weights)
-        for layer in layers:
-            residual, branch = layer(residual, branch, cos, sin)
-        return residual, branch
 
 
 class Stacks(dict):
@@ -109,8 +87,8 @@ class GroupFunction(torch.autograd.Function):
     """See LayerGroup."""
 
     @staticmethod
-    def forward(ctx, group, layers, residual, branch, cos, sin, *weights):
-        ctx.group, ctx.layers, ctx.weights = group, layers, weights
+    def forward(ctx, group, residual, branch, cos, sin, *weights):
+        ctx.group, ctx.weights, layers = group, weights, group.layers
         ctx.has_branch, shape = branch is not None, residual.shape
         residual, y = llama.as_rows(residual), llama.as_rows(branch) if ctx.has_branch else None
         stacks, saved, ffn = Stacks(len(layers), residual), [], weights[DOWN].shape[1]
@@ -120,7 +98,7 @@ class GroupFunction(torch.autograd.Function):
             gate_up_weight, down_weight = llama.padded(gate_up_weight), with_columns(down_weight)
             place = functools.partial(stacks.place, index=index)
             stored = no_place if group.recompute else place  # of what backward can compute again
-            with group.named_range(f"layers.{index + group.place.start} forward"):
+            with group.named_range(f"layers.{index + group.first} forward"):
                 # As TransformerBlock.forward: y is the branch that the next norm adds to the residual stream.
                 out = stored("x1", width=residual.shape[1])
                 residual1, x, rstd1 = llama.rmsnorm_forward(residual, y, norm1, layer.attention_norm.eps, out=out)
@@ -149,7 +127,7 @@ class GroupFunction(torch.autograd.Function):
     @llama.first_derivative_only
     def backward(ctx, residual_grad, y_grad):
         cos, sin, *tensors = ctx.saved_tensors
-        shape, count, recompute = y_grad.shape, len(ctx.layers), ctx.group.recompute
+        shape, count, recompute = y_grad.shape, len(ctx.group.layers), ctx.group.recompute
         grad, y_grad = llama.as_rows(residual_grad), llama.as_rows(y_grad)
         width, ffn = grad.shape[1], ctx.weights[DOWN].shape[1]
         tensors = tensors[len(ctx.weights) :]
@@ -160,8 +138,7 @@ class GroupFunction(torch.autograd.Function):
         else:
             stacks.place("y_grad", count - 1, width).copy_(y_grad)
         partials = dict(rows=llama.norm_tile(*grad.shape, True, grad.device.type).programs, dtype=torch.float32)
-        gradients = [None] * len(ctx.weights)
-        give = functools.partial(give_gradients, ctx, gradients)
+        give = functools.partial(give_gradients, ctx)
         for index in reversed(range(count)):
             norm1, qkv_weight, o_weight, norm2, gate_up_weight, down_weight = weights[index]
             residual1, rstd1, q, k, v, lse, residual2, rstd2 = saved[index]
@@ -169,7 +146,7 @@ class GroupFunction(torch.autograd.Function):
             o, gate_up, y_grad = (stacks[name][index] for name in ("o", "gate_up", "y_grad"))
             place = functools.partial(stacks.place, index=index)
             again = place if recompute else no_place
-            with ctx.group.named_range(f"layers.{index + ctx.group.place.start} backward"):
+            with ctx.group.named_range(f"layers.{index + ctx.group.first} backward"):
                 # gate_up becomes its own gradient. With recompute, hidden's and x's become what forward has computed.
                 llama.swiglu_backward_(y_grad, down_weight, gate_up, ffn, again("hidden", width=down_weight.shape[1]))
                 if index == 0:  # what all layers have computed by now
@@ -198,7 +175,7 @@ class GroupFunction(torch.autograd.Function):
         give(NORM2, llama.write_column_sums, stacks["partial2"])
         torch.autograd.graph.increment_version(stacks["gate_up"])  # overwritten: autograd refuses a second run
         grad = grad.view(shape)
-        return None, None, grad, grad if ctx.has_branch else None, None, None, *gradients
+        return None, grad, grad if ctx.has_branch else None, None, None, *[None] * len(ctx.weights)
 
 
 def no_place(name, width):
@@ -211,16 +188,14 @@ def with_columns(matrix):
     return F.pad(matrix, (0, missing)) if missing else matrix
 
 
-def give_gradients(ctx, gradients, kind, write, *stacks):
-    """Write the gradients of one kind of weight of all layers; put what backward() returns for them into gradients."""
-    weights = ctx.weights[kind::WEIGHTS]
-    first = len(ctx.needs_input_grad) - len(ctx.weights)
-    # The weights are the last arguments of forward(). A frozen one has no node.
-    accumulates_all = all(llama.is_accumulated(node) for node, _ in ctx.next_functions[-len(ctx.weights) :])
-    place = shared_place(weights) if accumulates_all else None
+def give_gradients(ctx, kind, write, *stacks):
+    """Write the gradients of one kind of weight of all layers where FlatAdamW reads them."""
+    first = len(ctx.needs_input_grad) - len(ctx.weights) + kind  # the weights are the last arguments of forward()
+    weights, needed = ctx.weights[kind::WEIGHTS], ctx.needs_input_grad[first::WEIGHTS]
+    place = shared_place(weights) if all(needed) else None
     if place is None:
-        for number, weight, *own in zip(range(kind, len(gradients), WEIGHTS), weights, *stacks, strict=True):
-            gradients[number] = llama.give_gradient(ctx, first + number, weight, write, *own)
+        for index, weight, *own in zip(range(first, len(ctx.needs_input_grad), WEIGHTS), weights, *stacks, strict=True):
+            llama.give_gradient(ctx, index, weight, write, *own)
     else:
         write(place, weights[0].grad is not None, *stacks)
         for weight in weights:
@@ -230,14 +205,10 @@ def give_gradients(ctx, gradients, kind, write, *stacks):
 def shared_place(weights):
     """View where llama.give_gradient() would write these gradients as one tensor; None if it must write each."""
     for weight in weights:
-        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-        if not (hasattr(weight, "main_grad") and weight.requires_grad) or has_hooks:
-            return None
         # All are overwritten, or all are added to.
-        expected = None if weights[0].grad is None else weight.main_grad
-        if weight.grad is not expected:
+        if weight.grad is not (None if weights[0].grad is None else weight.main_grad):
             return None
-    return stacked_view([llama.padded_gradient(weight) for weight in weights])
+    return stacked_view([weight.padded_grad for weight in weights])
 
 
 def stacked_view(tensors):
@@ -245,6 +216,6 @@ def stacked_view(tensors):
     first, *_ = tensors
     steps = {b.storage_offset() - a.storage_offset() for a, b in itertools.pairwise(tensors)}
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(steps) != 1 or min(steps) <= 0 or len(storages) > 1:  # a single tensor; one twice, of a shared layer
+    if len(steps) != 1 or min(steps) <= 0 or len(storages) > 1:  # a single tensor; or of several optimizers
         return None
     return first.as_strided((len(tensors), *first.shape), (*steps, *first.stride()))

@@ -39,11 +39,11 @@ GeForce RTX 4090                           128    330.3   165.2   82.6    82.6
 """
 
 
-def peak_tflops(device, precision):
-    """Return the datasheet's TFLOP/s of a Device in "fp8", "bf16", "tf32" or "fp32", None if it does not list them."""
+def peak_tflops(gpu, precision):
+    """Return the datasheet's TFLOP/s of a Gpu in "fp8", "bf16", "tf32" or "fp32", None if it does not list them."""
     (_, _, *precisions), *rows = (re.split("  +", line) for line in PEAK_TFLOPS.strip().splitlines())
     for name, units, *peaks in rows:
-        if device.num_sms == int(units) and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", device.name):
+        if gpu.num_sms == int(units) and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", gpu.name):
             return or_none(float, dict(zip(precisions, peaks, strict=True))[precision])  # of "-" None
     return None
 
@@ -67,7 +67,7 @@ def model_tflops(config):
 
 def tflops_and_peak(config, device):
     """Return the TFLOP of a training step, and the TFLOP/s that the datasheet promises, or None."""
-    return model_tflops(config), peak_tflops(device, llama.precision_name(config, device))
+    return model_tflops(config), peak_tflops(llama.get_gpu(device.type), llama.precision_name(config, device))
 
 
 def driver_version(device):
@@ -109,10 +109,10 @@ def gpu_state(device):
 
 def environment(device):
     """Return what a result depends on besides the configuration, a dict."""
-    folder = Path(llama.__file__).resolve().parent
+    folder, gpu = Path(llama.__file__).resolve().parent, llama.get_gpu(device.type)
     return dict(
-        device=device.name,
-        arch=device.arch,
+        device=gpu.name,
+        arch=gpu.arch,
         python=platform.python_version(),
         torch=torch.__version__,
         triton=getattr(llama.triton, "__version__", None),
@@ -244,7 +244,7 @@ def require_gpu_memory(config, device):
         names, remedy = "num_layers hidden_dim ffn_dim vocab_size", "the weights do not fit with any batch: lower one"
     given = ", ".join(f"{llama.flag_of(name)} {getattr(config, name)}" for name in names.split())
     sizes = f"{needed.total(config.batch_size) / 2**30:.1f} GiB at least, and {there / 2**30:.1f} GiB are free"
-    raise llama.UsageError(f"{given} need {sizes} on {device.name}: {remedy}")
+    raise llama.UsageError(f"{given} need {sizes} on {llama.get_gpu(device.type).name}: {remedy}")
 
 
 def is_out_of_memory(error):

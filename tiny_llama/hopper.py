@@ -100,9 +100,9 @@ def serves(num_tiles, *tensors):
     first = tensors[0]
     if not (first.is_cuda and first.dtype.itemsize == 2 and all(t.dtype == first.dtype for t in tensors)):
         return False
-    device = llama.get_device("cuda")
+    gpu = llama.get_gpu("cuda")
     is_current = all(t.get_device() == torch.cuda.current_device() for t in tensors)
-    return device.arch == "sm_90" and num_tiles >= device.num_sms and is_current and all(map(is_readable, tensors))
+    return gpu.arch == "sm_90" and num_tiles >= gpu.num_sms and is_current and all(map(is_readable, tensors))
 
 
 def is_readable(tensor):

@@ -30,7 +30,7 @@ def show_ranges(step):
 
     With --timing step, kernels of a "step" may run after it; the range "steps" lasts until the last one has ended.
     """
-    if "named_range" in vars(step):
+    if step.named_range is named_range:
         return  # done already
     step.named_range = named_range
     if os.environ.get("ROCPROF_SELECTED_REGIONS"):  # rocprofv3 --selected-regions records nothing before this call
@@ -38,14 +38,12 @@ def show_ranges(step):
     for name, phase in step.phases.items():
         # What is called a step here is the graph of a whole one.
         step.phases[name] = named_range("graph" if name == "step" else name)(phase)
-    if step.config.compile:
-        return
-    for group in step.model.groups or ():
-        group.named_range = named_range
-    if not step.model.groups:
-        # Their backward begins in one of autograd's nodes and ends in another: viewers drop slices that do not nest.
-        for index, layer in enumerate(step.model.layers):
-            layer.forward = named_range(f"layers.{index} forward")(layer.forward)
+    if not step.config.compile:
+        # Of blocks that are called one by one only forward: their backward begins in one of autograd's nodes and ends
+        # in another, and viewers drop slices that do not nest.
+        layers = step.model.layers
+        for part in getattr(layers, "groups", [layers]):
+            part.named_range = named_range
 
 
 def attached_profiler():
@@ -78,7 +76,7 @@ def count_kernels(step, batch_ms):
         return "there is no GPU"
     if attached_profiler():
         return f"another profiler is attached ({attached_profiler()})"
-    steps = 1 if step.processes == 1 else 2  # the first of two also waits for the other processes' profilers
+    steps = 1 if step.world.size == 1 else 2  # the first of two also waits for the other processes' profilers
     events = profiled(step, steps).events()
     kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -130,7 +128,7 @@ def write_profile(step, folder):
 
     Several processes have a folder each in it. UsageError if a file cannot be written.
     """
-    folder = folder / f"rank_{step.rank}" if step.processes > 1 else folder
+    folder = folder / f"rank_{step.world.rank}" if step.world.size > 1 else folder
     on_gpu, steps = step.device.type == "cuda", PROFILED_STEPS
     trace, table, memory = (folder / name for name in ("trace.json", "kernel_stats.csv", "memory_snapshot.pickle"))
     show_ranges(step)

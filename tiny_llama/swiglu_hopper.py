@@ -370,7 +370,5 @@ def launch_product(a, b, gate_up, hidden=None):
         descriptor(halves, 2, HALF.value, WIDTH.value),
         descriptor(hidden if forward else gate_up, HALF.value, WIDTH.value),
     ]
-    launch(
-        swiglu_hopper_kernel, llama.get_device("cuda").num_sms, (*descs, num_m, num_n, steps), (forward,), maxnreg=168
-    )
+    launch(swiglu_hopper_kernel, llama.get_gpu("cuda").num_sms, (*descs, num_m, num_n, steps), (forward,), maxnreg=168)
     return True

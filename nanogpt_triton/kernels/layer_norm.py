@@ -20,7 +20,7 @@ from tiny_llama_v3 import (
     as_rows,
     cdiv,
     column_sum_kernel,
-    get_device,
+    get_gpu,
     jit,
     launch,
     load,
@@ -149,15 +149,15 @@ def backward_tile(n_rows, n_cols, itemsize, device_type):
 
     The narrower the rows, the more programs a multiprocessor has.
     """
-    device = get_device(device_type)
+    gpu = get_gpu(device_type)
     cols = next_power_of_2(n_cols)
-    rows, stages, threads = 4 if cols <= 4096 else 1, 1, min(max(cols // 8, device.warp_size), 512)
-    if cols == 8192 and itemsize == 2 and device.family == "hopper":  # two rows in flight hide the memory's latency
+    rows, stages, threads = 4 if cols <= 4096 else 1, 1, min(max(cols // 8, gpu.warp_size), 512)
+    if cols == 8192 and itemsize == 2 and gpu.family == "hopper":  # two rows in flight hide the memory's latency
         rows, stages, threads = 2, 2, 256
     elif cols > 8192:  # few threads, many registers each: the sums alone need 2 a column
         threads = min(cols // 64, 1024)
-    programs = min(cdiv(n_rows, rows), device.num_sms * max(1, min(512 // threads, 8 if cols <= 8192 else 1)))
-    return BackwardTile(rows, cols, threads // device.warp_size, stages, programs, cols > 8192)
+    programs = min(cdiv(n_rows, rows), gpu.num_sms * max(1, min(512 // threads, 8 if cols <= 8192 else 1)))
+    return BackwardTile(rows, cols, threads // gpu.warp_size, stages, programs, cols > 8192)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-import tiny_llama_v3 as llama
 from benchmarks import harness
 
 
 @pytest.fixture
 def run(tmp_path):
     options = SimpleNamespace(output_dir=str(tmp_path), time_limit=100.0, windows=2)
-    return harness.Run("test", [], options, llama.get_device("cpu"), cases=[])
+    return harness.Run("test", [], options, torch.device("cpu"), cases=[])

@@ -26,7 +26,7 @@ PLAIN = {
 
 
 def test_the_work_of_each_case_by_hand():
-    bench, work = Bench(llama.get_device("cpu")), {}
+    bench, work = Bench(torch.device("cpu")), {}
     for name, group in kernels.GROUPS.items():
         for case in (case for shape in group.interpreted for case in group.cases(bench, *shape)):
             work[name, case.name] = case.work.bytes if case.unit == "TB/s" else case.work.flop
@@ -122,7 +122,7 @@ def test_plain_triton_is_ours_without_the_kernel_for_hopper(monkeypatch):
     if hopper is None:
         pytest.skip("Triton is older than 3.6")
     monkeypatch.setattr(hopper, "launch_forward", lambda *tensors: seen.append(hopper.SHORTEST))
-    forward, _ = kernels.heads_128_cases(Bench(llama.get_device("cpu")), 1, 16, 2, 1, 16)
+    forward, _ = kernels.heads_128_cases(Bench(torch.device("cpu")), 1, 16, 2, 1, 16)
     for name, shortest in (("triton", hopper.SHORTEST), ("plain triton", math.inf), ("triton", hopper.SHORTEST)):
         seen.clear()
         (call,) = forward.contenders[name]()
@@ -135,7 +135,7 @@ def test_plain_triton_multiplies_by_the_library_on_a_hopper_too(monkeypatch):
     if hopper is None:
         pytest.skip("Triton is older than 3.6")
     monkeypatch.setattr(hopper, "launch_product", lambda *tensors: seen.append(len(tensors)))
-    cases = kernels.swiglu_product_cases(Bench(llama.get_device("cpu")), 8, 16, 32)
+    cases = kernels.swiglu_product_cases(Bench(torch.device("cpu")), 8, 16, 32)
     for case, tensors in zip(cases, (4, 3), strict=True):
         for name, launches in (("triton", [tensors] * 2), ("plain triton", [])):
             seen.clear()
@@ -152,7 +152,7 @@ def layer(monkeypatch, right_fp8_rounding):
     """A function that returns {case: its contenders}; compiled ones are traced only."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=CompileCounter(), **options))
-    bench = Bench(llama.get_device("cpu"))
+    bench = Bench(torch.device("cpu"))
     bench.on_gpu = True  # compiles
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):  # restores what is set meanwhile
         yield lambda: {case.name: case.contenders for case in kernels.fp8_layer_cases(bench, 32, 16, 48)}

@@ -7,29 +7,31 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import record, steps
 from exercises.performance_debugging import replay
 
-GPU = llama.Device("cuda", "Some GPU", "sm_90", 100, 32)
-CPU = llama.Device("cpu", "CPU", "cpu", 1, 1)
+NAMES = {"cuda": "Some GPU", "cpu": "CPU"}
+CUDA, CPU = map(torch.device, NAMES)
 NOW, BEFORE = "1" * 40, "0" * 40  # commits
 
 
-def result(command, commit=NOW, device=GPU.name, **fields):
+def result(command, commit=NOW, device="Some GPU", **fields):
     environment = {"device": device, "torch": "2.11", "triton": "3.6", "commit": commit}
     return {"command": command, "date": "2030-01-02", "environment": environment} | fields
 
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    """(folder of results, commands that were run) of a machine whose GPU is GPU, with two parts and a rare one."""
+    """(folder of results, commands that were run) of a machine with Some GPU, with two parts and a rare one."""
     commands = []
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "PARTS", [record.Part("python -m one", 10), record.Part("python -m two", 20)])
     monkeypatch.setattr(record, "RARE", [record.Part("python -m rare", 30)])
-    monkeypatch.setattr(llama, "select_device", lambda name: GPU)
+    monkeypatch.setattr(llama, "select_device", lambda name: CUDA)
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, NAMES[kind], "", 100, 32))
     monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] != NOW)
     monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
     return tmp_path, commands
@@ -101,7 +103,7 @@ def test_listing_needs_no_gpu_and_measuring_does(recording, capsys, monkeypatch)
 @pytest.mark.parametrize("part, written, kept", [
     # Results of a benchmark stay as they are; a run of the script gets its fields.
     (record.Part("python -m one", 1), {"one": result("python -m one", benchmark="one"), "two": {"benchmark": "two",
-     "environment": {"device": "A"}}}, [("one", "python -m one", GPU.name), ("two", None, "A")]),
+     "environment": {"device": "A"}}}, [("one", "python -m one", "Some GPU"), ("two", None, "A")]),
     (record.Part("python run", 1, "run"), {"a": {"steps": []}}, [("run", "python run", "CPU")]),
 ])  # fmt: skip
 def test_results_are_kept_if_the_command_succeeds(tmp_path, monkeypatch, part, written, kept):
@@ -111,7 +113,7 @@ def test_results_are_kept_if_the_command_succeeds(tmp_path, monkeypatch, part, w
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record.subprocess, "run", run)
-    monkeypatch.setattr(record.hardware, "environment", lambda device: {"device": device.name})
+    monkeypatch.setattr(record.hardware, "environment", lambda device: {"device": NAMES[device.type]})
     for returncode, expected in ((1, []), (0, kept)):
         assert record.measure(part, CPU) == (returncode == 0)
         found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]

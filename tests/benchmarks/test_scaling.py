@@ -8,6 +8,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import scaling
 from measure.work import SIZES
@@ -17,8 +18,8 @@ ROWS = ["triton graph", "triton", "DDP", "FSDP2"]
 SHORT = ["--tiny", "--windows", "3", "--steps", "1"]
 PLAIN = "import gc, sys\nfrom benchmarks import scaling\ngc.freeze()\nsys.exit(scaling.main())\n"
 # Each process trains for itself, as if it were alone.
-SILENT = PLAIN.replace("sys.exit", "scaling.distributed.parallelize = lambda model, *others: model\nsys.exit")
-CPU = scaling.llama.get_device("cpu")
+SILENT = PLAIN.replace("sys.exit", "scaling.distributed.World.parallelize = lambda world, step: step.model\nsys.exit")
+CPU = torch.device("cpu")
 
 
 def run(python, folder, *flags, program=PLAIN):

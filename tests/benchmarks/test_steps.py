@@ -69,7 +69,7 @@ def losses_of(step, config):
 
 def test_yardsticks_train_as_their_peer():
     config = llama.Config(**steps.SIZES["tiny"], device="cpu", impl="sdpa", use_amp=True)
-    in_fp32, cpu = dataclasses.replace(config, use_amp=False), llama.get_device("cpu")
+    in_fp32, cpu = dataclasses.replace(config, use_amp=False), torch.device("cpu")
     peer = losses_of(llama.TrainStep(config, cpu), config)
     assert losses_of(steps.with_our_optimizer(in_fp32, cpu), config) == pytest.approx(peer, rel=5e-3)
     step = steps.in_bf16(config, cpu)
@@ -124,9 +124,9 @@ def test_a_row_in_fp8_may_err_as_plain_pytorch_in_fp8(run, monkeypatch, in_fp8):
 def test_what_is_missing_takes_one_line(monkeypatch, row, arch, use_amp, words):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    device = dataclasses.replace(llama.get_device("cpu"), arch=arch)
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, "Some GPU", arch, 1, 32))
     with pytest.raises(Unavailable, match=words):
-        steps.make_step(steps.Row(row), dataclasses.replace(IN_FP8, use_amp=use_amp), device)
+        steps.make_step(steps.Row(row), dataclasses.replace(IN_FP8, use_amp=use_amp), torch.device("cpu"))
 
 
 # --- what follows from the rows
@@ -226,7 +226,8 @@ def test_shapes_are_measured_and_compared_in_one_run(tmp_path, monkeypatch, caps
 ])  # fmt: skip
 def test_rows_are_those_asked_for_or_usual(monkeypatch, tmp_path, flags, rows):
     measured = []
-    monkeypatch.setattr(llama, "select_device", lambda name: llama.Device("cuda", "Some GPU", "sm_90", 1, 32))
+    monkeypatch.setattr(llama, "select_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, "Some GPU", "sm_90", 1, 32))
     monkeypatch.setattr(harness.Run, "attempt", lambda run, measure: measured.append(measure.args) or {"error": ""})
     monkeypatch.setattr(harness, "header", lambda *rest: {"environment": {"device": "Some GPU"}, "benchmark": "steps"})
     assert steps.main([*flags.split(), "--output-dir", str(tmp_path)]) == 0

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 from tests.core.tiny import TINY
@@ -14,8 +15,8 @@ def make_step(device):
 
     def make(config=TINY, **changes):
         config = dataclasses.replace(config, **changes)
-        step = llama.TrainStep(config, llama.get_device(device))
-        step.load(*next(step.batches(config.seed)))
+        step = llama.TrainStep(config, torch.device(device))
+        step.load(*next(step.world.batches(config)))
         return step
 
     return make

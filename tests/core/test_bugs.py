@@ -120,7 +120,7 @@ def test_a_flag_without_effect_says_so(capsys, name):
     flag = llama.flag_of(name)
 
     def notes(*flags):
-        step = llama.TrainStep(llama.parse_config(FLAGS_OF_A_TINY_RUN + [*flags], SCRIPT), llama.get_device("cpu"))
+        step = llama.TrainStep(llama.parse_config(FLAGS_OF_A_TINY_RUN + [*flags], SCRIPT), torch.device("cpu"))
         llama.print_configuration(step)
         return re.findall(r"^(?:Note|Mistakes).*", capsys.readouterr().out, re.M)
 

@@ -225,7 +225,7 @@ def test_the_result_has_the_configuration_of_the_run(cli):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_peak_memory_is_in_mib():
     kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert llama.peak_memory_mib(llama.get_device("cpu")) == pytest.approx(kib / 1024, rel=0.5)
+    assert llama.peak_memory_mib(torch.device("cpu")) == pytest.approx(kib / 1024, rel=0.5)
 
 
 # --- files: each is whole or not there, and none is overwritten
@@ -470,10 +470,10 @@ def test_what_a_gpu_cannot_do_is_refused(monkeypatch, case):
     """The interpreter would multiply bf16 matrices wrongly there as well."""
     monkeypatch.setattr(llama, "INTERPRETED", True)
     arch, *flags = case.split()
-    gpu = llama.Device("cuda", "a GPU", arch, num_sms=132, warp_size=32)
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, "a GPU", arch, num_sms=132, warp_size=32))
     refused = pytest.raises(llama.UsageError, match=LACKING[case]) if case in LACKING else contextlib.nullcontext()
     with refused:
-        llama.validate_on_device(llama.parse_config(flags, ""), gpu)
+        llama.validate_on_device(llama.parse_config(flags, ""), torch.device("cuda"))
 
 
 def test_cuda_without_a_gpu(cli, monkeypatch):

@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
 from tests.core import test_kernels
-from tests.core.tiny import SMALL
+from tests.core.tiny import SMALL, without_groups
 from tiny_llama import groups
 
 pytestmark = pytest.mark.triton
@@ -20,13 +21,17 @@ def grouped(make_step):
     """Return a function that makes a step whose layers are in groups of this size, or by themselves (None)."""
 
     def grouped(size, **changes):
-        step = make_step(SMALL, **changes)
-        layers = step.model.layers
-        starts = range(0, len(layers), size or len(layers))
-        step.model.groups = size and [groups.LayerGroup(layers, slice(i, i + size)) for i in starts]
-        return step
+        fitting = mock.patch.object(groups, "GROUP_BYTES", (size or 0) * layer_bytes(SMALL))
+        with fitting if size else without_groups():
+            return make_step(SMALL, **changes)
 
     return grouped
+
+
+def layer_bytes(config):
+    """Return what GROUP_BYTES counts of a layer: its y_grad, branch_grad and qkv_grad."""
+    width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return config.tokens_per_step * width * (2 if config.use_amp else 4)
 
 
 def pass_over(step, tokens, targets):
@@ -45,7 +50,7 @@ def assert_close(actual, expected):
 def test_a_group_of_one_layer_gives_the_same_bits(grouped):
     """The weights after two steps of training are those of layers by themselves."""
     plain, step = grouped(None), grouped(1)
-    for batch in itertools.islice(plain.batches(7), 2):
+    for batch in itertools.islice(llama.batches(SMALL), 2):
         for each in (plain, step):
             each.load(*batch)
             each.run()
@@ -80,10 +85,9 @@ def test_one_output_alone_gives_a_gradient(grouped, used):
     results = []
     for size in (None, 1):
         step = grouped(size, num_layers=1)
-        (layer,) = step.model.groups or step.model.layers
         x = torch.linspace(-1, 1, 48, device=step.tokens.device)
         x = x.view(1, 3, 16).requires_grad_()
-        output = layer(x, None, step.model.cos, step.model.sin)[used]
+        output = step.model.layers(x, None, step.model.cos, step.model.sin)[used]
         upstream = x.detach()[:, :, :1].expand_as(x)
         output.backward(upstream)
         step.optimizer.collect_gradients(step.optimizer.parameters)
@@ -96,7 +100,7 @@ def test_a_group_refuses_a_second_run_and_a_second_derivative(grouped):
     x = torch.ones(1, 3, 16, device=step.tokens.device, requires_grad=True)
 
     def residual():
-        return step.model.groups[0](x, None, step.model.cos, step.model.sin)[0].sum()
+        return step.model.layers(x, None, step.model.cos, step.model.sin)[0].sum()
 
     with pytest.raises(RuntimeError, match="GroupFunctionBackward has no second derivative"):
         torch.autograd.grad(residual(), x, create_graph=True)
@@ -119,7 +123,7 @@ def test_only_evenly_spaced_parts_of_one_tensor_are_a_stack():
 
 
 SIZES = """
-# layers that fit, stretches, layers in each group
+# layers that fit, layers of each bucket, layers in each group
 0.5 | 8     | 1 1 1 1 1 1 1 1
 3   | 8     | 3 3 2
 5   | 8     | 4 4
@@ -133,13 +137,14 @@ SIZES = """
 @pytest.mark.parametrize("use_amp", [False, True])
 @pytest.mark.parametrize("row", SIZES.strip().splitlines()[1:])
 def test_groups_are_even_and_within_what_fits(monkeypatch, use_amp, row):
-    """A layer fits if its gradients do in GROUP_BYTES; no group is longer or goes beyond its stretch."""
-    fitting, stretches, sizes = ([*map(float, column.split())] for column in row.split("|"))
+    """A layer fits if its gradients do in GROUP_BYTES; no group is longer or goes beyond its bucket."""
+    fitting, buckets, sizes = ([*map(float, column.split())] for column in row.split("|"))
     config = dataclasses.replace(SMALL, num_layers=8, use_amp=use_amp, noncontiguous_kv=True)
-    layer_bytes = 3 * (16 + 16 + 4 * 8) * (2 if use_amp else 4)  # of y_grad, branch_grad and qkv_grad
-    monkeypatch.setattr(groups, "GROUP_BYTES", int(fitting[0] * layer_bytes))
-    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(8))
-    made = groups.make_groups(layers, [[None] * int(count) for count in stretches], config)
-    assert [len(group.layers()) for group in made] == sizes
-    assert list(itertools.chain(*(group.layers() for group in made))) == list(layers)
+    monkeypatch.setattr(groups, "GROUP_BYTES", int(fitting[0] * layer_bytes(config)))
+    layers = [torch.nn.Identity() for _ in range(8)]
+    remaining = iter(layers)
+    made = groups.LayerGroups(layers, [[*itertools.islice(remaining, int(count))] for count in buckets], config).groups
+    assert [len(group.layers) for group in made] == sizes
+    assert list(itertools.chain(*(group.layers for group in made))) == layers
+    assert [group.first for group in made] == [0, *itertools.accumulate(map(int, sizes))][:-1]
     assert all(group.bugs == ("noncontiguous_kv",) for group in made)

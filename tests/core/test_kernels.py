@@ -4,7 +4,6 @@ The rule: our error against float64 is at most twice that of plain PyTorch in th
 """
 
 import collections
-import copy
 import functools
 import re
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import tiny_llama_v3 as llama
+from tests.core.tiny import owner_of
 
 pytestmark = pytest.mark.triton
 
@@ -568,8 +568,8 @@ def test_attention_whose_groups_are_shared_out(randn, seq_len, monkeypatch, shar
 )
 def test_a_group_is_shared_out_where_multiprocessors_would_be_idle(monkeypatch, batch, kv_heads, blocks, share):
     """Of 40, unless a program has so few of the 12 heads' tiles that adding up costs more."""
-    gpu = llama.Device("cuda", "a GPU", "sm_90", num_sms=40, warp_size=32)
-    monkeypatch.setattr(llama, "get_device", lambda kind: gpu)
+    gpu = llama.Gpu("cuda", "a GPU", "sm_90", num_sms=40, warp_size=32)
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: gpu)
     tile = llama.attention_tile.__wrapped__("dkdv", 2, 64, "ieee", "cuda")
     assert tile.BLOCK_M == tile.BLOCK_N
     shape = batch, blocks * tile.BLOCK_N, 12 * kv_heads, 64
@@ -826,7 +826,7 @@ def test_adamw(randn, low_precision):
     values = [randn(3), randn(1500), randn(40, 60), randn(1)]
     ours = torch.nn.ParameterList(values)
     theirs = torch.nn.ParameterList(v.double() for v in values)
-    optimizer = llama.FlatAdamW(ours, 1e-2, low_precision)
+    optimizer = owner_of(ours, 1e-2, low_precision)
     reference = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.01)
     initial = [w.clone() for w in optimizer.weights()]
     for p in ours:
@@ -855,7 +855,7 @@ def test_adamw_loses_no_digits_of_a_small_learning_rate(randn, lr):
     initial = randn(3000)
     ours = torch.nn.ParameterList([initial.clone()])
     theirs = torch.nn.ParameterList([initial.double()])
-    optimizers = llama.FlatAdamW(ours, lr), torch.optim.AdamW(theirs, lr)
+    optimizers = owner_of(ours, lr), torch.optim.AdamW(theirs, lr)
     for (weight,), optimizer in zip((ours, theirs), optimizers, strict=True):
         for _ in range(20):
             weight.grad = torch.zeros_like(weight)
@@ -874,7 +874,7 @@ def test_moments_in_bf16(device, low_precision):
     optimizers = []
     for kind in (torch.bfloat16, torch.bfloat16, torch.float32):
         model = torch.nn.ParameterList([torch.ones(5000, device=device)])
-        optimizers.append(llama.FlatAdamW(model, 1e-3, low_precision, moments_dtype=kind))
+        optimizers.append(owner_of(model, 1e-3, low_precision, moments_dtype=kind))
     for gradient in [1.0] * 40 + [0.0] * 40:
         for optimizer in optimizers:
             (weight,) = optimizer.parameters
@@ -912,7 +912,7 @@ def floats(patterns, device):
 def test_adamw_keeps_what_is_no_number(device, low_precision, moments_dtype):
     expected = floats(UNUSUAL, device)
     model = torch.nn.ParameterList([torch.zeros_like(expected)])
-    optimizer = llama.FlatAdamW(model, 1e-3, low_precision, weight_decay=0.0, moments_dtype=moments_dtype)
+    optimizer = owner_of(model, 1e-3, low_precision, weight_decay=0.0, moments_dtype=moments_dtype)
     (weight,) = model
     in_use = expected.bfloat16() if low_precision else expected
     equal = functools.partial(assert_close, rtol=0, atol=0, equal_nan=True)
@@ -932,17 +932,3 @@ def test_adamw_keeps_what_is_no_number(device, low_precision, moments_dtype):
     assert_that_a_step_gives_nan()
     weight.grad = torch.full_like(weight, float("inf"))
     assert_that_a_step_gives_nan()
-
-
-@pytest.mark.parametrize("low_precision", [False, True])
-def test_weights_that_are_written_are_those_that_are_updated(device, low_precision):
-    """In bf16 the lower halves of the old weights must not be added to new ones."""
-    model = torch.nn.Linear(3, 50, bias=False).to(device)
-    optimizer = llama.FlatAdamW(model, 1e-3, low_precision)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    (own,), (copied,) = optimizer.weights(), copy.deepcopy(optimizer).weights()
-    assert torch.equal(own, copied)
-    written = torch.arange(150.0, device=device).view(50, 3) / 64
-    model.load_state_dict({"weight": written})
-    assert torch.equal(optimizer.weights()[0], written)

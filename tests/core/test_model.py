@@ -1,7 +1,6 @@
 """The model as a whole: the implementations agree, it learns what can be learnt, and the check sees what is wrong."""
 
 import contextlib
-import copy
 import dataclasses
 import inspect
 import itertools
@@ -82,11 +81,13 @@ def test_logits_loss_and_gradients(make_step, device, impl, changes):
     config, targets = step.config, step.targets
     model = step.model if impl else llama.TinyLlamaTriton(config).to(device)
     assert model.operations is llama.OPERATIONS[impl or ("triton" if llama.triton else "torch")]
+    exact = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).to(device)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in exact.parameters():
             # So large that positions and eps matter, and no norm's weight is 1.
             p.mul_(10) if p.dim() == 2 else p.uniform_(0.5, 1.5)
-    exact = copy.deepcopy(model).double()
+    (step if impl else model).load_state_dict(exact.state_dict())
+    exact.double()
     expected = llama_again(exact, config, step.tokens)
     with torch.no_grad():
         logits = model(step.tokens)
@@ -220,7 +221,7 @@ def test_model_learns_the_chain_and_stays_above_its_entropy():
 @needs_triton
 @pytest.mark.parametrize("changes", [{}, dict(num_kv_heads=4), dict(num_kv_heads=1, seq_len=1)], ids=str)
 def test_check_passes(device, changes):
-    assert llama.TrainStep.check(dataclasses.replace(TINY, **changes), llama.get_device(device))
+    assert llama.OneProcess().check(dataclasses.replace(TINY, **changes), torch.device(device))
 
 
 OUTPUTS = """
@@ -245,12 +246,12 @@ def test_check_sees_a_kernel_that_is_wrong_by_a_thousandth(device, monkeypatch, 
             tensors[position].data.mul_(1.001)
 
     monkeypatch.setattr(llama, "launch", sabotaged)
-    assert not llama.TrainStep.check(TINIER, llama.get_device(device))
+    assert not llama.OneProcess().check(TINIER, torch.device(device))
 
 
 @needs_triton
 def test_check_sees_severed_autograd(device, capsys):
-    assert not llama.TrainStep.check(dataclasses.replace(TINIER, severed_autograd=True), llama.get_device(device))
+    assert not llama.OneProcess().check(dataclasses.replace(TINIER, severed_autograd=True), torch.device(device))
     assert "layers.0.attention.qkv_proj.weight: no gradient" in capsys.readouterr().out
 
 
@@ -294,7 +295,7 @@ def test_bf16_check_passes(heads):
     head_dim, group, seq_len = map(int, heads.split("/"))
     sizes = dict(hidden_dim=8 * head_dim, num_heads=8, num_kv_heads=8 // group, ffn_dim=200)
     config = dataclasses.replace(TINY, **sizes, seq_len=seq_len, use_amp=True)
-    assert llama.TrainStep.check(config, llama.get_device("cuda"))
+    assert llama.OneProcess().check(config, torch.device("cuda"))
 
 
 # --- the clock and the check's rule, without a GPU
@@ -305,8 +306,8 @@ def test_bf16_check_passes(heads):
 def gpu(monkeypatch):
     """A fake GPU: log has what was asked of it in order, and what costs time moves the clock by seconds."""
     seconds = {"load": 1, "forward": 2, "backward": 4, "optimizer": 8, "sync": 16}
-    device = llama.Device("cuda", "a GPU", "sm_90", num_sms=132, warp_size=32)
-    gpu = SimpleNamespace(log=[], now=0, device=device)
+    gpu = SimpleNamespace(log=[], now=0, device=torch.device("cuda"))
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, "a GPU", "sm_90", num_sms=132, warp_size=32))
 
     def does(entry):
         def act(*args, **kwargs):
@@ -338,22 +339,25 @@ def gpu(monkeypatch):
     fakes |= dict(empty_cache=does("empty cache"), reset_peak_memory_stats=does("reset peak"))
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
     monkeypatch.setattr(llama, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
     gpu.step = llama.TrainStep.__new__(llama.TrainStep)  # which has yet to get its config
-    gpu.step.device, gpu.step.tokens = device, torch.zeros(1)
+    gpu.step.device, gpu.step.world = gpu.device, llama.OneProcess()
+    gpu.step.named_range, gpu.step.optimizer = contextlib.nullcontext, None
     gpu.step.loss = torch.tensor(1.0)
     gpu.step.model = torch.nn.Linear(1, 1)
     for p in gpu.step.model.parameters():
         p.grad = torch.full_like(p, 3.0)
     for method in ("load", "forward", "backward", "optimizer_step", "restart", "capture"):
         setattr(gpu.step, method, does(method.removesuffix("_step")))
-    gpu.step.phases = gpu.step.eager_phases()
+    gpu.step.phases = {name: getattr(gpu.step, name) for name in ("forward", "backward")}
+    gpu.step.phases["optimizer"] = gpu.step.optimizer_step
     return gpu
 
 
 def run_on(gpu, **changes):
     gpu.step.config, records = dataclasses.replace(TINY, num_steps=2, **changes), []
-    llama.train(gpu.step, gpu.step.batches(1), records)
+    llama.train(gpu.step, llama.batches(gpu.step.config), records)
     return records
 
 
@@ -416,6 +420,12 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
     config, amp = dataclasses.replace(TINY, **changes), precision == "bf16"
     plain, allowed = 0.3 * rounding, 1.6 * rounding
     passes = []  # of the model: its implementation, how it computes, its error
+    steps = []  # of which double() was called
+
+    class Step:
+        def __init__(self, config, device):
+            self.config, self.model = config, SimpleNamespace(double=lambda: steps.append(self))
+
     for ours in (0.98 * allowed, 1.02 * allowed):
         passes += [
             ("torch", False, not amp, "highest", 0),
@@ -423,15 +433,17 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
             ("torch", amp, False, config.matmul_precision, plain),
         ]
 
-    def loss_and_gradients(config, device, batch, double=False):
+    def loss_and_gradients(step, batch):
         *expected, error = passes.pop(0)
-        assert expected == [config.impl, config.use_amp, double, torch.get_float32_matmul_precision()]
+        config, precision = step.config, torch.get_float32_matmul_precision()
+        assert expected == [config.impl, config.use_amp, step in steps, precision]
         exact = {"loss": torch.tensor(5.0).double(), "weight": torch.tensor([3.0, 4.0]).double()}
         return exact | {which: exact[which] * (1 + error)}
 
+    monkeypatch.setattr(llama, "TrainStep", Step)
     monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
     for ours, outcome in ((0.98 * allowed, "passed"), (1.02 * allowed, "FAILED in 1 of 2")):
-        assert llama.TrainStep.check(config, gpu.device) == (outcome == "passed")
+        assert llama.OneProcess().check(config, gpu.device) == (outcome == "passed")
         out = capsys.readouterr().out
         assert outcome in out and f"worst, {which}: error {ours:.1e}, allowed {allowed:.1e}" in out
 
@@ -439,12 +451,15 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
 def test_a_run_checks_two_sequences_and_ends_if_that_fails(monkeypatch, gpu, tmp_path):
     checked = []
 
-    class Step(llama.TrainStep):
-        select_device = classmethod(lambda cls, config: gpu.device)
-        check = classmethod(lambda cls, *what: checked.append(what))  # None: it fails
+    class World(llama.OneProcess):
+        def find_device(self, config):
+            return gpu.device
+
+        def check(self, *what):
+            checked.append(what)  # and returns None: it fails
 
     config = dataclasses.replace(TINY, check=True, warmup_steps=1, output_dir=str(tmp_path / "new"))
     asked = dataclasses.replace(config, batch_size=7, compile=True, graph=True)
-    assert llama.train_and_report(asked, Step) == 1
+    assert llama.train_and_report(asked, World()) == 1
     assert not any((tmp_path / "new").iterdir())
     assert checked == [(dataclasses.replace(config, batch_size=2), gpu.device)]

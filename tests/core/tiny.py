@@ -1,6 +1,7 @@
 """Models small enough for Triton's interpreter, with grouped queries and sizes that are no powers of two."""
 
 import dataclasses
+from unittest import mock
 
 import tiny_llama_v3 as llama
 
@@ -30,9 +31,22 @@ SMALL = dataclasses.replace(
 )
 
 
-def run_of(config, device, kind=llama.TrainStep):
-    """Return (step, records) of a whole run on a device, which may be a name, with a TrainStep of this kind."""
-    step, records = kind(config, llama.get_device(device) if isinstance(device, str) else device), []
+def run_of(config, device, kind=llama.TrainStep, world=None):
+    """Return (step, records) of a whole run on a device, with a TrainStep of this kind."""
+    step, records = kind(config, device, world), []
     llama.warm_up(step)
-    llama.train(step, step.batches(config.seed), records)
+    llama.train(step, step.world.batches(config), records)
     return step, records
+
+
+def without_groups():
+    """Return a patch with which layers are computed one by one, as where tiny_llama/groups.py is missing."""
+    companion = llama.companion
+    return mock.patch.object(llama, "companion", lambda name, *why: None if name == "groups" else companion(name, *why))
+
+
+def owner_of(model, *args, **options):
+    """Return a FlatAdamW(*args, **options) that owns a model."""
+    optimizer = llama.FlatAdamW(*args, **options)
+    optimizer.own(model)
+    return optimizer

@@ -4,10 +4,11 @@ import json
 import math
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 from measure import results
-from tiny_llama.distributed import Step, World
+from tiny_llama.distributed import World, summarize_processes
 
 
 def test_results_are_whole_and_never_overwritten(tmp_path):
@@ -31,7 +32,7 @@ def test_json_has_no_nan(tmp_path):
 
 @pytest.mark.parametrize("private", [["--output-dir", "/home/me/x"], ["--output-dir=/home/my files/x"]])
 def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
-    header = results.header("steps", llama.get_device("cpu"), ["--rows", "triton graph", *private, "--tiny"])
+    header = results.header("steps", torch.device("cpu"), ["--rows", "triton graph", *private, "--tiny"])
     assert header["command"] == "python -m benchmarks.steps --rows 'triton graph' --tiny"
     assert header["benchmark"] == "steps" and header["environment"]["torch"]
 
@@ -56,10 +57,9 @@ def test_what_processes_did_together_can_be_read(tmp_path, exposed_ms, memory):
     is_known = isinstance(exposed_ms, float)
     kernels = exposed_ms if isinstance(exposed_ms, str) else {"kernels": 9, "exposed_communication_ms": exposed_ms}
     summary = dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=memory, kernels=kernels)
-    step = Step.__new__(Step)
-    step.world = World(0, 2)
-    step.world.gather = lambda own: [own, own]
-    results.write_json(tmp_path / "run.json", {"world": step.summarize_processes(summary)})
+    world = World(0, 2)
+    world.gather = lambda own: [own, own]
+    results.write_json(tmp_path / "run.json", {"world": summarize_processes(world, summary)})
     world = results.read_result(tmp_path / "run.json")["world"]
     assert world["exposed_communication_ms"] == (exposed_ms if is_known else None)
     assert world["slowest"] == ({"rank": 0, "behind_ms": 0.0} if is_known else None)

@@ -10,7 +10,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import tiny_llama_v3 as llama
 from measure import timing
 
-CPU = llama.get_device("cpu")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def fake_gpu(monkeypatch):
     anything.elapsed_time.return_value = 4.0
     for name in ("Stream", "CUDAGraph", "graph", "Event", "stream", "current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: anything)
-    return timing.Bench(llama.Device("cuda", "fake", "sm_90", 132, 32))
+    return timing.Bench(llama.Gpu("cuda", "fake", "sm_90", 132, 32))
 
 
 def test_a_replay_is_microseconds_a_call_and_goes_round_the_buffers(fake_gpu):
@@ -39,7 +39,7 @@ def test_a_flushed_call_is_captured_alone_and_the_cache_flushed_before_each_repl
 
 @pytest.mark.gpu
 def test_a_call_that_cannot_be_captured_does_not_harm_the_next():
-    bench, before = timing.Bench(llama.get_device("cuda")), torch.cuda.current_stream()
+    bench, before = timing.Bench(torch.device("cuda")), torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="capturing"):
         bench.microseconds([lambda: bench.randn(4).sum().item()])
     assert torch.cuda.current_stream() == before and bench.randn(4).isfinite().all()
@@ -93,6 +93,6 @@ def test_a_function_is_compiled_for_every_shape_or_fails_but_never_runs_eagerly(
 def test_ceilings_by_hand(monkeypatch):
     times = iter([2000.0, 1000.0, 3000.0, 600.0, 500.0, 800.0])  # us; the best of three counts
     monkeypatch.setattr(timing.Bench, "microseconds", lambda bench, calls: next(times))
-    ceilings = timing.measure_ceilings(timing.Bench(llama.get_device("cpu")))
+    ceilings = timing.measure_ceilings(timing.Bench(torch.device("cpu")))
     assert ceilings["GB/s"] == pytest.approx(2 * 4 * 2**23 / 1e-3 / 1e9)
     assert ceilings["TFLOP/s"] == pytest.approx(2 * 1024**3 / 500e-6 / 1e12)

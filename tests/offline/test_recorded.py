@@ -33,7 +33,7 @@ def test_recorded_launches_are_the_scripts(arch):
     assert calls["adamw_kernel"] == calls["cross_entropy_kernel"] == 1
     options = {dict(x.options).get("matrix_instr_nonkdim") for x in launches if "attention" in x.kernel}
     assert options == ({16} if arch == "gfx942" else {None})
-    assert llama.get_device("cpu").type == "cpu"  # nothing stays patched
+    assert llama.get_gpu("cpu").type == "cpu"  # nothing stays patched
 
 
 def test_the_case_decides_about_tf32_not_this_machine_s_library(monkeypatch):

@@ -174,7 +174,7 @@ def test_the_program_begins_the_recording_of_its_measured_steps(monkeypatch):
     monkeypatch.setattr(profiler.ctypes, "CDLL", lambda name: SimpleNamespace(roctxProfilerResume=calls.append))
     for value in ("", "1"):
         monkeypatch.setenv("ROCPROF_SELECTED_REGIONS", value)
-        profiler.show_ranges(SimpleNamespace(config=SimpleNamespace(compile=True), phases={}))
+        profiler.show_ranges(SimpleNamespace(config=SimpleNamespace(compile=True), phases={}, named_range=None))
         assert len(calls) == len(value)
 
 

@@ -59,7 +59,7 @@ def test_every_kernel_is_right_and_reported_as_the_exercise_shows_it(whole_run, 
 def test_a_rate_is_the_work_over_the_time_and_its_share_that_of_the_ceiling(monkeypatch, capsys):
     times = iter([2.0, 3.0, 2.0, 3.0])  # ms of ours and of PyTorch's
     monkeypatch.setattr(program, "figures", lambda bench, call: {"ms": next(times), "memory_mib": None})
-    bench, config = program.Bench(llama.get_device("cpu")), llama.Config(seq_len=16)
+    bench, config = program.Bench(torch.device("cpu")), llama.Config(seq_len=16)
     for unit, line in (
         ("TB/s", "  Bandwidth: 3 GB/s, 75 % of the 4 GB/s "),
         ("x", "  Arithmetic: 0.005 TFLOP/s, 1 % of"),

@@ -33,7 +33,7 @@ def without_launches(monkeypatch):
         hopper = llama.companion(name)
         if hopper is None:
             pytest.skip("Triton is older than 3.6, or there is none")
-        monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", "sm_90", 132, 32))
+        monkeypatch.setattr(hopper.llama, "get_gpu", lambda kind: llama.Gpu("cuda", "GPU", "sm_90", 132, 32))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(hopper, "launch", lambda *arguments, **options: None)
         return hopper, Tensor

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tiny_llama_v3 as llama  # noqa: E402
-from tests.core.tiny import run_of  # noqa: E402
+from tests.core.tiny import run_of, without_groups  # noqa: E402
 from tiny_llama import distributed  # noqa: E402
 
 CONFIG = llama.Config(
@@ -62,43 +62,37 @@ def operations_of(name):
     if ON_GPUS or name in INTERPRETED:
         yield
         return
-    one_by_one = mock.patch.object(llama.TrainStep, "group_layers", lambda *_: None)
-    with mock.patch.dict(llama.OPERATIONS, triton=llama.OPERATIONS["torch"]), one_by_one:
+    with mock.patch.dict(llama.OPERATIONS, triton=llama.OPERATIONS["torch"]), without_groups():
         yield
 
 
-def partly_frozen(kind):
-    class PartlyFrozen(kind):
-        """A TrainStep with parts of its model frozen, others in each step."""
+class PartlyFrozen(llama.TrainStep):
+    """A TrainStep with parts of its model frozen, others in each step."""
 
-        loads = 0
+    loads = 0
 
-        def load(self, tokens, targets):
-            super().load(tokens, targets)
-            self.loads += 1
-            self.model.requires_grad_(True).layers[self.loads % 4].requires_grad_(False)
-            self.model.embed_tokens.requires_grad_(self.loads % 3 > 0)
-
-    return PartlyFrozen
+    def load(self, tokens, targets):
+        super().load(tokens, targets)
+        self.loads += 1
+        frozen = f"layers.{self.loads % 4}.", *["embed_tokens."] * (self.loads % 3 == 0)
+        self.freeze(*(name for name, _ in self.model.named_parameters() if name.startswith(frozen)))
 
 
 def train(config, world=None, frozen=False):
     """Return what is to be compared of a whole run."""
-    distributed.Step.world = world
-    device, kind = (world or llama).select_device(config.device), distributed.Step if world else llama.TrainStep
-    step, records = run_of(config, device, partly_frozen(kind) if frozen else kind)
-    weights = step.optimizer.weights() if step.implementation == "triton" else step.model.parameters()
+    device = (world or llama).select_device(config.device)
+    step, records = run_of(config, device, PartlyFrozen if frozen else llama.TrainStep, world)
     return {
         "losses": [record.loss for record in records],
         "norms": [record.grad_norm for record in records],
-        "weights": [llama.whole(weight.detach()).cpu().clone() for weight in weights],
+        "weights": [weight.cpu() for weight in step.state_dict().values()],
         "state": len(getattr(step.optimizer, "exp_avg", ())),
     }
 
 
 def join(config):
     """Return the World of this process, connected to the others."""
-    world = distributed.Step.world = distributed.launched()
+    world = distributed.launched()
     world.find()
     world.join(world.select_device(config.device), config.comm_timeout)
     return world
@@ -121,11 +115,9 @@ def restores_weights(world):
     """Return whether weights that the processes share in halves, in bf16 and remainders, come back as they were."""
     model = llama.TinyLlamaTriton(CONFIG, llama.OPERATIONS["torch"]).to(world.select_device(CONFIG.device).type)
     given = [torch.randn_like(p) for p in model.parameters()]
-    optimizer = distributed.ShardedAdamW(model, 1e-3, low_precision=True, world=world)
+    optimizer = distributed.ShardedAdamW(1e-3, low_precision=True, world=world)
+    optimizer.own(model)
     optimizer.reset(given)
-    given[0] = given[0].bfloat16().float()
-    with torch.no_grad():  # what is written into a weight has no remainder
-        next(model.parameters()).copy_(given[0])
     return all(map(torch.equal, optimizer.weights(), given))
 
 
@@ -135,7 +127,7 @@ def checks(world):
     sharded = dataclasses.replace(config, impl="triton")
     correct, reduce = llama.OPERATIONS["sdpa"], distributed.reduce_scatter
     wrong = correct._replace(linear=lambda x, weight: 1.001 * correct.linear(x, weight))
-    check = functools.partial(distributed.Step.check, device=world.select_device(config.device))
+    check = functools.partial(world.check, device=world.select_device(config.device))
     outcomes = {"nothing": check(config)}
     llama.OPERATIONS["sdpa"] = wrong if world.rank == 1 else correct
     outcomes |= {"an operation on rank 1": check(config), "nothing, sharded": check(sharded)}

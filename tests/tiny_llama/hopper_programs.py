@@ -10,7 +10,7 @@ import torch
 import tiny_llama_v3 as llama
 from tests import ROOT
 
-IS_HOPPER = torch.cuda.is_available() and llama.get_device("cuda").arch == "sm_90"
+IS_HOPPER = torch.cuda.is_available() and llama.get_gpu("cuda").arch == "sm_90"
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of sm_90")
 
 

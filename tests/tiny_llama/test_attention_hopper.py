@@ -11,7 +11,7 @@ import json, math, torch, tiny_llama_v3 as llama
 from tiny_llama import attention_hopper as hopper
 
 hopper.SHORTEST = 1
-hopper.llama.get_device("cuda")
+hopper.llama.get_gpu("cuda")
 def exact(q, k, v):
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -267,7 +267,7 @@ def watched(launch):
 hopper.launch_forward, hopper.launch_backward = watched(hopper.launch_forward), watched(hopper.launch_backward)
 def gradients():
     torch.manual_seed(0)
-    step = llama.TrainStep(config, llama.get_device("cuda"))
+    step = llama.TrainStep(config, torch.device("cuda"))
     step.load(*next(llama.batches(config)))
     step.run()
     return step.loss.item(), step.optimizer.grad.float().clone()
@@ -289,7 +289,7 @@ def test_what_it_does_not_serve_is_left_to_plain_triton(monkeypatch, without_lau
 
     def fits(t, arch="sm_90", **others):
         """Return whether forward and backward are served."""
-        monkeypatch.setattr(hopper.llama, "get_device", lambda kind: llama.Device("cuda", "GPU", arch, 132, 32))
+        monkeypatch.setattr(hopper.llama, "get_gpu", lambda kind: llama.Gpu("cuda", "GPU", arch, 132, 32))
         t = t.as_subclass(Tensor)
         lse = torch.zeros(t.shape[0], t.shape[2], t.shape[1], device="meta").as_subclass(Tensor)
         tensors = dict(q=t, k=t, v=t, o=t, lse=lse, o_grad=t, q_grad=t, k_grad=t, v_grad=t, delta=lse)

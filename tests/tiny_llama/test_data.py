@@ -46,7 +46,7 @@ def config(text):
 
 
 def step_of(config):
-    return llama.TrainStep(config, llama.get_device("cpu"))
+    return llama.TrainStep(config, torch.device("cpu"))
 
 
 def first_batches(config, count):
@@ -105,7 +105,7 @@ def test_a_text_that_becomes_shorter_ends_the_run_in_a_line(config, text):
 
 
 def test_batches_follow_the_seed(config):
-    first, again, other = (next(step_of(config).batches(seed))[0] for seed in (1, 1, 2))
+    first, again, other = (next(llama.batches(dataclasses.replace(config, seed=seed)))[0] for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -145,7 +145,7 @@ def test_the_least_file_has_a_window_to_hold_out(config, text):
 def test_held_out_loss_is_that_of_evenly_spaced_windows(config, monkeypatch):
     """12 windows of 8 bytes and a last target are in 100 bytes, the last one at 91."""
     step = step_of(config)
-    step.load(*next(step.batches(1)))
+    step.load(*next(llama.batches(config)))
     step.run()
     for most, starts in ((20, [91 * i // 11 for i in range(12)]), (2, [0, 30, 60, 91])):
         monkeypatch.setattr(data, "HELD_OUT_BATCHES", most)
@@ -163,7 +163,7 @@ def test_evaluation_changes_nothing(config, monkeypatch, changes):
     monkeypatch.setattr(data, "SAMPLE_BYTES", 4)
     steps = [step_of(dataclasses.replace(config, **changes)) for _ in range(2)]
     evaluated, other = steps
-    for batch in itertools.islice(other.batches(1), 2):
+    for batch in itertools.islice(llama.batches(other.config), 2):
         for step in steps:
             step.load(*batch)
             step.run()

@@ -23,7 +23,7 @@ from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import distributed
-from tiny_llama.distributed import ShardedAdamW, Step, World
+from tiny_llama.distributed import ShardedAdamW, World, summarize_processes
 from tiny_llama.notes import lone_process
 
 SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
@@ -102,7 +102,7 @@ def test_two_processes_train_as_one_does_on_the_batch_of_both(trainings, monkeyp
     tolerance = 2e-2 if name == "bf16" else 1e-3 if ON_GPUS else 1e-5
     for results in both:
         assert results["losses"] == pytest.approx(alone["losses"], rel=tolerance)
-        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=100 * tolerance)
+        assert results["norms"][-1] == pytest.approx(alone["norms"][-1], rel=min(100 * tolerance, 0.2))
         for weight, expected in zip(results["weights"], alone["weights"], strict=True):
             assert (weight - expected).norm() <= 10 * tolerance * expected.norm()
     assert both[0]["losses"] == both[1]["losses"]
@@ -296,9 +296,12 @@ def test_processes_started_by_hand_complain_once(python, tmp_path):
 # --- the parts, without processes
 
 
-def make_optimizers(size, num_layers):
+def make_optimizers(size, num_layers, **options):
     model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
-    return [ShardedAdamW(copy.deepcopy(model), 1e-3, world=World(rank, size)) for rank in range(size)]
+    optimizers = [ShardedAdamW(1e-3, world=World(rank, size), **options) for rank in range(size)]
+    for optimizer in optimizers:
+        optimizer.own(copy.deepcopy(model))
+    return optimizers
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -332,9 +335,7 @@ def test_buckets_double_until_they_are_large(monkeypatch, num_layers, most, laye
 def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch, overlaps, under_way):
     """As with --compile."""
     monkeypatch.setattr(distributed, "all_gather", lambda *args, **kwargs: Mock())
-    optimizer, *_ = make_optimizers(2, 8)
-    if overlaps:
-        optimizer.overlap([bucket.layers[0] for bucket in optimizer.buckets])
+    optimizer, *_ = make_optimizers(2, 8, overlaps=overlaps)
     optimizer.begin_forward()
     assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
 
@@ -352,12 +353,11 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
 
 def test_the_slowest_process_is_told_from_the_fastest():
     """By its own time, without what it waited for messages: 5, 9 - 2 and 4 ms."""
-    step, summary = Step.__new__(Step), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
+    world, summary = World(1, 3), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
     first = dict(rank=0, own_ms=5.0, exposed_communication_ms=4.0, tokens_per_second=2.0, peak_memory_mib=7.0)
     last = dict(rank=2, own_ms=4.0, exposed_communication_ms=5.0, tokens_per_second=4.0, peak_memory_mib=None)
-    step.world = World(1, 3)
-    step.world.gather = lambda own: [own | first, own, own | last]
-    told = step.summarize_processes(summary | {"kernels": {"exposed_communication_ms": 2.0}})
+    world.gather = lambda own: [own | first, own, own | last]
+    told = summarize_processes(world, summary | {"kernels": {"exposed_communication_ms": 2.0}})
     assert told["slowest"] == {"rank": 1, "behind_ms": 3.0} and told["exposed_communication_ms"] == 5.0
     assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
 
@@ -396,12 +396,13 @@ def end_of(monkeypatch, error, store=None):
     dict(impl="triton", shard="full"), dict(impl="sdpa", shard="optimizer"), dict(impl="sdpa", graph=True),
 ])  # fmt: skip
 def test_what_several_processes_cannot_do(monkeypatch, flags):
-    gpu = llama.Device("cuda", "a GPU", "sm_90", 132, 32)
-    monkeypatch.setattr(Step, "world", Mock(select_device=lambda requested: gpu))
+    world = World()
+    world.select_device = lambda requested: torch.device("cuda")
+    monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu("cuda", "a GPU", "sm_90", 132, 32))
     monkeypatch.setattr(llama, "triton_obstacle", lambda *args: None)
     monkeypatch.setattr(llama, "INTERPRETED", False)
     with pytest.raises(llama.UsageError, match="--shard|--graph"):
-        Step.select_device(llama.Config(**flags))
+        world.find_device(llama.Config(**flags))
 
 
 def test_more_processes_than_gpus(monkeypatch):

@@ -34,7 +34,7 @@ def guess(device):
 
 
 def formats(device):
-    return fp8.formats_of(llama.get_device(device).arch)
+    return fp8.formats_of(llama.get_gpu(device).arch)
 
 
 def codes(x):
@@ -173,8 +173,9 @@ def test_a_block_computes_what_pytorch_does_with_rounded_operands(passes, device
         assert own == fp8.scale_of(weight.detach().abs().amax(), torch.finfo(formats(device).forward).max)
         assert gradient < own < x  # of 1e-5, of 0.1 and of 1
     layer = block("triton", device)
-    optimizer = llama.FlatAdamW(layer, 1e-3)
     frozen = layer.feed_forward.down_proj.weight.requires_grad_(False)
+    optimizer = llama.FlatAdamW(1e-3)
+    optimizer.own(layer)
     for name, result in pass_through(layer, device, passes).items():
         assert result is None if name == "feed_forward.down_proj.weight" else torch.equal(result, ours[name]), name
     assert all(p.grad is p.main_grad for p in optimizer.parameters if p is not frozen)
@@ -231,10 +232,11 @@ def test_what_fp8_cannot_do_takes_one_line(flags, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("largest, architectures", [
     (None, "gfx90a sm_80"), ([240, 57344], "gfx942"), ([448, 57344], "gfx950 gfx1201 sm_89 sm_90 sm_120"),
 ])  # fmt: skip
-def test_the_types_of_an_architecture(largest, architectures):
+def test_the_types_of_an_architecture(monkeypatch, largest, architectures):
     config = dataclasses.replace(CONFIG, fp8=True, seq_len=32)
     for arch in architectures.split():
-        device = llama.Device("cuda", "Some GPU", arch, 100, 32)
+        monkeypatch.setattr(llama, "get_gpu", lambda kind, arch=arch: llama.Gpu(kind, "Some GPU", arch, 100, 32))
+        device = torch.device("cuda")
         fp8.validate(config, device, "torch")
         if largest:
             assert [torch.finfo(dtype).max for dtype in fp8.formats_of(arch)] == largest

@@ -17,18 +17,31 @@ from benchmarks.steps import Row
 from measure.results import RESULTS, read_result, recorded_config
 from measure.work import SHAPES, SIZES
 from tests import ROOT
-from tests.core.tiny import TINY
+from tests.core.tiny import TINY, owner_of
 from tiny_llama import distributed, hardware, notes, profiler
 
-GPU = llama.Device("cuda", "Some GPU", "sm_90", 132, 32)
+GPU = torch.device("cuda")
 STATE = ("power_w", "clock_mhz", "temperature_c", "utilization_percent")
 
 
 # --- peaks: the datasheet's figure of this very device, in the precision in force
 
 
-def device(name, units, arch="sm_90"):
-    return llama.Device("cuda", name, arch, units, 32)
+def gpu(name, units, arch="sm_90"):
+    return llama.Gpu("cuda", name, arch, units, 32)
+
+
+@pytest.fixture(autouse=True)
+def some_gpu(monkeypatch):
+    """Have the GPU of this machine be Some GPU; some_gpu(arch) another one."""
+    cpu = llama.get_gpu("cpu")
+
+    def be(arch):
+        found = {"cpu": cpu, "cuda": gpu("Some GPU", 132, arch)}
+        monkeypatch.setattr(llama, "get_gpu", found.__getitem__)
+
+    be("sm_90")
+    return be
 
 
 PEAKS = """
@@ -65,12 +78,13 @@ def test_a_device_has_the_peak_of_its_datasheet_and_a_look_alike_has_none(line):
     units, *expected, names = line.split(maxsplit=4)
     expected = [None if peak == "-" else float(peak) for peak in expected]
     for name in names.split("; "):
-        some = device(name, int(units))
+        some = gpu(name, int(units))
         assert [hardware.peak_tflops(some, precision) for precision in ("bf16", "tf32", "fp32")] == expected, name
 
 
-def notes_of(config, device, implementation="triton"):
-    step = SimpleNamespace(config=config, device=device, implementation=implementation, processes=1)
+def notes_of(config, implementation="triton", layers=None):
+    step = SimpleNamespace(config=config, device=GPU, implementation=implementation, world=llama.OneProcess())
+    step.model = SimpleNamespace(layers=layers)
     return notes.inert_flags(step)
 
 
@@ -78,14 +92,15 @@ def notes_of(config, device, implementation="triton"):
     ("gfx942", True, "tf32"), ("gfx942", False, "fp32"), ("sm_80", True, "tf32"), ("sm_80", False, "fp32"),
     ("sm_75", True, "fp32"), ("gfx90a", True, "fp32"), ("cpu", True, "fp32"),
 ])  # fmt: skip
-def test_the_precision_is_the_one_in_force(monkeypatch, arch, in_force, expected):
+def test_the_precision_is_the_one_in_force(monkeypatch, some_gpu, arch, in_force, expected):
     """Whatever the library was told: on ROCm it needs a variable of the environment, which the note names."""
     torch.set_float32_matmul_precision("high")
     monkeypatch.setattr(torch._C, "_get_cublas_allow_tf32", lambda: in_force)
-    config, some = llama.Config(matmul_precision="high"), device("AMD Instinct MI300X", 304, arch)
-    assert llama.precision_name(config, some) == expected
-    assert llama.dot_precision(some) == {"tf32": "tf32", "fp32": "ieee"}[expected]
-    lines = notes_of(config, some)
+    config = llama.Config(matmul_precision="high")
+    some_gpu(arch)
+    assert llama.precision_name(config, GPU) == expected
+    assert llama.dot_precision(llama.get_gpu("cuda")) == {"tf32": "tf32", "fp32": "ieee"}[expected]
+    lines = notes_of(config)
     assert [line.startswith("--matmul-precision high") for line in lines] == [True] * (expected == "fp32")
     assert arch != "gfx942" or ("HIPBLASLT_ALLOW_TF32=1" in "".join(lines)) != in_force
 
@@ -94,7 +109,7 @@ def test_the_precision_is_the_one_in_force(monkeypatch, arch, in_force, expected
     ("small", "triton", False), ("medium", "triton", True), ("small", "torch", True),
 ])  # fmt: skip
 def test_fp8_says_where_it_does_not_pay(size, implementation, pays):
-    lines = notes_of(llama.Config(**SIZES[size], fp8=True), device("NVIDIA H200", 132), implementation)
+    lines = notes_of(llama.Config(**SIZES[size], fp8=True), implementation)
     assert any(line.startswith("--fp8") for line in lines) != pays
 
 
@@ -103,13 +118,14 @@ def test_fp8_says_where_it_does_not_pay(size, implementation, pays):
     (dict(hidden_dim=512), "sm_90", None), (dict(hidden_dim=12, num_heads=2), "gfx942", None),
     (dict(hidden_dim=12, num_heads=2, use_amp=False), "sm_90", None),
 ])  # fmt: skip
-def test_a_slow_width_is_named_with_the_next_fast_one(changes, arch, width):
+def test_a_slow_width_is_named_with_the_next_fast_one(some_gpu, changes, arch, width):
     """What is named divides into heads, and is not named itself."""
-    config, some = llama.Config(**dict(use_amp=True) | changes), llama.Device("cuda", "Some GPU", arch, 132, 32)
-    lines = [line for line in notes_of(config, some) if line.startswith("--hidden-dim")]
+    config = llama.Config(**dict(use_amp=True) | changes)
+    some_gpu(arch)
+    lines = [line for line in notes_of(config) if line.startswith("--hidden-dim")]
     assert [line.split("time of ")[1].split(",")[0] for line in lines] == [str(width)] * (width is not None)
     if width:
-        assert not notes_of(dataclasses.replace(config, hidden_dim=width), some)
+        assert not notes_of(dataclasses.replace(config, hidden_dim=width))
 
 
 @pytest.mark.parametrize("changes, flag", [
@@ -118,11 +134,9 @@ def test_a_slow_width_is_named_with_the_next_fast_one(changes, arch, width):
 ])  # fmt: skip
 def test_flags_that_save_no_memory_are_named(changes, flag):
     config = llama.Config(**SIZES["medium"], **changes)
-    step = SimpleNamespace(config=config, device=GPU, implementation=config.impl, processes=1)
-    step.model = SimpleNamespace(groups=None)
-    assert [line for line in notes.inert_flags(step) if line.startswith(flag)]
-    step.model.groups, step.implementation = ["some"], "triton"
-    assert not [line for line in notes.inert_flags(step) if line.startswith(flag)]
+    assert [line for line in notes_of(config, config.impl) if line.startswith(flag)]
+    grouped = SimpleNamespace(groups=["some"])
+    assert not [line for line in notes_of(config, layers=grouped) if line.startswith(flag)]
 
 
 def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention():
@@ -194,7 +208,7 @@ def kept_by_a_layer(config):
     """The bytes that a forward pass on the CPU keeps for its backward pass, of one layer more, without weights."""
     kept = []
     for layers in (1, 2):
-        step = llama.TrainStep(dataclasses.replace(config, num_layers=layers), llama.get_device("cpu"))
+        step = llama.TrainStep(dataclasses.replace(config, num_layers=layers), torch.device("cpu"))
         tensors = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t, found=tensors: found.setdefault(id(t), t), Mock()):
             step.forward()
@@ -209,7 +223,7 @@ def kept_by_a_layer(config):
 def test_no_layer_keeps_less_than_is_counted(impl, use_amp):
     sizes = ODD | dict(batch_size=2, seq_len=68, device="cpu")
     config = llama.Config(**sizes, impl=impl, use_amp=use_amp)
-    cpu = llama.get_device("cpu")
+    cpu = torch.device("cpu")
     one, two = (hardware.memory_needed(dataclasses.replace(config, num_layers=n), cpu).sequence for n in (1, 2))
     assert 2 * (two - one) <= kept_by_a_layer(config) <= 1.6 * 2 * (two - one)
 
@@ -219,7 +233,8 @@ def test_no_layer_keeps_less_than_is_counted(impl, use_amp):
 def test_the_optimizer_has_as_many_bytes_as_are_counted(use_amp, processes):
     config = llama.Config(hidden_dim=64, num_layers=2, num_heads=4, vocab_size=999, use_amp=use_amp)
     model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
-    optimizer = llama.FlatAdamW(model, 1e-3, use_amp, share=(processes - 1, processes))
+    optimizer = llama.FlatAdamW(1e-3, use_amp)
+    optimizer.own(model, share=(processes - 1, processes))
     flat = [t for t in vars(optimizer).values() if isinstance(t, torch.Tensor) and t.numel() > 1000]
     bytes_there = sum(t.nbytes for t in flat)
     assert hardware.memory_needed(config, GPU, processes).state == pytest.approx(bytes_there, rel=0.05)
@@ -240,7 +255,7 @@ def test_no_more_is_needed_before_the_first_step(use_amp):
 
     def build():
         model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
-        return llama.FlatAdamW(model, 1e-3, use_amp)
+        return owner_of(model, 1e-3, use_amp)
 
     state = hardware.memory_needed(config, GPU).state
     peak, optimizer = peak_bytes(build)
@@ -342,7 +357,7 @@ def test_what_surely_does_not_fit_is_refused(card, memory):
         with outcome:
             hardware.require_gpu_memory(config, GPU)
     card(0)
-    hardware.require_gpu_memory(config, llama.get_device("cpu"))
+    hardware.require_gpu_memory(config, torch.device("cpu"))
 
 
 def test_nothing_is_refused_where_the_driver_does_not_tell(monkeypatch):
@@ -378,14 +393,14 @@ def test_a_refusal_names_flags_memory_and_remedy(card, changes, gib, told):
         hardware.require_gpu_memory(dataclasses.replace(config, batch_size=int(given[1])), GPU)
 
 
-@pytest.mark.parametrize("step_class", [llama.TrainStep, distributed.Step])
-def test_the_refusal_comes_before_anything_is_made(card, monkeypatch, tmp_path, step_class):
+@pytest.mark.parametrize("kind", [llama.OneProcess, distributed.World])
+def test_the_refusal_comes_before_anything_is_made(card, monkeypatch, tmp_path, kind):
     config = llama.Config(**SIZES["large"], use_amp=True, output_dir=str(tmp_path / "new"))
-    monkeypatch.setattr(step_class, "select_device", lambda config: GPU)
+    monkeypatch.setattr(kind, "find_device", lambda world, config: GPU)
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 2**40)
     card(2**30)
     with pytest.raises(llama.UsageError, match="1.0 GiB are free"):
-        llama.train_and_report(config, step_class)
+        llama.train_and_report(config, kind())
     assert not (tmp_path / "new").exists()
 
 
@@ -427,7 +442,7 @@ def test_the_driver_is_that_of_the_kernel_s_module(monkeypatch, tmp_path, hip, m
     assert hardware.driver_version(GPU) is None  # part of the kernel, without a version of its own
     (tmp_path / module).mkdir()
     (tmp_path / module / "version").write_text("6.12.12\n")
-    cpu = llama.get_device("cpu")
+    cpu = torch.device("cpu")
     assert hardware.driver_version(GPU) == "6.12.12" and hardware.driver_version(cpu) is None
     assert hardware.gpu_state(cpu) == dict.fromkeys(STATE)
 

@@ -181,7 +181,7 @@ def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, expos
 
     monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
     monkeypatch.setattr(profiler, "profiled", profiled)
-    step = SimpleNamespace(device=SimpleNamespace(type="cuda"), processes=processes)
+    step = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(size=processes))
     counts = profiler.count_kernels(step, batch_ms)
     assert counts.pop("exposed_communication_ms", "no such key") == exposed_ms
     assert counts == {"kernels": 3, "launches": 3}

@@ -129,7 +129,7 @@ def watched(launch):
     return lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
 def gradients(hooked):
     torch.manual_seed(0)
-    step = llama.TrainStep(config, llama.get_device("cuda"))
+    step = llama.TrainStep(config, torch.device("cuda"))
     layer = step.model.layers[0].feed_forward
     if frozen:
         getattr(layer, frozen).weight.requires_grad_(False)

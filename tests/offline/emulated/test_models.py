@@ -28,15 +28,15 @@ def config(request, sizes):
 
 
 def test_loss_and_gradients(config, capsys):
-    assert llama.TrainStep.check(config, llama.get_device("cpu")), capsys.readouterr().out
+    assert llama.OneProcess().check(config, torch.device("cpu")), capsys.readouterr().out
 
 
 def losses(config, double=False):
     """Of three steps on one batch, whose gradients all parameters take part in."""
-    step = llama.TrainStep(config, llama.get_device("cpu"))
+    step = llama.TrainStep(config, torch.device("cpu"))
     if double:
         step.model.double()
-    step.load(*next(step.batches(config.seed)))
+    step.load(*next(step.world.batches(config)))
     result = []
     for _ in range(3):
         step.run()
