@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tiny_llama_v3 import (
     COLUMN_SUM_TILE,
@@ -358,6 +359,8 @@ def obstacle(x, branch, weight, bias):
         return f"the tensors are on {x.device}"
     if any(t is not None and t.dtype not in KERNEL_DTYPES for t in (x, branch, weight, bias)):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
+    if forward_ad._current_level >= 0:  # of an operator without them, forward derivatives would be silently zero
+        return "the kernels have no derivatives in forward mode"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return "rows are empty, or longer than the kernels take"
     expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])

@@ -127,6 +127,13 @@ def test_no_second_derivative(randn, compiled):
         grad.sum().backward()
 
 
+def test_derivatives_in_forward_mode_are_pytorchs(randn):
+    """An operator without them would return zeros."""
+    x, tangent, weight = randn(3, 32), randn(3, 32), randn(32)
+    functions = (lambda x: triton_layer_norm(x, weight)), (lambda x: F.layer_norm(x, (32,), weight))
+    torch.testing.assert_close(*(torch.func.jvp(f, (x,), (tangent,)) for f in functions))
+
+
 def test_the_function_takes_the_arguments_of_layer_norm(randn):
     x, *parameters = randn(3, 32), randn(32), randn(32), 0.5
     torch.testing.assert_close(TritonLayerNorm.apply(x, *parameters), F.layer_norm(x, (32,), *parameters))
