@@ -198,8 +198,8 @@ def record_split_rows(config, arch):
 def record_layer_norm(config, arch):
     """Record the LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
     dtype = torch.bfloat16 if config.use_amp else torch.float32
-    norm = nanogpt_triton.kernels.layer_norm.LayerNormFunction.apply
-    with recording(arch) as launches, torch.device("meta"):
+    norm = nanogpt_triton.kernels.layer_norm.layer_norm_operator
+    with recording(arch) as launches:  # not on meta tensors, for which operators only allocate
         for width in (384, 768, 1600):
             weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
             x = torch.empty(config.tokens_per_step, width, requires_grad=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from tiny_llama_v3 import (
     COLUMN_SUM_TILE,
@@ -22,7 +22,7 @@ from tiny_llama_v3 import (
     column_sum_kernel,
     get_gpu,
     jit,
-    launch,
+    launch_by_triton,
     load,
     next_power_of_2,
     norm_tile,
@@ -161,12 +161,19 @@ def backward_tile(n_rows, n_cols, itemsize, device_type):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Launches. `run` is launch() or plain_launch() with a kernel as its first argument.
+# Operators, which autograd and torch.compile treat as they treat PyTorch's own. torch.compile traces them down to the
+# kernels. Where there is nothing to trace, in Triton's interpreter and without Triton, they are opaque. PyTorch looks
+# for wrap_triton(kernel) in the text of an operator: what it has compiled is out of date if such a kernel changes.
+
+OPAQUE = triton is None or INTERPRETED
+make_operator = torch.library.custom_op if OPAQUE else torch.library.triton_op
+wrap_triton = (lambda kernel: kernel) if OPAQUE else torch.library.wrap_triton
 
 
-def plain_launch(kernel, grid, tensors, scalars, constants, num_warps, num_stages=2):
-    """Triton's own launch, which torch.compile can see into; launch() is faster on the host."""
-    kernel[grid](*tensors, *scalars, **constants, num_warps=num_warps, num_stages=num_stages)
+def launch(kernel, grid, tensors, scalars, constants, num_warps):
+    """Launch on the tensors' device by Triton's own launcher, which torch.compile can see into."""
+    with torch.cuda.device_of(tensors[0]):
+        launch_by_triton(kernel, grid, tensors, scalars, constants, num_warps=num_warps, num_stages=2)
 
 
 def known_size(n_rows):
@@ -174,18 +181,32 @@ def known_size(n_rows):
     return n_rows if isinstance(n_rows, int) else 2**20
 
 
-def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
-    """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (rows,) in fp32."""
+def forward_outputs(x, branch, weight, bias, eps, dtype):
+    """Allocate what layer_norm_operator() returns. An output may not be an input: residual is empty without branch."""
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
+    residual_dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    residual = empty(0 if branch is None else x.shape, dtype=residual_dtype)
+    return residual, empty(x.shape, dtype=dtype), empty(x.shape[:-1]), empty(x.shape[:-1])
+
+
+@make_operator("nanogpt_triton::layer_norm", mutates_args=())
+def layer_norm_operator(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, branch (..., cols) -> residual (empty without branch), y in dtype, mean and rstd (...,) in fp32."""
+    residual, y, mean, rstd = forward_outputs(x, branch, weight, bias, eps, dtype)
     weight = weight.contiguous()  # the kernel knows no stride of it
     x_rows = as_rows(x)
     branch_rows = x_rows if branch is None else as_rows(branch)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
-    y, mean, rstd = empty(x.shape, dtype=dtype), empty(n_rows), empty(n_rows)
-    residual_dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-    residual = empty(0 if branch is None else x.shape, dtype=residual_dtype)
     tile = norm_tile(known_size(n_rows), n_cols, False, x.device.type)
-    run(
+    launch(
+        wrap_triton(layer_norm_kernel),
         (cdiv(n_rows, tile.rows),),
         (x_rows, branch_rows, weight, weight if bias is None else bias.contiguous(), residual, y, mean, rstd),
         (x_rows.stride(0), branch_rows.stride(0), n_rows),
@@ -198,19 +219,36 @@ def layer_norm_forward(run, x, branch, weight, bias, eps, dtype):
     return residual, y, mean, rstd
 
 
-def layer_norm_backward(run, run_column_sum, y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype):
+def backward_outputs(y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype):
+    """Allocate what layer_norm_backward_operator() returns."""
+    empty = functools.partial(torch.empty, device=x.device)
+    x_grad = empty(x.shape, dtype=x.dtype)
+    branch_grad = empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x.dtype)
+    return x_grad, branch_grad, empty(1 + has_bias, x.shape[-1], dtype=weight.dtype)
+
+
+@make_operator("nanogpt_triton::layer_norm_backward", mutates_args=())
+def layer_norm_backward_operator(
+    y_grad: Tensor,
+    residual_grad: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    branch_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of x, which was normalised, the same in branch_dtype (empty if that is None), and those of
     weight and bias (1 or 2, cols)."""
+    outputs = backward_outputs(y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype)
+    x_grad, branch_grad, parameter_grads = outputs
     x_rows, y_grad_rows = as_rows(x), as_rows(y_grad)
     residual_grad_rows = y_grad_rows if residual_grad is None else as_rows(residual_grad)
     n_rows, n_cols = x_rows.shape[0], int(x_rows.shape[1])
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
-    x_grad = empty(x.shape, dtype=x.dtype)
-    branch_grad = empty(x.shape if branch_dtype else 0, dtype=branch_dtype or x.dtype)
-    parameter_grads = empty(1 + has_bias, n_cols, dtype=weight.dtype)
     tile = backward_tile(known_size(n_rows), n_cols, x.element_size(), x.device.type)
-    partial = empty(tile.programs, 1 + has_bias, n_cols)
-    run(
+    partial = torch.empty(tile.programs, 1 + has_bias, n_cols, device=x.device, dtype=torch.float32)
+    launch(
+        wrap_triton(layer_norm_backward_kernel),
         (tile.programs,),
         (y_grad_rows, residual_grad_rows, x_rows, weight.contiguous(), mean, rstd, x_grad, branch_grad, partial),
         (y_grad_rows.stride(0), residual_grad_rows.stride(0), x_rows.stride(0), n_rows),
@@ -222,18 +260,15 @@ def layer_norm_backward(run, run_column_sum, y_grad, residual_grad, x, weight, m
         num_warps=tile.warps,
     )  # fmt: skip
     # Rows of partial lie one after the other: weight and bias are added up as the columns of one matrix.
-    n_sums = parameter_grads.numel()
+    n_sums = (1 + has_bias) * n_cols
     _, block_cols, num_warps = COLUMN_SUM_TILE
-    run_column_sum(
+    launch(
+        wrap_triton(column_sum_kernel),
         (cdiv(n_sums, block_cols),), (partial, parameter_grads), (n_sums, tile.programs, n_sums),
         dict(ACCUMULATE=False, BLOCK_ROWS=min(max(next_power_of_2(tile.programs), 16), 512), BLOCK_COLS=block_cols),
         num_warps=num_warps,
     )  # fmt: skip
-    return x_grad, branch_grad, parameter_grads
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Autograd, twice: a Function with the cheaper launch, and operators that torch.compile traces without a graph break
+    return outputs
 
 
 def setup_context(ctx, inputs, output):
@@ -246,7 +281,7 @@ def setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # the last norm's residual is not used: its gradient is None, not zeros
 
 
-def input_gradients(backward, ctx, residual_grad, y_grad, *_):
+def input_gradients(ctx, residual_grad, y_grad, *_):
     """Return the gradients of x, branch, weight, bias and the two constants; None for what there is not."""
     x, weight, mean, rstd = ctx.saved_tensors
     if ctx.branch_dtype is None:
@@ -258,72 +293,23 @@ def input_gradients(backward, ctx, residual_grad, y_grad, *_):
     # The gradient of the sum is that of both its terms. It is written twice only if the branch has another type; if x
     # has, which happens in no model, autograd converts it.
     other_dtype = None if ctx.branch_dtype == x.dtype else ctx.branch_dtype
-    inputs = y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, other_dtype
-    x_grad, branch_grad, parameter_grads = backward(*inputs)
+    x_grad, branch_grad, parameter_grads = layer_norm_backward_operator(
+        y_grad, residual_grad, x, weight, mean, rstd, ctx.has_bias, other_dtype
+    )
     if other_dtype is None:
         branch_grad = None if ctx.branch_dtype is None else x_grad
     return x_grad, branch_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, None, None
 
 
-class LayerNormFunction(torch.autograd.Function):
-    """The inputs and outputs of layer_norm_forward(), launched without Triton's inspection of every argument."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        outputs = layer_norm_forward(functools.partial(launch, layer_norm_kernel), *inputs)
-        setup_context(ctx, inputs, outputs)
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        launches = functools.partial(launch, layer_norm_backward_kernel), functools.partial(launch, column_sum_kernel)
-        return input_gradients(functools.partial(layer_norm_backward, *launches), ctx, *grads)
+def refuse_second_derivative(ctx, *_):
+    """Raise RuntimeError: a gradient that was made with create_graph=True is to be differentiated."""
+    raise RuntimeError("LayerNorm's kernels have no second derivative: use PyTorch's F.layer_norm")
 
 
-if triton:
-    # Triton's interpreter has nothing to trace into: there the operators are opaque.
-    make_operator = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-    wrap_triton = (lambda kernel: kernel) if INTERPRETED else torch.library.wrap_triton
-
-    @make_operator("nanogpt_triton::layer_norm", mutates_args=())
-    def layer_norm_operator(
-        x: Tensor,
-        branch: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        run = functools.partial(plain_launch, wrap_triton(layer_norm_kernel))
-        return layer_norm_forward(run, x, branch, weight, bias, eps, dtype)
-
-    @make_operator("nanogpt_triton::layer_norm_backward", mutates_args=())
-    def layer_norm_backward_operator(
-        y_grad: Tensor,
-        residual_grad: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        has_bias: bool,
-        branch_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        run = functools.partial(plain_launch, wrap_triton(layer_norm_backward_kernel))
-        run_column_sum = functools.partial(plain_launch, wrap_triton(column_sum_kernel))
-        inputs = y_grad, residual_grad, x, weight, mean, rstd, has_bias, branch_dtype
-        return layer_norm_backward(run, run_column_sum, *inputs)
-
-    def no_launch(*args, **kwargs):
-        pass
-
-    if INTERPRETED:  # shapes and types without the numbers; traced operators need no such thing
-        layer_norm_operator.register_fake(functools.partial(layer_norm_forward, no_launch))
-        layer_norm_backward_operator.register_fake(functools.partial(layer_norm_backward, no_launch, no_launch))
-
-    layer_norm_operator.register_autograd(
-        functools.partial(input_gradients, layer_norm_backward_operator), setup_context=setup_context
-    )
+layer_norm_operator.register_fake(forward_outputs)
+layer_norm_operator.register_autograd(input_gradients, setup_context=setup_context)
+layer_norm_backward_operator.register_fake(backward_outputs)
+layer_norm_backward_operator.register_autograd(refuse_second_derivative)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -361,8 +347,7 @@ def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    function = layer_norm_operator if torch.compiler.is_compiling() else LayerNormFunction.apply
-    residual, y, _, _ = function(x, branch, weight, bias, eps, dtype)
+    residual, y, _, _ = layer_norm_operator(x, branch, weight, bias, eps, dtype)
     return x if branch is None else residual, y
 
 
@@ -374,6 +359,8 @@ def obstacle(x, branch, weight, bias):
         return f"the tensors are on {x.device}"
     if any(t is not None and t.dtype not in KERNEL_DTYPES for t in (x, branch, weight, bias)):
         return "the kernels compute in fp32, from fp32, bf16 or fp16"
+    if forward_ad._current_level >= 0:  # of an operator without them, forward derivatives would be silently zero
+        return "the kernels have no derivatives in forward mode"
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return "rows are empty, or longer than the kernels take"
     expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])

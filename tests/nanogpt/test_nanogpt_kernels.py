@@ -108,11 +108,30 @@ def test_compiled_without_a_graph_break(randn):
     assert len(compilations) == 1
 
 
-def test_no_second_derivative(randn):
+@pytest.mark.parametrize("with_branch", [False, True])
+def test_operator_is_registered_as_pytorch_expects(randn, with_branch):
+    """Its schema (no output is an input), its shapes without numbers, its gradients in a graph that is traced."""
+    x, weight, bias = (t.requires_grad_() for t in (randn(3, 5, 32), randn(32), randn(32)))
+    branch = randn(3, 5, 32).bfloat16().requires_grad_() if with_branch else None
+    inputs = x, branch, weight, bias if with_branch else None, 1e-5, torch.bfloat16
+    torch.library.opcheck(module.layer_norm_operator, inputs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_second_derivative(randn, compiled):
+    """Refused also where the gradient of y is constant, and nothing but saved tensors depends on the input."""
     x = randn(32).requires_grad_()
-    (grad,) = torch.autograd.grad(triton_layer_norm(x, x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    function = torch.compile(triton_layer_norm, fullgraph=True, backend=BACKEND, disable=not compiled)
+    (grad,) = torch.autograd.grad(function(x, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward" if compiled else "no second derivative"):
         grad.sum().backward()
+
+
+def test_derivatives_in_forward_mode_are_pytorchs(randn):
+    """An operator without them would return zeros."""
+    x, tangent, weight = randn(3, 32), randn(3, 32), randn(32)
+    functions = (lambda x: triton_layer_norm(x, weight)), (lambda x: F.layer_norm(x, (32,), weight))
+    torch.testing.assert_close(*(torch.func.jvp(f, (x,), (tangent,)) for f in functions))
 
 
 def test_the_function_takes_the_arguments_of_layer_norm(randn):
