@@ -17,28 +17,31 @@ Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
 
-One training step, and the sections of this file that describe it, from the loop down:
+One training step, from the loop down:
 
-    train()      for each batch:  tokens, targets                                          1 the loop
+    train()      for each batch:  tokens, targets
                       |
     forward      embedding -> [RMSNorm -> attention -> RMSNorm -> SwiGLU] -> RMSNorm -> head -> cross-entropy
-                      |         times layers                                               2 the step, 3 the model
-                      |         4 launching kernels, 5 linear, 6 RMSNorm, 7 attention, 8 SwiGLU, 9 embedding, loss
+                      |         times layers
     backward     the same operations from right to left; each gradient of a weight is written into one flat buffer
                       |
-    optimizer    one AdamW kernel reads that buffer and updates all weights                10 AdamW
-                      |
-    report       results are verified, figures computed, printed and written               11 check, 12, 13
+    optimizer    one AdamW kernel reads that buffer and updates all weights
+
+Sections: 1 the loop, 2 the step, 3 the model; then what these call: 4 launching kernels, 5 linear, 6 RMSNorm,
+7 attention, 8 SwiGLU, 9 embedding and loss, 10 AdamW; last 11 the check of the results, 12 the figures, 13 a run.
 
 Words:
 
     phase       forward, backward or optimizer; with --graph each is a captured graph, and a replay repeats its kernels
                 on the same memory
+    operations  the functions that compute a model: our kernels (triton_*), or PyTorch's (torch_*, sdpa_*)
+    branch      what attention or SwiGLU adds to the residual stream; the norm after it adds it
     main_grad   a weight's part of the flat buffer of gradients
-    group       several layers computed as one autograd.Function, see tiny_llama/groups.py
+    LayerStack  the layers as you read them, called one by one. By default a step has LayerGroups in its place, from
+                tiny_llama/groups.py: the same kernels in the same order, several layers as one autograd.Function
 
-The loss kernel already writes the gradient of the logits, over the logits, in the forward phase. Forward and backward
-take about 6 operations per weight and token in matrix products: see tiny_llama/hardware.py.
+The loss kernel already writes the gradient of the logits, over the logits, in the forward phase: it has the
+probabilities at hand then.
 """
 
 import argparse
@@ -62,8 +65,22 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+
+def require_current_folder():
+    """End the program if its current folder has been deleted: PyTorch's libraries would, without a word about it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        reason = "the current folder has been deleted: change to one that exists, as with cd"
+        print(f"{Path(sys.argv[0]).name}: error: {reason}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    require_current_folder()
 try:
     import numpy as np
     import torch
@@ -71,22 +88,31 @@ try:
     import torch.nn.functional as F
 except ModuleNotFoundError as error:
     reason = f"tiny_llama_v3 needs numpy and torch, and {error.name} is missing: make run, or pip install numpy torch"
-    raise (SystemExit if __name__ == "__main__" else ModuleNotFoundError)(reason) from None
+    if __name__ == "__main__":
+        sys.exit(reason)
+    raise ModuleNotFoundError(reason) from None
 
-# Fused multiply-adds, which are the default up to Triton 3.9: without them kernels have 3 to 8 % more instructions.
+# After Triton 3.9, the compiler fuses products and sums only if asked to. Without it kernels have 3 to 8 % more
+# instructions.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
 except ImportError:  # macOS, Windows, a CPU-only PyTorch: the kernels remain plain functions that nothing calls
     triton = None
-    tl = type("tl", (), {"constexpr": float})  # all of it that is used outside of kernels
-# Without Triton, @jit and @jit(...) return the function as it is, so that this file can be imported.
-jit = triton.jit if triton else lambda kernel=None, **options: kernel or (lambda function: function)
+    tl = SimpleNamespace(constexpr=float)  # all of it that is used outside of kernels
+
+
+def jit(kernel=None, **options):
+    """Return triton.jit of a kernel, as a decorator with or without options; without Triton the function as it is."""
+    if kernel is None:
+        return functools.partial(jit, **options)
+    return triton.jit(kernel, **options) if triton else kernel
+
 
 __version__ = "3.0.0"
 __all__ = (
-    "Config FlatAdamW TinyLlamaTriton TrainStep TransformerBlock TritonAttention TritonRMSNorm TritonSwiGLU UsageError "
+    "Config TinyLlamaTriton TrainStep TransformerBlock TritonAttention TritonRMSNorm TritonSwiGLU UsageError "
     "main triton_attention triton_cross_entropy triton_embedding triton_linear triton_rmsnorm triton_swiglu"
 ).split()
 
@@ -95,83 +121,6 @@ class UsageError(Exception):
     """The request cannot be met. The message names the flag, the values and the remedy."""
 
     exit_code = 2
-
-
-@functools.cache
-def companion(name, needed_for=None):
-    """Import tiny_llama/<name>.py. If it is missing, return None or raise UsageError about what it is needed for."""
-    # It imports this script by its name. A program is called __main__, and would be loaded a second time.
-    sys.modules.setdefault("tiny_llama_v3", sys.modules[__name__])
-    # Python does not always look into the script's own folder: not with PYTHONSAFEPATH, nor started by a profiler.
-    folder = str(Path(__file__).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        return importlib.import_module(f"tiny_llama.{name}")
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "tiny_llama":
-            raise
-        if needed_for is None:
-            return None
-        raise UsageError(f"{needed_for} needs tiny_llama/{name}.py: copy tiny_llama/ beside the script") from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The mistakes that flags bring back. The code of each is a few lines marked BUG; none is active by default.
-
-# A stage brings back all mistakes that carry its number: stage 1 is the broken beginning, 5 has none left, and 6 to 8
-# show what the history did not. A flag like --no-init brings back one by itself.
-# The stages that have a mistake, what it does, and the sign by which it shows.
-Bug = collections.namedtuple("Bug", "stages effect sign")
-BUGS = {
-    "no_init": Bug(
-        (1,),
-        effect="PyTorch's default initialization under a tied head",
-        sign="the first loss is about the hidden size instead of ln(vocab)",
-    ),
-    "noncontiguous_kv": Bug(
-        (1, 2),
-        effect="K and V reach the attention kernel with a badly strided head dimension",
-        sign="attention kernels slower at the same result, most in bf16 at a longer sequence",
-    ),
-    "unsynced_timing": Bug(
-        (1, 2, 3),
-        effect="host clocks without a device sync",
-        sign="the phases sum to a fraction of the step",
-    ),
-    "triton_matmul_swiglu": Bug(
-        (1, 2, 3, 4),
-        effect="one program per output element, each reducing over the hidden dimension",
-        sign="the SwiGLU kernel takes most of the device time",
-    ),
-    "severed_autograd": Bug(
-        (6,),
-        effect="kernels called outside autograd",
-        sign="backward is almost free, and only the tied embedding receives a gradient",
-    ),
-    "no_warmup": Bug(
-        (7,),
-        effect="the first steps, kernel compilation included, are averaged in",
-        sign="the mean step is far above the median",
-    ),
-}
-
-STAGES = {
-    1: "broken loss",
-    2: "slow performance",
-    3: "fake timing",
-    4: "slow kernels",
-    5: "optimized",
-    6: "severed autograd",
-    7: "cold start",
-    8: "one graph launch instead of hundreds of kernel launches",
-}
-
-
-def stage_flags(stage):
-    """Return the fields of Config that a stage sets, {field: value}."""
-    flags = {name: True for name, bug in BUGS.items() if stage in bug.stages}
-    return flags | ({"graph": True} if stage == 8 else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,7 +144,7 @@ def option(default, help, least=None, most=LARGEST, **keywords):
 
 
 class Derived(int):
-    """A size that Config derived from other fields, so that dataclasses.replace() has it derived again."""
+    """A size that Config has derived from other fields. dataclasses.replace() passes it on, and it is derived again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,13 +191,17 @@ class Config:
     profile: str | None = option(None, "folder for a trace, a kernel table and a GPU's memory snapshot", metavar="DIR")
     output_dir: str = option("triton_profiles", "folder for the JSON file of the run", metavar="DIR")
 
-    stage: int | None = option(None, "set the flags of a stage of the workshop (--list-stages)", choices=tuple(STAGES))
-    no_init: bool = option(False, BUGS["no_init"].effect)
-    noncontiguous_kv: bool = option(False, BUGS["noncontiguous_kv"].effect)
-    unsynced_timing: bool = option(False, BUGS["unsynced_timing"].effect)
-    triton_matmul_swiglu: bool = option(False, BUGS["triton_matmul_swiglu"].effect)
-    severed_autograd: bool = option(False, BUGS["severed_autograd"].effect)
-    no_warmup: bool = option(False, BUGS["no_warmup"].effect)
+    stage: int | None = option(
+        None, "set the flags of a stage of the workshop (--list-stages)", choices=(1, 2, 3, 4, 5, 6, 7, 8)
+    )
+    no_init: bool = option(False, "PyTorch's default initialization under a tied head")
+    noncontiguous_kv: bool = option(False, "K and V reach the attention kernel with a badly strided head dimension")
+    unsynced_timing: bool = option(False, "host clocks without a device sync")
+    triton_matmul_swiglu: bool = option(
+        False, "one program per output element, each reducing over the hidden dimension"
+    )
+    severed_autograd: bool = option(False, "kernels called outside autograd")
+    no_warmup: bool = option(False, "the first steps, kernel compilation included, are averaged in")
 
     def __post_init__(self):
         # Fields left at None follow from others. By default two query heads share a key/value head, if their number is
@@ -259,14 +212,14 @@ class Config:
             "ffn_dim": 4 * self.hidden_dim,
             "vocab_size": 1000 if self.data in ("random", "markov") else 256,  # bytes
         }
-        # The dataclass is frozen: what follows from other fields is set at the end.
-        derived = {n: Derived(size) for n, size in sizes.items() if isinstance(getattr(self, n), Derived | None)}
+        was_given = {n: not isinstance(getattr(self, n), Derived | None) for n in sizes}
+        derived = {n: Derived(size) for n, size in sizes.items() if not was_given[n]}
         if self.fp8:
             derived["use_amp"] = True
         derived |= stage_flags(self.stage)
         if self.no_warmup or derived.get("no_warmup"):  # BUG no_warmup: nothing runs before the clock starts
             derived["warmup_steps"] = 0
-        vars(self).update(derived)
+        vars(self).update(derived)  # which works though the dataclass is frozen
         self.validate()
 
     def validate_types(self):
@@ -274,8 +227,8 @@ class Config:
         for field in dataclasses.fields(self):
             flag, value, kind = flag_of(field.name), getattr(self, field.name), field.type
             # Where a float is expected, an int will do. A bool is an int to Python, but no number of heads.
-            fits = isinstance(value, float | int if kind is float else kind)
-            if not fits or isinstance(value, bool) and kind is not bool:
+            expected_type = float | int if kind is float else kind
+            if not isinstance(value, expected_type) or (isinstance(value, bool) and kind is not bool):
                 expected = getattr(kind, "__name__", kind)
                 raise UsageError(f"{flag} {value!r} is of the type {type(value).__name__}: give {expected}")
             choices = field.metadata["keywords"].get("choices")
@@ -296,7 +249,7 @@ class Config:
         if heads % kv_heads:
             remedy = f"try --num-kv-heads {math.gcd(heads, kv_heads)}"
             raise UsageError(f"--num-heads {heads} is not divisible by --num-kv-heads {kv_heads}: {remedy}")
-        if self.head_dim % 2 or self.head_dim > 128:
+        if self.head_dim % 2 or self.head_dim > 128:  # pairs are rotated, and a program has a head in registers
             heads = f"--hidden-dim {hidden} / --num-heads {heads} gives {self.head_dim} dimensions a head"
             raise UsageError(f"{heads}: they must be even and at most 128; change one of the two")
 
@@ -319,6 +272,50 @@ class Config:
 def flag_of(field_name):
     """Convert num_steps to --num-steps."""
     return "--" + field_name.replace("_", "-")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The mistakes that flags bring back. The code of each is a few lines marked BUG; none is active by default.
+
+# A stage brings back all mistakes that carry its number: stage 1 is the broken beginning, 5 has none left, and 6 to 8
+# show what the first version of this workshop did not. A flag like --no-init brings back one by itself; Config says
+# what it does.
+
+
+class Bug(NamedTuple):
+    """A mistake: the stages that have it, and the sign by which it shows."""
+
+    stages: tuple
+    sign: str
+
+
+BUGS = {
+    "no_init": Bug((1,), sign="the first loss is about the hidden size instead of ln(vocab)"),
+    "noncontiguous_kv": Bug(
+        (1, 2), sign="attention kernels slower at the same result, most in bf16 at a longer sequence"
+    ),
+    "unsynced_timing": Bug((1, 2, 3), sign="the phases sum to a fraction of the step"),
+    "triton_matmul_swiglu": Bug((1, 2, 3, 4), sign="the SwiGLU kernel takes most of the device time"),
+    "severed_autograd": Bug((6,), sign="backward is almost free, and only the tied embedding receives a gradient"),
+    "no_warmup": Bug((7,), sign="the mean step is far above the median"),
+}
+
+STAGES = {
+    1: "broken loss",
+    2: "slow performance",
+    3: "fake timing",
+    4: "slow kernels",
+    5: "optimized",
+    6: "severed autograd",
+    7: "cold start",
+    8: "one graph launch instead of hundreds of kernel launches",
+}
+
+
+def stage_flags(stage):
+    """Return the fields of Config that a stage sets, {field: value}."""
+    flags = {name: True for name, bug in BUGS.items() if stage in bug.stages}
+    return flags | ({"graph": True} if stage == 8 else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -648,45 +645,6 @@ class OneProcess:
 # is triton_attention with --impl triton, torch_attention with --impl torch: see OPERATIONS, after the last of them.
 
 
-# Attributes of a module, where not empty, by which a call of it does more than the forward() of its class.
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
-
-
-def is_changed(module):
-    """Return whether a module has a hook, or a forward() that its class does not have."""
-    return any(map(vars(module).get, HOOKS))
-
-
-def weight_of(module):
-    """Return the weight of an nn.Linear or nn.Embedding, which operations take in place of calling the module.
-
-    TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
-    """
-    if type(module).forward is nn.Linear.forward:
-        # Pruning, and norms of weights before parametrizations, compute a plain attribute in a hook.
-        extras = module.bias, vars(module).get("weight") if module._forward_pre_hooks else None
-    elif type(module).forward is nn.Embedding.forward:
-        extras = module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None
-    else:
-        extras = (module,)
-    if any(extra is not None for extra in extras):
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        problem = f"{kind} computes with more: give an nn.Linear without bias, or a plain nn.Embedding"
-        raise TypeError(f"operations take only the weight of a projection, and {problem}")
-    if is_changed(module):
-        what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
-        warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
-    return module.weight
-
-
-def add_and_norm(norm, residual, branch):
-    """Return norm(residual + branch) and residual + branch; branch may be None. A TritonRMSNorm adds in its kernel."""
-    if type(norm).forward is TritonRMSNorm.forward:
-        return norm.add_norm(residual, branch)
-    residual = residual if branch is None else residual + branch
-    return norm(residual), residual
-
-
 class TinyLlamaTriton(nn.Module):
     """LLaMA, by default with a head tied to the embedding. operations is the implementation, one of OPERATIONS."""
 
@@ -760,7 +718,6 @@ class TransformerBlock(nn.Module):
 
         All (batch, seq, hidden). The addition is left to the next norm, whose kernel reads the residual anyway.
         """
-        # attention sees y, the normalized sum; what it returns will be added to the sum itself.
         y, residual = add_and_norm(self.attention_norm, residual, branch)
         branch = self.attention(y, cos, sin)
         y, residual = add_and_norm(self.ffn_norm, residual, branch)
@@ -818,6 +775,45 @@ class TritonSwiGLU(nn.Module):
     def forward(self, x):
         """x (batch, seq, hidden) -> the same shape"""
         return self.operations.swiglu(x, weight_of(self.gate_up_proj), weight_of(self.down_proj))
+
+
+# Attributes of a module, where not empty, by which a call of it does more than the forward() of its class.
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
+
+
+def is_changed(module):
+    """Return whether a module has a hook, or a forward() that its class does not have."""
+    return any(map(vars(module).get, HOOKS))
+
+
+def weight_of(module):
+    """Return the weight of an nn.Linear or nn.Embedding, which operations take in place of calling the module.
+
+    TypeError for a module that computes with more than its weight. Its hooks are not called, and a warning says so.
+    """
+    if type(module).forward is nn.Linear.forward:
+        # Pruning, and norms of weights before parametrizations, compute a plain attribute in a hook.
+        extras = module.bias, vars(module).get("weight") if module._forward_pre_hooks else None
+    elif type(module).forward is nn.Embedding.forward:
+        extras = module.padding_idx, module.max_norm, module.scale_grad_by_freq or None, module.sparse or None
+    else:
+        extras = (module,)
+    if any(extra is not None for extra in extras):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        problem = f"{kind} computes with more: give an nn.Linear without bias, or a plain nn.Embedding"
+        raise TypeError(f"operations take only the weight of a projection, and {problem}")
+    if is_changed(module):
+        what = f"a hook or a forward() of its own of {module} is not called: operations take only the weight"
+        warnings.warn(f"{what}; put it on the module that contains this one", stacklevel=3)
+    return module.weight
+
+
+def add_and_norm(norm, residual, branch):
+    """Return norm(residual + branch) and residual + branch; branch may be None. A TritonRMSNorm adds in its kernel."""
+    if type(norm).forward is TritonRMSNorm.forward:
+        return norm.add_norm(residual, branch)
+    residual = residual if branch is None else residual + branch
+    return norm(residual), residual
 
 
 def optimizer_options(config):
@@ -915,7 +911,8 @@ def tf32_available(gpu):
 
 def dot_precision(gpu):
     """Return tl.dot's input_precision for fp32 operands, the same as that of the library's matmuls."""
-    try:  # to read it from the library, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1
+    # The library is asked, because on AMD it keeps to fp32 unless HIPBLASLT_ALLOW_TF32=1.
+    try:
         allowed = torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:  # from PyTorch 2.9 on, if it was set as fp32_precision
         allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -948,8 +945,9 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
 
     Triton inspects every argument at every call, for 20 to 60 us, and kernels run for 5 us. The key below has all that
     Triton compiles for: constants, scalars with their types (as 2 equals 2.0), the tensors' types and alignments, and
-    on AMD GPUs whether offsets in them fit in 31 bits. What it finds is run directly, without Triton's launch hooks and
-    its look at where the tensors lie: all must be on the device of the first, which is the current one.
+    on AMD GPUs whether offsets in them fit in 31 bits. A kernel that was compiled for the same key is run directly,
+    without the hooks of Triton's profiler and its look at where the tensors lie: all must be on the device of the
+    first, which is the current one.
     """
     # The order of the arguments of every kernel: tensors, numbers that change between calls, constants.
     pointers = [t.data_ptr() for t in tensors]  # raw addresses spare the driver a lookup per pointer
@@ -962,10 +960,12 @@ def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2,
     if compiled is not None:
         # PyTorch works on a current stream, and Triton must use the same one.
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # What Triton's launcher takes before the arguments; the last three are for hooks of profilers, which are left
-        # out, as the docstring says.
-        own = stream, compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*(*grid, 1, 1)[:3], *own, *pointers, *scalars, *values)
+        grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
+        no_hooks = None, None, None  # launch metadata, and what to call before and after a launch
+        compiled.run(
+            grid_x, grid_y, grid_z, stream, compiled.function, compiled.packed_metadata, *no_hooks,
+            *pointers, *scalars, *values,
+        )  # fmt: skip
         return
     # A new combination: Triton compiles it, or finds it in its cache on disk, and launches it.
     if len(COMPILED) >= COMPILED_LIMIT:
@@ -1035,26 +1035,31 @@ INTERPRETED = triton is not None and not isinstance(load, triton.JITFunction)
 
 def outside_compiler(function):
     """Have torch.compile call a function as it is: it can neither trace launches by address nor see main_grad."""
-    called = [function]
+
+    @functools.cache
+    def disabled():
+        return torch.compiler.disable(function)
 
     @functools.wraps(function)
     def call(*inputs, **options):
-        # Nothing is compiled before the compiler is imported, which takes seconds and is left to who wants it.
-        if called[0] is function and "torch._dynamo" in sys.modules:
-            called[0] = torch.compiler.disable(function)
-        return called[0](*inputs, **options)
+        # torch.compiler.disable() imports the compiler, which takes seconds: only where somebody has imported it.
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*inputs, **options)
 
     return call
 
 
 def expect(**tensors):
-    """Raise ValueError or TypeError for a tensor, {name: (tensor or None, its shape)}, that the kernels cannot take."""
-    (first, (beside, _)), *_ = tensors.items()
+    """Raise ValueError or TypeError for a tensor, {name: (tensor or None, its shape)}, that the kernels cannot take.
+
+    All must be on the device of the first.
+    """
+    first_name = next(iter(tensors))
+    first, _ = tensors[first_name]
     for name, (tensor, shape) in tensors.items():
         if tensor is None:
             continue
-        if tensor.get_device() != beside.get_device():  # the kernels get addresses, and would read another memory
-            raise ValueError(f"{name} is on {tensor.device} and {first} on {beside.device}: move one to the other")
+        if tensor.get_device() != first.get_device():  # the kernels get addresses, and would read another memory
+            raise ValueError(f"{name} is on {tensor.device} and {first_name} on {first.device}: move one to the other")
         if tensor.shape != shape:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} is needed")
         if tensor.dtype not in KERNEL_DTYPES:
@@ -1080,11 +1085,33 @@ def first_derivative_only(backward):
     """Let a backward() refuse to be differentiated itself. PyTorch's once_differentiable would give no gradient."""
 
     def checked(ctx, *gradients):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # only with create_graph=True, in a backward pass
             raise RuntimeError(f"{ctx.name()} has no second derivative: call backward() without create_graph=True")
         return backward(ctx, *gradients)
 
     return checked
+
+
+# The library's fast products move 16 bytes at a time. Where rows, of an operand or of the result, are no multiple of 8
+# elements, a product takes 2.5 to 7 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
+# FlatAdamW therefore places rows of zeros behind such a weight. A product with them takes 0.96 of the time if their
+# number makes it a multiple of 16.
+FAST_MULTIPLE, PADDED_MULTIPLE = 8, 16
+
+
+def padded_length(length):
+    """Return the number of rows or columns, at least length, that products of matrices are fast with."""
+    return cdiv(length, PADDED_MULTIPLE) * PADDED_MULTIPLE if length % FAST_MULTIPLE else length
+
+
+def padded_shape(parameter):
+    """Return the shape that a parameter has in FlatAdamW's buffers: a matrix gets rows of zeros."""
+    return (padded_length(len(parameter)), parameter.shape[1]) if parameter.dim() == 2 else parameter.shape
+
+
+def padded(weight):
+    """Return a weight with the rows of zeros that FlatAdamW has placed behind it, else the weight itself."""
+    return weight.padded if isinstance(weight, OwnedParameter) else weight
 
 
 def give_gradient(ctx, index, weight, write, *inputs):
@@ -1109,34 +1136,14 @@ def give_gradient(ctx, index, weight, write, *inputs):
     return None
 
 
-# The library's fast products move 16 bytes at a time. Where rows, of an operand or of the result, are no multiple of 8
-# elements, a product takes 2.5 to 7 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
-FAST_MULTIPLE = 8
-PADDED_MULTIPLE = 16  # of what is padded anyway, since it is 0.96 of the time of 8
-
-
-def padded_length(length):
-    """Return the number of rows or columns, at least length, that products of matrices are fast with."""
-    return cdiv(length, PADDED_MULTIPLE) * PADDED_MULTIPLE if length % FAST_MULTIPLE else length
-
-
-def padded_shape(parameter):
-    """Return the shape that a parameter has in FlatAdamW's buffers: a matrix gets rows of zeros."""
-    return (padded_length(len(parameter)), parameter.shape[1]) if parameter.dim() == 2 else parameter.shape
-
-
-def padded(weight):
-    """Return a weight with the rows of zeros that FlatAdamW has placed behind it, else the weight itself."""
-    return weight.padded if isinstance(weight, OwnedParameter) else weight
-
-
 def write_product(place, accumulate, y_grad, x):
-    """place (N, K) (+)= y_grad (rows, N)^T @ x (rows, K), for give_gradient(), or that of n matrices, (n, N, K) etc.
+    """place (N, K) (+)= y_grad (rows, N)^T @ x (rows, K), for give_gradient().
 
-    place may have more rows, and x more columns, of padding.
+    Groups of n layers have (n, N, K), (n, rows, N) and (n, rows, K). place may have more rows of padding, which stay,
+    and x more columns: their product is left out.
     """
     place = place[..., : y_grad.shape[-1], :]
-    if x.shape[-1] > place.shape[-1]:  # the whole product, whose rows are padded, and a copy are faster than a part
+    if x.shape[-1] > place.shape[-1]:  # the product with all columns, and a copy, are faster than one with a part
         product = torch.matmul(y_grad.mT, x)[..., : place.shape[-1]]
         place.add_(product) if accumulate else place.copy_(product)
     else:
@@ -1145,8 +1152,8 @@ def write_product(place, accumulate, y_grad, x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 5 Linear: the projections of the layers and the head. The library multiplies; only where the gradient of the weight
-# goes is ours.
+# 5 Linear: the projections of the layers and the head. The library multiplies. What is ours is where the gradient of a
+# weight goes, and the padding.
 
 
 class LinearFunction(torch.autograd.Function):
@@ -1154,13 +1161,13 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.weight = weight
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself: autograd may give back a copy of what it has saved
         y = F.linear(x, padded(weight))
         if y.shape[-1] == len(weight):
             return y
         ctx.padded_y = y.view(-1, y.shape[-1])
-        return y[..., : len(weight)].detach()  # to autograd no view, so that it may be changed in place
+        return y[..., : len(weight)].detach()  # to autograd no view, so that the loss may overwrite it
 
     @staticmethod
     @first_derivative_only
@@ -1181,7 +1188,7 @@ class LinearFunction(torch.autograd.Function):
 @outside_compiler
 def triton_linear(x, weight):
     """x (..., K) @ weight (N, K)^T -> (..., N), in their type; of other shapes PyTorch reports an error."""
-    expect(x=(x, x.shape))
+    expect(x=(x, x.shape))  # of the type: shapes are the library's to check
     return LinearFunction.apply(x, weight)
 
 
@@ -1241,7 +1248,6 @@ def rmsnorm_kernel(
             else:
                 x = load(tile_ptrs(x_ptr, rows, stride_x_row, cols), mask)
         weight = load(weight_ptr + cols, cols < N_COLS)
-        # [:, None] repeats a number along its row, [None, :] a weight down its column.
         y = x * rstd[:, None] * weight[None, :]
         store(tile_ptrs(y_ptr, rows, N_COLS, cols), y, mask)
 
@@ -2251,7 +2257,6 @@ def swiglu_activation_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
-    # Tiles are (BLOCK_SIZE,), a part of one row.
     gate_ptrs = gate_up_ptr + row * stride_gate_up + cols
     # Masked elements are 0, and so is their hidden.
     gate, up = load(gate_ptrs, mask), load(gate_ptrs + n_cols, mask)
@@ -3493,6 +3498,25 @@ def warm_up(step):
     return time.perf_counter() - start
 
 
+@functools.cache
+def companion(name, needed_for=None):
+    """Import tiny_llama/<name>.py. If it is missing, return None or raise UsageError about what it is needed for."""
+    # A companion imports this script by its name. As a program it is called __main__, and would be loaded again.
+    sys.modules.setdefault("tiny_llama_v3", sys.modules[__name__])
+    # Python does not always look into the script's own folder: not with PYTHONSAFEPATH, nor started by a profiler.
+    folder = str(Path(__file__).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        return importlib.import_module(f"tiny_llama.{name}")
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "tiny_llama":
+            raise
+        if needed_for is None:
+            return None
+        raise UsageError(f"{needed_for} needs tiny_llama/{name}.py: copy tiny_llama/ beside the script") from error
+
+
 def writable_folder(flag, name):
     """Make a folder where it is missing, and return it as a Path; UsageError if no file can be written there."""
     if not str(name):
@@ -3581,9 +3605,9 @@ def train_and_report(config, world=None):
             profiler.show_ranges(step)
         train(step, data, records)
     except KeyboardInterrupt:
-        print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         if not records:
             raise
+        print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
         exit_code = 130
     gpu["busy"] = gpu_state(device)  # immediately after the measured steps
@@ -3621,6 +3645,15 @@ def train_and_report(config, world=None):
     return exit_code
 
 
+def run_command(argv, program):
+    """Run a command line, as one of several processes where torchrun has started them. Return the exit code."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        return companion("distributed", f"WORLD_SIZE={processes}").main(argv, program)
+    config, hardware = parse_config(argv, program), companion("hardware")
+    return hardware.remedied(config, train_and_report) if hardware else train_and_report(config)
+
+
 def main(argv=None, program=None):
     """Run a command line and return the exit code. What ends the run early takes one line, and no traceback."""
     argv, program = sys.argv[1:] if argv is None else argv, program or sys.argv[0]
@@ -3628,24 +3661,26 @@ def main(argv=None, program=None):
         sys.stdout.reconfigure(errors="backslashreplace")  # prints a name that the locale cannot
     try:
         try:
-            # torchrun starts this file once a process, with its number in the environment.
-            if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun has started several processes
-                return companion("distributed", f"WORLD_SIZE={os.environ['WORLD_SIZE']}").main(argv, program)
-            config, hardware = parse_config(argv, program), companion("hardware")
-            return hardware.remedied(config, train_and_report) if hardware else train_and_report(config)
+            return run_command(argv, program)
         finally:
             print(end="", flush=True)  # a closed pipe raises here, and not in the interpreter's last flush
     except KeyboardInterrupt:
-        return 130
-    except (UsageError, OSError) as error:
-        if isinstance(error, OSError):
-            if error.errno not in (errno.EPIPE, errno.ENOSPC):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for that last flush
-            if error.errno == errno.EPIPE:
-                return 141
-        print(f"{Path(program).name}: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        reason, exit_code = "interrupted", 130
+    except UsageError as error:
+        reason, exit_code = f"error: {error}", 2
+    except OSError as error:
+        reason, exit_code = output_is_closed(error)
+    if reason:
+        print(f"{Path(program).name}: {reason}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def output_is_closed(error):
+    """Return (what to say, exit code) of the error of an output that takes no more; raise any other."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+    return (None, 141) if error.errno == errno.EPIPE else (f"error: {error}", 2)
 
 
 if __name__ == "__main__":

@@ -19,33 +19,31 @@ import tiny_llama_v3 as llama
 # dies of an MI250X). A name is a pattern of the whole name after the vendor's. The compute units or multiprocessors
 # tell a device from a laptop's GPU, a partition or a slice of the same name. A device that is not listed has no MFU
 # rather than a wrong one.
-PEAK_TFLOPS = """
-name                                       units  fp8     bf16    tf32    fp32
-MI355X                                     256    5033.2  2516.6  -       157.3
-MI350X                                     256    4613.7  2306.9  -       144.2
-MI325X|MI300X                              304    2614.9  1307.4  653.7   163.4
-MI300A                                     228    1961.2  980.6   490.3   122.6
-MI250X( ?/ ?MI250)?                        110    -       191.5   -       47.9
-(MI250X ?/ ?)?MI250|MI210                  104    -       181.0   -       45.3
-GB200                                      152    5000.0  2500.0  1250.0  80.0
-B200                                       148    4500.0  2250.0  1100.0  75.0
-H200|H100 80GB HBM3                        132    1978.9  989.4   494.7   66.9
-H200 NVL|H100 NVL                          132    1671.0  835.5   417.5   60.0
-H100 PCIe                                  114    1513.0  756.0   378.0   51.2
-A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?     108    -       312.0   156.0   19.5
-L40S                                       142    733.0   362.05  183.0   91.6
-A10G                                       80     -       70.0    35.0    31.5
-GeForce RTX 4090                           128    330.3   165.2   82.6    82.6
-"""
+PRECISIONS = "fp8", "bf16", "tf32", "fp32"
+PEAK_TFLOPS = {  # (name, units): of PRECISIONS, None where the datasheet has none
+    ("MI355X", 256): (5033.2, 2516.6, None, 157.3),
+    ("MI350X", 256): (4613.7, 2306.9, None, 144.2),
+    ("MI325X|MI300X", 304): (2614.9, 1307.4, 653.7, 163.4),
+    ("MI300A", 228): (1961.2, 980.6, 490.3, 122.6),
+    ("MI250X( ?/ ?MI250)?", 110): (None, 191.5, None, 47.9),
+    ("(MI250X ?/ ?)?MI250|MI210", 104): (None, 181.0, None, 45.3),
+    ("GB200", 152): (5000.0, 2500.0, 1250.0, 80.0),
+    ("B200", 148): (4500.0, 2250.0, 1100.0, 75.0),
+    ("H200|H100 80GB HBM3", 132): (1978.9, 989.4, 494.7, 66.9),
+    ("H200 NVL|H100 NVL", 132): (1671.0, 835.5, 417.5, 60.0),
+    ("H100 PCIe", 114): (1513.0, 756.0, 378.0, 51.2),
+    ("A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?", 108): (None, 312.0, 156.0, 19.5),
+    ("L40S", 142): (733.0, 362.05, 183.0, 91.6),
+    ("A10G", 80): (None, 70.0, 35.0, 31.5),
+    ("GeForce RTX 4090", 128): (330.3, 165.2, 82.6, 82.6),
+}
 
 
 def peak_tflops(gpu, precision):
-    """Return the datasheet's TFLOP/s of a Gpu in "fp8", "bf16", "tf32" or "fp32", None if it does not list them."""
-    (_, _, *precisions), *rows = (re.split("  +", line) for line in PEAK_TFLOPS.strip().splitlines())
-    for name, units, *peaks in rows:
-        if gpu.num_sms == int(units) and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", gpu.name):
-            return or_none(float, dict(zip(precisions, peaks, strict=True))[precision])  # of "-" None
-    return None
+    """Return the datasheet's TFLOP/s of a Gpu in one of PRECISIONS, None if it does not list them."""
+    for (name, units), peaks in PEAK_TFLOPS.items():
+        if gpu.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", gpu.name):
+            return peaks[PRECISIONS.index(precision)]
 
 
 def count_matrix_weights(config):

@@ -1,5 +1,6 @@
 """What a run says about its flags: those that do nothing for it, and --list-stages."""
 
+import dataclasses
 import math
 import os
 
@@ -21,12 +22,13 @@ OF_SEVERAL = dict.fromkeys(
 
 def list_stages():
     """Print the stages of the workshop, the flags that each sets, and how their effect shows."""
+    effects = {field.name: field.metadata["help"] for field in dataclasses.fields(llama.Config)}
     for stage, title in llama.STAGES.items():
         print(f"stage {stage}: {title}")
         for field in llama.stage_flags(stage):
             print(f"    {llama.flag_of(field)}")
             if field in llama.BUGS:
-                print("        {effect}\n        sign: {sign}".format(**llama.BUGS[field]._asdict()))
+                print(f"        {effects[field]}\n        sign: {llama.BUGS[field].sign}")
 
 
 def lone_process():

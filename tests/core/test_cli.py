@@ -316,6 +316,18 @@ def test_a_profile_that_cannot_be_written(cli, monkeypatch, error, code):
     assert code != 2 or re.fullmatch(r".* error: profile cannot be written to \(No space left\): .*\n", run.err)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+def test_a_current_folder_that_was_deleted(tmp_path):
+    """In which PyTorch's libraries end the process without a word about it."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f'cd {gone} && rmdir {gone} && exec "$@"'
+    run = subprocess.run(["sh", "-c", command, "sh", sys.executable, SCRIPT, *TINY], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.endswith(
+        "current folder has been deleted: change to one that exists, as with cd\n"
+    )
+
+
 # --- standard streams
 
 
@@ -548,7 +560,7 @@ def test_interrupted_run_reports_the_steps_done(cli, after_call, timing):
 def test_run_interrupted_before_the_first_step_leaves_nothing(cli, tmp_path, after_call, number):
     after_call(number, "forward", Mock(side_effect=KeyboardInterrupt))
     run = cli()
-    assert run.code == 130 and not run.err and not run.losses
+    assert run.code == 130 and run.err == "tiny_llama_v3.py: interrupted\n" and not run.losses
     assert "Final loss" not in run.out and not files(tmp_path)
 
 
@@ -557,7 +569,7 @@ def test_interrupted_elsewhere(cli, tmp_path, monkeypatch, where):
     interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(profiler if where == "write_profile" else llama, where, interrupt)
     run = cli("--check", "--impl", "sdpa", "--profile", "profile")
-    assert run.code == 130 and run.err == ""
+    assert run.code == 130 and run.err == "tiny_llama_v3.py: interrupted\n"
     left = [Path(name).suffix for name in files(tmp_path) if "." in name]
     assert left == [".json"] * (where == "write_profile")
 
