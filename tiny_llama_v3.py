@@ -35,6 +35,7 @@ Words:
     phase       forward, backward or optimizer; with --graph each is a captured graph, and a replay repeats its kernels
                 on the same memory
     operations  the functions that compute a model: our kernels (triton_*), or PyTorch's (torch_*, sdpa_*)
+    library     PyTorch, and what multiplies matrices for it: cuBLAS, hipBLASLt
     branch      what attention or SwiGLU adds to the residual stream; the norm after it adds it
     main_grad   a weight's part of the flat buffer of gradients
     LayerStack  the layers as you read them, called one by one. By default a step has LayerGroups in its place, from
@@ -370,7 +371,8 @@ def train_in_one_go(step, data, records):
     """Time whole steps, and wait for the device only after the last one: the host can run ahead of it."""
     # All batches go to the device before its clock starts: no copy from the host is timed.
     batches = [[t.to(step.device) for t in next(data)] for _ in range(step.config.num_steps)]
-    clock, losses, host_ms, interruption = StepClock(step.device, step.config.unsynced_timing), [], [], None
+    clock = StepClock(step.device, step.config.unsynced_timing)
+    losses, host_ms, interruption = [], [], None
     step.synchronize()
     with step.named_range("steps"):
         clock.mark()
@@ -389,8 +391,8 @@ def train_in_one_go(step, data, records):
         step.synchronize()
     step.world.collect_gradients(step.optimizer)
     losses = step.world.mean([loss.item() for loss in losses])
-    for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):
-        # A gradient that is not finite makes the next loss so: only the last step needs its norm checked.
+    for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):  # an interruption falls between
+        # Later steps have overwritten the other gradients. One that was not finite has made the next loss so.
         is_last = len(records) + 1 == step.config.num_steps
         record = StepRecord(loss, batch_ms, host, {}, gradient_norm(step.model) if is_last else None)
         if not keep_record(record, records, step.config):
@@ -463,12 +465,13 @@ class TrainStep:
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.loss = None
-        self.run_model = self.world.parallelize(self)  # what forward() calls: the model, or something around it
+        # What forward() calls: the model, or what several processes or the compiler have put around it. They change it,
+        # which the optimizer forbids from then on.
+        self.run_model = self.world.parallelize(self)
         if config.compile:
             self.run_model = torch.compile(self.run_model)
         self.optimizer = self.make_optimizer()
         self.is_captured = False
-        # Whoever wants to change a phase replaces its item: capture() does, and so does the profiler.
         self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
 
     def forward(self):
@@ -511,8 +514,8 @@ class TrainStep:
         config, groups = self.config, companion("groups")
         if self.implementation != "triton":
             return TorchAdamW(self.model, config.learning_rate)
+        # A group calls the kernels itself. FP8 and the mistake replace operations, and the compiler wants to see them.
         if groups and not (config.severed_autograd or config.fp8 or config.compile):
-            # The same layers, of which several at a time are one autograd.Function.
             self.model.layers = groups.LayerGroups(self.model.layers, self.world.layers_by_bucket(self.model), config)
         optimizer = self.world.make_flat_adamw(config)
         optimizer.own(self.model)  # from here on the weights are views of its buffer, with --use-amp in bf16
@@ -545,11 +548,13 @@ class TrainStep:
     def freeze(self, *names):
         """From now on, train all weights but those with these names of model.named_parameters(), which may be none.
 
-        A frozen weight has no gradient, and is neither updated nor decayed. RuntimeError after capture(), ValueError
-        for a name that the model does not have.
+        A frozen weight has no gradient, and is neither updated nor decayed. RuntimeError after capture() and under
+        DistributedDataParallel or FSDP2, ValueError for a name that the model does not have.
         """
         if self.is_captured:
             raise RuntimeError("a captured step repeats what it was captured with: freeze() weights before capture()")
+        if self.world.size > 1 and self.implementation != "triton":
+            raise RuntimeError(f"what shares --impl {self.implementation} among processes expects all gradients")
         parameters = dict(self.model.named_parameters())
         unknown = set(names) - parameters.keys()
         if unknown:
@@ -605,7 +610,7 @@ class OneProcess:
         return step.model
 
     def layers_by_bucket(self, model):
-        """Return a list of the layers of each bucket of the optimizer: of one process there is one."""
+        """Return lists of the layers whose gradients are sent together; one process sends none, and has one list."""
         return [list(model.layers)]
 
     def make_flat_adamw(self, config):

@@ -6,7 +6,8 @@ import torch
 from tests.tiny_llama.hopper_programs import needs_hopper, run
 
 BEGIN = """
-import json, math, torch, tiny_llama_v3 as llama
+import contextlib, json, math, torch, tiny_llama_v3 as llama
+from tests.core.tiny import without_groups
 from tiny_llama import swiglu_hopper as hopper
 
 def randn(*shape, scale=1.0):
@@ -117,7 +118,7 @@ print(json.dumps(right and room.isnan().all().item() and hidden_room.isnan().all
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj"])
 def test_a_step_has_the_bits_of_plain_triton(recompute, frozen):
-    """Forward and backward, in a group and, with a hook, layer by layer."""
+    """Forward and backward, in a group and layer by layer."""
     assert run(
         BEGIN
         + f"recompute, frozen = {recompute}, {frozen!r}"
@@ -127,25 +128,21 @@ config = llama.Config(**sizes, ffn_dim=1536, use_amp=True, recompute=recompute)
 seen, launches = [], (hopper.launch_forward, hopper.launch_backward)
 def watched(launch):
     return lambda *tensors: seen.append(launch(*tensors)) or seen[-1]
-def gradients(hooked):
-    torch.manual_seed(0)
-    step = llama.TrainStep(config, torch.device("cuda"))
-    layer = step.model.layers[0].feed_forward
-    if frozen:
-        getattr(layer, frozen).weight.requires_grad_(False)
-    if hooked:
-        layer.register_forward_hook(lambda *arguments: None)
+def gradients(is_grouped):
+    with contextlib.nullcontext() if is_grouped else without_groups():
+        step = llama.TrainStep(config, "cuda")
+    step.freeze(*[f"layers.0.feed_forward.{frozen}.weight"] * bool(frozen))
     step.load(*next(llama.batches(config)))
     step.run()
     return step.loss.item(), step.optimizer.grad.float().clone()
 result = []
-for hooked in (False, True):
+for is_grouped in (True, False):
     hopper.launch_forward, hopper.launch_backward = map(watched, launches)
     seen.clear()
-    ours = gradients(hooked)
+    ours = gradients(is_grouped)
     served = len(seen) > 0 and all(seen)
     hopper.launch_forward = hopper.launch_backward = lambda *tensors: False
-    plain = gradients(hooked)
+    plain = gradients(is_grouped)
     close = ((ours[1] - plain[1]).norm() / plain[1].norm()).item() < 1e-3
     result.append(served and abs(ours[0] - plain[0]) < 1e-5 and close)
 print(json.dumps(all(result)))
