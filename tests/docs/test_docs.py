@@ -10,6 +10,7 @@ machine (a container, a job script): its syntax and the files that it names are 
 a run.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import publish
 from exercises.check import EXERCISES, JUDGED
+from measure.work import SIZES
 from tests import ROOT
+from tiny_llama import hardware
 
 HERE = Path(__file__).parent
 LEFT_OUT = {"tests", "results", "triton_profiles", "build"}
@@ -240,6 +244,16 @@ def test_constants_on_pages_are_those_of_the_script():
     named = re.findall(r"`([A-Z][A-Z_]+)` \(([\d,]+)\)", "".join(WRITTEN.values()))
     assert len(named) > 2
     assert named == [(name, str(getattr(llama, name))) for name, _ in named]
+
+
+def test_bytes_of_a_token_are_what_memory_is_counted_by():
+    """The table of step.md, of the large size in bf16, adds up to what another layer needs."""
+    rows = re.findall(r"^\|[^|]+\|[^|]*\| \**([\d,]+)\** \|$", WRITTEN["docs/step.md"], re.M)
+    *parts, together = (int(number.replace(",", "")) for number in rows)
+    config = llama.Config(**SIZES["large"], use_amp=True)
+    two, three = (dataclasses.replace(config, num_layers=number) for number in (2, 3))
+    memory = [hardware.memory_needed(each, torch.device("cuda")).sequence for each in (two, three)]
+    assert sum(parts) == together == (memory[1] - memory[0]) / config.seq_len and len(parts) == 7
 
 
 def test_commands_of_the_script_s_help_parse():
