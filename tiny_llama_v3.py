@@ -3484,23 +3484,32 @@ def warm_up(step):
     """Run the warm-up steps, restore the initial weights, capture if asked to. Return the seconds it took."""
     config, start = step.config, time.perf_counter()
     data = step.world.batches(dataclasses.replace(config, seed=(config.seed + 1) % 2**32))
-    # What is captured must have been warmed up on another stream, which does not wait for the initial weights.
+
+    def warm_up_once(number):
+        step.load(*next(data))
+        step.run()
+        step.synchronize()
+        print(f"warm-up {number}/{config.warmup_steps} | {time.perf_counter() - start:.1f} s", flush=True)
+
+    step.synchronize()  # another stream would not wait for the initial weights
+    make_ready(step, warm_up_once, config.warmup_steps, config.graph, one_graph=config.timing == "step")
     step.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()) if config.graph else contextlib.nullcontext():
-        for index in range(config.warmup_steps):
-            step.load(*next(data))
-            step.run()
-            step.synchronize()
-            print(f"warm-up {index + 1}/{config.warmup_steps} | {time.perf_counter() - start:.1f} s", flush=True)
-    if config.warmup_steps:
+    return time.perf_counter() - start
+
+
+def make_ready(step, warm_up_once, count, graph, one_graph):
+    """Call warm_up_once(1) to warm_up_once(count), return to the initial weights, and capture the step if asked to."""
+    # What is captured must have been warmed up on another stream than the default one.
+    with torch.cuda.stream(torch.cuda.Stream()) if graph else contextlib.nullcontext():
+        for number in range(1, count + 1):
+            warm_up_once(number)
+    if count:
         step.restart()
     if step.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if config.graph:
-        step.capture(one_graph=config.timing == "step")
-    step.synchronize()
-    return time.perf_counter() - start
+    if graph:
+        step.capture(one_graph=one_graph)
 
 
 @functools.cache

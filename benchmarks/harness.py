@@ -150,7 +150,7 @@ def release_all(device):
 class Contender:
     """A training step that is built, warmed up and captured; .results are the fields that are known by then.
 
-    build() returns an object with run(), restart(), a loss and, for a graph, capture(), as llama.TrainStep has them.
+    build() returns an object with a device, a loss, run(), restart() and, for a graph, capture(), as llama.TrainStep.
     """
 
     def __init__(self, build, device, graph=False, steps=None, warmup=WARMUP_STEPS):
@@ -162,17 +162,12 @@ class Contender:
         self.step = build()
         synchronize(device)
         self.losses = []
-        # A captured step must have been warmed up on another stream than the default one.
-        with torch.cuda.stream(torch.cuda.Stream()) if graph else contextlib.nullcontext():
-            for _ in range(warmup):
-                self.step.run()
-                self.losses.append(self.step.loss.item())
-        self.step.restart()
-        if on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        if graph:
-            self.step.capture(one_graph=True)
+
+        def warm_up_once(number):
+            self.step.run()
+            self.losses.append(self.step.loss.item())
+
+        llama.make_ready(self.step, warm_up_once, warmup, graph, one_graph=True)
         self.window(1)
         self.steps = steps or max(2, min(1000, math.ceil(WINDOW_SECONDS * 1e3 / self.window(2))))
         self.results = {
