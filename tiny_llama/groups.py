@@ -84,7 +84,10 @@ class Stacks(dict):
 
 
 class GroupFunction(torch.autograd.Function):
-    """See LayerGroup."""
+    """See LayerGroup. Comments name the module of TransformerBlock whose operation the lines below compute.
+
+    place(name, ...) is where what a layer computes lies beside the same of the other layers, for batched products.
+    """
 
     @staticmethod
     def forward(ctx, group, residual, branch, cos, sin, *weights):
@@ -99,16 +102,19 @@ class GroupFunction(torch.autograd.Function):
             place = functools.partial(stacks.place, index=index)
             stored = no_place if group.recompute else place  # of what backward can compute again
             with group.named_range(f"layers.{index + group.first} forward"):
-                # As TransformerBlock.forward: y is the branch that the next norm adds to the residual stream.
+                # attention_norm, which adds the branch y of the layer before
                 out = stored("x1", width=residual.shape[1])
                 residual1, x, rstd1 = llama.rmsnorm_forward(residual, y, norm1, layer.attention_norm.eps, out=out)
+                # attention
                 qkv = torch.mm(x, qkv_weight.t()).view(-1, shape[1], len(qkv_weight))
                 o = place("o", width=o_weight.shape[1])
                 out = o.view(-1, shape[1], heads[0], o.shape[1] // heads[0])
                 q, k, v, _, lse = llama.attend(qkv, (cos, sin), *heads, group.bugs, out)
                 y = torch.mm(o, o_weight.t())
+                # ffn_norm
                 out = stored("x2", width=residual.shape[1])
                 residual, x, rstd2 = llama.rmsnorm_forward(residual1, y, norm2, layer.ffn_norm.eps, out=out)
+                # feed_forward
                 gate_up = place("gate_up", width=len(gate_up_weight))
                 out = stored("hidden", width=down_weight.shape[1])
                 if "triton_matmul_swiglu" in group.bugs:  # BUG triton_matmul_swiglu
@@ -147,24 +153,27 @@ class GroupFunction(torch.autograd.Function):
             place = functools.partial(stacks.place, index=index)
             again = place if recompute else no_place
             with ctx.group.named_range(f"layers.{index + ctx.group.first} backward"):
-                # gate_up becomes its own gradient. With recompute, hidden's and x's become what forward has computed.
+                # feed_forward: gate_up becomes its own gradient. With recompute, the gradients of hidden, here, and of x,
+                # below, become what forward has computed.
                 llama.swiglu_backward_(y_grad, down_weight, gate_up, ffn, again("hidden", width=down_weight.shape[1]))
                 if index == 0:  # what all layers have computed by now
                     give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
                 x_grad = torch.mm(gate_up, gate_up_weight, out=again("x2", width=width))
+                # ffn_norm
                 branch_grad = place("branch_grad", width=width)
                 partial = place("partial2", width=width, **partials)
                 llama.rmsnorm_backward(x_grad, grad, residual2, norm2, rstd2, branch_grad, partial, recompute)
                 del x_grad
                 if index == 0:
                     give(GATE_UP, llama.write_product, stacks["gate_up"], stacks.pop("x2"))
+                # attention
                 o_grad = torch.mm(branch_grad, o_weight).view(q.shape)
                 qkv_grad = place("qkv_grad", width=len(qkv_weight))
                 parts = llama.split_heads(qkv_grad.view(*q.shape[:2], len(qkv_weight)), q.shape[2], k.shape[2])
                 llama.flash_attention_backward(o_grad, (q, k, v, o.view(q.shape), lse), parts, (cos, sin))
                 del o_grad
                 x_grad = torch.mm(qkv_grad, qkv_weight, out=again("x1", width=width))
-                # The gradient of the layer's input is the y_grad of the layer before.
+                # attention_norm: the gradient of what goes into the layer is the y_grad of the layer before
                 out = stacks["y_grad"][index - 1] if index else None
                 partial = place("partial1", width=width, **partials)
                 grad, _ = llama.rmsnorm_backward(x_grad, branch_grad, residual1, norm1, rstd1, out, partial, recompute)
