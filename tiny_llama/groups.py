@@ -153,8 +153,8 @@ class GroupFunction(torch.autograd.Function):
             place = functools.partial(stacks.place, index=index)
             again = place if recompute else no_place
             with ctx.group.named_range(f"layers.{index + ctx.group.first} backward"):
-                # feed_forward: gate_up becomes its own gradient. With recompute, the gradients of hidden, here, and of x,
-                # below, become what forward has computed.
+                # feed_forward: gate_up becomes its own gradient. With recompute, the gradient of hidden, here, and those
+                # of x, below, become what forward has computed.
                 llama.swiglu_backward_(y_grad, down_weight, gate_up, ffn, again("hidden", width=down_weight.shape[1]))
                 if index == 0:  # what all layers have computed by now
                     give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
