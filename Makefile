@@ -14,7 +14,7 @@ ARCH =
 TINYGRAD =
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help run test test-slow test-all emulate lint publish notebooks slides kernel-report clean force
+.PHONY: help run test affected test-slow test-all emulate lint publish notebooks slides kernel-report clean force
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile

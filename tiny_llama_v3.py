@@ -11,8 +11,9 @@
     torchrun --standalone --nproc_per_node=4 tiny_llama_v3.py --use-amp --graph
 
 A run prints one line per step and a summary, and writes both to a JSON file whose path it prints last.
-The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add what
-only some runs need: data to learn, several processes, FP8, profiles, peaks and sensors of GPUs, notes about flags.
+The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add groups
+of layers, which take the host less time, kernels for Hopper, and what only some runs need: data to learn, several
+processes, FP8, profiles, peaks and sensors of GPUs, notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -36,8 +37,11 @@ Words:
                 on the same memory
     operations  the functions that compute a model: our kernels (triton_*), or PyTorch's (torch_*, sdpa_*)
     library     PyTorch, and what multiplies matrices for it: cuBLAS, hipBLASLt
-    branch      what attention or SwiGLU adds to the residual stream; the norm after it adds it
+    branch      what attention or SwiGLU computes, to be added to the residual stream: the next norm adds it, whose
+                kernel reads the stream anyway
     main_grad   a weight's part of the flat buffer of gradients
+    world       the processes that train together; OneProcess where there is one
+    bucket      weights whose gradients several processes send in one message; one process has one bucket
     LayerStack  the layers as you read them, called one by one. By default a step has LayerGroups in its place, from
                 tiny_llama/groups.py: the same kernels in the same order, several layers as one autograd.Function
 
@@ -71,7 +75,7 @@ from typing import NamedTuple
 
 
 def require_current_folder():
-    """End the program if its current folder has been deleted: PyTorch's libraries would, without a word about it."""
+    """End the program if its current folder has been deleted, where PyTorch's libraries end it without a word."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -93,8 +97,8 @@ except ModuleNotFoundError as error:
         sys.exit(reason)
     raise ModuleNotFoundError(reason) from None
 
-# After Triton 3.9, the compiler fuses products and sums only if asked to. Without it kernels have 3 to 8 % more
-# instructions.
+# After Triton 3.9, the compiler fuses a product and a sum into one instruction only if asked to. Kernels without that
+# have 3 to 8 % more instructions.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
@@ -213,14 +217,14 @@ class Config:
             "ffn_dim": 4 * self.hidden_dim,
             "vocab_size": 1000 if self.data in ("random", "markov") else 256,  # bytes
         }
-        was_given = {n: not isinstance(getattr(self, n), Derived | None) for n in sizes}
-        derived = {n: Derived(size) for n, size in sizes.items() if not was_given[n]}
+        not_given = [name for name in sizes if isinstance(getattr(self, name), Derived | None)]
+        follows = {name: Derived(sizes[name]) for name in not_given}
         if self.fp8:
-            derived["use_amp"] = True
-        derived |= stage_flags(self.stage)
-        if self.no_warmup or derived.get("no_warmup"):  # BUG no_warmup: nothing runs before the clock starts
-            derived["warmup_steps"] = 0
-        vars(self).update(derived)  # which works though the dataclass is frozen
+            follows["use_amp"] = True
+        follows |= stage_flags(self.stage)
+        if self.no_warmup or follows.get("no_warmup"):  # BUG no_warmup: nothing runs before the clock starts
+            follows["warmup_steps"] = 0
+        vars(self).update(follows)  # as setattr() refuses: the dataclass is frozen
         self.validate()
 
     def validate_types(self):
@@ -361,7 +365,7 @@ def train_by_phase(step, data, records):
         # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
         batch_ms = synced_ms if step.config.unsynced_timing else sum(phase_ms.values())
         (loss,) = step.world.mean([step.loss.item()])
-        step.world.collect_gradients(step.optimizer)
+        step.world.collect_gradients(step.optimizer)  # of several processes, for the norm
         record = StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model))
         if not keep_record(record, records, step.config):
             return
@@ -391,8 +395,9 @@ def train_in_one_go(step, data, records):
         step.synchronize()
     step.world.collect_gradients(step.optimizer)
     losses = step.world.mean([loss.item() for loss in losses])
-    for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):  # an interruption falls between
-        # Later steps have overwritten the other gradients. One that was not finite has made the next loss so.
+    # An interruption may have left a mark or a host_ms without its loss.
+    for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):
+        # Only the last step's gradients are still there. If another's were not finite, the loss after it was not.
         is_last = len(records) + 1 == step.config.num_steps
         record = StepRecord(loss, batch_ms, host, {}, gradient_norm(step.model) if is_last else None)
         if not keep_record(record, records, step.config):
@@ -465,19 +470,19 @@ class TrainStep:
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
         self.loss = None
-        # What forward() calls: the model, or what several processes or the compiler have put around it. They change it,
-        # which the optimizer forbids from then on.
+        # What forward() calls: the model, or what several processes or the compiler have put around it. This comes
+        # before the optimizer, which lets nobody change the model.
         self.run_model = self.world.parallelize(self)
         if config.compile:
             self.run_model = torch.compile(self.run_model)
+        self.group_layers()
         self.optimizer = self.make_optimizer()
         self.is_captured = False
         self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
 
     def forward(self):
         """Clear the gradients and set self.loss, with its autograd history."""
-        # This writes nothing to the device. The first backward pass overwrites the old gradients: see give_gradient().
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # only marks the old gradients, which backward overwrites: see give_gradient()
         self.loss = self.call_model(self.tokens, self.targets)
 
     def backward(self):
@@ -499,7 +504,8 @@ class TrainStep:
     def call_model(self, *inputs):
         """Run the model in the run's precision, on tensors of the device. Works after capture() too."""
         self.world.begin_forward(self.optimizer)
-        # Our kernels take bf16 weights as they are. The library needs autocast, whose cache a graph must not keep.
+        # Our kernels take bf16 weights as they are. The library needs autocast, which keeps converted weights until it
+        # ends: a captured graph has to convert them in every replay.
         needed = self.config.use_amp and self.implementation != "triton"
         with torch.autocast(self.device.type, torch.bfloat16, needed, cache_enabled=not self.config.graph):
             return self.run_model(*inputs)
@@ -509,21 +515,45 @@ class TrainStep:
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
 
+    def group_layers(self):
+        """Put tiny_llama.groups.LayerGroups in the place of the model's LayerStack, where it computes the same."""
+        groups, config = companion("groups"), self.config  # None where the script is alone
+        # A group calls the kernels itself. FP8 and --severed-autograd replace operations, --compile wants to see them.
+        replaced = config.severed_autograd or config.fp8 or config.compile
+        if groups and self.implementation == "triton" and not replaced:
+            self.model.layers = groups.LayerGroups(self.model.layers, self.world.layers_by_bucket(self.model), config)
+
     def make_optimizer(self):
         """Return the optimizer. With our kernels it takes over the weights, with --use-amp in bf16."""
-        config, groups = self.config, companion("groups")
         if self.implementation != "triton":
-            return TorchAdamW(self.model, config.learning_rate)
-        # A group calls the kernels itself. FP8 and the mistake replace operations, and the compiler wants to see them.
-        if groups and not (config.severed_autograd or config.fp8 or config.compile):
-            self.model.layers = groups.LayerGroups(self.model.layers, self.world.layers_by_bucket(self.model), config)
-        optimizer = self.world.make_flat_adamw(config)
+            return TorchAdamW(self.model, self.config.learning_rate)
+        optimizer = self.world.make_flat_adamw(self.config)
         optimizer.own(self.model)  # from here on the weights are views of its buffer, with --use-amp in bf16
         return optimizer
 
     def restart(self):
         """Return to the initial weights and an empty optimizer."""
         self.world.reset(self.optimizer, (w.to(self.device) for w in self.initial_weights))
+
+    def capture(self, one_graph=False):
+        """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
+        # A capture records the kernels that work() launches, with the addresses of their tensors, and runs none of
+        # them. What Python does meanwhile is not recorded. The tensors of all graphs lie in one pool and stay where
+        # they are.
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.loss = None  # its autograd history belongs to the warm-up
+        replays = {}
+        for name, work in ({"step": self.run} if one_graph else self.phases).items():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.world.capture_mode):
+                work()
+            replays[name] = graph.replay
+        self.phases, self.is_captured = replays, True
+
+    def synchronize(self):
+        """Wait for the GPU, if there is one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def state_dict(self):
         """Return the fp32 weights, {name: tensor}, which TinyLlamaTriton.load_state_dict() takes as well.
@@ -560,34 +590,17 @@ class TrainStep:
         if unknown:
             raise ValueError(f"the model has no weights {', '.join(sorted(unknown))}: see model.named_parameters()")
         for name, p in parameters.items():
-            torch.Tensor.requires_grad_(p, name not in names)  # its own method refuses
-
-    def capture(self, one_graph=False):
-        """Let the phases, or with one_graph all in one, replay captured graphs from now on; a step must have run."""
-        # A capture records the kernels that work() launches, with the addresses of their tensors, and runs none of
-        # them. What Python does meanwhile is not recorded. The tensors of all graphs lie in one pool and stay where
-        # they are.
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self.loss = None  # its autograd history belongs to the warm-up
-        replays = {}
-        for name, work in ({"step": self.run} if one_graph else self.phases).items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=self.world.capture_mode):
-                work()
-            replays[name] = graph.replay
-        self.phases, self.is_captured = replays, True
-
-    def synchronize(self):
-        """Wait for the GPU, if there is one."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.Tensor.requires_grad_(p, name not in names)  # p.requires_grad_() is what an owned weight refuses
 
 
 class OneProcess:
-    """What a run and its steps ask of their process, which is alone. tiny_llama.distributed.World is one of several."""
+    """What a run and its steps ask of their process, which is alone: much of it has nothing to do.
+
+    tiny_llama.distributed.World, one of several processes, does what the docstrings say.
+    """
 
     rank, size = 0, 1  # the number of this process, and how many train together
-    capture_mode = "global"  # capture_error_mode of torch.cuda.graph
+    capture_mode = "global"  # torch.cuda.graph's capture_error_mode: no other thread may call the driver meanwhile
 
     def find_device(self, config):
         """Return the torch.device of a run; UsageError if it is not there or cannot do what is asked for."""
@@ -642,7 +655,7 @@ class OneProcess:
         return False
 
     def report(self, summary):
-        """Print and return what several processes did together, given the summary of this one; None of one."""
+        """Print and return what several processes did together, given the summary of this one; None for one process."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -731,7 +744,7 @@ class TransformerBlock(nn.Module):
 
 
 class TritonRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, dim."""
+    """RMSNorm over the last dimension, dim. Like the other modules, it is called after the operations by default."""
 
     def __init__(self, dim, eps=1e-5, operations=None):
         super().__init__()
@@ -744,17 +757,13 @@ class TritonRMSNorm(nn.Module):
         y, residual = self.operations.rmsnorm(x, *branch or (None,), self.weight, self.eps)
         return (y, residual) if branch else y
 
-    def add_norm(self, residual, branch):
-        """Return norm(residual + branch) and residual + branch, both from one kernel; branch may be None."""
-        return self(residual, branch)
-
 
 class TritonAttention(nn.Module):
     """Causal self-attention with grouped queries; one matmul computes q, k and v."""
 
     def __init__(self, config, operations=None):
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, int(config.num_kv_heads)  # Derived is for Config alone
+        self.num_heads, self.num_kv_heads = config.num_heads, int(config.num_kv_heads)  # no Derived, to torch.compile
         # The rows of the weight: q of all heads, then k and v of the kv_heads. Grouped queries make k and v smaller.
         qkv_dim = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
@@ -816,15 +825,9 @@ def weight_of(module):
 def add_and_norm(norm, residual, branch):
     """Return norm(residual + branch) and residual + branch; branch may be None. A TritonRMSNorm adds in its kernel."""
     if type(norm).forward is TritonRMSNorm.forward:
-        return norm.add_norm(residual, branch)
+        return norm(residual, branch)
     residual = residual if branch is None else residual + branch
     return norm(residual), residual
-
-
-def optimizer_options(config):
-    """Return the keywords of a FlatAdamW for a Config."""
-    moments_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
-    return dict(lr=config.learning_rate, low_precision=config.use_amp, moments_dtype=moments_dtype)
 
 
 def select_operations(config, device):
@@ -837,7 +840,8 @@ def select_operations(config, device):
         return name, operations
     # The model stays as it is: a mistake is a wrapper around an operation, or an argument of it.
     if config.severed_autograd:  # BUG severed_autograd: no history, as if no autograd.Function wrapped the kernels
-        rmsnorm, attention = map(torch.no_grad(), (operations.rmsnorm, operations.attention))
+        severed = torch.no_grad()  # which decorates functions
+        rmsnorm, attention = severed(operations.rmsnorm), severed(operations.attention)
         operations = operations._replace(rmsnorm=rmsnorm, attention=attention)
     if config.bugs:
         attention, swiglu = (functools.partial(f, bugs=config.bugs) for f in (operations.attention, operations.swiglu))
@@ -880,7 +884,7 @@ def get_gpu(type):
     if type not in ("cuda", "cpu"):
         raise RuntimeError(f"the Triton kernels cannot run on {type}: move the tensors to a GPU")
     if type == "cpu":
-        # With two multiprocessors the interpreter runs several programs, whose partial sums are added, but not many.
+        # Of two multiprocessors: the interpreter takes long for each program, and one alone would have no partial sums.
         return Gpu("cpu", platform.processor() or platform.machine(), "cpu", num_sms=2, warp_size=32)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     # torch.version names the vendor. The capability does not: it is (9, 4) on an MI300.
@@ -1087,7 +1091,10 @@ def as_rows(x):
 
 
 def first_derivative_only(backward):
-    """Let a backward() refuse to be differentiated itself. PyTorch's once_differentiable would give no gradient."""
+    """Let a backward() refuse to be differentiated itself.
+
+    PyTorch's once_differentiable refuses only where a gradient flows into backward(), and is silent where none does.
+    """
 
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():  # only with create_graph=True, in a backward pass
@@ -1099,8 +1106,8 @@ def first_derivative_only(backward):
 
 # The library's fast products move 16 bytes at a time. Where rows, of an operand or of the result, are no multiple of 8
 # elements, a product takes 2.5 to 7 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
-# FlatAdamW therefore places rows of zeros behind such a weight. A product with them takes 0.96 of the time if their
-# number makes it a multiple of 16.
+# FlatAdamW therefore places rows of zeros behind such a weight, up to a multiple of 16, which takes 0.96 of the time of
+# the next multiple of 8.
 FAST_MULTIPLE, PADDED_MULTIPLE = 8, 16
 
 
@@ -1119,15 +1126,15 @@ def padded(weight):
     return weight.padded if isinstance(weight, OwnedParameter) else weight
 
 
-def give_gradient(ctx, index, weight, write, *inputs):
+def give_gradient(weight, is_needed, write, *inputs):
     """Return the gradient of a weight or, where FlatAdamW owns the weight, write it into its buffer and return None.
 
     write(place, accumulate, *inputs) computes the gradient into place or, with accumulate, adds it. The weight is the
-    parameter itself, number index of forward()'s arguments.
+    parameter itself; a frozen one needs none.
     """
     refuse_autocast("the gradient", weight)
-    if not ctx.needs_input_grad[index]:
-        return None  # frozen
+    if not is_needed:
+        return None
     if not isinstance(weight, OwnedParameter):
         gradient = weight.new_empty(weight.shape)
         write(gradient, False, *inputs)
@@ -1157,7 +1164,7 @@ def write_product(place, accumulate, y_grad, x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 5 Linear: the projections of the layers and the head. The library multiplies. What is ours is where the gradient of a
+# 5 Linear: the projections of attention, and the head. The library multiplies. What is ours is where the gradient of a
 # weight goes, and the padding.
 
 
@@ -1187,7 +1194,8 @@ class LinearFunction(torch.autograd.Function):
             y_grad = padded_y if in_place else F.pad(y_grad, (0, len(matrix) - len(weight)))
         # y = x W^T, so the gradient of x is y_grad W, and that of W is y_grad^T x, a sum over all rows.
         x_grad = torch.mm(y_grad, matrix).view_as(x) if ctx.needs_input_grad[0] else None
-        return x_grad, give_gradient(ctx, 1, ctx.weight, write_product, y_grad, x.reshape(-1, x.shape[-1]))
+        rows = x.reshape(-1, x.shape[-1])
+        return x_grad, give_gradient(ctx.weight, ctx.needs_input_grad[1], write_product, y_grad, rows)
 
 
 @outside_compiler
@@ -1465,7 +1473,7 @@ class RMSNormFunction(torch.autograd.Function):
         residual_rows = None if residual_grad is None else as_rows(residual_grad)
         x_grad, partial = rmsnorm_backward(as_rows(y_grad), residual_rows, residual, weight, rstd)
         x_grad = x_grad.view_as(y_grad)
-        weight_grad = give_gradient(ctx, 2, ctx.weight, write_column_sums, partial)
+        weight_grad = give_gradient(ctx.weight, ctx.needs_input_grad[2], write_column_sums, partial)
         # residual = x + branch, so both have the same gradient. eps has none.
         return x_grad, x_grad if ctx.has_branch else None, weight_grad, None
 
@@ -2414,14 +2422,15 @@ class SwiGLUFunction(torch.autograd.Function):
     def backward(ctx, y_grad):
         x, gate_up_weight, down_weight, gate_up, hidden = ctx.saved_tensors
         shape, y_grad = y_grad.shape, as_rows(y_grad)
-        down_gradient = give_gradient(ctx, 2, ctx.weights[1], write_product, y_grad, hidden)
+        down_gradient = give_gradient(ctx.weights[1], ctx.needs_input_grad[2], write_product, y_grad, hidden)
         if not any(ctx.needs_input_grad[:2]):
             return None, None, down_gradient, None
         swiglu_backward_(y_grad, down_weight, gate_up)
         torch.autograd.graph.increment_version(gate_up)  # lets autograd refuse a second run, as it is overwritten
         # gate_up has become its own gradient: (rows, 2 ffn) x (2 ffn, hidden).
         x_grad = torch.mm(gate_up, gate_up_weight).view(shape) if ctx.needs_input_grad[0] else None
-        return x_grad, give_gradient(ctx, 1, ctx.weights[0], write_product, gate_up, x), down_gradient, None
+        gate_up_gradient = give_gradient(ctx.weights[0], ctx.needs_input_grad[1], write_product, gate_up, x)
+        return x_grad, gate_up_gradient, down_gradient, None
 
 
 @outside_compiler
@@ -2554,7 +2563,8 @@ class EmbeddingFunction(torch.autograd.Function):
     def backward(ctx, out_grad):
         (tokens,) = ctx.saved_tensors
         # Adds to the gradient of the tied head, which is there already: backward runs from the loss to the embedding.
-        return None, give_gradient(ctx, 1, ctx.weight, embedding_gradient, tokens, out_grad.contiguous())
+        gradient = out_grad.contiguous()
+        return None, give_gradient(ctx.weight, ctx.needs_input_grad[1], embedding_gradient, tokens, gradient)
 
 
 @outside_compiler
@@ -2919,6 +2929,12 @@ def write_padded(place, values):
     else:
         place[: len(values)].copy_(values)
         place[len(values) :].zero_()
+
+
+def optimizer_options(config):
+    """Return the keywords of a FlatAdamW for a Config."""
+    moments_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
+    return dict(lr=config.learning_rate, low_precision=config.use_amp, moments_dtype=moments_dtype)
 
 
 def refuse_change(*_, **__):

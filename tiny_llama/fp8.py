@@ -377,7 +377,9 @@ class ProjectionFunction(torch.autograd.Function):
             y_grad8 = quantize(rounded_rows, guesses[2, 0], dtype, source, x_grad)
             x_grad = product(y_grad8.data, y_grad8.scale, weight_transposed, weight_scale, y_grad.dtype)
             weight = ctx.weights[index]
-            weight_grads[index] = llama.give_gradient(ctx, 1 + index, weight, write_product, y_grad8, *x8)
+            weight_grads[index] = llama.give_gradient(
+                weight, ctx.needs_input_grad[1 + index], write_product, y_grad8, *x8
+            )
             # Before the second weight comes swiglu, whose gradient is computed while it is rounded.
             rounded_rows, source = tensors[-1], SWIGLU_GRADIENT
         return x_grad.view(*y_grad.shape[:-1], -1), *weight_grads

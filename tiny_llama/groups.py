@@ -153,8 +153,8 @@ class GroupFunction(torch.autograd.Function):
             place = functools.partial(stacks.place, index=index)
             again = place if recompute else no_place
             with ctx.group.named_range(f"layers.{index + ctx.group.first} backward"):
-                # feed_forward: gate_up becomes its own gradient. With recompute, the gradient of hidden, here, and those
-                # of x, below, become what forward has computed.
+                # feed_forward: gate_up becomes its own gradient. With recompute, the gradient of hidden, here, and
+                # those of x, below, become what forward has computed.
                 llama.swiglu_backward_(y_grad, down_weight, gate_up, ffn, again("hidden", width=down_weight.shape[1]))
                 if index == 0:  # what all layers have computed by now
                     give(DOWN, llama.write_product, stacks.pop("y_grad"), stacks.pop("hidden"))
@@ -203,8 +203,8 @@ def give_gradients(ctx, kind, write, *stacks):
     weights, needed = ctx.weights[kind::WEIGHTS], ctx.needs_input_grad[first::WEIGHTS]
     place = shared_place(weights) if all(needed) else None
     if place is None:
-        for index, weight, *own in zip(range(first, len(ctx.needs_input_grad), WEIGHTS), weights, *stacks, strict=True):
-            llama.give_gradient(ctx, index, weight, write, *own)
+        for weight, is_needed, *own in zip(weights, needed, *stacks, strict=True):
+            llama.give_gradient(weight, is_needed, write, *own)
     else:
         write(place, weights[0].grad is not None, *stacks)
         for weight in weights:
