@@ -3478,7 +3478,10 @@ def print_configuration(step):
         f"{precision_name(config, device)}, {config.data} data, seed {config.seed}\n"
         f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else "")
     )
-    for name, operation in (operation_names(step.model) | {"optimizer": type(step.optimizer).__name__}).items():
+    in_use = operation_names(step.model)
+    in_use.pop("group", None)  # which a LayerGroup has, of LayerGroups
+    in_use |= {"layers": type(step.model.layers).__name__, "optimizer": type(step.optimizer).__name__}
+    for name, operation in in_use.items():
         print(f"    {name:13} {operation}")
     notes = companion("notes")
     for line in notes.inert_flags(step) if notes else ():
@@ -3491,7 +3494,7 @@ def print_configuration(step):
 
 
 def operation_names(model):
-    """Return {operation: the name of the function that the model calls}, and what computes groups of layers."""
+    """Return {operation: the name of the function that the model calls}, and what computes several layers at a time."""
     names = {name: getattr(call, "func", call).__name__ for name, call in model.operations._asdict().items()}
     return names | ({"group": "LayerGroup"} if hasattr(model.layers, "groups") else {})
 

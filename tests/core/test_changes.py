@@ -384,6 +384,21 @@ def test_a_step_keeps_its_model_to_itself(make_step):
     assert all(map(torch.equal, step.optimizer.weights(), untouched.optimizer.weights()))
 
 
+def test_another_optimizer_cannot_have_the_weights_of_a_step(make_step):
+    step = make_step(SMALL)
+    step.run()
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(RuntimeError, match="this model is a TrainStep's"):
+            kind(step.model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_a_run_names_what_its_layers_are(make_step, capsys, is_grouped):
+    with contextlib.nullcontext() if is_grouped else without_groups():
+        llama.print_configuration(make_step(SMALL))
+    assert f"\n    layers        {'LayerGroups' if is_grouped else 'LayerStack'}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("use_amp", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_weights_go_out_and_in(make_step, use_amp):
     """Exactly, whatever type the model computes in; the optimizer starts over, and restart() returns to them."""
