@@ -18,6 +18,8 @@ CPU = torch.device("cpu")
 class FakeStep:
     """A training step that takes some seconds on the ticking clock; its loss is the number of steps before it."""
 
+    device = CPU
+
     def __init__(self, tick, *seconds):
         self.tick, self.seconds, self.count, self.loss = tick, seconds, 0, torch.tensor(0.0)
 

@@ -594,9 +594,9 @@ def before_nan(name, t):
 # former, and none those of the latter, of one backward launch and of two.
 UNEVEN = "16x32", "32x16", "16x64", "64x16"
 TILES = {size: [(*map(int, size.split("x")), 4, 1)] * 4 for size in UNEVEN}
-for (device, *key), tiles in llama.ATTENTION_TILES.items():
-    if device == "amd":
-        TILES["amd {} {}".format(*key)] = tiles
+for (gpu, operands, widest_head), tiles in llama.ATTENTION_TILES.items():
+    if gpu.startswith(("amd", "gfx")):
+        TILES[f"{gpu} {operands} {widest_head}"] = tiles
 FAST = """
 16x32 48 128, 16x32 48 0, 32x16 48 128, 32x16 48 0, 16x64 80 128, 16x64 80 0, 64x16 80 128, 64x16 80 0,
 amd half 64 100 128, amd half 64 150 128, amd any 128 100 128, amd any 128 150 128

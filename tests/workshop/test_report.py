@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tiny_llama_v3 as llama
-from exercises.performance_debugging import report
+from exercises.performance_debugging import evidence, report
 from exercises.performance_debugging.evidence import Replay
 from measure import drawing
 from tests.workshop.summaries import SIGNS, gpu_summary, laptop_summary, taking
@@ -49,7 +49,11 @@ def test_the_parts_of_a_bar_follow_each_other():
 # --- the cards
 
 
-@pytest.mark.parametrize("flag", [name for name, bug in llama.BUGS.items() if bug.stages])
+def test_every_stage_has_a_sign_and_a_lesson():
+    assert set(evidence.SEE) == set(report.LESSONS) == set(llama.STAGES)
+
+
+@pytest.mark.parametrize("flag", llama.BUGS)
 def test_an_excerpt_is_the_script_s_own_lines(flag):
     marks = [n for n, line in enumerate(SCRIPT, 1) if f"BUG {flag}:" in line]
     for (first, lines), mark in zip(report.excerpts(f"BUG {flag}:"), marks, strict=True):
