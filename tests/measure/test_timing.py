@@ -75,6 +75,17 @@ def test_times_differ_beyond_their_spread_only(times, others, expected):
     assert tuple(ratio) == pytest.approx(expected) and not ratio.differs
 
 
+@pytest.mark.parametrize("between, low, high, differs", [
+    (1.0, 1.125, 2.0, True), (1.1, 1.125 / 1.1, 2.2, True), (1.2, 1.125 / 1.2, 2.4, False),
+])  # fmt: skip
+def test_the_noise_between_processes_widens_both_bounds(between, low, high, differs):
+    """Whichever side takes longer; the ratio itself stays."""
+    slow, fast = [9.0, 12.0, 12.5, 14.0], [8.0, 7.5, 8.0, 7.0]
+    ratio, inverse = timing.ratio_of_medians(slow, fast, between), timing.ratio_of_medians(fast, slow, between)
+    assert tuple(ratio) == pytest.approx((12.25 / 7.75, low, high)) and ratio.differs == differs
+    assert tuple(inverse) == pytest.approx((7.75 / 12.25, 1 / high, 1 / low)) and inverse.differs == differs
+
+
 def test_the_spread_of_the_same_work():
     assert timing.spread_of_medians([[3.0], [1.0, 2.0, 9.0], [5.0] * 3, [4.0]]) == 2.5
 
