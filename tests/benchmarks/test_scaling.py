@@ -53,26 +53,65 @@ class TwoProcesses:
         return [value, 2 * value if isinstance(value, float) else value]
 
 
+@pytest.fixture
+def contender(ticking):
+    """A Contender of two processes, whose step takes 3 ms here; .world.log tells when they meet."""
+
+    class Step:
+        loss = torch.tensor(2.0)
+
+        def run(self):
+            world.log.append("run")
+            ticking(0.003)
+
+        def restart(self):
+            pass
+
+    class Meeting(TwoProcesses):
+        log = []
+
+        def gather(self, value):
+            world.log.append("meet")
+            return super().gather(value)
+
+        def mean(self, losses):
+            return [1.5 * loss for loss in losses]
+
+    world = Meeting()
+    return scaling.Contender(Step, CPU, world, graph=False, steps=None)
+
+
+def test_a_window_is_that_of_the_slowest_process(contender):
+    """All begin together, and all take as many steps: 0.25 s of the 6 ms of the other one."""
+    assert contender.steps == 42 and contender.losses == [3.0] * scaling.GATE_STEPS
+    contender.world.log.clear()
+    assert contender.window(4) == pytest.approx(6.0)
+    assert contender.world.log == ["meet", *4 * ["run"], "meet"]
+
+
 def test_the_figures_of_a_row_by_hand(tmp_path, monkeypatch):
-    options = SimpleNamespace(output_dir=str(tmp_path), windows=2, time_limit=9.0)
+    options = SimpleNamespace(output_dir=str(tmp_path), windows=3, time_limit=9.0)
     run = scaling.Run(TwoProcesses(), [], options, CPU)
     config = scaling.llama.Config(batch_size=1, seq_len=100)
 
-    def contender(ms, **results):
-        return SimpleNamespace(window=lambda: ms, losses=[3.0], results={"peak_memory_mib": None} | results)
+    def contender(*ms, **results):
+        window = iter(ms).__next__
+        return SimpleNamespace(window=window, losses=[3.0, 2.0], results={"peak_memory_mib": None} | results)
 
     def build(config):
         assert config.batch_size == 2  # of one process beside two that divide it
-        return contender(24.0)
+        return contender(24.0, 20.0, 70.0)
 
     monkeypatch.setattr(run, "build", build)
-    row = run.time(contender(40.0), config, 2)
+    row = run.time(contender(90.0, 40.0, 38.0), config, 2)
+    assert row["windows_ms"] == {"exchanging": [90.0, 40.0, 38.0], "alone": [24.0, 20.0, 70.0]}
+    assert row["losses"] == [3.0, 2.0]
     assert row["ms"] == {"alone": 24.0, "exchanging": 40.0} and row["peak_memory_mib"] is None
     assert row["tokens_per_second"] == 5000.0  # 2 x 100 in 40 ms
     assert row["efficiency"] == 0.3  # half of one process's work takes 12 ms alone
     monkeypatch.setattr(run, "build", pytest.fail)
     twice = scaling.dataclasses.replace(config, batch_size=2, shard="full")
-    again = run.time(contender(30.0, peak_memory_mib=5.0), twice, 1)
+    again = run.time(contender(30.0, 31.0, 10.0, peak_memory_mib=5.0), twice, 1)
     assert again["ms"] == {"alone": 24.0, "exchanging": 30.0} and again["efficiency"] == 0.8
     assert again["peak_memory_mib"] == 10.0
 

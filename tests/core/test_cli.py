@@ -222,8 +222,20 @@ def test_the_result_has_the_configuration_of_the_run(cli):
     assert run.result["config"]["batch_size"] == llama.CHECK_BATCH + 1
 
 
+@pytest.mark.parametrize("platform, unit", [("linux", 2**10), ("darwin", 1)])
+def test_peak_memory_is_in_mib(monkeypatch, platform, unit):
+    """The system tells KiB, and a Mac's tells bytes, as PyTorch does of a GPU."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(sys, "platform", platform)
+    usage = {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=int(5.5 * 2**20) // unit)}
+    monkeypatch.setattr(resource, "getrusage", usage.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: int(2.25 * 2**20))
+    assert [llama.peak_memory_mib(torch.device(kind)) for kind in ("cpu", "cuda")] == [5.5, 2.25]
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_peak_memory_is_in_mib():
+def test_peak_memory_is_that_of_this_process():
+    """Roughly: the system may count what ran in its place before."""
     kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
     assert llama.peak_memory_mib(torch.device("cpu")) == pytest.approx(kib / 1024, rel=0.5)
 
@@ -407,6 +419,7 @@ def assert_refused(run, *fragments, left=()):
 # The flags, and parts of the message, which name them and what to do.
 REFUSED = """
 --hidden-dim 30                                | --hidden-dim 30; --num-heads 4; try --hidden-dim 32
+--hidden-dim 35                                | --hidden-dim 35; --num-heads 4; try --hidden-dim 40
 --num-heads 6 --hidden-dim 48 --num-kv-heads 4 | --num-heads 6; --num-kv-heads 4; try --num-kv-heads 2
 --hidden-dim 36                                | --hidden-dim 36; --num-heads 4; gives 9; even; change
 --hidden-dim 520                               | --hidden-dim 520; --num-heads 4; gives 130; at most 128; change
@@ -467,6 +480,31 @@ def test_sizes_are_taken_if_heads_fit(heads):
             config = llama.Config(hidden_dim=hidden, num_heads=heads, num_kv_heads=kv_heads)
             assert (config.head_dim, config.ffn_dim) == (hidden // heads, 4 * hidden)
             assert config.num_kv_heads == (kv_heads or heads // (2 - heads % 2))
+
+
+@pytest.mark.parametrize("heads", range(2, 8))
+def test_sizes_that_are_named_as_a_remedy_are_taken(heads):
+    """The next width of which each head has an even share, and the most key/value heads that others share."""
+    remedies = {"--hidden-dim": set(), "--num-kv-heads": set()}
+    for hidden, kv_heads in itertools.product((*range(1, 40), 256, 300), range(1, 2 * heads)):
+        sizes = dict(hidden_dim=hidden, num_heads=heads, num_kv_heads=kv_heads)
+        for _ in range(3):
+            try:
+                llama.Config(**sizes)
+                break
+            except llama.UsageError as error:
+                if not (remedy := re.search(r"try (--[\w-]+) (\d+)$", str(error))):
+                    assert sizes["hidden_dim"] == hidden and hidden % heads == 0  # a head is too wide, or odd
+                    break
+                flag, value = remedy[1], int(remedy[2])
+                remedies[flag].add(value)
+                sizes[flag[2:].replace("-", "_")] = value
+        else:
+            pytest.fail(f"still refused: {sizes}")
+        if sizes["hidden_dim"] != hidden:
+            assert 0 < sizes["hidden_dim"] - hidden < 2 * heads
+        assert sizes["num_kv_heads"] in (kv_heads, math.gcd(heads, kv_heads))
+    assert all(remedies.values())
 
 
 LACKING = {  # a GPU, its flags, and what the message has

@@ -1,5 +1,6 @@
 """nanogpt_triton's settings and data: what is read, what is refused, and that files run no code."""
 
+import dataclasses
 import os
 import pickle
 import runpy
@@ -13,7 +14,7 @@ import pytest
 
 from measure.command_line import UsageError
 from nanogpt_triton import dataset, sample, train
-from nanogpt_triton.configurator import configure
+from nanogpt_triton.configurator import Count, Share, configure
 from nanogpt_triton.data import preparing
 from tests.nanogpt.test_nanogpt import printed
 
@@ -110,6 +111,34 @@ def test_a_mistake_is_named(tmp_path, argument, words):
         (tmp_path / "c.py").write_text(argument)
         argument = str(tmp_path / "c.py")
     assert words in printed(2, train.main, argument)
+
+
+@dataclasses.dataclass
+class Numbers:
+    """A setting of each kind that has limits."""
+
+    share: Share = 0.5
+    count: Count = 5
+    whole: int = 5
+    number: float = 0.5
+
+
+@pytest.mark.parametrize("key, least, below, most, above", [
+    ("share", "0", "-1e-9", "0.9999", "1"), ("count", "1", "0", str(2**31 - 1), str(2**31)),
+    ("whole", "0", "-1", str(2**63 - 1), str(2**63)), ("number", "0", "-1e-300", "1.7976931348623157e308", "1e309"),
+])  # fmt: skip
+def test_the_ends_of_a_range_belong_to_it(key, least, below, most, above):
+    """And what lies next to them does not: with dropout=1 nothing is left, and beta2=1 divides by zero."""
+    for value in (least, most):
+        assert getattr(configure(Numbers, [f"--{key}={value}"], ""), key) == type(getattr(Numbers, key))(value)
+    for value in (below, above):
+        with pytest.raises(UsageError, match=f"^{key}=.* is not from {least} to "):
+            configure(Numbers, [f"--{key}={value}"], "")
+
+
+def test_shares_are_refused_from_one_on():
+    for key in ("dropout", "beta1", "beta2"):
+        assert f"error: {key}=1.0 is not from 0 to 0.9999" in printed(2, train.main, f"--{key}=1")
 
 
 @pytest.mark.parametrize("argument", [

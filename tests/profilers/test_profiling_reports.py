@@ -197,6 +197,32 @@ def test_rates_by_hand():
     assert table.iloc[1].tolist() == ["m", 4e3, 4.0, 1000.0, 50.0, 1.0, 1.0, "memory", 50.0]
 
 
+def test_what_is_said_of_a_step_by_hand():
+    """A third of the kernels' time is beside others, and a launch has one kernel and a half."""
+    figures = {"steps": 4, "step_us": 1000.0, "kernels": 30.0, "kernel_us": 900.0, "busy_us": 600.0}
+    figures |= {"launches": 20.0, "launch_us": 50.0}
+    assert summary.busy_line(figures) == (
+        "- a kernel runs during 60 % of a step (600 us of 1000 us, means of 4 steps, profiling included)"
+    )
+    assert summary.launch_section(figures).splitlines()[:3] == [
+        "- 30 kernels a step, in 20 launches",
+        "- a launch call takes the host 2.50 us, 50 us a step: 5.0 % of the step, profiling included",
+        "- no kernel runs for 400 us a step",
+    ]
+
+
+def test_the_share_of_the_recordings_counts_kernels_side_by_side_once(session):
+    """100 and 50 ns of two steps of 500 ns are 15 % of a step, and their kernels take 40 %."""
+    for path in session.glob("*_trace.csv"):
+        path.unlink()
+    records.write_rocpd(session / "a.db", STEP._replace(dispatches=[
+        Record("k", 1100, 1200), Record("k", 1110, 1190), Record("k", 1120, 1190), Record("k", 1700, 1750),
+        Record("k", 1700, 1750), Record("k", 1710, 1740), Record("k", 1720, 1740),
+    ]))  # fmt: skip
+    text = summary.summary(session, "rocprofv3")
+    assert "- a kernel runs during 15 % of a step (0 us of 0 us, means of 2 steps, profiling included)\n" in text
+
+
 def test_summary_is_computed_from_the_recordings(session):
     text = summary.summary(session, "rocprofv3")
     assert "- 19 kernels a step, in 19 launches\n" in text

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -419,16 +420,44 @@ def test_what_amdsmi_tells(monkeypatch, power, clock, told):
     assert list(hardware.gpu_state(GPU).values()) == told
 
 
+# Stands for nvidia-smi: tells of one GPU what it is asked for, in the order of the question, with a header and units.
+NVIDIA_SMI = """#!/usr/bin/env bash
+declare -A known=(
+    [power.draw]="95.29 W" [clocks.sm]="345 MHz" [temperature.gpu]="38" [utilization.gpu]="7 %" [fan.speed]="30 %"
+    [clocks.mem]="2619 MHz" [clocks.max.sm]="1980 MHz" [power.limit]="700.00 W" [temperature.memory]="41"
+)
+for option; do
+    case $option in
+        --id=GPU-0a-0b) found=1 ;;
+        --query-gpu=*) fields=${option#*=} ;;
+        --format=*) format=,${option#*=}, ;;
+        *) echo "Invalid combination of input arguments"; exit 2 ;;
+    esac
+done
+[[ $found ]] || { echo "No devices were found"; exit 6; }
+[[ $format == *,csv,* ]] || exit 2
+[[ $format == *,noheader,* ]] || echo "$fields"
+line=
+for field in ${fields//,/ }; do
+    value=${known[$field]-[N/A]}
+    [[ $format == *,nounits,* ]] && value=${value% *}
+    line+="${line:+, }$value"
+done
+echo "$line"
+"""
+
+
 @pytest.mark.parametrize("command, told", [
-    ('[ "$1" = --id=GPU-0a-0b ] && echo "95.29, 345, 38, 7"', [95.29, 345, 38, 7]),
-    ('echo "[N/A], 345, 38, [N/A]"', [None, 345, 38, None]), ("echo No devices were found; exit 6", [None] * 4),
+    (NVIDIA_SMI, [95.29, 345, 38, 7]), (NVIDIA_SMI.replace("power.draw", "x"), [None, 345, 38, 7]),
+    (NVIDIA_SMI.replace("GPU-0a-0b", "GPU-1"), [None] * 4), ("#!/bin/sh\necho 1, 2, 3, 4; exit 1\n", [None] * 4),
 ])  # fmt: skip
 def test_what_nvidia_smi_tells(monkeypatch, tmp_path, capfd, command, told):
+    """Of the current GPU; nothing where it fails, and no number for N/A."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {1: SimpleNamespace(uuid="0a-0b")}.get)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{command}\n")
+    (tmp_path / "nvidia-smi").write_text(command)
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert hardware.gpu_state(GPU) == dict(zip(STATE, told, strict=True))
     assert hardware.output_of("no such program") is None
@@ -438,10 +467,12 @@ def test_what_nvidia_smi_tells(monkeypatch, tmp_path, capfd, command, told):
 @pytest.mark.parametrize("hip, module", [("6.4", "amdgpu"), (None, "nvidia")])
 def test_the_driver_is_that_of_the_kernel_s_module(monkeypatch, tmp_path, hip, module):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(hardware, "Path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    monkeypatch.setattr(hardware, "Path", lambda *parts: Path(str(tmp_path) + str(Path(*parts))))
+    folder = tmp_path / "sys" / "module" / module
+    assert hardware.driver_version(GPU) is None
+    folder.mkdir(parents=True)
     assert hardware.driver_version(GPU) is None  # part of the kernel, without a version of its own
-    (tmp_path / module).mkdir()
-    (tmp_path / module / "version").write_text("6.12.12\n")
+    (folder / "version").write_text("6.12.12\n")
     cpu = torch.device("cpu")
     assert hardware.driver_version(GPU) == "6.12.12" and hardware.driver_version(cpu) is None
     assert hardware.gpu_state(cpu) == dict.fromkeys(STATE)
@@ -455,13 +486,15 @@ def test_the_gpu_is_asked_before_the_warm_up_and_after_the_measured_steps(monkey
         called = replacement or getattr(module, name)
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(name) or called(*arguments))
 
-    noted(hardware, "gpu_state", lambda device: dict.fromkeys(STATE, 10.0 * len(calls)))
+    noted(hardware, "gpu_state", lambda device: {name: 10.0 * len(calls) + n for n, name in enumerate(STATE)})
     noted(llama, "warm_up")
     noted(llama, "train")
     noted(profiler, "count_kernels")
     done = run()
     assert calls == ["gpu_state", "warm_up", "train", "gpu_state", "count_kernels"]
-    assert "\nGPU after the last step: 40 W, 40 MHz, 40 degrees C\n" in done.out
+    assert "\nGPU after the last step: 40 W, 41 MHz, 42 degrees C\n" in done.out
+    told = done.result["summary"]["gpu"]
+    assert [list(told[when].values()) for when in ("idle", "busy")] == [[10, 11, 12, 13], [40, 41, 42, 43]]
 
 
 def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):

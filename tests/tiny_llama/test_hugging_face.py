@@ -115,6 +115,7 @@ model.double()
 keywords["attention_mask"] = (torch.arange(17, device=device) > 2).long().repeat(2, 1)
 keywords["position_ids"] = torch.arange(17, device=device) + torch.arange(2, device=device)[:, None]
 keywords["position_ids"] = 2 * torch.arange(17, device=device).repeat(2, 1)
+keywords["position_ids"] = torch.arange(17, device=device) * torch.tensor([[1], [3]], device=device)
 keywords["position_ids"] = torch.arange(17, device=device).flip(0).repeat(2, 1) + 3
 keywords["use_cache"] = True
 """
@@ -235,6 +236,7 @@ attention_mask        | theirs | torch.ones(2, 1, 17, 17, device=device, dtype=t
 position_ids          | ours   | positions
 position_ids          | ours   | positions + 5
 position_ids          | theirs | positions + torch.tensor([[0], [4]], device=device)
+position_ids          | theirs | positions * torch.tensor([[1], [3]], device=device)
 cache                 | ours   | DynamicCache()
 cache                 | ours   | DynamicCache(config=model.config)
 cache                 | theirs | filled_cache(model, tokens)

@@ -198,7 +198,9 @@ def test_the_number_of_gpus_may_be_given_in_the_job(cluster, own, slurm_s, used)
         "\nmodules=()", '\nmodules=(a b); module() { echo "$@$UNSET"; }'
     )
     done = cluster.sbatch("--graph", job=job, SLURM_GPUS_ON_NODE=slurm_s)
-    assert done.returncode == 0 and done.stdout.startswith("load a b\n--ntasks=2 --ntasks-per-node=1 ")
+    assert done.returncode == 0 and done.stdout.startswith(
+        "load a b\n--ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 "
+    )
     assert f" --nnodes=2 --nproc_per_node={used} " in done.stdout and done.stdout.endswith(
         " tiny_llama_v3.py --graph\n"
     )
