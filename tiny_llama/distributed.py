@@ -136,6 +136,12 @@ class World(llama.OneProcess):
         """Return whether a process was asked to stop. All must call this as often."""
         return any(self.gather(self.stop_requested))
 
+    def is_first_to_fail(self):
+        """Return whether no other process has called this before; True where there is no store, or it has ended."""
+        with contextlib.suppress(UsageError), finding_each_other():
+            return self.store.add("failures", 1) == 1
+        return True
+
     # What a training step and its run ask for, as llama.OneProcess describes it.
 
     def find_device(self, config):
@@ -245,12 +251,6 @@ class World(llama.OneProcess):
             print("Communication that was not hidden: not measured")
         print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
         return world
-
-    def is_first_to_fail(self):
-        """Return whether no other process has called this before; True where there is no store, or it has ended."""
-        with contextlib.suppress(UsageError), finding_each_other():
-            return self.store.add("failures", 1) == 1
-        return True
 
 
 def first_line(error):
