@@ -296,10 +296,18 @@ def test_another_norm_takes_the_place_of_ours(norm, place):
     assert results[0][0] != pass_over(make_model())
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention.qkv_proj", "layers.1.feed_forward.down_proj", "embed_tokens"])
-def test_a_hook_that_is_not_called_is_named(name):
+@pytest.mark.parametrize("name, kind", [
+    ("layers.0.attention.qkv_proj", "forward_hook"), ("layers.1.feed_forward.down_proj", "full_backward_hook"),
+    ("layers.1.attention.o_proj", "full_backward_pre_hook"), ("embed_tokens", "forward_pre_hook"),
+    ("layers.0.feed_forward.down_proj", "forward"),
+])  # fmt: skip
+def test_a_hook_that_is_not_called_is_named(name, kind):
     model = make_model()
-    model.get_submodule(name).register_forward_hook(lambda *given: None)
+    module = model.get_submodule(name)
+    if kind == "forward":
+        module.forward = lambda x: x
+    else:
+        getattr(module, f"register_{kind}")(lambda *given: None)
     with pytest.warns(UserWarning, match="a hook .* is not called: operations take only the weight; put it on"):
         model(*batch_of())
 
@@ -443,19 +451,31 @@ def test_a_frozen_weight_stays_as_it_is(make_step):
         step.freeze()
 
 
-def test_another_term_of_the_loss_adds_to_the_gradients(make_step):
-    """Whether autograd has computed its gradient before that of our kernels, or after it."""
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize(
+    "order", ["sum", "penalty loss", "loss penalty", "penalty loss loss", "penalty", "part loss", "part sum loss"]
+)
+def test_another_term_of_the_loss_adds_to_the_gradients(make_step, order, is_grouped):
+    """Whether autograd has computed its gradient before our kernels have theirs or later, of all weights or some."""
     gradients = []
     for impl in ("triton", "torch"):
-        step = make_step(SMALL, impl=impl)
-        step.run()
+        with contextlib.nullcontext() if is_grouped else without_groups():
+            step = make_step(SMALL, impl=impl)
+        step.run()  # leaves gradients in the buffer, which do not count any more
         step.optimizer.zero_grad()
-        loss = step.call_model(step.tokens, step.targets)
-        penalty = sum(p.square().sum() for p in step.model.parameters())
-        (penalty + loss).backward()
-        (sum(p.square().sum() for p in step.model.parameters()) + 0 * penalty.detach()).backward()
-        step.call_model(step.tokens, step.targets).backward()
-        gradients.append([p.grad for p in step.model.parameters()])
+        parameters = list(step.model.parameters())
+        terms = {
+            "loss": lambda step=step: step.call_model(step.tokens, step.targets),
+            "penalty": lambda weights=parameters: sum(p.square().sum() for p in weights),
+            "part": lambda weights=parameters[1::2]: sum(p.square().sum() for p in weights),
+        }
+        terms["sum"] = lambda terms=terms: terms["loss"]() + terms["penalty"]()
+        for term in order.split():
+            terms[term]().backward()
+        if impl == "triton":
+            step.optimizer.collect_gradients(parameters)  # as its step() does
+            assert all(p.grad is p.main_grad for p in parameters)
+        gradients.append([p.grad for p in parameters])
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 

@@ -107,6 +107,10 @@ torch.nn.utils.parametrizations.weight_norm(layer.self_attn.k_proj)
 torch.nn.utils.parametrizations.weight_norm(layer.input_layernorm, dim=None)
 layer.mlp.act_fn = torch.nn.GELU()
 layer.mlp.act_fn.register_forward_hook(lambda module, given, result: 2 * result)
+layer.mlp.act_fn.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+layer.mlp.act_fn.register_full_backward_hook(lambda module, given, result: (2 * given[0],))
+layer.mlp.act_fn.register_full_backward_pre_hook(lambda module, result: (2 * result[0],))
+layer.mlp.act_fn.forward = lambda x: 2 * x
 layer.self_attn.is_causal = False
 layer.self_attn.scaling = 1.0
 layer.self_attn.attention_dropout = 0.5
