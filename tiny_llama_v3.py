@@ -1044,15 +1044,15 @@ INTERPRETED = triton is not None and not isinstance(load, triton.JITFunction)
 
 def outside_compiler(function):
     """Have torch.compile call a function as it is: it can neither trace launches by address nor see main_grad."""
-
-    @functools.cache
-    def disabled():
-        return torch.compiler.disable(function)
+    disabled = None
 
     @functools.wraps(function)
     def call(*inputs, **options):
-        # torch.compiler.disable() imports the compiler, which takes seconds: only where somebody has imported it.
-        return (disabled() if "torch._dynamo" in sys.modules else function)(*inputs, **options)
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:  # which disable() would import, for seconds
+            return function(*inputs, **options)
+        disabled = disabled or torch.compiler.disable(function)
+        return disabled(*inputs, **options)
 
     return call
 
@@ -3479,7 +3479,6 @@ def print_configuration(step):
         f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else "")
     )
     in_use = operation_names(step.model)
-    in_use.pop("group", None)  # which a LayerGroup has, of LayerGroups
     in_use |= {"layers": type(step.model.layers).__name__, "optimizer": type(step.optimizer).__name__}
     for name, operation in in_use.items():
         print(f"    {name:13} {operation}")

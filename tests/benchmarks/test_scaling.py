@@ -58,6 +58,7 @@ def contender(ticking):
     """A Contender of two processes, whose step takes 3 ms here; .world.log tells when they meet."""
 
     class Step:
+        device = CPU
         loss = torch.tensor(2.0)
 
         def run(self):
