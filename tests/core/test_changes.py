@@ -415,8 +415,8 @@ def test_weights_go_out_and_in(make_step, use_amp):
     weights = step.state_dict()
     assert weights["norm.weight"].dtype == torch.float32
     other.run()
-    for _ in range(2):
-        other.load_state_dict(weights)
+    for given in (weights, dict(reversed(weights.items()))):  # by their names, in whatever order
+        other.load_state_dict(given)
         assert all(torch.equal(weight, weights[name]) for name, weight in other.state_dict().items())
         assert not other.optimizer.exp_avg.any() and (other.optimizer.beta_powers == 1).all()
         other.run()

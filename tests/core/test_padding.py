@@ -175,6 +175,19 @@ def test_what_backward_computes_again_has_the_bits_of_forward(device, dtype):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("ffn", [27, 64])
+def test_a_second_pass_adds_to_the_gradients_of_all_weights(make_step, ffn):
+    """Also where the feed-forward width is padded: twice the gradients of one pass."""
+    step = make_step(ffn_dim=ffn)
+    step.forward()
+    step.backward()
+    once = [p.grad.clone() for p in step.model.parameters()]
+    step.call_model(step.tokens, step.targets).backward()
+    for (name, p), grad in zip(step.model.named_parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert grad.any(), name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_groups_save_no_more_than_backward_needs(make_step, recompute):
     """For each layer o, gate_up, q, k, v and two residuals, (tokens, width), beside lse and rstd; without --recompute
