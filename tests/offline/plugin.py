@@ -1,9 +1,8 @@
-"""pytest -p tests.offline.plugin, as `make emulate` calls it: every test runs on the emulated GPU that EMULATE names.
+"""pytest -p tests.offline.plugin: our launchers, too, take an emulated GPU, and choose as they would on a real one."""
 
-Waves run in an order that depends on EMULATE_SEED and the test's name, so that a test fails again by itself.
-"""
-
+import contextlib
 import os
+from unittest import mock
 
 import pytest
 
@@ -11,17 +10,33 @@ import tiny_llama_v3 as llama
 
 llama.INTERPRETED = True  # before others import it: kernels take tensors of the CPU, though nothing interprets them
 
-from offline.driver import emulating  # noqa: E402
-from offline.machine import Machine  # noqa: E402
-
-ARCH, SEED = os.environ["EMULATE"], os.environ["EMULATE_SEED"]
+from offline.architectures import CHIPS, wave_size  # noqa: E402
+from offline.recorded import gpu_found  # noqa: E402
 
 
-def pytest_report_header():
-    return f"emulated: {ARCH}, the order of waves from EMULATE_SEED={SEED}"
+def pytest_configure(config):
+    os.environ["EMULATE"] = config.option.emulate  # for selection.py
+
+
+def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
+    """Launch as llama.launch() does, but by Triton: given addresses, the driver would not know the tensors' sizes."""
+    options |= dict(num_warps=num_warps, num_stages=num_stages)
+    return llama.launch_by_triton(kernel, grid, tensors, scalars, constants, **options)
+
+
+@contextlib.contextmanager
+def our_gpu(arch, units=None):
+    """Have our launchers find an emulated GPU. units: its number of compute units, by default that of the chip."""
+    chip = CHIPS[arch]
+    gpu = llama.Gpu("cpu", chip.name, arch, units or chip.units, wave_size(arch))
+    with (
+        gpu_found(gpu, launch=launch),
+        mock.patch.object(llama, "triton_obstacle", lambda device, use_amp=False: None),
+    ):
+        yield
 
 
 @pytest.fixture(autouse=True)
-def emulated(request):
-    with emulating(Machine(ARCH, f"{SEED} {request.node.nodeid}")):
+def ours(emulated):
+    with our_gpu(emulated.arch):
         yield

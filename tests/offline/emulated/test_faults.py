@@ -11,13 +11,14 @@ import torch
 import tiny_llama_v3 as llama
 from offline import recorded
 from tests.core import test_kernels
+from tests.offline import plugin
 from tests.offline.selection import EMULATED, only_emulated
 
 if EMULATED:
     from triton.runtime.errors import OutOfResources
 
-    from offline import driver
-    from offline.machine import Fault, Machine, Program
+    from offline.emulator import driver
+    from offline.emulator.machine import Fault, Program
 
 pytestmark = only_emulated
 randn = test_kernels.randn
@@ -35,7 +36,7 @@ def plant(tmp_path, monkeypatch):
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
-        for user in (recorded, driver, test_kernels):
+        for user in (recorded, plugin, test_kernels):
             monkeypatch.setattr(user, "llama", module)
 
     return plant
@@ -56,7 +57,7 @@ def rmsnorm(randn):
 def run(kernel, randn):
     """One kernel's test, on the emulated GPU."""
     check, *sizes = {"short attention": (attention, 104), "attention": (attention, 150), "rmsnorm": (rmsnorm,)}[kernel]
-    with driver.emulating(Machine(EMULATED, seed=1)):
+    with plugin.our_gpu(EMULATED):
         check(randn, *sizes)
 
 

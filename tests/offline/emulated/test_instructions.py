@@ -13,7 +13,8 @@ if EMULATED:
     from tinygrad.renderer.amd.dsl import s, v
     from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
-    from offline.machine import EXEC, FP16_OVFL, IN_PYTHON, ISA, LANES, Wave
+    from offline.emulator import LANES
+    from offline.emulator.machine import EXEC, FP16_OVFL, IN_PYTHON, ISA, POISON, Wave
 
 pytestmark = [only_emulated, needs_fp8]
 FORMATS = fp8.FNUZ if EMULATED == "gfx942" else fp8.OCP
@@ -26,7 +27,8 @@ CONVERSIONS = {  # {name of the instruction: what it rounds to}
 @pytest.fixture
 def wave():
     wave = Wave(EMULATED)
-    wave.start(0, 0, [], 0)
+    wave.take_scratch(0)
+    wave.start(0, 0, [], 0, POISON)
     return wave
 
 
@@ -87,6 +89,6 @@ def test_a_conversion_writes_one_half_of_the_active_lanes(name, half, wave):
 
 def test_a_wave_begins_without_saturation(wave):
     saturate(wave, True)
-    wave.start(0, 0, [], 0)
+    wave.start(0, 0, [], 0, POISON)
     result = convert(wave, "v_cvt_pk_fp8_f32", *torch.full((2, LANES), 1e6))
     assert result[:, :2].contiguous().view(FORMATS.forward).float().isnan().all()

@@ -5,14 +5,13 @@ import itertools
 import struct
 from unittest import mock
 
+import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
-import tiny_llama_v3 as llama
-from offline import compiler
-from offline.architectures import CHIPS, MAX_THREADS, wave_size
-from offline.code_object import CodeObject
-from offline.machine import Program, TensorMemory
-from offline.recorded import gpu_found
+from offline.emulator import CHIPS, LANES, MAX_THREADS
+from offline.emulator.code_object import CodeObject
+from offline.emulator.machine import Program, TensorMemory
 
 # {Triton's type of an argument: the letter of struct}. The types of pointers begin with "*".
 FORMATS = {
@@ -20,51 +19,75 @@ FORMATS = {
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
 HIDDEN_BYTES = 256  # of implicit arguments, in code objects of version 5
-
-
-def launch(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
-    """Launch as llama.launch() does, but by Triton: given addresses, the driver would not know the tensors' sizes."""
-    options |= dict(num_warps=num_warps, num_stages=num_stages)
-    return llama.launch_by_triton(kernel, grid, tensors, scalars, constants, **options)
+HIP = "6.4"  # torch.version.hip: programs that ask PyTorch for the vendor find AMD
 
 
 @contextlib.contextmanager
-def emulating(machine, units=None):
-    """Run launches of the project's kernels on CPU tensors on the Machine, which it yields.
+def emulating(machine):
+    """Run the Triton kernels that are launched on CPU tensors on a Machine, which it yields.
 
-    The launchers make the choices of its GPU. units: the number of compute units, by default that of the chip. Kernels
-    must be compiled (not TRITON_INTERPRET=1). Triton's kernel[grid] works as well.
+    Kernels must be compiled (not TRITON_INTERPRET=1). PyTorch says that it is built for ROCm.
     """
-    arch, chip = machine.arch, CHIPS[machine.arch]
-    gpu = llama.Gpu("cpu", chip.name, arch, units or chip.units, wave_size(arch))
-    triton.runtime.driver.set_active(Driver(arch, machine))  # not reset, as compiled kernels use it when they are freed
-    with (
-        gpu_found(gpu, launch=launch),
-        mock.patch.object(llama, "triton_obstacle", lambda device, use_amp=False: None),
-    ):
+    triton.runtime.driver.set_active(Driver(machine))  # not reset, as compiled kernels use it when they are freed
+    with mock.patch.object(torch.version, "hip", HIP):
         yield machine
 
 
-class Driver(compiler.Driver):
-    """The methods of a driver, and of its utils, that Triton calls for a launch."""
+class Driver:
+    """The methods of a driver, and of its utils, that Triton calls."""
 
-    def __init__(self, arch, machine):
-        super().__init__(arch)
+    def __init__(self, machine):
         self.machine, self.utils, self.launcher_cls = machine, self, Launcher
+        self.target = GPUTarget("hip", machine.arch, LANES)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.machine.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        return run_once
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": CHIPS[self.arch].shared_limit}
+        chip = CHIPS[self.machine.arch]
+        return {
+            "max_shared_mem": chip.lds_bytes,
+            "multiprocessor_count": chip.units,
+            "max_num_regs": 64 * 1024,
+            "warpSize": LANES,
+        }
 
     def load_binary(self, name, binary, shared_bytes, device):
         """Return (module, function, registers, spills, most threads)"""
-        return name, Program(CodeObject(binary, name), self.arch), 0, 0, MAX_THREADS
+        code = CodeObject(binary, name)
+        if code.scratch_bytes and self.machine.arch == "gfx90a":  # which reaches it by a buffer of another kind
+            raise NotImplementedError(
+                f"{name} spills {code.scratch_bytes} bytes a thread, which gfx90a does not emulate"
+            )
+        return name, Program(code, self.machine.arch), 0, 0, MAX_THREADS
 
     def unload_module(self, module):
         """Does nothing: the program is freed with its kernel."""
 
 
+def run_once(call, quantiles=None, **options):
+    """Take the place of a benchmark, of which nothing can be measured here: autotuning keeps its first configuration.
+
+    The call is made once, so that a configuration which cannot be launched is left out as on a GPU.
+    """
+    call()
+    return [1.0] * len(quantiles) if quantiles else 1.0
+
+
 class Launcher:
-    """Pack the arguments as the HIP runtime does, and runs them on the driver's machine."""
+    """Pack the arguments as the HIP runtime does, and run them on the driver's machine."""
 
     def __init__(self, source, metadata):
         if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -73,17 +96,12 @@ class Launcher:
 
     def __call__(self, x, y, z, stream, program, packed, launch_metadata, enter_hook, exit_hook, *values):
         values = dict(zip(self.signature, values, strict=True))
-        tensors = {name.removesuffix("_ptr"): v for name, v in values.items() if hasattr(v, "untyped_storage")}
-        memory = TensorMemory(tensors)
-        flat = [
-            (type_, value)
-            for name, type_ in self.signature.items()
-            for type_, value in flatten(type_, values[name])
-            if type_ != "constexpr"
-        ]
+        named = [(name, *item) for name, type_ in self.signature.items() for item in flatten(type_, values[name])]
+        memory = TensorMemory([(name.removesuffix("_ptr"), v) for name, _, v in named if hasattr(v, "untyped_storage")])
+        flat = [(type_, value) for _, type_, value in named if type_ != "constexpr"]
         arguments = self.packed(flat, memory, (x, y, z), program.code.argument_bytes)
         machine = triton.runtime.driver.active.machine
-        machine.run(program, (x, y, z), arguments, memory, self.metadata.num_warps, self.metadata.shared)
+        machine.launch(program, (x, y, z), arguments, memory, self.metadata.num_warps, self.metadata.shared)
 
     def packed(self, arguments, memory, grid, nbytes):
         """Return the kernel's arguments as bytes, each aligned to its size, followed by the implicit arguments."""

@@ -22,9 +22,10 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
 
 uint64_t last_fault(void) { return fault_address; }
 
-/* Runs at most `turn` instructions of a program of `size` bytes at `begin`; program has an entry for each 4 of them. */
+/* Runs at most *turn instructions of a program of `size` bytes at `begin`, and leaves there how many are left; program has
+   an entry for each 4 bytes. */
 int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const uint64_t *buffers,
-             volatile uint64_t *program_counter, long turn) {
+             volatile uint64_t *program_counter, volatile long *turn) {
     struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, before[2];
     volatile int outcome = TURN_IS_OVER;
     sigaction(SIGSEGV, &action, &before[0]);
@@ -32,7 +33,7 @@ int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const u
     if (sigsetjmp(before_fault, 1)) {
         outcome = FAULT;
     } else {
-        while (outcome == TURN_IS_OVER && turn-- > 0) {
+        while (outcome == TURN_IS_OVER && *turn > 0) {
             uint64_t offset = *program_counter - begin;
             if (*program_counter == UINT64_MAX) {
                 outcome = ENDED;
@@ -40,6 +41,7 @@ int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const u
                 outcome = NOT_COMPILED;
             } else {
                 struct instruction *next = &program[offset / 4];
+                --*turn;
                 const uint8_t *b = next->buffers;
                 next->function(buffers[b[0]], buffers[b[1]], buffers[b[2]], buffers[b[3]], buffers[b[4]], buffers[b[5]]);
                 if (next->is_barrier) outcome = AT_BARRIER;

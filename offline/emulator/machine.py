@@ -1,8 +1,8 @@
 """Emulate a compute unit: run the workgroups of a kernel one after the other, and their waves in random order.
 
-Registers and local memory (LDS) start with all bits set: NaN, or the integer -1. Tensors and LDS lie between protected
-pages. Not modelled are waits and hazards, caches, concurrent workgroups, and the rounding inside matrix instructions
-and of exp, log and reciprocals.
+Registers, local memory (LDS) and private memory (scratch) start with all bits set: NaN, or the integer -1. Tensors, LDS
+and scratch lie between protected pages. Not modelled are waits and hazards, caches, concurrent workgroups, and the
+rounding inside matrix instructions and of exp, log and reciprocals.
 """
 
 import collections
@@ -11,8 +11,8 @@ import ctypes
 import functools
 import itertools
 import mmap
-import os
 import random
+import re
 import struct
 import subprocess
 import tempfile
@@ -25,18 +25,26 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
 from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
-from offline.architectures import wave_size
-from offline.code_object import LONGEST_INSTRUCTION
+from offline.emulator import CHIPS, LANES, overrides
+from offline.emulator.code_object import LONGEST_INSTRUCTION
+
+overrides.apply()
 
 ISA = "cdna"  # as in tinygrad, which distinguishes MI200, MI300 and MI350 only by their instructions
-LANES = wave_size("gfx942")  # the same on all three
 REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
 TURNS = (1, 7, 40, 300)  # numbers of instructions that a wave executes before another wave is chosen
 MOST_INSTRUCTIONS = 50_000_000  # of a wave; one that executes more is taken not to end
-EXEC, PROGRAM_COUNTER, ONE = 126, 256, 242  # as tinygrad numbers the special registers; ONE is the constant 1.0
+M0, EXEC, PROGRAM_COUNTER, ONE = (
+    124,
+    126,
+    256,
+    242,
+)  # as tinygrad numbers the special registers; ONE is the constant 1.0
+S_NOP = 0xBF800000
 FP16_OVFL = 1 | 23 << 6  # the operand of s_setreg: one bit of MODE, which is register 1
 TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
-POISON = 0xFF
+SCRATCH_STRIDE = 259  # the scalar register with the bytes of a lane
+POISON, OTHER_POISON = 0xFF, 0x5A
 
 
 class Fault(RuntimeError):
@@ -53,15 +61,25 @@ class Instruction(ctypes.Structure):
 
 
 @functools.cache
-def wave_library():
-    """Compile and loads wave.c."""
+def library_of(arch):
+    """Compile and load wave.c and instructions.c for an architecture."""
+    chip = CHIPS[arch]
+    constants = {"LANES": LANES, "FP8_FNUZ": int(chip.fp8_is_fnuz), "FLUSHES_16_BIT": int(chip.flushes_16_bit)}
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "wave.so")
-        command = [os.environ.get("CC", "clang"), "-O2", "-shared", "-fPIC", "-o", library]
-        subprocess.run([*command, Path(__file__).with_name("wave.c")], check=True)
+        command = ["clang", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+        command += [f"-D{name}={value}" for name, value in constants.items()]
+        sources = [Path(__file__).with_name(name) for name in ("wave.c", "instructions.c")]
+        subprocess.run([*command, "-o", library, *sources, "-lm"], check=True)
         loaded = ctypes.CDLL(str(library))
     loaded.last_fault.restype = ctypes.c_uint64
     return loaded
+
+
+def function_of(arch, inst):
+    """Return the address of an instruction's function in instructions.c, None if it has none."""
+    function = getattr(library_of(arch), inst.op.name.lower(), None)
+    return function and ctypes.cast(function, ctypes.c_void_p).value
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -83,27 +101,36 @@ class GuardedMemory:
         self.nbytes, self.begin = nbytes, base + GUARD
         self.address = self.begin + pages - -(-nbytes // 16) * 16  # kernels rely on the alignment
         self.spare = [(self.begin, self.address - self.begin), (self.address + nbytes, -nbytes % 16)]
-        self.poison()
+        self.poison(POISON)
         for guard in (base, self.begin + pages):
             LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0)
 
-    def poison(self):
-        ctypes.memset(self.begin, POISON, self.address + -(-self.nbytes // 16) * 16 - self.begin)
+    def poison(self, byte):
+        self.byte = byte
+        ctypes.memset(self.begin, byte, self.address + -(-self.nbytes // 16) * 16 - self.begin)
 
     def is_overrun(self):
         """Tell whether the bytes between the memory and the protected pages were overwritten."""
-        return any(ctypes.string_at(at, n) != bytes([POISON]) * n for at, n in self.spare)
+        return any(ctypes.string_at(at, n) != bytes([self.byte]) * n for at, n in self.spare)
 
 
 class TensorMemory:
-    """Guarded copies of the storages of {name: tensor or None}."""
+    """Guarded copies of the storages of tensors: [(name, tensor)].
+
+    NotImplementedError if two storages overlap: each would be copied by itself.
+    """
 
     def __init__(self, tensors):
         self.storages = {}  # address: (names, GuardedMemory or None)
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             storage = tensor.untyped_storage()
-            names, _ = self.storages.setdefault(storage.data_ptr(), ([], self.copy_of(storage)))
-            names.append(name)
+            if storage.data_ptr() not in self.storages:
+                self.storages[storage.data_ptr()] = [], self.copy_of(storage)
+            self.storages[storage.data_ptr()][0].append(name)
+        ends = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), name) for name, t in tensors)
+        for (begin, nbytes, name), (after, _, other) in itertools.pairwise(ends):
+            if begin < after < begin + nbytes:
+                raise NotImplementedError(f"the memory of {name} and {other} overlaps: make a copy of one")
 
     @staticmethod
     def copy_of(storage):
@@ -113,19 +140,37 @@ class TensorMemory:
         ctypes.memmove(copy.address, storage.data_ptr(), storage.nbytes())
         return copy
 
+    @property
+    def is_copied(self):
+        """Tell whether all are copies, which can be filled again."""
+        return all(copy for _, copy in self.storages.values())
+
+    def contents(self):
+        """Return {names: bytes} of the copies."""
+        return {
+            tuple(names): ctypes.string_at(copy.address, copy.nbytes) for names, copy in self.storages.values() if copy
+        }
+
+    def refill(self):
+        """Copy the tensors again, as they were before the launch."""
+        for storage, (_, copy) in self.storages.items():
+            if copy:
+                ctypes.memmove(copy.address, storage, copy.nbytes)
+
     def address_of(self, tensor):
         storage = tensor.untyped_storage().data_ptr()
         copy = self.storages[storage][1]
         return tensor.data_ptr() - storage + (copy.address if copy else storage)
 
     def write_back(self):
-        """Copies the results into the tensors. Returns the names of those with a store beside them."""
-        overrun = []
-        for storage, (names, copy) in self.storages.items():
+        """Copy the results into the tensors."""
+        for storage, (_, copy) in self.storages.items():
             if copy:
                 ctypes.memmove(storage, copy.address, copy.nbytes)
-                overrun += names if copy.is_overrun() else []
-        return overrun
+
+    def overrun(self):
+        """Return the names of tensors with a store beside them."""
+        return [name for names, copy in self.storages.values() if copy and copy.is_overrun() for name in names]
 
     def place_of(self, address):
         """Describes an address by its distance from the nearest tensor."""
@@ -150,7 +195,7 @@ class Wave:
     """The registers of 64 lanes."""
 
     def __init__(self, arch):
-        self.fp8_is_fnuz = arch == "gfx942"  # gfx950 has the types of OCP
+        self.fp8_is_fnuz = CHIPS[arch].fp8_is_fnuz
         self.state = emu.WaveState(LANES, LANES)
         buffers = [self.state.sgpr_buf, self.state.vgpr_buf, None, None, None, self.state.accvgpr_buf]
         self.addresses = [buffer._buf.va_addr if buffer else 0 for buffer in buffers]
@@ -159,14 +204,21 @@ class Wave:
         self.vector = np.frombuffer(self.state._vgpr_mv, np.uint32).reshape(REGISTERS, LANES)
         self.constants = self.scalar.copy()  # EXEC among them, with all lanes active
 
-    def start(self, index, entry, user_registers, lds_address):
-        """Set the registers as the hardware does for wave number index of a workgroup."""
+    def take_scratch(self, bytes_of_lane):
+        """Have private memory for the lanes, one after the other."""
+        self.scratch = GuardedMemory(bytes_of_lane * LANES)
+        self.buffers[4] = self.scratch.address
+        self.constants[SCRATCH_STRIDE] = bytes_of_lane
+
+    def start(self, index, entry, user_registers, lds_address, poison):
+        """Set the registers as the hardware does for wave number index of a workgroup, others to the poison."""
         self.scalar[:] = self.constants
-        self.scalar[len(user_registers) : 104] = 0xFFFFFFFF
+        self.scalar[len(user_registers) : 108] = self.scalar[M0] = poison * 0x01010101  # VCC among them
         self.scalar[: len(user_registers)] = user_registers
         self.program_counter = entry
         for registers in (self.addresses[1], self.addresses[5]):
-            ctypes.memset(registers, POISON, 4 * REGISTERS * LANES)
+            ctypes.memset(registers, poison, 4 * REGISTERS * LANES)
+        self.scratch.poison(poison)
         self.vector[0] = LANES * index + np.arange(LANES)
         self.buffers[3] = lds_address
         self.fp8_saturates = False  # MODE.FP16_OVFL
@@ -197,23 +249,6 @@ def swap_rows(inst, rows):
     def execute(wave, lds):
         v = wave.vector
         v[second, even], v[first, even + rows] = v[first, even + rows], v[second, even].copy()
-
-    return execute
-
-
-def read_transposed(inst):
-    """ds_read_b64_tr_b16: in each 16 lanes, word n of lane l is word l % 4 at the address of lane l // 4 + 4 n."""
-    word = int.from_bytes(inst.to_bytes(), "little")
-    offset, uses_accumulation, address, destination = word & 0xFFFF, word >> 25 & 1, word >> 32 & 0xFF, word >> 56
-    if uses_accumulation:
-        raise NotImplementedError("ds_read_b64_tr_b16 into accumulation registers is not emulated")
-    lanes = np.arange(LANES)[:, None]
-    source = (lanes & ~15 | lanes >> 2 & 3) + 4 * np.arange(4)
-
-    def execute(wave, lds):
-        halves = wave.vector[address].astype(np.int64)[source] + offset
-        read = lds[halves // 2 + (lanes & 3)].astype(np.uint32)
-        wave.vector[destination : destination + 2] = read[:, 0] | read[:, 1] << 16, read[:, 2] | read[:, 3] << 16
 
     return execute
 
@@ -265,13 +300,46 @@ def round_to_fp8(inst, exponent_bits):
 IN_PYTHON = {
     "V_PERMLANE16_SWAP_B32_E32": functools.partial(swap_rows, rows=16),
     "V_PERMLANE32_SWAP_B32_E32": functools.partial(swap_rows, rows=32),
-    "DS_READ_B64_TR_B16": read_transposed,
     "S_SETREG_IMM32_B32": set_mode,
     "V_CVT_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
     "V_CVT_PK_BF8_F32": functools.partial(round_to_fp8, exponent_bits=5),
     "V_CVT_SCALEF32_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
     "V_CVT_SCALEF32_PK_BF8_F32": functools.partial(round_to_fp8, exponent_bits=5),
 }
+
+
+# What tinygrad executes otherwise than the chips, or not at all: matrix products of several blocks, sparse, scaled or
+# in fp64; formatted buffers; numbers from FP8; registers of the hardware; comparisons that write EXEC.
+NOT_EMULATED = re.compile(
+    "V_MFMA_(?!.*_4X4X.*_(F32|BF16|I8)$)|V_SMFMAC_|BUFFER_|GLOBAL_ATOMIC_|FLAT_ATOMIC_|V_CVT_(PK_)?F32_[FB]F?8|S_GETREG"
+    "|V_CMPX_.*_E32"
+)
+# Fields that must be 0: {what an instruction's name begins with: fields that tinygrad or instructions.c does not heed}.
+NOT_HEEDED = {
+    "V_MFMA_(?!.*(XF32|F8F6F4))": ("cbsz", "abid", "blgp"),
+    "V_MFMA_.*_4X4X": ("acc", "acc_cd"),
+    "BUFFER_(LOAD|STORE|ATOMIC)": ("idxen",),
+    "BUFFER_LOAD_(?!DWORD(X[34])?$)": ("lds",),
+    "DS_(?!READ)": ("acc",),
+    "V_(?!BITOP3|CMP)": ("omod",),
+    "V_PK_": ("clmp",),
+}
+NOT_HEEDED = {re.compile(pattern): fields for pattern, fields in NOT_HEEDED.items()}
+
+
+def refuse_what_is_not_emulated(arch, inst, has_function):
+    """Raise NotImplementedError for instructions that would be executed otherwise than by the chips."""
+    name = emu._op_name(inst)
+    fields = [field for pattern, fields in NOT_HEEDED.items() if pattern.match(name) for field in fields]
+    is_refused = any(emu._iattr(inst, field) for field in fields)
+    is_refused |= not has_function and bool(NOT_EMULATED.match(name))
+    is_refused |= "F8F6F4" in name and max(int(inst.cbsz), int(inst.blgp)) > 1  # FP6 and FP4
+    is_refused |= "_sdwa" in type(inst).__name__.lower() and any(
+        emu._iattr(inst, field) for field in ("src0_neg", "src0_abs", "src1_neg", "src1_abs", "clmp", "omod")
+    )
+    is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
+    if is_refused:
+        raise NotImplementedError(f"{inst!r} is not emulated")
 
 
 class CompiledInstruction(NamedTuple):
@@ -320,7 +388,7 @@ class Program:
         self.instructions = (Instruction * (code.nbytes // 4 + 1))()
         self.decoded, self.in_python = {}, {}  # by address
         if arch == "gfx90a":
-            self.rename_matrix_instructions()
+            self.translate_gfx90a()
 
     def holds(self, address):
         """Tell whether an address lies in the code of the program."""
@@ -336,19 +404,33 @@ class Program:
             self.decoded[address] = decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), ISA)
         return self.decoded[address]
 
-    def rename_matrix_instructions(self):
-        """Gives v_mfma_f32_*bf16_1k of gfx90a the opcodes of v_mfma_f32_*_bf16 of gfx942, which do the same."""
+    def translate_gfx90a(self):
+        """Give instructions of gfx90a the opcodes of gfx942 for the same.
+
+        v_mfma_f32_*bf16_1k is v_mfma_f32_*_bf16; buffer_wbinvl1 and _vol, for caches, are s_nop. NotImplementedError
+        for products of bytes, whose opcodes have another meaning there.
+        """
         address = self.code.begin
         while address < self.code.begin + self.code.nbytes:
             word = ctypes.c_uint32.from_address(address)
-            if word.value >> 23 == 0b110100111 and word.value >> 16 & 127 in (0x66, 0x67):
-                word.value -= 6 << 16
+            if word.value >> 23 == 0b110100111:
+                if word.value >> 16 & 127 in (0x66, 0x67):
+                    word.value -= 6 << 16
+                elif word.value >> 16 & 127 in (0x54, 0x55):
+                    raise NotImplementedError(f"{self.code.name} multiplies bytes, which gfx90a does not emulate")
+            elif word.value >> 26 == 0b111000 and word.value >> 18 & 127 in (62, 63):
+                word.value = ctypes.c_uint32.from_address(address + 4).value = S_NOP
             address += decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), ISA).size()
 
     def compile(self, address):
         """Compile the instruction at an address."""
         inst = self.decode(address)
         entry = self.instruction_at(address)
+        function = function_of(self.arch, inst)
+        refuse_what_is_not_emulated(self.arch, inst, function)
+        if function:
+            entry.buffers[:], entry.function = range(6), function
+            return
         program, runtime = runner_of(inst, address)
         arguments = program.arg.globals
         entry.buffers[: len(arguments)] = arguments
@@ -357,19 +439,48 @@ class Program:
 
 
 class Machine:
-    """Run programs. seed: determines the order of workgroups and waves."""
+    """Run programs.
 
-    def __init__(self, arch, seed):
-        self.arch, self.random = arch, random.Random(seed)
+    seed: determines the order of workgroups and waves. is_thorough: run each launch again, with other values where
+    nothing was written, and in another order: the results must have the same bits.
+    """
+
+    def __init__(self, arch, seed, is_thorough=False):
+        self.arch, self.random, self.is_thorough = arch, random.Random(seed), is_thorough
         self.waves = []
 
-    def run(self, program, grid, arguments, memory, n_waves, lds_bytes):
-        """Run every workgroup of a launch.
+    def launch(self, program, grid, arguments, memory, n_waves, lds_bytes):
+        """Run a launch, and write its results into the tensors.
 
         grid: the three numbers of workgroups; arguments: of the kernel, as bytes; memory: a TensorMemory; lds_bytes:
-        of the launch. Fault if the kernel accesses other memory or does not end.
+        of the launch. Fault if the kernel accesses other memory, does not end, or is found not to be reliable.
         """
+        launch = program, grid, arguments, memory, n_waves, lds_bytes
+        order = self.random.getstate()
+        self.run(*launch)
+        results = memory.contents()
+        if self.is_thorough and memory.is_copied:
+            next_order = self.random.getstate()
+            self.random.setstate(order)
+            self.run_again(results, "registers or LDS that it has not written", *launch, OTHER_POISON)
+            self.random.setstate(next_order)
+            self.run_again(results, "the order of its workgroups and waves", *launch)
+        memory.write_back()
+
+    def run_again(self, results, cause, program, grid, arguments, memory, *others):
+        """Run a launch again and compare. Fault with the cause if a result has other bits."""
+        memory.refill()
+        self.run(program, grid, arguments, memory, *others)
+        for names, after in memory.contents().items():
+            before = results[names]
+            if before != after:
+                at = next(i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y)
+                raise Fault(f"{program.code.name} on {self.arch}: {' and '.join(names)}, byte {at}, depends on {cause}")
+
+    def run(self, program, grid, arguments, memory, n_waves, lds_bytes, poison=POISON):
+        """Run every workgroup of a launch on the copies of the tensors."""
         code = program.code
+        self.poison = poison
         self.program, self.memory = program, memory
         self.lds = GuardedMemory(max(lds_bytes, code.lds_bytes))
         self.lds_halves = np.ctypeslib.as_array(
@@ -378,16 +489,16 @@ class Machine:
         held = ctypes.create_string_buffer(arguments, len(arguments))
         user_registers = self.user_registers(code, ctypes.addressof(held), arguments)
         self.waves += [Wave(self.arch) for _ in range(len(self.waves), n_waves)]
+        for wave in self.waves[:n_waves]:
+            wave.take_scratch(code.scratch_bytes)
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
         with emu._MXCSRContext() if code.flushes_denormals else contextlib.nullcontext():
             for workgroup in workgroups:
                 self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
-        overrun = memory.write_back()
+        overrun = memory.overrun()
         if overrun:
             raise Fault(f"{code.name} on {self.arch} stores beside {' and '.join(overrun)}")
-        if self.lds.is_overrun():
-            raise Fault(f"{code.name} on {self.arch} stores beside its {self.lds.nbytes} bytes of LDS")
 
     @staticmethod
     def user_registers(code, address, arguments):
@@ -399,10 +510,10 @@ class Machine:
 
     def run_workgroup(self, workgroup, waves, user_registers):
         code = self.program.code
-        self.lds.poison()
+        self.lds.poison(self.poison)
         position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
         for index, wave in enumerate(waves):
-            wave.start(index, code.entry, user_registers + position, self.lds.address)
+            wave.start(index, code.entry, user_registers + position, self.lds.address, self.poison)
         running, waiting, left = list(waves), [], MOST_INSTRUCTIONS * len(waves)
         while running or waiting:
             if not running:  # all waves that have not ended wait at the barrier
@@ -416,38 +527,46 @@ class Machine:
                 waiting.append(wave)
             if left < 0:
                 raise Fault(f"{self.where(wave, workgroup)} does not come to an end")
+        if self.lds.is_overrun():
+            raise Fault(f"{code.name} on {self.arch} stores beside its {self.lds.nbytes} bytes of LDS")
+        if any(wave.scratch.is_overrun() for wave in waves):
+            raise Fault(f"{code.name} on {self.arch} stores beside its private memory")
 
     def run_wave(self, wave, turn, workgroup):
         """Execute up to turn instructions. Returns why it stopped."""
-        library, program = wave_library(), self.program
-        while True:
+        library, program, left = library_of(self.arch), self.program, ctypes.c_long(turn)
+        while left.value > 0:
             outcome = library.run_wave(
                 program.instructions, ctypes.c_uint64(program.code.begin), ctypes.c_uint64(program.code.nbytes),
-                wave.buffers, ctypes.c_void_p(wave.addresses[0] + 4 * PROGRAM_COUNTER), ctypes.c_long(turn),
+                wave.buffers, ctypes.c_void_p(wave.addresses[0] + 4 * PROGRAM_COUNTER), ctypes.byref(left),
             )  # fmt: skip
             if outcome == FAULT:
                 place = self.memory.place_of(library.last_fault())
                 raise Fault(f"{self.where(wave, workgroup)} touches {place}")
             if outcome != NOT_COMPILED:
                 return outcome
-            self.meet(wave, workgroup)
+            left.value -= self.meet(wave, workgroup)
+        return TURN_IS_OVER
 
     def meet(self, wave, workgroup):
-        """Compile the instruction that the wave has reached, or executes it in Python."""
+        """Compile the instruction that the wave has reached, or execute it in Python. Return how many it executed."""
         address, program = wave.program_counter, self.program
         if not program.holds(address):
             raise Fault(f"{self.where(wave, workgroup)} leaves its code")
         inst = program.decode(address)
         if inst.op.name not in IN_PYTHON:
             program.compile(address)
-            return
+            return 0
         if address not in program.in_python:
             program.in_python[address] = IN_PYTHON[inst.op.name](inst)
         program.in_python[address](wave, self.lds_halves)
         wave.program_counter = address + inst.size()
+        return 1
 
     def where(self, wave, workgroup):
         address = wave.program_counter
-        instruction = f", {self.program.decode(address)!r}" if self.program.holds(address) else ""
-        place = f"workgroup {workgroup}, wave {self.waves.index(wave)}"
-        return f"{self.program.code.name} on {self.arch}, {place}{instruction}"
+        code, place = self.program.code, f"workgroup {workgroup}, wave {self.waves.index(wave)}"
+        if not self.program.holds(address):
+            return f"{code.name} on {self.arch}, {place}"
+        line = f"{code.line_of(address)}: " if code.line_of(address) else ""
+        return f"{line}{code.name} on {self.arch}, {place}, {self.program.decode(address)!r}"

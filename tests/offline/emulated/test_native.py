@@ -1,0 +1,536 @@
+"""Instructions in instructions.c and overrides.py, one by one, beside their definition in numpy."""
+
+import ctypes
+import itertools
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.offline.selection import EMULATED, only_emulated
+from tiny_llama import fp8
+
+if EMULATED:
+    from tinygrad.renderer.amd.dsl import s, v
+    from tinygrad.runtime.autogen.amd.cdna import ins as cdna
+
+    from offline import emulator
+    from offline.emulator import LANES
+    from offline.emulator.machine import ENDED, EXEC, POISON, Fault, GuardedMemory, Machine, Program, TensorMemory, Wave
+
+pytestmark = only_emulated
+LANE = np.arange(64)
+A, B, C, D = 8, 24, 40, 72  # the first registers of the operands
+
+
+class Code:
+    """Machine code in memory, as CodeObject has it: a kernel with its arguments in s[0:1] and its workgroup in s2."""
+
+    name = "instructions"
+    lds_bytes = scratch_bytes = preloaded_words = preload_offset = takes_scratch_buffer = flushes_denormals = 0
+    n_user_registers, rsrc2 = 2, 1 << 7
+
+    def __init__(self, instructions):
+        text = b"".join(inst.to_bytes() for inst in [*instructions, cdna.s_endpgm()])
+        self.held = ctypes.create_string_buffer(text + bytes(16))
+        self.begin = self.entry = ctypes.addressof(self.held)
+        self.nbytes = len(text)
+
+    def line_of(self, address):
+        return ""
+
+
+@pytest.fixture
+def wave():
+    wave = Wave(EMULATED)
+    wave.take_scratch(0)
+    wave.start(0, 0, [], 0, POISON)
+    return wave
+
+
+def run(wave, *instructions, lds=None):
+    machine, code = Machine(EMULATED, 0), Code(instructions)
+    machine.program, machine.waves, machine.lds_halves = Program(code, EMULATED), [wave], None
+    wave.program_counter = code.begin
+    wave.buffers[3] = lds.address if lds else 0
+    assert machine.run_wave(wave, 1000, (0, 0, 0)) == ENDED
+
+
+class Words(tuple):
+    """An instruction as its 32-bit words."""
+
+    def __new__(cls, *words):
+        return super().__new__(cls, words)
+
+    def to_bytes(self):
+        return np.array(self, np.uint32).tobytes()
+
+
+def accumulation(wave):
+    """The accumulation registers as wave.vector has the others."""
+    words = ctypes.cast(wave.addresses[5], ctypes.POINTER(ctypes.c_uint32))
+    return np.ctypeslib.as_array(words, (256 * LANES,)).reshape(256, LANES)
+
+
+def words_of(array):
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Matrix products
+
+
+def codes(values, kind):
+    """(random codes of a type, their values as float64)"""
+    if kind in ("f16", "bf16", "f32", "xf32"):
+        numbers = values.astype(np.float32)
+        if kind == "f32":
+            return words_of(numbers), numbers.astype(float)
+        if kind == "f16":
+            return numbers.astype(np.float16).view(np.uint16), numbers.astype(np.float16).astype(float)
+        cut = words_of(numbers) & (0xFFFFE000 if kind == "xf32" else 0xFFFF0000)
+        exact = cut.view(np.float32).astype(float)
+        return (cut, exact) if kind == "xf32" else ((cut >> 16).astype(np.uint16), exact)
+    small = np.rint(values).clip(-3, 3)
+    if kind == "i8":
+        return small.astype(np.int8).view(np.uint8), small
+    formats = fp8.FNUZ if emulator.CHIPS[EMULATED].fp8_is_fnuz else fp8.OCP
+    eighths = torch.from_numpy(values).to({"fp8": formats.forward, "bf8": formats.gradient}[kind])
+    return eighths.view(torch.uint8).numpy(), eighths.double().numpy()
+
+
+def products():
+    """(name, M, K, type of A, type of B) of each function in instructions.c that gfx942 or gfx950 has."""
+    text = (Path(__file__).parents[3] / "offline/emulator/instructions.c").read_text()
+    for name in re.findall(r"^MFMA\((\w+),", text, flags=re.M):
+        m, k, kinds = re.fullmatch(r"[fi]32_(\d+)x\d+x(\d+)_(\w+)", name).groups()
+        first, _, second = kinds.partition("_")
+        yield name, int(m), int(k), first, second or first
+
+
+def opcode(name):
+    from tinygrad.runtime.autogen.amd.cdna.enum import VOP3POp
+
+    return VOP3POp[f"V_MFMA_{name}".upper()].value
+
+
+@pytest.mark.parametrize("held", ["vector", "accumulation", "constant"])
+@pytest.mark.parametrize("name, m, k, a_kind, b_kind", list(products()))
+def test_a_matrix_product(name, m, k, a_kind, b_kind, held, wave):
+    """Each number has its own value, so that a wrong row, column, element of k or part of a register is seen."""
+    random = np.random.default_rng(1)
+    a_codes, a = codes(random.normal(size=(m, k)), a_kind)
+    b_codes, b = codes(random.normal(size=(k, m)), b_kind)
+    per_lane = m * k // 64
+    vector, other = wave.vector, accumulation(wave)
+    to_a, to_b, to_d = (other, vector, other) if held == "accumulation" else (vector, other, vector)
+    k_of = LANE[:, None] // m * per_lane + np.arange(per_lane)
+    to_a[A : A + 16] = to_b[B : B + 16] = 0
+    for first, registers, numbers in (
+        (A, to_a, a_codes[LANE[:, None] % m, k_of]), (B, to_b, b_codes[k_of, LANE[:, None] % m]),
+    ):  # fmt: skip
+        words = words_of(numbers).reshape(64, -1)  # (lanes, registers)
+        registers[first : first + words.shape[1]] = words.T
+    i = np.arange(m * m // 64)
+    row = (8 * (i // 4) + i % 4)[None] + 4 * (LANE // 32)[:, None] if m == 32 else i[None] + 4 * (LANE // 16)[:, None]
+    is_whole = a_kind == "i8"
+    c = np.rint(100 * random.normal(size=(m, m)))
+    if held == "constant":
+        c[:] = 2
+    else:
+        numbers = c[row, LANE[:, None] % m].astype(np.int32 if is_whole else np.float32)
+        to_d[C : C + len(i)] = words_of(numbers.T)
+    third = (130 if is_whole else 244) if held == "constant" else 256 + C  # the constants 2 and 2.0
+    in_a, in_b, in_d = held == "accumulation", held != "accumulation", held == "accumulation"
+    inst = Words(
+        0xD3800000 | opcode(name) << 16 | in_d << 15 | D,
+        (256 + A) | (256 + B) << 9 | third << 18 | in_a << 27 | in_b << 28,
+    )
+    wave.scalar[EXEC : EXEC + 2] = 0x0F0F0F0F  # which matrix instructions ignore
+    run(wave, inst)
+    result = to_d[D : D + len(i)].view(np.int32 if is_whole else np.float32)
+    np.testing.assert_allclose(result.T, (a @ b + c)[row, LANE[:, None] % m], rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_that_is_none_stays_none(wave):
+    """Also if it is what registers begin with, whose rounding to fewer digits would overflow to 0."""
+    wave.vector[B : B + 2] = 0x3F800000
+    word = 0xD3800000 | opcode("f32_32x32x4_xf32") << 16 | D
+    run(wave, Words(word, (256 + A) | (256 + B) << 9 | 128 << 18))  # A is poisoned
+    assert np.isnan(wave.vector[D : D + 16].view(np.float32)).all()
+
+
+@pytest.mark.parametrize("field", [1 << 8, 1 << 11, 1 << 61])  # cbsz, abid, blgp: broadcasts and sign changes
+def test_a_field_that_is_not_heeded_is_refused(field, wave):
+    word = 0xD3800000 | opcode("f32_16x16x16_f16") << 16 | D | ((256 + A) | (256 + B) << 9 | 128 << 18) << 32 | field
+    with pytest.raises(NotImplementedError, match="v_mfma_f32_16x16x16_f16.* is not emulated"):
+        run(wave, Words(word & 0xFFFFFFFF, word >> 32))
+
+
+def test_subnormal_halves(wave):
+    """gfx90a takes them as 0, and what is too small in the result."""
+    wave.vector[A : A + 2], wave.vector[B : B + 2] = 0x00010001, 0x3C003C00  # 2^-24 and 1
+    run(wave, cdna.v_mfma_f32_16x16x16_f16(v[D : D + 3], v[A : A + 1], v[B : B + 1], 0))
+    expected = 0 if EMULATED == "gfx90a" else 16 * 2.0**-24
+    assert (wave.vector[D : D + 4].view(np.float32) == expected).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Buffers
+
+BASE, SIZE = 16, 4096  # the first scalar register of a buffer's descriptor, and its bytes
+
+
+@pytest.fixture
+def memory(wave):
+    """Random bytes, which scalar registers 16 to 19 describe."""
+    memory = GuardedMemory(SIZE)
+    held = np.ctypeslib.as_array(ctypes.cast(memory.address, ctypes.POINTER(ctypes.c_uint8)), (SIZE,))
+    held[:] = np.random.default_rng(2).integers(0, 256, SIZE)
+    wave.scalar[BASE : BASE + 4] = memory.address & 0xFFFFFFFF, memory.address >> 32, SIZE - 64, 0x27000
+    wave.scalar[30] = 64  # soffset
+    wave.keep = memory
+    return held
+
+
+LOADS = {
+    "ubyte": np.uint8, "sbyte": np.int8, "ushort": np.uint16, "sshort": np.int16, "ubyte_d16": np.uint8,
+    "ubyte_d16_hi": np.uint8, "sbyte_d16": np.int8, "sbyte_d16_hi": np.int8, "short_d16": np.uint16,
+    "short_d16_hi": np.uint16, "dword": "1u4", "dwordx2": "2u4", "dwordx3": "3u4", "dwordx4": "4u4",
+}  # fmt: skip
+OFFSET = 12  # of the instruction
+
+
+def places(random):
+    """Offsets of the lanes, of which every seventh is out of bounds."""
+    offsets = random.permutation(LANES) * 32
+    offsets[::7] = 0x80000000
+    return offsets
+
+
+def inst_of(name, width, **fields):
+    data, address = v[D : D + width - 1] if width > 1 else v[D], v[A : A + 1] if fields.get("idxen") else v[A]
+    name = f"buffer_{name}"
+    return getattr(cdna, name)(data, address, s[BASE : BASE + 3], s[30], offen=1, offset=OFFSET, **fields)
+
+
+@pytest.mark.parametrize("acc", [0, 1])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_buffer_load(name, acc, wave, memory):
+    registers = accumulation(wave) if acc else wave.vector
+    offsets = places(np.random.default_rng(3))
+    wave.vector[A], registers[D : D + 4] = offsets, 0x0D0C0B0A
+    wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
+    dtype = np.dtype(LOADS[name])
+    count, kind = (dtype.shape[0], np.uint32) if dtype.shape else (1, dtype)
+    run(wave, inst_of(f"load_{name}", count, acc=acc))
+    for lane, i in itertools.product(range(LANES), range(4)):
+        before = expected = 0x0D0C0B0A
+        if 4 <= lane < 63 and i < count:
+            begin = 64 + OFFSET + int(offsets[lane])
+            there = memory[begin : begin + count * np.dtype(kind).itemsize].view(kind) if lane % 7 else [0] * count
+            read = int(there[i]) & 0xFFFFFFFF
+            low, high = before & 0xFFFF0000 | read & 0xFFFF, before & 0xFFFF | read << 16 & 0xFFFF0000
+            expected = high if name.endswith("hi") else low if name.endswith("d16") else read
+        assert registers[D + i, lane] == expected, (lane, i)
+
+
+@pytest.mark.parametrize("acc", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["byte", "byte_d16_hi", "short", "short_d16_hi", "dword", "dwordx2", "dwordx3", "dwordx4"]
+)
+def test_a_buffer_store(name, acc, wave, memory):
+    random = np.random.default_rng(4)
+    registers, offsets = accumulation(wave) if acc else wave.vector, places(random)
+    data = random.integers(0, 2**32, (4, LANES))
+    wave.vector[A], registers[D : D + 4] = offsets, data
+    wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
+    expected = memory.copy()
+    words, width = int(name[-1]) if name[-1] in "234" else 1, {"byte": 1, "short": 2}.get(name.split("_")[0], 0)
+    for lane in range(4, 63):
+        if lane % 7:
+            given = data[:words, lane].astype(np.uint32).view(np.uint8)
+            given = given[2:] if name.endswith("hi") else given
+            begin = 64 + OFFSET + offsets[lane]
+            expected[begin : begin + (width or 4 * words)] = given[: width or 4 * words]
+    run(wave, inst_of(f"store_{name}", words, acc=acc))
+    assert (memory == expected).all()
+
+
+def test_the_end_of_a_buffer(wave, memory):
+    """Each word counts by itself, and what comes by the scalar offset too; a half must end within it."""
+    wave.vector[A] = SIZE - 64 - 64 - OFFSET - 8  # the size, the scalar offset, that of the instruction, two words
+    run(wave, inst_of("load_dwordx4", 4))
+    assert (wave.vector[D : D + 2].T == memory[SIZE - 72 : SIZE - 64].view(np.uint32)).all()
+    assert not wave.vector[D + 2 : D + 4].any()
+    wave.vector[A] += 7
+    run(wave, inst_of("load_ushort", 1))
+    assert not wave.vector[D].any()
+    memory[:], wave.vector[D : D + 4] = 0, 0xFFFFFFFF
+    wave.vector[A] -= 7
+    run(wave, inst_of("store_dwordx3", 3))
+    assert memory.nonzero()[0].tolist() == [*range(SIZE - 72, SIZE - 64)]
+
+
+@pytest.mark.parametrize("name, fields", [("load_ushort", dict(lds=1)), ("load_dword", dict(idxen=1))])
+def test_a_buffer_access_that_is_not_emulated_is_named(name, fields, wave, memory):
+    with pytest.raises(NotImplementedError, match=f"buffer_{name}.* is not emulated"):
+        run(wave, inst_of(name, 1, **fields))
+
+
+def test_a_buffer_load_to_lds(wave, memory):
+    """Lane l's goes to M0 + the instruction's offset + 4 l."""
+    lds = GuardedMemory(1024)
+    wave.vector[A], wave.scalar[124] = 32 * LANE[::-1], 256
+    run(wave, inst_of("load_dword", 1, lds=1), lds=lds)
+    there = np.frombuffer(ctypes.string_at(lds.address, 1024), np.uint8)
+    for lane in range(LANES):
+        begin = 64 + OFFSET + 32 * (63 - lane)
+        at = 256 + OFFSET + 4 * lane
+        assert (there[at : at + 4] == memory[begin : begin + 4]).all()
+    assert (there[: 256 + OFFSET] == POISON).all() and (there[512 + OFFSET :] == POISON).all()
+
+
+ATOMICS = {  # (old, given) -> new, of a type
+    "swap": ("u4", lambda old, given: given), "add": ("u4", lambda old, given: old + given),
+    "sub": ("u4", lambda old, given: old - given), "smin": ("i4", min), "smax": ("i4", max), "umin": ("u4", min),
+    "umax": ("u4", max), "and": ("u4", lambda old, given: old & given), "or": ("u4", lambda old, given: old | given),
+    "xor": ("u4", lambda old, given: old ^ given), "add_x2": ("u8", lambda old, given: old + given),
+    "smin_x2": ("i8", min), "add_f32": ("f4", lambda old, given: old + given),
+    "add_f64": ("f8", lambda old, given: old + given), "max_f64": ("f8", max),
+    "cmpswap": ("u4", None), "pk_add_f16": ("2f2", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("returns", [0, 1])
+@pytest.mark.parametrize("name", ATOMICS)
+@np.errstate(over="ignore")
+def test_a_buffer_atomic(name, returns, wave, memory):
+    """Three lanes on one place, one after the other; others are out of bounds or inactive."""
+    kind, new = ATOMICS[name]
+    dtype, random = np.dtype(kind), np.random.default_rng(5)
+    begin = 64 + OFFSET + 32
+    one = np.dtype((dtype.base, dtype.shape or (1,)))
+    given = (random.normal(size=(LANES, 2, *one.shape)) * 1000).astype(dtype.base)
+    if dtype.kind in "ui" and not dtype.shape:
+        given = random.integers(0, 2**31, given.shape).astype(dtype.base) * dtype.base.type(3)
+    old = given[40, 0].copy()
+    memory[begin : begin + one.itemsize] = old.view(np.uint8)
+    if name == "cmpswap":
+        given[5, 1], given[6, 1], given[9, 1] = old, old, given[5, 0]  # the second of them finds another value
+    wave.vector[A] = np.where(LANE == 11, 0x80000000, 32)
+    wave.scalar[EXEC : EXEC + 2] = 1 << 5 | 1 << 6 | 1 << 9 | 1 << 11, 0
+    words = words_of(given.reshape(LANES, -1)).reshape(LANES, -1)
+    wave.vector[D : D + words.shape[1]] = words.T
+    before = wave.vector[D : D + 2].copy()
+    width = one.itemsize // 4
+    run(wave, inst_of(f"atomic_{name}", width * (1 + (name == "cmpswap")), sc0=returns))
+    for lane in (5, 6, 9):
+        returned = wave.vector[D : D + width, lane].copy().view(dtype.base)
+        expected = old if returns else before[:width, lane].copy().view(dtype.base)
+        assert (returned == expected).all()
+        if name == "cmpswap":
+            old = given[lane, 0] if old == given[lane, 1] else old
+        elif name == "pk_add_f16":
+            old = (old.astype(np.float32) + given[lane, 0].astype(np.float32)).astype(np.float16)
+        else:
+            old = np.array([new(old[0], given[lane, 0, 0])], dtype.base)
+    assert (memory[begin : begin + one.itemsize].view(dtype.base) == old).all()
+    assert (wave.vector[D, 11] == 0) == bool(returns)
+
+
+def test_sums_of_halves_that_are_zero_or_small(wave, memory):
+    begin = 64 + OFFSET + 32
+    old, given = np.array([1, 2.0**-24], np.float16), np.array([-1, 2.0**-24], np.float16)
+    memory[begin : begin + 4] = old.view(np.uint8)
+    wave.vector[A], wave.vector[D] = 32, words_of(given)[0]
+    wave.scalar[EXEC : EXEC + 2] = 1, 0
+    run(wave, inst_of("atomic_pk_add_f16", 1))
+    assert memory[begin : begin + 4].view(np.float16).tolist() == [0, 2.0**-23]
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+@pytest.mark.parametrize("returns", [0, 1])
+def test_a_global_atomic(returns, has_base, wave, memory):
+    """By an address of 64 bits, or a scalar one and 32 bits; its offset has a sign. Inactive lanes have any address."""
+    memory[256:264] = np.array([2**40 + 7], np.uint64).view(np.uint8)
+    address = int(wave.scalar[BASE]) | int(wave.scalar[BASE + 1]) << 32
+    at = 256 + 8 if has_base else address + 256 + 8
+    wave.vector[A], wave.vector[A + 1] = at & 0xFFFFFFFF, at >> 32
+    wave.vector[A : A + 2, 1::2] = 0x7F000000
+    wave.vector[D], wave.vector[D + 1], wave.vector[B : B + 2] = 1, 2, 99
+    wave.scalar[EXEC : EXEC + 2] = 0b101, 0
+    fields = dict(data=v[D : D + 1], vdst=v[B : B + 1], offset=-8 & 0x1FFF, sc0=returns, saddr=s[BASE : BASE + 1])
+    inst = cdna.global_atomic_add_x2(addr=v[A], **fields)
+    low, high = np.frombuffer(inst.to_bytes(), np.uint32)
+    run(wave, Words(low, high if has_base else high | 0x7F << 16))
+    assert memory[256:264].view(np.uint64)[0] == 2**40 + 7 + 2 * (1 + 2**33)
+    before = wave.vector[B : B + 2, [0, 2]].T.copy().view(np.uint64).ravel().tolist()
+    assert before == ([2**40 + 7, 2**40 + 8 + 2**33] if returns else [99 * (1 + 2**32)] * 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lanes
+
+
+def test_the_bytes_of_perm(wave):
+    first, second = 0x8899AABB, 0x00FF7F80
+    selectors = np.arange(256, dtype=np.uint32)[: 4 * LANES].reshape(LANES, 4)
+    wave.vector[A], wave.vector[B] = first, second
+    wave.vector[C] = words_of(selectors.astype(np.uint8)).ravel()
+    run(wave, cdna.v_perm_b32_e64(v[D], v[A], v[B], v[C]))
+    bytes_ = [*second.to_bytes(4, "little"), *first.to_bytes(4, "little")]
+    signs = [255 * (bytes_[i] >> 7) for i in (1, 3, 5, 7)]
+    table = np.array(bytes_ + signs + [0] + [255] * 243)
+    assert (wave.vector[D].view(np.uint8).reshape(LANES, 4) == table[selectors]).all()
+
+
+ROW = LANE // 16 * 16
+DPP = {  # the control: the lane that each lane reads, -1 if there is none
+    0x142: np.where(LANE > 15, ROW - 1, -1), 0x143: np.where(LANE > 31, 31, -1), 0x155: ROW + 5,
+    0x111: np.where(LANE % 16 > 0, LANE - 1, -1), 0x101: np.where(LANE % 16 < 15, LANE + 1, -1),
+    0x140: ROW + 15 - LANE % 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("zeros", [0, 1])
+@pytest.mark.parametrize("row_mask", [15, 10])
+@pytest.mark.parametrize("control", DPP)
+def test_dpp(control, row_mask, zeros, wave):
+    """The destination is the source, and lanes that read nothing keep what they have."""
+    before = 1000 + LANE
+    wave.vector[D] = before
+    run(wave, Words(0x7E0002FA | D << 17, D | control << 8 | zeros << 19 | 15 << 24 | row_mask << 28))  # v_mov_b32_dpp
+    source = DPP[control]
+    read = np.where(source >= 0, 1000 + source, 0 if zeros else before)
+    assert (wave.vector[D] == np.where(row_mask >> LANE // 16 & 1, read, before)).all()
+
+
+@pytest.mark.parametrize("high", [0, 128])
+def test_halves_of_high_registers(high, wave):
+    """v128 and above are registers with 16 bits as well."""
+    a, b, d = A + high, B + high, D + high
+    numbers = np.linspace(-4, 4, LANES).astype(np.float16)
+    wave.vector[a], wave.vector[b] = numbers.view(np.uint16), (numbers[::-1] * np.float16(0.5)).view(np.uint16)
+    run(
+        wave,
+        cdna.v_add_f16_e32(v[d], v[a], v[b]),
+        cdna.v_cvt_f32_f16_e32(v[d + 1], v[a]),
+        cdna.v_cmp_lt_f16_e32(v[a], v[b]),
+    )
+    second = numbers[::-1] * np.float16(0.5)
+    assert (wave.vector[d].astype(np.uint16).view(np.float16) == numbers + second).all()
+    assert (wave.vector[d + 1].view(np.float32) == numbers).all()
+    less = np.unpackbits(wave.scalar[106:108].view(np.uint8), bitorder="little").astype(bool)
+    assert (less == (numbers < second)).all()
+
+
+@pytest.mark.parametrize("inst", ["read", "write", "write_b16"])
+def test_lanes_that_are_switched_off_do_not_touch_lds(inst, wave):
+    lds = GuardedMemory(256)
+    wave.vector[A] = np.where(LANE % 2, 0x7FFF0000, 4 * LANE)
+    wave.vector[D], wave.scalar[EXEC : EXEC + 2] = 7, 0x55555555
+    if inst == "read":
+        run(wave, cdna.ds_read_b32(vdst=v[D], addr=v[A]), lds=lds)
+        assert (wave.vector[D] == np.where(LANE % 2, 7, 0xFFFFFFFF)).all()
+    else:
+        run(
+            wave,
+            getattr(cdna, {"write": "ds_write_b32", "write_b16": "ds_write_b16"}[inst])(addr=v[A], data0=v[D]),
+            lds=lds,
+        )
+        written = np.frombuffer(ctypes.string_at(lds.address, 256), np.uint32)
+        assert (written[::2] & 0xFFFF == 7).all() and (written[1::2] == 0xFFFFFFFF).all()
+
+
+def test_the_last_word_of_lds(wave):
+    nbytes = emulator.CHIPS[EMULATED].lds_bytes
+    lds = GuardedMemory(nbytes)
+    wave.vector[A], wave.vector[D] = nbytes - 4 * LANES + 4 * LANE, LANE
+    run(wave, cdna.ds_write_b32(addr=v[A], data0=v[D]), cdna.ds_read_b32(vdst=v[B], addr=v[A]), lds=lds)
+    assert (wave.vector[B] == LANE).all() and not lds.is_overrun()
+
+
+@pytest.mark.parametrize("name, operands", [
+    ("v_mfma_f32_32x32x4_2b_f16", (v[0:31], v[32:33], v[34:35], 0) if EMULATED else ()),
+    ("v_mfma_f64_16x16x4_f64", (v[0:7], v[8:9], v[10:11], 0) if EMULATED else ()),
+    ("buffer_load_format_x", (v[0], v[1], s[0:3], 0) if EMULATED else ()),
+])  # fmt: skip
+def test_what_is_not_emulated_is_named(name, operands, wave):
+    with pytest.raises(NotImplementedError, match=f"{name}.* is not emulated"):
+        run(wave, getattr(cdna, name)(*operands))
+
+
+def test_a_transposed_read(wave):
+    """Of 16 rows of 4 halves, one in each lane: lane l gets rows l // 4 + 4 n, of which it takes half l % 4."""
+    lds = GuardedMemory(2048)
+    halves = np.arange(LANES * 4, dtype=np.uint16)
+    ctypes.memmove(lds.address + 16, halves.tobytes(), 512)
+    wave.vector[A], wave.vector[D : D + 2] = 8 * LANE, 7
+    wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFFF, 0x0000FFFF
+    wave.vector[A, 48:] = 0x7FFF0000  # lanes that are switched off
+    run(wave, cdna.ds_read_b64_tr_b16(vdst=v[D : D + 1], addr=v[A], offset0=16), lds=lds)
+    read = wave.vector[D : D + 2].T.copy().view(np.uint16)
+    row = LANE[:, None] // 16 * 16 + LANE[:, None] % 16 // 4 + 4 * np.arange(4)
+    assert (read[:48] == (4 * row + LANE[:, None] % 4)[:48]).all()
+    assert (wave.vector[D : D + 2, 48:] == 7).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole launches
+
+
+def launch(instructions, result, n_workgroups=1, lds_bytes=0, **options):
+    """Launch instructions that find the address of the result, a tensor, in s[4:5], and their workgroup in s2."""
+    load = cdna.s_load_dwordx2(sdata=s[4:5], sbase=s[0:1], imm=1, offset=0)
+    code = Code([load, *instructions])
+    memory = TensorMemory([("result", result)])
+    arguments = struct.pack("<Q", memory.address_of(result))
+    machine = Machine(EMULATED, 3, **options)
+    machine.launch(Program(code, EMULATED), (n_workgroups, 1, 1), arguments, memory, 1, lds_bytes)
+
+
+def store(register):
+    return cdna.global_store_dword(addr=v[A], data=register, saddr=s[4:5])
+
+
+@pytest.mark.parametrize("cause, instructions, n_workgroups", [
+    ("registers or LDS that it has not written", lambda: [cdna.v_mov_b32_e32(v[A], 0), store(v[D])], 1),
+    ("the order of its workgroups and waves",
+     lambda: [cdna.v_mov_b32_e32(v[A], 0), cdna.v_mov_b32_e32(v[D], s[2]), store(v[D])], 9),
+])  # fmt: skip
+def test_results_that_are_not_reliable_are_reported(cause, instructions, n_workgroups):
+    result = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(Fault, match=f"instructions on {EMULATED}: result, byte 0, depends on {cause}"):
+        launch(instructions(), result, n_workgroups, is_thorough=True)
+    launch(instructions(), result, n_workgroups)
+
+
+@pytest.mark.parametrize("is_thorough", [False, True])
+def test_a_result_is_added_to_once(is_thorough):
+    """However often the launch runs."""
+    result = torch.full((1,), 5, dtype=torch.int32)
+    add = cdna.global_atomic_add(addr=v[A], data=v[D], saddr=s[4:5])
+    one_lane = Words(0xBE800181 | EXEC << 16)  # s_mov_b64 exec, 1
+    launch(
+        [one_lane, cdna.v_mov_b32_e32(v[A], 0), cdna.v_mov_b32_e32(v[D], 2), add], result, 3, is_thorough=is_thorough
+    )
+    assert result.item() == 11
+
+
+def test_a_store_beside_lds_of_any_workgroup_is_seen():
+    """In the spare bytes before the guarded pages."""
+    write = [cdna.v_mov_b32_e32(v[A], 4), cdna.v_mov_b32_e32(v[D], 7), cdna.ds_write_b32(addr=v[A], data0=v[D])]
+    first = [cdna.s_cmp_lg_u32(s[2], 0), cdna.s_cbranch_scc1(4)]  # words to jump over, but for the first workgroup
+    with pytest.raises(Fault, match="stores beside its 4 bytes of LDS"):
+        launch([*first, *write], torch.zeros(1), 4, lds_bytes=4)
+
+
+def test_memory_that_overlaps_is_refused():
+    whole = np.zeros(8, np.float32)
+    parts = [(name, torch.from_numpy(part)) for name, part in (("x", whole[:6]), ("y", whole[4:]))]
+    with pytest.raises(NotImplementedError, match="the memory of x and y overlaps"):
+        TensorMemory(parts)

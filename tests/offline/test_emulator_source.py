@@ -1,0 +1,67 @@
+"""Where the emulator comes from: what is not its commit is refused, in one line with a remedy."""
+
+import re
+import shutil
+
+import pytest
+
+from offline import emulate
+from offline.emulator import source
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A folder with a file of each part of the emulator; its text is taken to be the right one."""
+    folder = tmp_path / "tinygrad"
+    for part in source.EMULATOR:
+        file = folder / part if part.endswith(".py") else folder / part / "emu.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("lds = 64\n")
+    monkeypatch.setattr(source, "FOLDER", tmp_path / ".emulator")
+    monkeypatch.setattr(source, "DIGEST", source.digest_of(folder))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "clang").touch(mode=0o755)
+    (programs / "git").symlink_to(shutil.which("git"))
+    monkeypatch.setenv("PATH", str(programs))
+    return folder
+
+
+def emulator_of(folder):
+    return folder / "test/mockgpu/amd/emu.py"
+
+
+def test_a_copy_is_kept(copy):
+    kept = source.prepare(copy)
+    assert emulator_of(kept).read_text() == emulator_of(copy).read_text()
+    shutil.rmtree(copy)
+    assert source.prepare() == kept
+    assert [path.name for path in source.FOLDER.iterdir()] == [kept.name]  # nothing half made is left
+
+
+@pytest.mark.parametrize("fault, arguments, told", [
+    ("another text", ["--tinygrad", "tinygrad"], "is not the tinygrad that the emulator is made for: check out"),
+    ("", ["--tinygrad", "none"], "is not the tinygrad"),
+    ("no network", [], "cannot be fetched (.*): give a folder with it, --tinygrad PATH or make emulate TINYGRAD=PATH"),
+    ("no clang", ["--tinygrad", "tinygrad"], "needs clang, which is not here: apt-get install clang"),
+])  # fmt: skip
+def test_what_is_missing_or_wrong_is_told_in_one_line(copy, capsys, monkeypatch, fault, arguments, told):
+    monkeypatch.chdir(copy.parent)
+    if fault == "another text":
+        emulator_of(copy).write_text("lds = 65\n")
+    if fault == "no clang":
+        (copy.parent / "programs" / "clang").unlink()
+    monkeypatch.setattr(source, "REPOSITORY", str(copy / "nowhere"))
+    assert emulate.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(told, line) and not list(copy.parent.glob(".emulator/*"))
+
+
+def test_fetched_once(copy, monkeypatch):
+    monkeypatch.setattr(source, "fetch", lambda folder: shutil.copytree(copy, folder))
+    with monkeypatch.context() as patch, pytest.raises(source.NoSource, match="is not the tinygrad"):
+        patch.setattr(source, "DIGEST", "of another text")
+        source.prepare()
+    kept = source.prepare()
+    monkeypatch.delattr(source, "fetch")
+    assert source.prepare() == kept
