@@ -371,7 +371,8 @@ def main(argv):
     folder = SOLUTIONS if options.solution else HERE
     path = (options.file or folder / exercise.file).resolve()
     if options.exercise == "examination" and not path.exists():
-        path.write_text(examination.given(), encoding="utf-8")
+        with replacing(path) as file:
+            file.write_text(examination.given(), encoding="utf-8")
         print(f"Your examination is {path}: mend it, and check again")
     if options.exercise == "before" and progress and any(progress.state("before", task)["attempts"] for task in tasks):
         raise llama.UsageError(f"the first answers count, which are in {progress.path}: go on with the workshop")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests import affected
+from tests import ROOT, affected
 
 FILES = affected.git("ls-files", "--cached", "--others", "--exclude-standard")
 
@@ -33,3 +33,16 @@ def test_a_change_affects_what_uses_it(row):
 def test_the_program_prints_the_files_of_what_changed():
     done = subprocess.run([sys.executable, affected.__file__, "HEAD"], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= set(FILES)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_make_runs_the_tests_that_it_is_told_and_none_after_an_error(tmp_path, status):
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    told = f"echo tests/core/test_alone.py; exit {status}"
+    python.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\ncase "$1" in tests/affected.py) {told};; esac\n')
+    python.chmod(0o755)
+    command = ["make", "-o", ".venv/dev.stamp", "affected", f"VENV_PYTHON={python}", "SINCE=a1b2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    asked, *run = [line for line in calls.read_text().splitlines() if not line.startswith("-c")]
+    assert asked == "tests/affected.py a1b2" and (done.returncode == 0) == (status == 0)
+    assert [line.split()[-1] for line in run] == ["tests/core/test_alone.py"] * (1 - status)

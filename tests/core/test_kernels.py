@@ -4,8 +4,10 @@ The rule: our error against float64 is at most twice that of plain PyTorch in th
 """
 
 import collections
+import contextlib
 import functools
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -932,3 +934,29 @@ def test_adamw_keeps_what_is_no_number(device, low_precision, moments_dtype):
     assert_that_a_step_gives_nan()
     weight.grad = torch.full_like(weight, float("inf"))
     assert_that_a_step_gives_nan()
+
+
+def test_threads_launch_one_after_the_other(device):
+    """Triton's interpreter has one state for all. The first launch waits until the second could have begun."""
+    inside, most, two = [], [], threading.Barrier(2)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, *arguments):
+            inside.append(arguments)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                two.wait(0.3)  # both are here only if nothing keeps the second away
+            most.append(len(inside))
+            inside.pop()
+
+    tensors = [torch.zeros(1, device=device)]
+    threads = [
+        threading.Thread(target=llama.launch_by_triton, args=(Kernel(), (1,), tensors, (), {})) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1]

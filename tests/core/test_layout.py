@@ -128,6 +128,40 @@ def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
     assert programs == ["measure/command_line.py", f"{SCRIPT}.py"]
 
 
+WRITTEN_DIRECTLY = {  # the file: what it writes in place
+    "exercises/check.py": "a trace of a judge that hangs, for its parent",
+    "profilers/record.py": "a part of a recording, which is marked until it is complete",
+    "profilers/recording.py": "the log and that mark",
+    "tiny_llama/distributed.py": "os.devnull",
+    "tiny_llama/profiler.py": "a table beside a trace, in a folder that an error names",
+}
+
+
+def writes(node):
+    """Whether a node of a syntax tree writes a file by its path."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    modes = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+    texts = [mode.value for mode in modes if isinstance(mode, ast.Constant) and isinstance(mode.value, str)]
+    return name in ("write_text", "write_bytes") or name == "open" and any(re.fullmatch("[wax]b?", t) for t in texts)
+
+
+def unsafe_writes(node, is_safe=False):
+    """Yield the nodes that write a file which nothing renames to its place or removes when it is incomplete."""
+    if isinstance(node, ast.With):
+        is_safe |= any(re.search(r"\b(replacing|TemporaryDirectory)\(", ast.unparse(item)) for item in node.items)
+    if writes(node) and not is_safe:
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from unsafe_writes(child, is_safe)
+
+
+def test_a_file_is_written_whole_or_not_at_all():
+    """The script has its own: a scratch file beside the result."""
+    assert {name for name, tree in TREES.items() for _ in unsafe_writes(tree)} == set(WRITTEN_DIRECTLY)
+
+
 LIST_CASES = """
 import sys
 import pytest

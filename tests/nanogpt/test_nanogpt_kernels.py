@@ -79,6 +79,13 @@ def test_mixed_types_under_autocast(randn, device, x_dtype, branch_dtype, compil
         torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("x_dtype, branch_dtype", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_mixed_types_are_promoted(randn, x_dtype, branch_dtype):
+    """As PyTorch promotes them: the norm of a sum in fp32 is not rounded to the smaller type of one of its terms."""
+    inputs = [randn(13, 96, dtype=x_dtype), randn(13, 96, dtype=branch_dtype), randn(96), randn(96)]
+    torch.testing.assert_close(triton_add_layer_norm(*inputs), torch_add_layer_norm(*inputs, 1e-5))
+
+
 def test_one_of_both_gradients(randn):
     """What comes after the norm may be unused, and so may the sum."""
     upstream, *inputs = (t.requires_grad_() for t in (randn(3, 48), randn(3, 48), randn(3, 48), randn(48), randn(48)))

@@ -1,6 +1,7 @@
 """The launches that are compiled are those of the launchers."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,33 @@ def test_helpers_are_not_kernels():
 
 def test_the_alignment_of_an_address_is_in_bytes():
     assert recorded.seen_by_compiler(torch.zeros(8)[2:]).address == 8
+
+
+def launch_of(tensor, scalar):
+    return recorded.Launch("k", "k", (1,), (tensor, None), (scalar,), (("BLOCK", 64),), (("num_warps", 4),))
+
+
+TENSOR = recorded.Tensor(torch.float32, (8, 64), 0, 2048)
+COMPILED_APART = {  # what Triton compiles another kernel for
+    "an address that is no multiple of 16": (replace(TENSOR, address=8), 48),
+    "another type": (replace(TENSOR, dtype=torch.bfloat16), 48),
+    "a storage of 2 GiB": (replace(TENSOR, storage_bytes=2**31), 48),
+    "no tensor": (None, 48),
+    "a number that is no multiple of 16": (TENSOR, 50),
+    "1": (TENSOR, 1),
+    "a number of 64 bits": (TENSOR, 2**31),
+    "a float": (TENSOR, 48.0),
+}
+
+
+@pytest.mark.parametrize("difference", COMPILED_APART)
+def test_launches_that_triton_compiles_apart_have_other_keys(difference):
+    assert launch_of(*COMPILED_APART[difference]).compiled_as != launch_of(TENSOR, 48).compiled_as
+
+
+def test_launches_of_other_sizes_share_a_kernel():
+    other = replace(TENSOR, shape=(16, 64), storage_bytes=4096)
+    assert launch_of(other, 64).compiled_as == launch_of(TENSOR, 48).compiled_as
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])

@@ -429,6 +429,16 @@ def test_operators_of_two_threads_count_both(tmp_path):
     assert set(read_kernels(tmp_path)[0]["Name"]) == {"aten::linear", "aten::mm", "aten::add"}
 
 
+@pytest.mark.parametrize("second", [(10, 50), (10, 150)])
+def test_the_window_of_steps_that_overlap_ends_with_the_last(tmp_path, second):
+    """Also where the second lies within the first."""
+    steps = [Record("step", 0, 100), Record("step", *second)]
+    kernels = [Record("k", at, at + 5) for at in (20, 70, second[1] - 5, 160)]
+    records.write_rocpd(tmp_path / "a.db", Run(kernels, steps, [], []))
+    (process,) = readers.read_processes(tmp_path)
+    assert process.windows == [(0, max(100, second[1]))] and len(process.measured) == 3
+
+
 def test_a_kernel_belongs_to_the_step_in_which_it_starts():
     dispatches = files.intervals([("before", 80, 120), ("inside", 110, 130), ("beyond", 190, 230), ("later", 210, 220)])
     assert list(readers.within(dispatches, (100, 200))["Name"]) == ["inside", "beyond"]

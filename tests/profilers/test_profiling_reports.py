@@ -151,6 +151,25 @@ def test_figures_are_means_of_a_step(tmp_path):
     assert timeline.step_figures(tmp_path / "b") is None
 
 
+def test_launches_by_either_api_of_a_trace_count(tmp_path):
+    """PyTorch's own kernels go through the runtime's API, Triton's through the driver's."""
+    calls = [
+        ("cuda_runtime", "cudaLaunchKernel"),
+        ("cuda_driver", "cuLaunchKernelEx"),
+        ("cuda_driver", "cuCtxGetCurrent"),
+    ]
+    events = [
+        ("user_annotation", "step", 1, 9),
+        ("kernel", "k", 4, 2),
+        *((*call, 2 + i, 1) for i, call in enumerate(calls)),
+    ]
+    keys = ("cat", "name", "ts", "dur")
+    events = [{"ph": "X", "tid": 1, **dict(zip(keys, event, strict=True))} for event in events]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    found = timeline.step_figures(tmp_path)
+    assert (found["steps"], found["launches"], found["launch_us"]) == (1, 2, 2.0)
+
+
 @pytest.mark.parametrize("kernels, calls, busy_us, launch_us", [
     # What lies beyond the ends of a step, of a kernel or a call whose end was stamped late, is not of the step.
     ([(1100, 9000)], [(1050, 9000)], 0.9, 0.95), ([(900, 1300), (1200, 1400)], [], 0.4, 0.0),

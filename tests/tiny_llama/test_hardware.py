@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -504,3 +505,16 @@ def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):
     tflops = hardware.model_tflops(llama.Config(**done.result["config"])) / summary["batch_ms"]["p50"] * 1e3
     assert summary["tflops_per_second"] == pytest.approx(tflops) and summary["mfu"] == pytest.approx(tflops / 1e-6)
     assert f" TFLOP/s, {100 * summary['mfu']:.1f} % of the fp32 peak\n" in done.out
+
+
+def test_a_result_names_the_commit_and_says_if_the_code_is_another(tmp_path, monkeypatch):
+    script = tmp_path / "tiny_llama_v3.py"
+    script.write_text("committed\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.org")
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(llama, "__file__", str(script))
+    commit = hardware.environment(torch.device("cpu"))["commit"]
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    script.write_text("changed\n")
+    assert hardware.environment(torch.device("cpu"))["commit"] == f"{commit}-dirty"

@@ -98,6 +98,18 @@ def test_the_script_names_the_python_that_does_not_serve(tmp_path):
         python.chmod(0o755)
 
 
+@pytest.mark.parametrize("missing", ["torch", "jinja2", "tabulate"])
+def test_the_script_wants_all_that_the_replay_imports(tmp_path, missing):
+    for name in {"torch", "pandas", "matplotlib", "jinja2", "tabulate"} - {missing}:
+        (tmp_path / f"{name}.py").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run([FOLDER / "run_all_stages.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "lacks one of torch" in done.stderr and done.stderr.count("\n") == 1
+
+
 # --- running
 
 WRITES = "open(folder + '/out.json', 'w').write('{}')"
