@@ -110,7 +110,9 @@ class Two(nn.Module):
     def forward(self):
         self.steps += 1
         used = self.used if self.factor == 1 else self.used * self.factor + (1 - self.factor) * self.used.detach()
-        return F.dropout(torch.tanh(self.x.to(used.dtype) @ used * self.frozen), 0.2).square().mean()
+        # A buffer that counts the calls has to be put back before each.
+        y = torch.tanh(self.x.to(used.dtype) @ used * self.frozen)
+        return float(self.steps) * F.dropout(y, 0.2).square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -222,6 +224,43 @@ def test_a_weight_by_which_the_loss_hardly_changes_is_unclear_and_not_right():
     findings = audit(model := Faint(), model)
     assert (names(findings.right), names(findings.unclear)) == (["strong"], ["faint"])
     assert "unclear" in audits.report(findings)[-1] and audits.report(findings)[-1].endswith(": faint")
+
+
+class OneWeight(nn.Module):
+    def __init__(self, weight, loss):
+        super().__init__()
+        self.weight, self.loss = nn.Parameter(weight), loss
+
+    def forward(self):
+        return self.loss(self.weight)
+
+
+def test_a_kink_at_the_weight_makes_it_unclear_and_not_wrong():
+    """Beside it the slope is 0 on one side and 1 on the other; PyTorch tells 0, and half is seen."""
+    (finding,) = audit(model := OneWeight(torch.zeros(3), lambda w: F.relu(w).sum()), model).unclear
+    assert finding.told == 0 and finding.seen != 0
+
+
+def test_a_step_does_not_change_the_sign_of_a_weight():
+    """By whose size the loss does not change, as by that of a norm's weight before another norm."""
+    factors = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    (finding,) = audit(model := OneWeight(torch.ones(4), lambda w: (factors * w / w.abs()).sum()), model).right
+    assert finding.seen == 0
+
+
+@pytest.mark.parametrize("looks, verdict", [
+    ("right wrong right", "right"),
+    ("wrong unclear wrong", "wrong"),
+    ("wrong wrong", "wrong"),
+    ("unclear wrong right", "unclear"),
+])  # fmt: skip
+def test_two_of_three_directions_decide(monkeypatch, looks, verdict):
+    seeds, outcomes = [], iter(looks.split())
+    direction = audits.Probe.direction
+    monkeypatch.setattr(audits.Probe, "direction", lambda *args: (seeds.append(args[-1]), direction(*args))[1])
+    monkeypatch.setattr(audits.Probe, "look", lambda *args: (next(outcomes), 1.0, 2.0))
+    findings = audit(model := OneWeight(torch.ones(4), torch.sum), model)
+    assert getattr(findings, verdict) == [("weight", 1.0, 2.0)] and seeds == list(range(len(looks.split())))
 
 
 # --- what is refused
