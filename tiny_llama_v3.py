@@ -13,7 +13,7 @@
 A run prints one line per step and a summary, and writes both to a JSON file whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add groups
 of layers, which take the host less time, kernels for Hopper, and what only some runs need: data to learn, several
-processes, FP8, profiles, peaks and sensors of GPUs, notes about flags.
+processes, FP8, profiles, an audit of gradients, peaks and sensors of GPUs, notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -609,10 +609,14 @@ class OneProcess:
         return device
 
     def check(self, config, device):
-        """Return whether loss and gradients are close enough to those in higher precision: see Verdict."""
-        verdict, _ = check_batch(config, device, next(batches(config)))
+        """Return whether loss and gradients are close enough to those in higher precision, and fit each other."""
+        batch, audit = next(batches(config)), companion("audit")
+        verdict, _ = check_batch(config, device, batch)
         print_verdict(verdict, "fp32" if config.use_amp else "fp64")
-        return not verdict.failed
+        if audit is None:
+            print("Audit of the gradients: not done, as tiny_llama/audit.py is missing")
+            return not verdict.failed
+        return audit.check_step(config, device, batch) and not verdict.failed
 
     def batches(self, config):
         """Return the batches of this process, a generator."""
@@ -3381,6 +3385,8 @@ def print_summary(step, summary):
     received, total, frozen = (summary[f"parameters{kind}"] for kind in ("_with_gradient", "", "_frozen"))
     apart = f", {frozen:,} frozen" if frozen else ""
     print(f"Parameters with a gradient: {received:,} of {total:,} ({100 * received / total:.1f} %){apart}")
+    if 0 < received < total - frozen:  # as in stage 6 the tied embedding, without what comes through the layers
+        print("    what these received may be a part of their gradient as well: --check tells")
     if summary["tflops_per_second"]:
         precision, mfu = precision_name(step.config, step.device), summary["mfu"]
         peak = f", {100 * mfu:.1f} % of the {precision} peak" if mfu else ""

@@ -66,3 +66,12 @@ class SiluMul(torch.autograd.Function):
 def hybrid_swiglu(x, gate_weight, up_weight, down_weight):
     """The feed-forward layer: the library multiplies the matrices (F.linear), SiluMul does the rest."""
     raise NotImplementedError("FILL ME IN (1 to 3 lines)")
+
+
+def slope(loss, weight, direction, step):
+    """How fast loss() changes while weight, an fp64 parameter, moves along direction: a number.
+
+    It is the difference of the losses at a step forth and a step back, divided by the way between them. Afterwards
+    weight is what it was, to the bit, and has no gradient.
+    """
+    raise NotImplementedError("FILL ME IN (7 lines)")

@@ -116,7 +116,32 @@ def hybrid_swiglu(exercise, shape, inner, dtype=FP32):
         expect_close(leaf.grad, theirs.grad, tolerance, "is anything detached on the way?", f"the gradient of {name}")
 
 
+@task((3, 5, 0.5), (4, 1, 0.25))  # the shape of weight, step: large, so that a formula shows
+def slope(exercise, rows, cols, step):
+    weight = (randn(rows, cols).double() / 3).requires_grad_()
+    start, direction, factor = weight.detach().clone(), randn(rows, cols).double(), randn(rows, cols).double()
+    moved = []
+
+    def loss():
+        moved.append(weight.detach() - start)
+        return (factor * weight.exp()).sum()
+
+    got = exercise.slope(loss, weight, direction, step)
+    expect(isinstance(got, float), f"slope returns {str(got)[:100]}", "expected a number, as .item() gives it")
+    forth, back = ((factor * (start + way * direction).exp()).sum() for way in (step, -step))
+    expect_close(
+        torch.tensor([got], dtype=torch.float64, device=weight.device),
+        ((forth - back) / (2 * step))[None],
+        1e-9,
+        f"loss() was called {len(moved)} times, expected at weight + step * direction and at weight - step * direction",
+        f"the slope with a step of {step}",
+    )
+    kept = "clone it before the first step, and copy it back at the end: to subtract what was added rounds"
+    expect(torch.equal(weight, start), "weight is another one afterwards", kept)
+    expect(weight.grad is None, "weight has a gradient afterwards", "the losses alone tell the slope")
+
+
 TASKS = tasks_of(
-    naive_bytes, least_bytes, matmul_flop, silu_mul_kernel, silu_mul_backward_kernel, hybrid_swiglu
+    naive_bytes, least_bytes, matmul_flop, silu_mul_kernel, silu_mul_backward_kernel, hybrid_swiglu, slope
 )  # fmt: skip
 COMPILED = {"silu_mul_kernel", "silu_mul_backward_kernel", "hybrid_swiglu"}

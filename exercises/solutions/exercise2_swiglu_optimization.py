@@ -67,3 +67,16 @@ class SiluMul(torch.autograd.Function):
 def hybrid_swiglu(x, gate_weight, up_weight, down_weight):
     # Two products, so that gate and up are contiguous; the Function is what autograd knows.
     return F.linear(SiluMul.apply(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+
+
+def slope(loss, weight, direction, step):
+    before = weight.detach().clone()
+    # Autograd allows no writing to a weight that requires a gradient.
+    with torch.no_grad():
+        weight.copy_(before + step * direction)
+        forth = loss().item()
+        weight.copy_(before - step * direction)
+        back = loss().item()
+        # To add the step again would round.
+        weight.copy_(before)
+    return (forth - back) / (2 * step)

@@ -107,6 +107,7 @@ def test_it_trains_to_the_same_bits_or_losses(alone, folder, tmp_path, monkeypat
     assert set(own_labels) - set(labels) == ({"Note:"} if is_grouped else set())
     assert ("Note: tiny_llama/groups.py is missing" in out) == is_grouped
     assert out.startswith("Check against PyTorch in fp64: passed") is ("--check" in flags)
+    assert ("gradients: not done, as tiny_llama/audit.py is missing\n" in out) is ("--check" in flags)
     own, expected = results
     assert own.keys() == expected.keys() and own["summary"].keys() == expected["summary"].keys()
     summary = own["summary"]

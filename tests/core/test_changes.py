@@ -517,7 +517,8 @@ def test_the_share_with_a_gradient_tells_what_is_frozen_from_what_is_severed(mak
     # 7 tokens; a layer has 2 norms of 16, and matrices of 32, 16, 48 and 24 rows or columns; the last norm.
     layer, embedding = 2 * 16 + (32 + 16 + 48 + 24) * 16, 7 * 16
     assert summary["parameters"] == embedding + 2 * layer + 16
-    assert "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n" in out
+    shares = "Parameters with a gradient: 112 of 4,032 (2.8 %), 1,952 frozen\n"
+    assert f"{shares}    what these received may be a part of their gradient as well: --check tells\n" in out
     missing = summary["parameters_without_gradient"]
     assert len(missing) == 7 and all(name.startswith(("layers.1.", "norm.")) for name in missing)
 

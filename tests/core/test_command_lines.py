@@ -8,7 +8,7 @@ import sys
 
 from tests import ROOT
 
-FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers".split()
+FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers tiny_llama".split()
 WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what they are given is another's
 NEEDED = """
 benchmarks/diff.py: before after

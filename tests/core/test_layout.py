@@ -24,9 +24,9 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
     "examples": BELOW | {"nanogpt_triton", "benchmarks"},
     "exercises": BELOW | {"nanogpt_triton", "profilers", "offline", "benchmarks"},
 }
-# What people start by its path, what starts another's program so, and what writes notebooks.
+# What people start by its path, what starts or loads another's program so, and what writes notebooks.
 MAY_EDIT_PATH = """
-tiny_llama_v3.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
+tiny_llama_v3.py tiny_llama/audit.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
 nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/host_profile.py
 """.split()
 SLOW_TESTS = """

@@ -1,4 +1,4 @@
-"""The trainer's pages: outputs are what the code above them prints, and the quiz's numbers are what one computes."""
+"""The pages of the trainer and of the audit: outputs are what code prints, the quiz's numbers what one computes."""
 
 import contextlib
 import io
@@ -18,9 +18,10 @@ from tests import ROOT
 CARD = (ROOT / "exercises/performance_debugging/WORKSHOP_GUIDE.md").read_text()
 TRAINER = (ROOT / "docs/trainer.md").read_text()
 SHOWN = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", flags=re.S)
-EXAMPLES = SHOWN.findall(TRAINER + CARD)
+AUDIT = (ROOT / "docs/audit.md").read_text()
+EXAMPLES = SHOWN.findall(TRAINER + CARD + AUDIT)
 NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)( ms|%)?")
-assert len(EXAMPLES) == 5
+assert len(EXAMPLES) == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pages show a CPU's output")

@@ -1,18 +1,22 @@
 """The examples: weights of Hugging Face's format go in and come out, kernels are swapped, errors are one line."""
 
+import inspect
 import json
 import os
 import re
 import sys
 import tempfile
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import steps
-from examples import hf_weights, swap_kernels
+from examples import audited, hf_weights, swap_kernels
+from tests import ROOT
 from tiny_llama import hugging_face_weights
+from tiny_llama.audit import audit
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, initializer_range=0.2)
@@ -280,3 +284,45 @@ def test_swapped_kernels_pass_the_gate(transformers, tmp_path, monkeypatch):
     (path,) = tmp_path.glob("steps_*.json")
     size = json.loads(path.read_text())["sizes"]["tiny"]
     assert list(size["rows"]) == ["hf", "hf liger", "hf triton"] and size["gate"]["hf triton"]["passed"]
+
+
+# --- kernels of others, audited
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Stand-ins for the packages, of plain PyTorch."""
+
+    def retention(q, k, v):
+        scores = torch.einsum("bthd,bshd->bhts", q, k).tril() * 0.9
+        return torch.einsum("bhts,bshd->bthd", scores, v), None
+
+    names = {
+        "liger_kernel.transformers.rms_norm": dict(LigerRMSNorm=torch.nn.RMSNorm),
+        "liger_kernel.transformers.cross_entropy": dict(LigerCrossEntropyLoss=torch.nn.CrossEntropyLoss),
+        "liger_kernel.ops.swiglu": dict(
+            LigerSiLUMulFunction=SimpleNamespace(apply=lambda gate, up: torch.nn.functional.silu(gate) * up)
+        ),
+        "fla.modules.activations": dict(swiglu=lambda gate, up: torch.nn.functional.silu(gate) * up),
+        "fla.ops.retention": dict(fused_recurrent_retention=retention),
+        "fla.ops.gla": dict(fused_recurrent_gla=lambda q, k, v, g: retention(q, k * g, v)),
+    }
+    for name, contents in names.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+AUDITED = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/audit.md").read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_an_audited_model_is_right_with_plain_operations(name, packages):
+    torch.manual_seed(0)
+    findings = audit(*getattr(audited, name)())
+    assert len(findings.right) >= 3 and not findings.wrong and not findings.unclear
+
+
+def test_the_page_has_a_row_for_each_audited_model():
+    made_here = {name for name, each in vars(audited).items() if inspect.isfunction(each)} - {"audited"}
+    assert made_here == {*AUDITED} and len(AUDITED) == 7

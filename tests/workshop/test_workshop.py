@@ -51,6 +51,25 @@ def config_of(command):
     return llama.parse_config(arguments, script)
 
 
+STAGE_6 = (
+    "--check --device cpu --hidden-dim 16 --num-layers 1 --num-heads 2 --ffn-dim 16 --vocab-size 11 --batch-size 1 "
+    "--seq-len 5 --num-steps 1 --warmup-steps 0"
+).split()
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter has it on a CPU")
+def test_the_check_of_stage_6_names_every_weight_also_the_one_with_a_gradient(capsys, tmp_path):
+    """The tied embedding, which the comparison with PyTorch names as wrong, and the audit by its two slopes."""
+    assert llama.main([*STAGE_6, "--output-dir", str(tmp_path)], "v3_stage6_severed_autograd.py") == 1
+    head, *lines = capsys.readouterr().out.partition("Audit of the gradients: ")[2].splitlines()
+    told = {
+        name: float(slope) for name, slope in re.findall(r"^    (\S+): told (\S+), seen \S+$", "\n".join(lines), re.M)
+    }
+    assert head == "FAILED in 8 of 8 weights" and len(told) == 8
+    assert [name for name, slope in told.items() if slope] == ["embed_tokens.weight"]
+
+
 def test_dry_run_prints_commands_that_parse_and_writes_nothing(planned, tmp_path):
     runs = planned(f"--beyond --batch-size 3 --output {tmp_path / 'results'} -- --seed 7")
     baseline = config_of(runs.pop("baseline"))
