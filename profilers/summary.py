@@ -51,7 +51,7 @@ def counted(title, table, run):
     return f"{title}:\n\n{markdown(table)}"
 
 
-def launch_section(figures, remedy):
+def launch_section(figures, remedy="`--graph`"):
     """figures: of step_figures; remedy: what replays a step."""
     if figures is None:
         return "The trace does not name its steps, so launches cannot be assigned to one."
@@ -90,10 +90,10 @@ def summary(path, tool, program=None):
     derived["kernel"] = [short_name(name, 50) for name in derived.index]
     in_training = rates(derived, ceilings)
     used = derived[list(UTILISATION)].dropna(axis="columns", how="all").rename(columns=UTILISATION)
-    run, remedy, whose, note = "the training run", "`--graph`", "", ""
+    run, launches, whose, note = "the training run", launch_section(figures), "", ""
     if program:
-        run, remedy, whose = f"the run of `{program}`", "a captured graph", " of `tiny_llama_v3.py`"
-        note = f"{marks_no_steps(program)}.\n\n" * (not steps)
+        run, launches = f"the run of `{program}`", launch_section(figures, "a captured graph")
+        whose, note = " of `tiny_llama_v3.py`", f"{marks_no_steps(program)}.\n\n" * (not steps)
     if len(counters) and not is_of_steps:
         note += "**The counters are means of the whole run, warm-up included.**\n\n"
     # Interpreted kernels take a thousand times as long, so that only the columns without times mean something.
@@ -119,7 +119,7 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 
 ## Kernel launch overhead
 
-{launch_section(figures, remedy)}
+{launches}
 
 ## Memory bandwidth
 
