@@ -12,7 +12,7 @@ from tests import ROOT
 
 PROGRAM = """
 import os, sys
-print(sys.argv[1:], os.getcwd(), os.environ.get("PYTHONPATH"), "triton" in sys.modules)
+print(sys.argv[1:], os.getcwd(), os.environ.get("PYTHONPATH"), sys.path, "triton" in sys.modules)
 import torch
 from beside import number  # sums of 8 numbers
 from tiny_llama_v3 import MINE
@@ -47,7 +47,9 @@ def profile(tmp_path, number):
 def test_a_recorded_program_is_on_its_own_and_its_steps_are_found(tmp_path, capsys, number, steps, products):
     """It has its arguments, folder, modules and exit code; Triton is not imported before it chooses its interpreter."""
     out, code = profile(tmp_path, number)
-    assert out == f"""['--help', "a 'b"] {tmp_path}/here None False\n""" and code == 4 + number
+    show = [sys.executable, "-c", "import sys; print([sys.argv[1], *sys.path[1:]])", tmp_path / "own"]
+    paths = subprocess.run(show, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}).stdout.strip()
+    assert out == f"""['--help', "a 'b"] {tmp_path}/here None {paths} False\n""" and code == 4 + number
     table, found, processes = read_kernels(tmp_path)
     calls = dict(zip(table["Name"], table["Calls"], strict=True))
     # Of a whole run the table is torch.profiler's, of the operators inside others too.
