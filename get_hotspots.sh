@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ranks the kernels of a training run by the time that they take. --help lists the options.
+# Ranks the kernels of a training run or of any program by the time that they take. --help lists the options.
 set -euo pipefail
 # shellcheck source=profilers/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/python.sh"

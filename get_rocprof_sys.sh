@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Samples the call stacks of a training run beside its GPU activity. --help lists the options.
+# Samples the call stacks of a training run or of any program beside its GPU activity. --help lists the options.
 set -euo pipefail
 # shellcheck source=profilers/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/python.sh"

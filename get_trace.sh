@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records the timeline of a training run for Perfetto. --help lists the options.
+# Records the timeline of a training run or of any program for Perfetto. --help lists the options.
 set -euo pipefail
 # shellcheck source=profilers/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/profilers/python.sh"

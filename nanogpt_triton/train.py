@@ -37,6 +37,7 @@ from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
 from tiny_llama.distributed import run_together  # noqa: E402
 from tiny_llama.hardware import host_memory_bytes, is_out_of_memory  # noqa: E402
 from tiny_llama.notes import lone_process  # noqa: E402
+from tiny_llama.profiler import attached_profiler, named_range  # noqa: E402
 
 TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
 
@@ -390,6 +391,7 @@ def train(argv, world):
 def run(trainer, report):
     """Train as nanoGPT does, until max_iters or target_loss. Return the exit code."""
     settings, start, mfu = trainer.settings, time.perf_counter(), -1.0
+    first, show_range = trainer.iteration, named_range if attached_profiler() else contextlib.nullcontext
     timed = 0  # iterations since start
     while True:
         number = trainer.iteration
@@ -408,10 +410,14 @@ def run(trainer, report):
             if settings.eval_only or means["val"] <= settings.target_loss:
                 break
             start, timed = time.perf_counter(), 0
-        trainer.step()
+        is_logged = number % settings.log_interval == 0
+        # For the reports of profilers, in which the first iteration, which compiles, is no step.
+        with show_range("step" if number > first else "first step"):
+            trainer.step()
+            if is_logged:
+                loss = trainer.settle()  # waits for the device
         timed += 1
-        if number % settings.log_interval == 0:
-            loss = trainer.settle()
+        if is_logged:
             # The time of an iteration is the mean since the last line.
             seconds = (time.perf_counter() - start) / timed
             start, timed = time.perf_counter(), 0

@@ -9,12 +9,11 @@ exit code is that of the program.
 import argparse
 import cProfile
 import pstats
-import runpy
 import sys
 import traceback
-from pathlib import Path
 
 from measure.command_line import Parser, program
+from profilers.as_main import run_as_main
 
 
 @program("host_profile")
@@ -24,11 +23,9 @@ def main(argv):
     parser.add_argument("program", metavar="program.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    sys.argv = [options.program, *options.arguments]
-    sys.path[0] = str(Path(options.program).resolve().parent)  # for the modules beside the program
     profile = cProfile.Profile()
     try:
-        profile.runcall(runpy.run_path, options.program, run_name="__main__")
+        profile.runcall(run_as_main, options.program, options.arguments)
     except Exception:  # is the program's, and not an error of this one
         traceback.print_exc()
         return 1

@@ -58,6 +58,11 @@ def scope_of(steps, processes):
     return f"Kernels of the whole run{of_processes}, warm-up included"
 
 
+def marks_no_steps(program):
+    """Describes a recording whose ranges name no steps; program is its name."""
+    return f"{program} marks no steps: times are of the whole run"
+
+
 def report_parser(name, description, *profiles):
     """Return the Parser of a report with the options that all have."""
     parser = Parser(name, description)
@@ -87,12 +92,15 @@ def main(argv):
         help="also write all of them, with rocprofv3's columns; into a folder as kernels_of_the_steps.csv, or as "
         "kernels.csv if the steps are not known",
     )
+    parser.add_argument("--program", metavar="NAME", help="of what was recorded, for a line that it marks no steps")
     options = parser.parse_args(argv)
     table, steps, processes = read_some_kernels(options.profile)
     if options.csv:
         name, in_folder = "kernels_of_the_steps.csv" if steps else "kernels.csv", options.csv.is_dir()
         with replacing(options.csv / name if in_folder else options.csv, follow=not in_folder) as path:
             table.to_csv(path, index=False)
+    if options.program and not steps:
+        print(f"\n{marks_no_steps(options.program)}")
     spots = hotspots(table, steps)
     sums = f"{spots['ms'].sum():.3f} ms in {spots['calls'].sum():.6g} calls of {len(spots)} kernels"
     print(f"\n{scope_of(steps, processes)}: {sums}\n")

@@ -1,4 +1,4 @@
-"""Record a training run with a profiler: what get_trace.sh and the five other scripts of the root do.
+"""Record a training run, or any program, with a profiler: what get_trace.sh and the five others of the root do.
 
     python -m profilers.record get_trace.sh [OPTIONS]
 
@@ -58,7 +58,7 @@ def compare_with(recording):
 
 
 def get_trace(recording):
-    """Record the timeline of a training run for Perfetto, in traces/trace_<time>/.
+    """Record the timeline of a training run, or of a --program, for Perfetto, in traces/trace_<time>/.
 
     It has kernels, copies, runtime calls, and the ranges that name steps, phases and layers. The same run gives the
     tables of its kernels and calls.
@@ -66,15 +66,16 @@ def get_trace(recording):
     recording.start("traces/trace")
     recording.record_timeline("trace")
     recording.report_kernels()
+    layer = "" if recording.options.program else ', for "layers.0" to find a layer'
     recording.finish(
         "Open the trace in https://ui.perfetto.dev (it stays on your machine): w and s zoom, a and d move.",
-        'Search for "step" to find the measured steps, for "layers.0" to find a layer.',
+        f'Search for "step" to find the measured steps{layer}.',
         *recording.together,
     )
 
 
 def get_hotspots(recording):
-    """Rank the kernels of a training run by the time that they take, in hotspots/hotspot_<time>/."""
+    """Rank the kernels of a training run, or of a --program, by their time, in hotspots/hotspot_<time>/."""
     recording.start("hotspots/hotspot")
     if recording.rocm:
         # CSV, as --stats writes nothing with ROCm 7's default, a database.
@@ -112,22 +113,31 @@ def count_by_rocprofv3(recording, passes):
 
 
 def count_by_ncu(recording, metrics):
-    """Record one step by ncu, which repeats each kernel for every group of counters. Return the exit status."""
-    report = recording.result / "ncu.ncu-rep"
-    options = "--nvtx --nvtx-include step/ --clock-control none --print-kernel-base demangled --metrics".split()
+    """Record by ncu, which repeats each kernel for every group of counters. Return the exit status.
+
+    It records one step of the training script, and of another program its ranges "step" or, without any, its whole run.
+    """
+    report, raw = recording.result / "ncu.ncu-rep", "ncu_raw.csv"
+    steps, one_step = "--nvtx --nvtx-include step/".split(), "--num-steps 1 --warmup-steps 1".split()
+    options = "--clock-control none --print-kernel-base demangled --metrics".split()
     options += [",".join(sorted({NCU_METRICS[0], *metrics}))]
     place = ["-f", "-o", str(report.with_suffix("")), *recording.tool_arguments]
-    one_step = "--num-steps 1 --warmup-steps 1".split()
+    program = [*recording.program, *([] if recording.options.program else one_step)]
+    status = recording.attempt("hardware counters", ["ncu", *steps, *options, *place, *program])
+    if recording.options.program and not status and not report.exists():
+        recording.note(f"Without NVTX ranges named step in {recording.name}, ncu counts in its whole run:")
+        status, raw = recording.attempt("hardware counters", ["ncu", *options, *place, *program]), "whole_ncu_raw.csv"
     table = ["ncu", "--import", str(report), "--csv", "--page", "raw"]
     table += "--print-units base --print-kernel-base demangled".split()
-    write = f"{shlex.join(table)} > {shlex.quote(str(recording.result))}/ncu_raw.csv"
-    return recording.attempt(
-        "hardware counters", ["ncu", *options, *place, *recording.program, *one_step]
-    ) or recording.attempt("the counters as a table", ["sh", "-c", write])
+    write = f"{shlex.join(table)} > {shlex.quote(str(recording.result))}/{raw}"
+    return status or recording.attempt("the counters as a table", ["sh", "-c", write])
 
 
 def get_counters(recording):
-    """Record every kernel of a training run, and with --pmc hardware counters, in counters/counter_<time>/."""
+    """Record every kernel of a training run, or of a --program, in counters/counter_<time>/.
+
+    With --pmc hardware counters are read too.
+    """
     recording.start("counters/counter")
     result, counts = recording.result, recording.options.pmc is not None
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
@@ -161,8 +171,9 @@ def get_rocprof_compute(recording):
     """Measure how well each kernel of a training step uses the GPU, in rocprof_compute/profile_<time>/.
 
     It shows the share of the peak (speed of light), occupancy, caches and memory; without rocprof-compute, times only.
-    The tool repeats the program about ten times, so that a single step takes a few minutes. The options after a
-    second -- are those of rocprof-compute profile, such as -k rmsnorm_kernel.
+    The tool repeats the program about ten times, so that a single step takes a few minutes; of a --program it counts
+    the whole run, which should be as short. The options after a second -- are those of rocprof-compute profile, such as
+    -k rmsnorm_kernel.
     """
     if recording.options.operators and not recording.rocm:
         raise UsageError(f"--operators needs rocprof-compute, and this run uses {recording.tool}")
@@ -173,9 +184,10 @@ def get_rocprof_compute(recording):
     recording.profile_by_torch()
     recording.report_kernels()
     alone = shlex.join([python(), str(ROOT / "run_triton_profiling.py")])
+    ours = [] if recording.options.program else [alone]
     recording.finish(
         "Times only: hardware counters need rocprof-compute on an AMD GPU, or get_counters.sh --pmc on an NVIDIA GPU.",
-        f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {alone}",
+        *(f"Bandwidth and arithmetic of each Triton kernel, from what it must do: {command}" for command in ours),
     )
 
 
@@ -188,8 +200,13 @@ def run_rocprof_compute(recording):
     tool, asked = recording.rocm, recording.asked
     traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
-    recording.arguments = ["--warmup-steps", "1", *recording.arguments]
+    if not recording.options.program:
+        recording.arguments = ["--warmup-steps", "1", *recording.arguments]
     recording.start("rocprof_compute/profile")
+    workload = "tiny_llama"
+    if recording.options.program:  # runs in this folder, where its arguments may name files
+        workload, (interpreter, *words) = "program", recording.program
+        recording.program = [interpreter, str(ROOT / "profilers" / "as_main.py"), os.getcwd(), *words]
     for word in recording.program:
         if re.search(r"""[\s;"']""", word):  # it joins the words by spaces and splits them again
             raise UsageError(f'rocprof-compute cannot pass on "{word}": no spaces, quotes or ;')
@@ -205,7 +222,7 @@ def run_rocprof_compute(recording):
     options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
     # The meaning of -p depends on the release; below the working directory all releases agree.
     own = [*options, *recording.tool_arguments, "--", *recording.program]
-    recording.run_or_fail([*recording.launch, "profile", "-n", "tiny_llama", *own], folder=recording.result)
+    recording.run_or_fail([*recording.launch, "profile", "-n", workload, *own], folder=recording.result)
     if traced and not recording.dry and "roctx" in (reason := recording.explain(0)):
         traced = recording.miss(f"the operators ({reason})")
     if roofline and not chosen:
@@ -217,7 +234,7 @@ def run_rocprof_compute(recording):
     # sysinfo.csv exists even if nothing was counted; results_* since 7.12, *.db where these are not written.
     recording.require("pmc_perf*.csv*", "results_*.csv*", "*.db")
     workloads = recording.result / "workloads"
-    described = next(workloads.rglob("sysinfo.csv"), workloads / "tiny_llama" / "GPU_MODEL" / "sysinfo.csv")
+    described = next(workloads.rglob("sysinfo.csv"), workloads / workload / "GPU_MODEL" / "sysinfo.csv")
     begin = 0 if recording.dry else recording.log.stat().st_size
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
     # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
@@ -275,10 +292,10 @@ def analyze_kernels(recording, analyze, sections):
 
 
 def get_rocprof_sys(recording):
-    """Sample the call stacks of a whole training run beside its GPU activity, in rocprof_sys/profile_<time>/.
+    """Sample the call stacks of a training run, or of a --program, in rocprof_sys/profile_<time>/.
 
-    The same run records clocks and power, and a second one the time of each Python function. The options after a
-    second -- are those of rocprof-sys-sample, such as -f 1000 or -E rcclp.
+    The same run records the GPU's activity, clocks and power, and a second one the time of each Python function. The
+    options after a second -- are those of rocprof-sys-sample, such as -f 1000 or -E rcclp.
     """
     recording.start("rocprof_sys/profile")
     profile = recording.result / "host_profile.pstats"
@@ -286,7 +303,7 @@ def get_rocprof_sys(recording):
         command = rocprof_sys(recording)
         advice = "Open the trace in https://ui.perfetto.dev, the sampling_* and wall_clock* files in an editor."
     else:
-        command = [*recording.program, "--profile", str(recording.result)]
+        command = recording.by_torch()
         advice = "Open trace.json in https://ui.perfetto.dev"
     status = recording.attempt("the timeline", command)
     # It has no Python functions; a second run records these, whatever became of the first.
@@ -323,12 +340,14 @@ def run_rocprof_triton(recording):
     """Run the profiling session of Exercise 1: a timeline, memory traffic, counters and the inputs of a roofline.
 
     Its summary, rocprof_results/triton_analysis_summary.md, has launch overhead, bandwidth and utilisation. Without
-    --output the recordings are written to rocprof_results/session_<time>/; older sessions are kept.
+    --output the recordings are written to rocprof_results/session_<time>/; older sessions are kept. With --program that
+    program takes the place of the training run; the kernels that are measured alone stay those of tiny_llama_v3.py.
     """
     recording.start("rocprof_results/session")
     result = recording.result
     # The training run comes first: it refuses what is wrong with its options at once.
-    recording.note("--- 1. Basic: the timeline of a training run, then each kernel alone")
+    run = f"the run of {recording.name}" if recording.options.program else "a training run"
+    recording.note(f"--- 1. Basic: the timeline of {run}, then each kernel alone")
     recording.record_timeline("basic")
     alone = str(result / "kernels_alone.json")
     recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
@@ -338,7 +357,7 @@ def run_rocprof_triton(recording):
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
     recording.attempt("the pictures", module_command("plot", result, alone))
-    recording.attempt("the summary", module_command("summary", result, "--tool", recording.tool))
+    recording.attempt("the summary", module_command("summary", result, "--tool", recording.tool, *recording.named))
     summary = result / "triton_analysis_summary.md"
     # A link to the newest; a file of that name is kept.
     newest = result.parent / summary.name

@@ -1,6 +1,7 @@
 """One recording: its options, its tool, the folder of its result, running and logging, and what becomes of failures."""
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from measure.command_line import NothingRecorded, Parser, UsageError
 from profilers import rocm
+from tiny_llama.files import open_input
 
 ROOT = Path(__file__).resolve().parent.parent
 AFTER = """\
-What follows -- are options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps {steps}; what follows a
-second -- are those of the profiler itself.
+What follows -- are options of tiny_llama_v3.py, after --batch-size 8 --seq-len 128 --num-steps {steps}, or with
+--program the arguments of that program; what follows a second -- are options of the profiler itself.
 
 PYTHON chooses the interpreter. ROCm's profiler is the one that comes with PyTorch, else one of the same release, else
 the first on PATH or in ROCM_PATH, else the newest below /opt. Exit codes: 0 done, 1 nothing was recorded or a part is
@@ -68,6 +70,8 @@ def parser_of(script, description, tools, steps):
     parser.usage, parser.epilog = "%(prog)s [options] [-- OPTIONS [-- OPTIONS]]", AFTER.format(steps=steps)
     add, choices = parser.add_argument, [*tools, "auto"]
     add("--output", metavar="DIR", help="where the result goes; must be new or empty")
+    program = "record this program of Python, not tiny_llama_v3.py; its ranges named step are the steps of the reports"
+    add("--program", metavar="FILE", help=program)
     add("--stage", type=int, choices=range(1, 9), metavar="N", help="of the workshop: tiny_llama_v3.py --list-stages")
     tool = f"{'|'.join(choices)}; auto, the default, takes the first that works here"
     add("--tool", choices=choices, default="auto", metavar="NAME", help=tool)
@@ -82,11 +86,29 @@ def parse(parser, tools, argv):
     options, unknown = parser.parse_known_args(own)
     options.arguments, options.tool_arguments = split(rest)
     if unknown:
-        parser.error(f"unknown option {unknown[0]}: options of tiny_llama_v3.py go after --")
+        parser.error(f"unknown option {unknown[0]}: options of {name_of(options.program)} go after --")
+    if options.program:
+        options.program = readable_program(options.program)
+        if options.stage:
+            raise UsageError("--stage is of tiny_llama_v3.py, and --program names another program: leave one out")
     if options.tool_path:
         options.tool = tools[0] if options.tool == "auto" else options.tool
         options.tool_path = resolve(options.tool, options.tool_path)
     return options
+
+
+def name_of(program):
+    """Return what messages call the program that is recorded: a --program, or None for the training script."""
+    return os.path.basename(program or "tiny_llama_v3.py")
+
+
+def readable_program(path):
+    """Return the absolute path of a --program; UsageError if it is no file that can be read."""
+    try:
+        open_input(path, math.inf).close()
+    except OSError as error:
+        raise UsageError(f"--program {path} cannot be read ({error.strerror}): give a file of Python") from error
+    return os.path.abspath(path)
 
 
 def split(words):
@@ -143,6 +165,8 @@ class Recording:
     def __init__(self, tools, options, steps):
         self.options, self.steps = options, steps
         self.arguments, self.tool_arguments = options.arguments, options.tool_arguments
+        self.name = name_of(options.program)
+        self.named = ["--program", self.name] if options.program else []  # for reports, which say what marks no steps
         # The names of the profiler's own options; a value follows after a newline or =, or directly as in -fcsv.
         self.own = "\n".join(self.tool_arguments)
         self.asked = set(re.findall(r"^(--[^=\n]+|-\w)", self.own, re.MULTILINE))
@@ -194,7 +218,8 @@ class Recording:
             if tool.is_installed:
                 os.environ["PATH"] += f":{os.path.dirname(tool.path)}"  # for rocminfo and its like
         else:
-            names = {"ncu": "ncu, NVIDIA Nsight Compute", "torch": "torch.profiler, through tiny_llama_v3.py --profile"}
+            through = f"around {self.name}" if self.options.program else "through tiny_llama_v3.py --profile"
+            names = {"ncu": "ncu, NVIDIA Nsight Compute", "torch": f"torch.profiler, {through}"}
             self.note(f"Tool: {names[self.tool]}{reason}")
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -209,7 +234,8 @@ class Recording:
         # Resolved, as rocprof-compute refuses a path with "..".
         self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S_%f}").resolve()
         if processes > 1:
-            self.together = [suggestion(f"All {processes} processes in one table", "hotspots", self.result)]
+            title = f"All {processes} processes in one table"
+            self.together = [suggestion(title, "hotspots", self.result, *self.named)]
             self.result /= f"rank_{number}"
             # rocprofv3 does not know torchrun's variables, and says nothing of a process that it leaves out.
             chosen = re.search(r"^--profile-mpi-ranks[=\n]([\d,-]+)", self.own, re.MULTILINE)
@@ -220,10 +246,12 @@ class Recording:
             self.left_out = ranges and all(not int(a) <= number <= int(b or a) for a, b in ranges)
         if self.result.is_dir() and any(self.result.iterdir()):
             raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
-        stage = ["--stage", str(self.options.stage)] if self.options.stage else []
-        sizes = f"--batch-size 8 --seq-len 128 --num-steps {self.steps}".split()
-        self.program = [rocm.python(), str(ROOT / "tiny_llama_v3.py"), *sizes, *stage]
-        self.program += ["--output-dir", str(self.result / "run"), *self.arguments]
+        program = [self.options.program]
+        if not self.options.program:
+            stage = ["--stage", str(self.options.stage)] if self.options.stage else []
+            sizes = f"--batch-size 8 --seq-len 128 --num-steps {self.steps}".split()
+            program = [str(ROOT / "tiny_llama_v3.py"), *sizes, *stage, "--output-dir", str(self.result / "run")]
+        self.program = [rocm.python(), *program, *self.arguments]
         if self.dry:
             return
         try:
@@ -335,8 +363,15 @@ class Recording:
         place = ["-d", str(prefix.parent), "-o", prefix.name]
         return [*self.launch, *options, *place, *self.tool_arguments, "--", *self.program]
 
+    def by_torch(self):
+        """Return the command line that records the program by torch.profiler."""
+        python, *words = self.program
+        if self.options.program:
+            return [python, str(ROOT / "profilers" / "torch_profile.py"), str(self.result), *words]
+        return [*self.program, "--profile", str(self.result)]
+
     def profile_by_torch(self, file="kernel_stats.csv"):
-        self.run_or_fail([*self.program, "--profile", str(self.result)])
+        self.run_or_fail(self.by_torch())
         self.require(file)
 
     def record_timeline(self, name):
@@ -350,7 +385,7 @@ class Recording:
         self.require("*_kernel_stats.csv")
 
     def report_kernels(self, *arguments):
-        self.attempt("the table of the kernels", module_command("hotspots", self.result, *arguments))
+        self.attempt("the table of the kernels", module_command("hotspots", self.result, *self.named, *arguments))
 
 
 @contextlib.contextmanager

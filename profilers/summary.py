@@ -18,7 +18,7 @@ from measure.command_line import Parser, program, replacing
 from measure.kernels_alone import rates, rates_alone, read_kernels_alone
 from measure.tables import cell, markdown_table, number, percent
 from profilers.counters import derive
-from profilers.hotspots import PEAK_MEMORY, hotspots, scope_of
+from profilers.hotspots import PEAK_MEMORY, hotspots, marks_no_steps, scope_of
 from profilers.kernel_names import short_name
 from profilers.readers import read_kernels, read_peak_memory, read_step_counters
 from profilers.readers.files import reported
@@ -44,15 +44,15 @@ def markdown(table):
     return markdown_table(list(table), rows, right)
 
 
-def counted(title, table):
-    """Return a table that is computed from counters, below its title."""
+def counted(title, table, run):
+    """Return a table that is computed from counters, below its title. run: what they were counted in."""
     if table.empty:
-        return "Not counted in the training run (that needs rocprofv3)."
+        return f"Not counted in {run} (that needs rocprofv3)."
     return f"{title}:\n\n{markdown(table)}"
 
 
-def launch_section(figures):
-    """figures: of step_figures."""
+def launch_section(figures, remedy="`--graph`"):
+    """figures: of step_figures; remedy: what replays a step."""
     if figures is None:
         return "The trace does not name its steps, so launches cannot be assigned to one."
     if not figures["launches"]:
@@ -63,7 +63,7 @@ def launch_section(figures):
         f"{figures['launch_us']:.0f} us a step: {percent(figures['launch_us'] / figures['step_us'])} "
         "of the step, profiling included\n"
         f"- no kernel runs for {figures['step_us'] - figures['busy_us']:.0f} us a step\n\n"
-        "If that is more than the kernels take, the step is launch-bound: `--graph` replays it in one launch."
+        f"If that is more than the kernels take, the step is launch-bound: {remedy} replays it in one launch."
     )
 
 
@@ -75,8 +75,11 @@ def busy_line(figures):
     )
 
 
-def summary(path, tool):
-    """Return the text of the summary of a session's folder; tool is one of TOOLS. Raises Unreadable."""
+def summary(path, tool, program=None):
+    """Return the text of the summary of a session's folder. Raises Unreadable.
+
+    tool is one of TOOLS, program the name of what was recorded, None for the training script.
+    """
     result = read_kernels_alone(path / "kernels_alone.json")
     environment, ceilings = result["environment"], result["ceilings"]
     table, steps, processes = read_kernels(path)
@@ -87,9 +90,12 @@ def summary(path, tool):
     derived["kernel"] = [short_name(name, 50) for name in derived.index]
     in_training = rates(derived, ceilings)
     used = derived[list(UTILISATION)].dropna(axis="columns", how="all").rename(columns=UTILISATION)
-    note = ""
+    run, launches, whose, note = "the training run", launch_section(figures), "", ""
+    if program:
+        run, launches = f"the run of `{program}`", launch_section(figures, "a captured graph")
+        whose, note = " of `tiny_llama_v3.py`", f"{marks_no_steps(program)}.\n\n" * (not steps)
     if len(counters) and not is_of_steps:
-        note = "**The counters are means of the whole run, warm-up included.**\n\n"
+        note += "**The counters are means of the whole run, warm-up included.**\n\n"
     # Interpreted kernels take a thousand times as long, so that only the columns without times mean something.
     alone = rates_alone(result)
     if environment["arch"] == "cpu":
@@ -97,7 +103,8 @@ def summary(path, tool):
         alone = alone[["kernel", "MB", "FLOP a byte"]]
     if peak := read_peak_memory(path):
         note += f"{PEAK_MEMORY.format(peak / 2**30)}.\n\n"
-    top = spots.rename(columns={"share": "% of the time", "ms": "ms a step", "calls": "calls a step"})
+    per_step = {"ms": "ms a step", "calls": "calls a step"} if steps else {}
+    top = spots.rename(columns={"share": "% of the time"} | per_step)
     return f"""# Triton kernels, profiled
 
 {environment["device"]} ({environment["arch"]}), PyTorch {environment["torch"]}, Triton {environment["triton"]}, \
@@ -112,15 +119,15 @@ Recorded by {TOOLS[tool]}; the command lines are in `log.txt`.
 
 ## Kernel launch overhead
 
-{launch_section(figures)}
+{launches}
 
 ## Memory bandwidth
 
 Measured ceiling of this device, by a kernel that reads and writes: {ceilings["GB/s"]:,.4g} GB/s.
 
-{counted("In the training run, from the bytes counted at the memory", in_training[BANDWIDTH].dropna())}
+{counted(f"In {run}, from the bytes counted at the memory", in_training[BANDWIDTH].dropna(), run)}
 
-Each Triton kernel alone, from the bytes that it must move at least:
+Each Triton kernel{whose} alone, from the bytes that it must move at least:
 
 {markdown(alone.filter(BANDWIDTH))}
 
@@ -128,7 +135,7 @@ Each Triton kernel alone, from the bytes that it must move at least:
 
 {busy_line(figures) or ""}
 
-{counted("In the training run", used.dropna(subset=list(used)[1:], how="all"))}
+{counted(f"In {run}", used.dropna(subset=list(used)[1:], how="all"), run)}
 
 ## Roofline inputs
 
@@ -139,7 +146,7 @@ ceiling's kernel gets from memory. Picture: `roofline.png`.
 
 {markdown(alone.filter(ROOFLINE))}
 
-{counted("Counted in the training run, matrix units alone", in_training[ROOFLINE].dropna())}
+{counted(f"Counted in {run}, matrix units alone", in_training[ROOFLINE].dropna(), run)}
 """
 
 
@@ -148,9 +155,10 @@ def main(argv):
     parser = Parser("summary", __doc__)
     parser.add_argument("session", type=Path, help="folder of the session")
     parser.add_argument("--tool", choices=list(TOOLS), required=True, help="what recorded it")
+    parser.add_argument("--program", metavar="NAME", help="of what was recorded, if it is not the training script")
     options = parser.parse_args(argv)
     with reported(options.session / "kernels_alone.json"):  # the readers report the other files
-        text = summary(options.session, options.tool)
+        text = summary(options.session, options.tool, options.program)
     with replacing(options.session / "triton_analysis_summary.md") as path:
         path.write_text(text, encoding="utf-8")
     print(f"\n{text}")

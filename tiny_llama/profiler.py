@@ -1,16 +1,15 @@
 """Profiles of a few training steps: traces, kernel tables, memory snapshots, ranges for profilers, kernels a step."""
 
 import contextlib
-import csv
 import ctypes
 import os
 import re
-import statistics
 
 import torch
 from torch.autograd import DeviceType
 
 import tiny_llama_v3 as llama
+from tiny_llama.kernel_table import is_work, write_kernel_table
 from tiny_llama.spans import LAUNCH, covered
 
 PROFILED_STEPS = 3
@@ -47,7 +46,9 @@ def show_ranges(step):
 
 
 def attached_profiler():
-    """Return the environment variable by which another profiler has entered this process, or None."""
+    """Return what tells that another profiler is at work here, an environment variable or torch.profiler, or None."""
+    if torch.autograd._profiler_enabled():  # as around the whole program: a second one would be refused
+        return "torch.profiler"
     names = (
         "ROCP_TOOL_LIBRARIES ROCPROFILER_REGISTER HSA_TOOLS_LIB NSYS_PROFILING_SESSION_ID CUDA_INJECTION64_PATH "
         "NVTX_INJECTION64_PATH NV_NSIGHT_INJECTION_PORT_BASE"  # the last is ncu's
@@ -92,28 +93,6 @@ def count_kernels(step, batch_ms):
     return counts
 
 
-def is_work(event):
-    """Return whether an event is a kernel or copy of the GPU, and no range."""
-    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
-
-
-def kernel_table(profiler, on_gpu):
-    """Return the rows of rocprofv3's kernel_stats.csv, below its columns: one for each kernel, the longest first."""
-    durations = {}  # {kernel: ns of each call}
-    for event in profiler.events():
-        us = event.device_time_total if on_gpu else event.self_cpu_time_total
-        # A CPU has no kernels, but PyTorch's operators.
-        if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
-            durations.setdefault(event.name, []).append(round(us * 1e3))
-    total = sum(map(sum, durations.values()))
-    rows = ["Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev".split()]
-    for name, ns in sorted(durations.items(), key=lambda item: -sum(item[1])):
-        spread = statistics.stdev(ns) if len(ns) > 1 else 0
-        figures = sum(ns), statistics.mean(ns), 100 * sum(ns) / total, min(ns), max(ns), spread
-        rows.append([name, len(ns), *(round(figure, 6) for figure in figures)])
-    return rows
-
-
 def record_memory(step, path):
     """Write what the GPU's allocator does in a few more steps, which recording slows, for PyTorch's viewer."""
     torch.cuda.memory._record_memory_history(stacks="python")
@@ -137,8 +116,7 @@ def write_profile(step, folder):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-        with open(table, "w", newline="") as file:
-            csv.writer(file, quoting=csv.QUOTE_NONNUMERIC).writerows(kernel_table(profiler, on_gpu))
+        write_kernel_table(table, profiler.events(), on_gpu)
         if on_gpu:
             record_memory(step, memory)
     except OSError as error:

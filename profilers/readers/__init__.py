@@ -85,7 +85,7 @@ def process_of(file, labels, dispatches, ranges):
     """Return the Process of a file whose rows have these labels."""
     windows, steps = steps_of(file, ranges)
     measured = dispatches
-    if steps and not records_only_steps(file):
+    if steps and not records_only_steps(file, ranges):
         measured = within(dispatches, *windows)
         if measured.empty and len(dispatches):
             reason = f"none of its {len(dispatches)} kernels starts within one of its {steps} steps"
@@ -168,7 +168,7 @@ def read_step_counters(path):
             windows, _ = steps_of(file, ranges)
             if len(rows):
                 whole.append(rows)
-                limited.append(rows if records_only_steps(file) else within(rows, *windows))
+                limited.append(rows if records_only_steps(file, ranges) else within(rows, *windows))
     if not whole:
         return pd.DataFrame(), False
     is_limited = all(map(len, limited))
@@ -274,9 +274,13 @@ def steps_of(file, ranges):
     return windows, len(steps)
 
 
-def records_only_steps(file):
-    """Return whether a file has no warm-up: the script profiles measured steps only, and ncu counts within "step"."""
-    return file.name == "ncu_raw.csv" or file.suffix == ".json" and not file.match(rocprofv3_json.FILES)
+def records_only_steps(file, ranges):
+    """Return whether a file has no warm-up: the script profiles measured steps only, and ncu counts within "step".
+
+    The whole run of another program has a range "program" around it.
+    """
+    is_trace = file.suffix == ".json" and not file.match(rocprofv3_json.FILES)
+    return file.name == "ncu_raw.csv" or is_trace and not (ranges["Name"] == "program").any()
 
 
 def in_order(tables):

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-PATTERNS = {"counters": "ncu_raw.csv"}
+PATTERNS = {"counters": "*ncu_raw.csv"}  # whole_ncu_raw.csv is of a whole run
 
 
 def read(path, content):

@@ -9,7 +9,8 @@ import sys
 from tests import ROOT
 
 FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers tiny_llama".split()
-WITHOUT_FLAGS = {"profilers/host_profile.py"}  # what they are given is another's
+# What they are given is another's.
+WITHOUT_FLAGS = {f"profilers/{name}.py" for name in ("as_main", "host_profile", "torch_profile")}
 NEEDED = """
 benchmarks/diff.py: before after
 examples/hf_weights.py: folder

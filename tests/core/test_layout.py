@@ -27,7 +27,8 @@ MAY_IMPORT = {  # a folder, or a module at the top: what of the project it may i
 # What people start by its path, what starts or loads another's program so, and what writes notebooks.
 MAY_EDIT_PATH = """
 tiny_llama_v3.py tiny_llama/audit.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
-nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/host_profile.py
+nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/as_main.py
+profilers/torch_profile.py offline/emulator/source.py
 """.split()
 SLOW_TESTS = """
 tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow

@@ -27,6 +27,7 @@ for word; do
     case ${word##*/} in
     tiny_llama_v3.py | v3_stage*.py | profilers.host_profile) exec "${run[@]}" "$@" "${tiny[@]}" ;;
     run_triton_profiling.py) exec "${run[@]}" "$@" --seq-len 16 ;;
+    profilers.hotspots) break ;; # which is told the name of a program
     train.py) exec "${run[@]}" "$@" --n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=1 --max_iters=1 \
         --eval_iters=1 --gradient_accumulation_steps=4 --compile=False --device=cpu ;;
     esac

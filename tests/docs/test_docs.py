@@ -93,7 +93,8 @@ def run(tmp_path_factory, python):
     """run(language, code, before) executes a block in a copy of the project, in a shell that has run what is before."""
     folder = tmp_path_factory.mktemp("docs")
     copy = folder / "project"
-    ignored = shutil.ignore_patterns(".?*", "__pycache__", "triton_profiles", "results", "traces", "hotspots", "out")
+    names = "__pycache__ triton_profiles results traces hotspots out meta.pkl".split()
+    ignored = shutil.ignore_patterns(".?*", *names)
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     for exercise in JUDGED.values():
         shutil.copy(copy / "exercises" / "solutions" / exercise.file, copy / "exercises" / exercise.file)
@@ -104,7 +105,7 @@ def run(tmp_path_factory, python):
     # What the trainer's commands would download.
     (folder / "tiktoken.py").write_text(TIKTOKEN)
     for name in ("input.txt", "train.bin", "val.bin"):
-        for dataset in ("shakespeare", "openwebtext"):
+        for dataset in ("shakespeare", "openwebtext", "pysource"):
             (copy / "nanogpt_triton" / "data" / dataset / name).write_text("to be or not to be " * 20)
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHON")}
     environment |= dict(PROJECT=str(copy), PATH=f"{HERE}/bin:{os.environ['PATH']}", PYTHONPATH=str(folder))

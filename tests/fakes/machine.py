@@ -46,7 +46,7 @@ PYTHON = """#!/bin/sh
 # The programs that a GPU would run, of a file or after -m, have a fake; all others run as they are.
 for word in "$1" "$2"; do
     case ${{word##*/}} in
-    tiny_llama_v3.py | run_triton_profiling.py | profilers.host_profile) exec {fake} "$@" ;;
+    tiny_llama_v3.py | run_triton_profiling.py | torch_profile.py | profilers.host_profile) exec {fake} "$@" ;;
     esac
 done
 exec {python} "$@"

@@ -128,7 +128,7 @@ def test_an_option_out_of_range_is_one_line(capsys, kind, text, value):
     assert (error.startswith("adder: error: argument --number: ") and error.count("\n") == 1) == (value is None)
 
 
-BY_PATH = {"host_profile.py"}  # and those of other folders
+BY_PATH = {"as_main.py", "host_profile.py", "torch_profile.py"}  # and those of other folders
 FOLDERS = ("benchmarks", "examples", "offline", "profilers")
 PROGRAMS = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.name not in BY_PATH]
 

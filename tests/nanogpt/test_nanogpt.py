@@ -371,6 +371,37 @@ def test_a_line_of_the_log_has_the_mean_time_since_the_last_one(run, monkeypatch
     }
 
 
+def test_profilers_are_told_the_iterations(run, monkeypatch):
+    """But for the first one of a run, which compiles. A step lasts until the device is done where the log waits.
+
+    Without a profiler a run spends no time on ranges.
+    """
+    events = []
+
+    @contextlib.contextmanager
+    def named_range(name):
+        events.append(f"({name}")
+        yield
+        events.append(")")
+
+    def noting(name):
+        called = getattr(train.Trainer, name)
+        return lambda self, *given: events.append(name) or called(self, *given)
+
+    monkeypatch.setattr(train, "named_range", named_range)
+    run(max_iters=1)
+    assert events == []
+    monkeypatch.setenv("ROCP_TOOL_LIBRARIES", "tool.so")
+    for name in ("step", "settle", "evaluate"):
+        monkeypatch.setattr(train.Trainer, name, noting(name))
+    run(max_iters=3, log_interval=2)
+    expected = "evaluate settle (first step step settle ) (step step ) (step step settle ) evaluate settle (step step )"
+    assert " ".join(events) == expected
+    events.clear()
+    run(max_iters=10, log_interval=100, init_from="resume", eval_interval=100)
+    assert " ".join(events).startswith("(first step step ) (step step ")
+
+
 def test_the_best_validation_loss_decides(run, tmp_path, monkeypatch):
     """Not the training loss, nor the last one; and a resumed run knows the best of before. All are reported."""
     losses = {0: (1.0, 9.0), 4: (5.0, 5.0), 8: (4.0, 5.0), 12: (6.0, 6.0)}

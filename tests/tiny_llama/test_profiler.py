@@ -14,6 +14,7 @@ from torch.autograd import DeviceType
 
 import tiny_llama_v3 as llama
 from tiny_llama import profiler
+from tiny_llama.kernel_table import kernel_table
 
 LAYERS = "(forward (layers.0 forward) (layers.1 forward)) (backward (layers.1 backward) (layers.0 backward))"
 ONE_STEP = f"(step {LAYERS} (optimizer))"
@@ -107,6 +108,14 @@ def test_an_attached_profiler_sees_the_measured_steps(run, markers, monkeypatch,
     assert markers() == expected
 
 
+def test_a_run_within_torch_profiler_shows_its_measured_steps(run, markers):
+    """As where a whole program is profiled; and does not ask for a second profiler."""
+    with torch.autograd.profiler.profile():
+        run()
+        assert profiler.attached_profiler() == "torch.profiler"
+    assert markers() == TWO_STEPS
+
+
 def note(monkeypatch, owner, name):
     """Let a function leave a mark of its name."""
     called = getattr(owner, name)
@@ -148,7 +157,7 @@ def test_the_kernel_table_by_hand():
     times = dict(aten__mm=(3, 1), aten__add=(2.5,), aten__view=(0,), step=(9,))
     events = [(name.replace("__", "::"), us) for name, calls in times.items() for us in calls]
     events = [SimpleNamespace(name=name, self_cpu_time_total=us) for name, us in events]
-    table = profiler.kernel_table(SimpleNamespace(events=lambda: events), on_gpu=False)
+    table = kernel_table(events, on_gpu=False)
     assert table == [
         ["Name", *COLUMNS],
         ["aten::mm", 2, 4000, 2000, 61.538462, 1000, 3000, 1414.213562],
