@@ -131,6 +131,7 @@ def environment(device):
         hip=torch.version.hip,
         driver=driver_version(device),
         numpy=np.__version__,
+        tiles=llama.own_tiles(device.type) or None,
         commit=output_of("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=12"),
     )
 
