@@ -13,6 +13,7 @@ from measure.results import header
 from offline import recorded
 from tests import ROOT
 
+TINY = "--hidden-dim 16 --num-layers 1 --num-heads 1 --seq-len 4 --num-steps 1 --impl torch --device cpu".split()
 TILES = {"ieee 16 forward": [16, 32, 4, 1], "ieee 16 dq": [64, 16, 2, 3], "half 16 fused": [64, 64, 8, 2]}
 CACHED = "own_tiles attention_tile attention_launch heads_per_program".split()
 
@@ -59,6 +60,13 @@ def test_a_tile_of_the_file_takes_the_place_of_the_table_s_for_its_key_alone(use
     for precision in ("ieee", "tf32"):  # of half, whatever fp32 is multiplied in
         expected[2, 16, precision]["fused"] = llama.AttentionTile(64, 64, 8, 2, {})
     assert {key: in_use(*key) for key in keys} == expected != before
+
+
+def test_an_own_tile_has_the_compiler_s_options_of_its_card(use, monkeypatch):
+    monkeypatch.setattr(llama, "get_gpu", lambda type: llama.Gpu(type, "AMD Instinct MI300X", "gfx942", 304, 64))
+    use(content() | {"attention": {"half 64 dq": [64, 16, 2, 2]}})
+    assert llama.attention_tile("dq", 2, 64, "ieee", "cuda") == ((64, 16, 2, 2, {"matrix_instr_nonkdim": 16}))
+    assert llama.attention_tile("dkdv", 2, 64, "ieee", "cuda").options == {"matrix_instr_nonkdim": 16}
 
 
 @pytest.mark.triton
@@ -134,7 +142,7 @@ def attention(key, tile):
 def test_a_file_that_is_not_right_ends_a_run_before_it_begins(use, tmp_path, monkeypatch, capsys, wrong, told):
     monkeypatch.chdir(tmp_path)
     path = use(wrong)
-    assert llama.main(["--device", "cpu", "--output-dir", "new"], "tiny_llama_v3.py") == 2
+    assert llama.main([*TINY, "--output-dir", "new"], "tiny_llama_v3.py") == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and not (tmp_path / "new").exists()
     assert err.startswith(f"tiny_llama_v3.py: error: TINY_LLAMA_TILES={path}") and told in err
@@ -145,7 +153,7 @@ def test_a_file_that_is_missing_or_has_no_end(use, tmp_path, monkeypatch, capsys
     for path, told in ((tmp_path / "none.json", "No such file"), ("/dev/zero", "not a regular file")):
         monkeypatch.setenv("TINY_LLAMA_TILES", str(path))
         llama.own_tiles.cache_clear()
-        assert llama.main(["--device", "cpu"], "tiny_llama_v3.py") == 2
+        assert llama.main([*TINY, "--output-dir", str(tmp_path)], "tiny_llama_v3.py") == 2
         assert re.search(rf"TINY_LLAMA_TILES={path} cannot be read \({told}", capsys.readouterr().err)
 
 
