@@ -34,7 +34,7 @@ from measure.device import kernel_device  # noqa: E402
 from measure.results import write_json  # noqa: E402
 from measure.timing import Bench, measure_ceilings  # noqa: E402
 from offline.architectures import CHIPS, occupancy  # noqa: E402
-from tiny_llama import hardware  # noqa: E402
+from tiny_llama import hardware, tiles  # noqa: E402
 
 SIZES = {  # model sizes for each type of device; each is an option
     "cuda": dict(batch_size=16, seq_len=512, hidden_dim=1024, num_heads=16, vocab_size=32000),
@@ -149,6 +149,8 @@ def measure(config, options, device):
     bench, gpu = Bench(device), llama.get_gpu(device.type)
     if not bench.on_gpu:
         print("There is no GPU: Triton's interpreter runs the kernels, and times mean nothing here.", file=sys.stderr)
+    if llama.own_tiles(device.type):
+        print(tiles.describe(device.type))
     ceilings, cases, dtype = measure_ceilings(bench), [], str(bench.dtype).removeprefix("torch.")
     print("=== Triton Kernel Performance Analysis ===\n")
     for number, group in enumerate(options.only, 1):

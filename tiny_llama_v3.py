@@ -1974,12 +1974,21 @@ ROPE_BLOCK = 1024  # elements; within 1 % of the fastest; 2048 takes 1.2 times a
 
 
 @functools.cache
+def own_tiles(device_type):
+    """Return {"operands head pass": tile} of the file that TINY_LLAMA_TILES names; UsageError if it is not right."""
+    file = os.environ.get("TINY_LLAMA_TILES")
+    return companion("tiles", f"TINY_LLAMA_TILES={file}").read(file, get_gpu(device_type)) if file else {}
+
+
+@functools.cache
 def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     """Return the AttentionTile of one of PASSES, for elements of itemsize bytes and heads of block_d."""
     gpu = get_gpu(device_type)
     operands = "half" if itemsize == 2 else precision
     # With matrix instructions of 32 x 32, four waves would compute parts of small tiles twice.
     options = {"matrix_instr_nonkdim": 16} if gpu.family == "amd" else {}
+    if own := own_tiles(device_type).get(f"{operands} {block_d} {pass_name}"):
+        return AttentionTile(*own, options)
     for (row_gpu, row_operands, widest_head), tiles in ATTENTION_TILES.items():
         fits = row_operands in (operands, "any") and block_d <= widest_head
         if fits and row_gpu in (gpu.arch, gpu.family):
@@ -3463,6 +3472,7 @@ def validate_on_device(config, device):
         raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
     if config.fp8:
         companion("fp8", "--fp8").validate(config, device, select_operations(config, device)[0])
+    own_tiles(device.type)
     if INTERPRETED and device.type == "cuda" and config.impl == "triton":
         raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 
@@ -3488,6 +3498,8 @@ def print_configuration(step):
     in_use |= {"layers": type(step.model.layers).__name__, "optimizer": type(step.optimizer).__name__}
     for name, operation in in_use.items():
         print(f"    {name:13} {operation}")
+    if own_tiles(device.type) and step.implementation == "triton":
+        print(companion("tiles").describe(device.type))
     notes = companion("notes")
     for line in notes.inert_flags(step) if notes else ():
         print(f"Note: {line}")

@@ -21,6 +21,7 @@ from measure.device import synchronize
 from measure.results import RESULTS, ResultFile, Unavailable, describe, header
 from measure.timing import in_turns, percentiles, release, window_ms
 from measure.work import Work
+from tiny_llama import tiles
 
 WARMUP_STEPS = 4
 WINDOW_SECONDS = 0.25
@@ -55,6 +56,8 @@ class Run:
         self.any_wrong = False
         gpu = llama.get_gpu(device.type)
         print(f"{gpu.name} ({gpu.arch}), PyTorch {torch.__version__}", flush=True)
+        if llama.own_tiles(device.type):
+            print(tiles.describe(device.type), flush=True)
 
     def save(self):
         """Write the result, whole or not at all."""

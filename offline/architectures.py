@@ -33,7 +33,8 @@ def is_amd(arch):
 
 
 def wave_size(arch):
-    return 64 if is_amd(arch) else 32
+    """Return the threads of a warp: 64 on AMD's gfx9, 32 on its Radeons and on NVIDIA."""
+    return 64 if arch.startswith("gfx9") else 32
 
 
 def gpu_of(arch):

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import tiny_llama_v3 as llama
-from offline.architectures import is_amd
+from offline.architectures import is_amd, wave_size
 from offline.recorded import find_kernels, kernel_modules
 
 
@@ -23,8 +23,8 @@ class Driver:
     def __init__(self, arch):
         from triton.backends.compiler import GPUTarget
 
-        target = ("hip", arch, 64) if is_amd(arch) else ("cuda", int(arch.removeprefix("sm_")), 32)
-        self.arch, self.target = arch, GPUTarget(*target)
+        name = ("hip", arch) if is_amd(arch) else ("cuda", int(arch.removeprefix("sm_")))
+        self.arch, self.target = arch, GPUTarget(*name, wave_size(arch))
 
     def get_current_target(self):
         return self.target

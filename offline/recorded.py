@@ -145,8 +145,8 @@ def gpu_found(gpu, **replaced):
 
 
 @contextlib.contextmanager
-def recording(arch):
-    """Yield a list to which launch() appends; the launchers find a Gpu of arch."""
+def recording(gpu):
+    """Yield a list to which launch() appends; the launchers find this Gpu, and no tiles but those of the table."""
     launches = []
 
     def record(kernel, grid, tensors, scalars, constants, num_warps=4, num_stages=2, **options):
@@ -155,7 +155,7 @@ def recording(arch):
         items = (tuple(grid), tuple(described), tuple(scalars), tuple(constants.items()), tuple(options.items()))
         launches.append(Launch(kernel.fn.__name__, shown_name(kernel, constants), *items))
 
-    with gpu_found(gpu_of(arch), launch=record, launch_by_triton=record):
+    with gpu_found(gpu, launch=record, launch_by_triton=record, own_tiles=lambda device_type: {}):
         yield launches
 
 
@@ -163,7 +163,7 @@ def record_step(config, arch):
     """Return the launches of a forward and a backward pass and an optimizer step."""
     precision = "tf32" if config.matmul_precision == "high" else "ieee"
     # The case decides the precision, not the library of this machine.
-    with recording(arch) as launches, mock.patch.object(llama, "dot_precision", lambda gpu: precision):
+    with recording(gpu_of(arch)) as launches, mock.patch.object(llama, "dot_precision", lambda gpu: precision):
         _, operations = llama.select_operations(config, torch.device("meta"))
         with torch.device("meta"):
             model = llama.TinyLlamaTriton(config, operations)
@@ -187,7 +187,7 @@ def record_fp8(config, arch):
 
 def record_split_rows(config, arch):
     """RMSNorm with blocks shorter than a row, which the exercises sweep."""
-    with recording(arch) as launches:
+    with recording(gpu_of(arch)) as launches:
         dtype = torch.bfloat16 if config.use_amp else torch.float32
         x = torch.empty(config.tokens_per_step, config.hidden_dim, dtype=dtype, device="meta")
         for block_size in (64, 256):
@@ -199,7 +199,7 @@ def record_layer_norm(config, arch):
     """Record the LayerNorms of a GPT under autocast: weights and the residual stream stay in fp32."""
     dtype = torch.bfloat16 if config.use_amp else torch.float32
     norm = nanogpt_triton.kernels.layer_norm.layer_norm_operator
-    with recording(arch) as launches:  # not on meta tensors, for which operators only allocate
+    with recording(gpu_of(arch)) as launches:  # not on meta tensors, for which operators only allocate
         for width in (384, 768, 1600):
             weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
             x = torch.empty(config.tokens_per_step, width, requires_grad=True)

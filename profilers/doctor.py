@@ -30,7 +30,7 @@ OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
 # What a second Python does. Each answer is a line of JSON, so that those before a crash are known.
 QUESTIONS = """
-import importlib.metadata, json, os, subprocess, sys, time
+import importlib.metadata, importlib.util, json, os, subprocess, sys, time
 
 def tell(**answers):
     print("\\n" + json.dumps(answers), flush=True)
@@ -43,7 +43,7 @@ check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=Tr
 tell(owners=owners, conflicts=[line for line in check.splitlines() if line.startswith("torch ") and "triton" in line])
 
 import torch
-tell(torch=torch.__version__)
+tell(torch=torch.__version__, nvml=importlib.util.find_spec("pynvml") is not None)
 
 gpus = []
 for index in range(torch.cuda.device_count()):
@@ -185,6 +185,12 @@ def probe_gpu(answers, problem, build):
             yield WARN, f"{text}: someone else uses it", "times will differ; choose another GPU"
         else:
             yield OK, f"{text} ({known})"
+    if answers.get("gpus") and build.startswith("cuda") and not answers["nvml"]:
+        yield (
+            WARN,
+            "runs do not tell its power, clock and temperature: nvidia-ml-py is missing",
+            "pip install nvidia-ml-py",
+        )
 
 
 def probe_access(answers, problem, build):

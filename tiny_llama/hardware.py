@@ -88,20 +88,33 @@ def output_of(*command):
     return or_none(lambda: subprocess.run(command, **options).stdout.strip())
 
 
+def amd_state():
+    """Return functions that return W, MHz, degrees C and percent of the current GPU of AMD, from amdsmi."""
+    cuda = torch.cuda
+    # PyTorch says 0 W and 0 MHz where amdsmi cannot read them.
+    return lambda: cuda.power_draw() or None, lambda: cuda.clock_rate() or None, cuda.temperature, cuda.utilization
+
+
+def nvidia_state():
+    """Return what amd_state() does for NVIDIA, from the package nvidia-ml-py; ImportError without it."""
+    import pynvml  # the name of its module
+
+    pynvml.nvmlInit()
+    # By its UUID, since the library counts the GPUs in another order than CUDA, and does not heed CUDA_VISIBLE_DEVICES.
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    return (
+        lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,  # of mW
+        lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    )
+
+
 def gpu_state(device):
     """Return {"power_w", "clock_mhz", "temperature_c", "utilization_percent"} of the GPU now, None where unknown."""
-    answers = [None] * 4
-    if device.type == "cuda" and torch.version.hip:
-        cuda = torch.cuda
-        power, clock, *others = map(or_none, (cuda.power_draw, cuda.clock_rate, cuda.temperature, cuda.utilization))
-        # PyTorch says 0 W and 0 MHz where amdsmi cannot read them.
-        answers = [power or None, clock or None, *others]
-    elif device.type == "cuda":
-        # torch.cuda would need a package that is rarely installed.
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        fields = "--query-gpu=power.draw,clocks.sm,temperature.gpu,utilization.gpu"
-        text = output_of("nvidia-smi", f"--id=GPU-{uuid}", fields, "--format=csv,noheader,nounits")
-        answers = [or_none(float, answer) for answer in (text or ",,,").split(",")]
+    queries = or_none(amd_state if torch.version.hip else nvidia_state) if device.type == "cuda" else None
+    answers = map(or_none, queries) if queries else [None] * 4
     return dict(zip(("power_w", "clock_mhz", "temperature_c", "utilization_percent"), answers, strict=True))
 
 
@@ -118,6 +131,7 @@ def environment(device):
         hip=torch.version.hip,
         driver=driver_version(device),
         numpy=np.__version__,
+        tiles=llama.own_tiles(device.type) or None,
         commit=output_of("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=12"),
     )
 

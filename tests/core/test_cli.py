@@ -129,7 +129,7 @@ def test_run_prints_and_writes_the_same(cli, tmp_path, device, impl):
     asked = dict(impl=impl, device=device, data="markov", seed=5, num_steps=3, batch_size=2, seq_len=17, ffn_dim=48)
     assert asked.items() <= result["config"].items()
     assert result["environment"]["torch"] == torch.__version__
-    facts = "device arch python torch triton cuda hip driver numpy commit"
+    facts = "device arch python torch triton cuda hip driver numpy tiles commit"
     assert set(result["environment"]) == set(facts.split())
     for name, operation in result["operations"].items():
         assert re.search(rf"^ +{name} +{re.escape(operation)}$", run.out, re.M)

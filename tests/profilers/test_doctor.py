@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "profilers" / "doctor.sh"
 GPU = dict(name="AMD Instinct MI300X", arch="gfx942", free=180 * 2**30, total=192 * 2**30)
 ANSWERS = dict(
-    owners={"pytorch-triton-rocm": "3.3.1"}, conflicts=[], torch="2.7.1+rocm6.4", gpus=[GPU], triton="3.3.1",
+    owners={"pytorch-triton-rocm": "3.3.1"}, conflicts=[], torch="2.7.1+rocm6.4", nvml=True, gpus=[GPU], triton="3.3.1",
     error=0.9e-5, seconds=2.0,
 )  # fmt: skip
 QUESTIONS_OF = ["owners", "torch", "gpus", "triton", "error"]  # the order of the answers
@@ -91,6 +91,16 @@ def test_torch_is_built_for_this_machine(here, devices, build, level, told):
 def test_a_finding(probe, changes, level, told):
     ((found, text, _),) = diagnose(probe, **changes)
     assert found == level and told in text
+
+
+@pytest.mark.parametrize("build, gpus, nvml, missing", [
+    ("cuda 13.0", [GPU | {"arch": "sm_90"}], False, True), ("cuda 13.0", [GPU | {"arch": "sm_90"}], True, False),
+    ("rocm 6.4", [GPU], False, False), ("cuda 13.0", [], False, False),
+])  # fmt: skip
+def test_what_tells_the_state_of_a_gpu_is_named_where_it_is_missing(build, gpus, nvml, missing):
+    found = diagnose("gpu", build=build, gpus=gpus, nvml=nvml)
+    assert [level for level, text, _ in found if "nvidia-ml-py is missing" in text] == ["WARN"] * missing
+    assert len(found) == 1 + missing
 
 
 @pytest.mark.parametrize("probe, until", [("triton", "torch"), ("gpu", "torch"), ("kernel", "triton")])

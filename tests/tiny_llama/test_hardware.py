@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -421,48 +421,56 @@ def test_what_amdsmi_tells(monkeypatch, power, clock, told):
     assert list(hardware.gpu_state(GPU).values()) == told
 
 
-# Stands for nvidia-smi: tells of one GPU what it is asked for, in the order of the question, with a header and units.
-NVIDIA_SMI = """#!/usr/bin/env bash
-declare -A known=(
-    [power.draw]="95.29 W" [clocks.sm]="345 MHz" [temperature.gpu]="38" [utilization.gpu]="7 %" [fan.speed]="30 %"
-    [clocks.mem]="2619 MHz" [clocks.max.sm]="1980 MHz" [power.limit]="700.00 W" [temperature.memory]="41"
-)
-for option; do
-    case $option in
-        --id=GPU-0a-0b) found=1 ;;
-        --query-gpu=*) fields=${option#*=} ;;
-        --format=*) format=,${option#*=}, ;;
-        *) echo "Invalid combination of input arguments"; exit 2 ;;
-    esac
-done
-[[ $found ]] || { echo "No devices were found"; exit 6; }
-[[ $format == *,csv,* ]] || exit 2
-[[ $format == *,noheader,* ]] || echo "$fields"
-line=
-for field in ${fields//,/ }; do
-    value=${known[$field]-[N/A]}
-    [[ $format == *,nounits,* ]] && value=${value% *}
-    line+="${line:+, }$value"
-done
-echo "$line"
-"""
+class FakeNvml:
+    """Stands for pynvml, of which it has names, constants and units: tells of one GPU, once the library is there."""
+
+    NVML_CLOCK_GRAPHICS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, 1, 2, 0
+
+    def __init__(self, uuid="GPU-0a-0b", power=95290):
+        self.uuid, self.power, self.is_ready = uuid, power, False
+
+    def nvmlInit(self):
+        self.is_ready = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert self.is_ready and uuid == self.uuid
+        return "handle"
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        if self.power is None:
+            raise RuntimeError("Not Supported")
+        return {"handle": self.power}[handle]
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return {"handle": [345, 346, 2619]}[handle][kind]
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return {"handle": [38]}[handle][sensor]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return {"handle": SimpleNamespace(gpu=7, memory=9)}[handle]
 
 
-@pytest.mark.parametrize("command, told", [
-    (NVIDIA_SMI, [95.29, 345, 38, 7]), (NVIDIA_SMI.replace("power.draw", "x"), [None, 345, 38, 7]),
-    (NVIDIA_SMI.replace("GPU-0a-0b", "GPU-1"), [None] * 4), ("#!/bin/sh\necho 1, 2, 3, 4; exit 1\n", [None] * 4),
+@pytest.mark.parametrize("library, told", [
+    (FakeNvml(), [95.29, 346, 38, 7]), (FakeNvml(power=None), [None, 346, 38, 7]),
+    (FakeNvml(uuid="GPU-1"), [None] * 4), (None, [None] * 4),
 ])  # fmt: skip
-def test_what_nvidia_smi_tells(monkeypatch, tmp_path, capfd, command, told):
-    """Of the current GPU; nothing where it fails, and no number for N/A."""
+def test_what_nvml_tells(monkeypatch, capfd, library, told):
+    """Of the current GPU; nothing where the library or the GPU is missing, and no number for what it does not know."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {1: SimpleNamespace(uuid="0a-0b")}.get)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "nvidia-smi").write_text(command)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setitem(sys.modules, "pynvml", library)  # importing None raises ImportError
     assert hardware.gpu_state(GPU) == dict(zip(STATE, told, strict=True))
     assert hardware.output_of("no such program") is None
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_fake_has_names_and_constants_of_nvml():
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert all(hasattr(pynvml, name) for name in names) and len(names) == 10
+    assert all(getattr(pynvml, name) == getattr(FakeNvml, name) for name in names if name.startswith("NVML"))
 
 
 @pytest.mark.parametrize("hip, module", [("6.4", "amdgpu"), (None, "nvidia")])
