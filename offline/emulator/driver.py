@@ -61,6 +61,7 @@ class Driver:
             "max_shared_mem": chip.lds_bytes,
             "multiprocessor_count": chip.units,
             "max_num_regs": 64 * 1024,
+            "max_threads_per_sm": 2048,
             "warpSize": LANES,
         }
 
@@ -71,7 +72,7 @@ class Driver:
             raise NotImplementedError(
                 f"{name} spills {code.scratch_bytes} bytes a thread, which gfx90a does not emulate"
             )
-        return name, Program(code, self.machine.arch), 0, 0, MAX_THREADS
+        return name, Program(code, self.machine.arch), code.n_registers, code.scratch_bytes // 4, MAX_THREADS
 
     def unload_module(self, module):
         """Does nothing: the program is freed with its kernel."""
