@@ -79,6 +79,17 @@ def verdict_of(case, kernel):
     return compare(ours, same, exact, KERNEL_TOLERANCE[case.dtype]), shapes
 
 
+def row_of(case, **outcome):
+    """Return the row of a case in the result."""
+    return {
+        "kernel": case.name,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "passes": "forward, backward" if case.has_backward else "forward",
+        "is_thorough": case.is_thorough,
+        **outcome,
+    }
+
+
 def outcome_of(case, find_kernel, count_launches):
     """Return the row of a case: its verdict, the reason if it is not right, its launches and its seconds.
 
@@ -98,16 +109,8 @@ def outcome_of(case, find_kernel, count_launches):
         outcome, reason = FAULT, str(error)
     except Exception as error:  # anything that a package, its compiler or the emulator raises
         outcome, reason = NOT_RUNNABLE, describe(error)
-    return {
-        "kernel": case.name,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "passes": "forward, backward" if case.has_backward else "forward",
-        "launches": count_launches(),
-        "is_thorough": case.is_thorough,
-        "verdict": outcome,
-        "error": reason,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+    seconds = round(time.perf_counter() - start, 2)
+    return row_of(case, verdict=outcome, error=reason, launches=count_launches(), seconds=seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,8 +149,8 @@ def rows_of(arch, names, options):
                     yield {"arch": arch} | row
                     names.pop(0)
             except BrokenProcessPool:
-                case = CASES[names.pop(0)]
-                yield {"arch": arch, "kernel": case.name, "verdict": NOT_RUNNABLE, "error": "it ended the process"}
+                ended = {"verdict": NOT_RUNNABLE, "error": "it ended the process", "launches": None, "seconds": None}
+                yield {"arch": arch} | row_of(CASES[names.pop(0)], **ended)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ def chosen_cases(options):
 
 def table(rows):
     """Return the lines of a table, and below it the reasons of what is not right."""
-    cells = [[row["kernel"], row["arch"], row["verdict"], number(row.get("seconds"), 2)] for row in rows]
+    cells = [[row["kernel"], row["arch"], row["verdict"], number(row["seconds"], 2)] for row in rows]
     reasons = [f"{row['kernel']} on {row['arch']}: {row['error']}" for row in rows if row["error"]]
     return [*text_table(["kernel", "GPU", "verdict", "s"], cells), *reasons]
 

@@ -43,6 +43,7 @@ S_NOP = 0xBF800000
 # Operands of s_setreg: bits of MODE, which is register 1.
 FP16_OVFL = 1 | 23 << 6
 FP_DENORM = 1 | 4 << 6 | 1 << 11  # two bits, for fp32
+FP_ROUND = 1 | 2 << 6 | 1 << 11  # two bits, for fp16 and fp64; 0 is to the nearest even
 TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
 SCRATCH_STRIDE = 259  # the scalar register with the bytes of a lane
 POISON, OTHER_POISON = 0xFF, 0x5A
@@ -251,14 +252,14 @@ def swap_rows(inst, rows):
 
 
 def set_mode(inst):
-    """s_setreg_imm32_b32 of MODE.FP16_OVFL, or of MODE.FP_DENORM for fp32."""
-    if inst.simm16 not in (FP16_OVFL, FP_DENORM):
+    """s_setreg_imm32_b32 of MODE.FP16_OVFL, of MODE.FP_DENORM for fp32, or of the rounding that there is."""
+    if inst.simm16 not in (FP16_OVFL, FP_DENORM) and (inst.simm16, inst.literal) != (FP_ROUND, 0):
         raise NotImplementedError(f"{inst!r} is not emulated")
 
     def execute(wave, lds):
         if inst.simm16 == FP16_OVFL:
             wave.fp8_saturates = bool(inst.literal)
-        else:
+        elif inst.simm16 == FP_DENORM:
             wave.flushes_denormals = inst.literal & 3 != 3
 
     return execute

@@ -65,7 +65,6 @@ def slowly(randn, *shape):
 
 
 @case("fla.ops.gla:chunk_gla")
-@case("fla.ops.gla:fused_chunk_gla")
 @case("fla.ops.gla:fused_recurrent_gla")
 def gated_linear_attention(kernel, randn):
     return first(kernel), recurrence, [*sequences(randn, 3, *SHAPE), slowly(randn, *SHAPE)]
@@ -106,13 +105,13 @@ def rwkv6(kernel, randn):
 
 
 @case("fla.ops.rwkv7:chunk_rwkv7", torch.bfloat16)
-@case("fla.ops.rwkv7:fused_recurrent_rwkv7", torch.bfloat16)
+@case("fla.ops.rwkv7:fused_recurrent_rwkv7", torch.bfloat16, has_backward=False)
 def rwkv7(kernel, randn):
     def plain(r, decay, k, v, a, b):
         return recurrence(r, k, v, decay, a=a, b=b, scale=1)
 
     r, k, v, a, b = sequences(randn, 5, *SHAPE)
-    return first(kernel), plain, [r, slowly(randn, *SHAPE), k, v, a, b]
+    return first(kernel, scale=1.0), plain, [r, slowly(randn, *SHAPE), k, v, a, b]
 
 
 @case("fla.ops.delta_rule:chunk_delta_rule", torch.bfloat16)
@@ -136,8 +135,10 @@ def gated_delta_rule(kernel, randn):
 @case("fla.ops.attn:parallel_attn", torch.bfloat16)
 def softmax_attention(kernel, randn):
     def plain(q, k, v):
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        future = torch.ones(70, 70, dtype=torch.bool).triu(1)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(1, 2)
 
     return kernel, plain, [randn(*SHAPE), randn(1, 70, 1, 32), randn(1, 70, 1, 32)]
 
