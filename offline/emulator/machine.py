@@ -286,11 +286,14 @@ def round_to_fp8(inst, exponent_bits):
     """v_cvt_pk_fp8_f32, v_cvt_scalef32_pk_fp8_f32 with scale 1, and bf8: two numbers become one half of vdst."""
     sources, half = [inst.src0.offset, inst.src1.offset], inst.opsel >> 3
     is_scaled = "SCALEF32" in inst.op.name and inst.src2.offset != ONE
-    if is_scaled or min(sources) < REGISTERS or inst.abs or inst.neg or inst.omod or inst.clmp:
+    if is_scaled or inst.abs or inst.neg or inst.omod or inst.clmp:
         raise NotImplementedError(f"{inst!r} is not emulated")
 
+    def held(wave, source):
+        return wave.vector[source - REGISTERS] if source >= REGISTERS else np.full(LANES, wave.scalar[source])
+
     def execute(wave, lds):
-        numbers = wave.vector[[source % REGISTERS for source in sources]].view(np.float32)
+        numbers = np.stack([held(wave, source) for source in sources]).view(np.float32)
         low, high = fp8_codes(numbers, exponent_bits, wave.fp8_is_fnuz, wave.fp8_saturates)
         halves = wave.vector[inst.vdst.offset % REGISTERS].view(np.uint16)[half::2]
         halves[wave.active] = (low | high << 8)[wave.active]

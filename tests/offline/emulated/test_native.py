@@ -648,6 +648,16 @@ def test_subnormal_numbers_as_mode_says(flushes, wave):
     assert np.float32(2.0**-149) + np.float32(2.0**-149) == 2.0**-148
 
 
+@pytest.mark.parametrize("rounding", [0, 1, 3])
+def test_numbers_of_16_bits_are_rounded_to_the_nearest_alone(rounding, wave):
+    set_mode = Words(0xBA000881, rounding)  # s_setreg_imm32_b32 hwreg(HW_REG_MODE, 2, 2)
+    if rounding == 0:
+        run(wave, set_mode)
+        return
+    with pytest.raises(NotImplementedError, match="s_setreg_imm32_b32.* is not emulated"):
+        run(wave, set_mode)
+
+
 def test_the_bytes_of_perm(wave):
     first, second = 0x8899AABB, 0x00FF7F80
     selectors = np.arange(256, dtype=np.uint32)[: 4 * LANES].reshape(LANES, 4)
