@@ -18,7 +18,6 @@ import importlib.util
 import multiprocessing
 import os
 import random
-import re
 import sys
 import time
 import warnings
@@ -203,10 +202,11 @@ def main(argv):
     folder = llama.writable_folder("--output-dir", options.output_dir)
     # Of the processes to come. Triton multiplies fp32 as TF32 where a chip can, plain PyTorch does not.
     os.environ |= environment() | {"TRITON_F32_DEFAULT": "ieee"}
-    command = re.sub(r"--(tinygrad|tutorials|seed)[ =]\S+ ?", "", " ".join(argv)).split()  # without private paths
+    # Without private paths, and with the seed that repeats it.
+    command = ["--architectures", *options.architectures, "--seed", str(options.seed)]
+    command += (["--only", *options.only] if options.only else []) + ["--tutorials", "DIR"] * bool(options.tutorials)
     packages = {CASES[name].package for name in names}
     result = header("others", torch.device("cpu"), command, "offline") | {
-        "seed": options.seed,
         "packages": versions(*packages) | tutorials.version(options.tutorials),
         "rows": [],
     }
