@@ -74,6 +74,7 @@ def test_without_a_backward_pass_gradients_do_not_count():
     row = case_of(scaled(2, "gradient"), has_backward=False)
     assert (row["verdict"], row["passes"]) == ("right", "forward")
     assert case_of(lambda x, w: double(x, w).detach(), has_backward=False)["verdict"] == "right"
+    assert case_of(lambda x, w: x.mul_(2 * w), has_backward=False)["verdict"] == "right"  # over its input
 
 
 def test_one_more_output_than_the_reference_does_not_hide_a_wrong_one():
