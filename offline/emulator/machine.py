@@ -469,8 +469,8 @@ class Machine:
         launch = program, grid, arguments, memory, n_waves, lds_bytes
         order = self.random.getstate()
         self.run(*launch)
-        results = memory.contents()
         if self.is_thorough and memory.is_copied:
+            results = memory.contents()
             next_order = self.random.getstate()
             self.random.setstate(order)
             self.run_again(results, "registers or LDS that it has not written", *launch, OTHER_POISON)
