@@ -50,9 +50,12 @@ def versions(*packages):
     return {name: importlib.metadata.version(name) for package in packages for name in distributions.get(package, [])}
 
 
-def header(benchmark, device, argv):
-    """Return the fields that every result begins with: the command, and the commit, device and versions."""
-    arguments = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *argv])
+def header(benchmark, device, argv, part="benchmarks"):
+    """Return the fields that every result begins with: the command, and the commit, device and versions.
+
+    part: the folder of the program.
+    """
+    arguments = shlex.join(["python", "-m", f"{part}.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
         "command": re.sub(

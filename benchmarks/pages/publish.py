@@ -23,6 +23,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import (
+    emulated,
     kernel_tables,
     pictures,
     replays,
@@ -53,9 +54,11 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "front": training_steps.front_section,
     "published": replays.published_section,
     "claims": replays.claims_section,
+    "others": emulated.others_section,
 }
 # The pages that have markers; a test compares them with the results.
-PAGES = [ROOT / f"{name}.md" for name in "README README_WORKSHOP docs/measured docs/fp8 docs/hopper".split()]
+NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/hopper docs/emulator"
+PAGES = [ROOT / f"{name}.md" for name in NAMES.split()]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,
     "learning": pictures.draw_learning,

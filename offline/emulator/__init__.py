@@ -23,3 +23,7 @@ CHIPS = {
 }
 LANES = 64  # of a wave
 MAX_THREADS = 1024  # of a workgroup
+
+
+class Fault(RuntimeError):
+    """A kernel made an invalid access; the message names the kernel, architecture, instruction and place."""

@@ -10,6 +10,7 @@ import struct
 
 from elftools.elf.elffile import ELFFile
 
+NO_ADDRESS = 0xFFFFFFFF  # a half of one
 LONGEST_INSTRUCTION = 16  # bytes; the decoder may read this far past the last instruction
 
 
@@ -38,14 +39,19 @@ class CodeObject:
         self.preloaded_words, self.preload_offset = preloaded & 127, preloaded >> 7
         self.entry = self.begin + (256 if self.preloaded_words else 0)
         self.flushes_denormals = rsrc1 >> 16 & 3 != 3
+        self.n_registers = 8 * ((rsrc1 & 63) + 1)  # vector and accumulation registers of a lane, allocated by eights
         self.n_user_registers = self.rsrc2 >> 1 & 31
-        if self.properties & 0b1110110:
+        if self.properties & 0b1100000:  # of flat scratch
             raise NotImplementedError(f"{name} asks for user registers {self.properties:#b}, which are not emulated")
 
-    @property
-    def takes_scratch_buffer(self):
-        """Tell whether the first four user registers describe private memory."""
-        return bool(self.properties & 1)
+    def user_registers(self, address):
+        """Return the first scalar registers of a wave, with the address of the arguments.
+
+        What describes private memory is 0, and what points to the packet of the launch, its queue and its number is no
+        address: a kernel that calls a function reserves them, but none reads them.
+        """
+        held = [0, 0, 0, 0], [NO_ADDRESS] * 2, [NO_ADDRESS] * 2, [address & 0xFFFFFFFF, address >> 32], [NO_ADDRESS] * 2
+        return [register for bit, registers in enumerate(held) if self.properties >> bit & 1 for register in registers]
 
     @functools.cached_property
     def lines(self):

@@ -11,6 +11,7 @@ and 257 the program counter, so that what is not a vector register is an entry o
 
 enum { EXEC = 126, M0 = 124, PROGRAM_COUNTER = 256, VECTOR = 256 };
 #define ARGUMENTS uint32_t *scalar, uint32_t *vector, uint8_t *memory, uint8_t *lds, uint8_t *scratch, uint32_t *accumulator
+#define PASSED scalar, vector, memory, lds, scratch, accumulator
 #define INSTRUCTION(name) void name(ARGUMENTS)
 
 typedef uint32_t registers[LANES]; /* one register of all lanes */
@@ -21,9 +22,9 @@ static uint64_t word_at(const uint32_t *scalar) {
     return word;
 }
 
-static void go_on(uint32_t *scalar) { /* by the 8 bytes that all these instructions have */
-    scalar[PROGRAM_COUNTER + 1] += scalar[PROGRAM_COUNTER] > UINT32_MAX - 8;
-    scalar[PROGRAM_COUNTER] += 8;
+static void go_on(uint32_t *scalar, uint32_t nbytes) { /* those of the instruction */
+    scalar[PROGRAM_COUNTER + 1] += scalar[PROGRAM_COUNTER] > UINT32_MAX - nbytes;
+    scalar[PROGRAM_COUNTER] += nbytes;
 }
 
 static int is_active(const uint32_t *scalar, int lane) { return scalar[EXEC + lane / 32] >> lane % 32 & 1; }
@@ -54,7 +55,7 @@ INSTRUCTION(v_perm_b32_e64) {
         }
         result[lane] = value;
     }
-    go_on(scalar);
+    go_on(scalar, 8);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ static float narrow(uint32_t code, int exponent_bits, int mantissa_bits) {
     int exponent = code >> mantissa_bits & highest, mantissa = code & ((1 << mantissa_bits) - 1);
     float sign = code >> (exponent_bits + mantissa_bits) & 1 ? -1 : 1;
     if (is_fnuz && code == 0x80) return NAN;
-    if (!is_fnuz && exponent == highest) {
+    if (!is_fnuz && exponent == highest && exponent_bits > 2) { /* numbers of 4 bits are all finite */
         if (!is_fp8 || exponent_bits == 5) return mantissa ? NAN : sign * INFINITY;
         if (mantissa == 7) return NAN; /* e4m3 has no infinity */
     }
@@ -156,7 +157,7 @@ static inline __attribute__((always_inline)) void multiply(uint32_t *scalar, uin
 #ifdef __SSE__
     _mm_setcsr(rounding);
 #endif
-    go_on(scalar);
+    go_on(scalar, 8);
 }
 
 #define MFMA(name, M, K, a_type, b_type) \
@@ -197,18 +198,20 @@ F8F6F4(v_mfma_f32_32x32x64_f8f6f4, 32, 64)
 F8F6F4(v_mfma_f32_16x16x128_f8f6f4, 16, 128)
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   Memory. A buffer's addresses are a base in four scalar registers plus offsets. What ends after the buffer's size reads
-   as 0 and is not written, each word of a longer access by itself. Indices and swizzling are refused by machine.py. */
+   Memory and LDS, at any address: compilers rely on no alignment. A buffer's addresses are a base in four scalar registers
+   plus offsets. What ends after the buffer's size reads as 0 and is not written, each word of a longer access by itself.
+   Indices and swizzling are refused by machine.py. */
 
 struct access {
     uint64_t word;
     uint32_t *given, *returned; /* the first register that is read, or written */
     uint8_t *at;
-    uint64_t left; /* bytes of the buffer from there on */
+    int64_t offset; /* of the instruction */
+    uint64_t left;  /* bytes of the buffer from there on */
 };
 
 #define REACH struct access *access, int lane, ARGUMENTS
-#define REACHED &access, lane, scalar, vector, memory, lds, scratch, accumulator
+#define REACHED &access, lane, PASSED
 
 static uint32_t *data_of(uint64_t word, int at, int lane, uint32_t *vector, uint32_t *accumulator) {
     return (word >> 55 & 1 ? accumulator : vector) + field(word, at, 8) * LANES + lane;
@@ -221,87 +224,166 @@ static int reach_buffer(REACH) {
     const uint32_t *descriptor = scalar + 4 * field(word, 48, 5);
     uint64_t base = descriptor[0] | (uint64_t)(descriptor[1] & 0xFFFF) << 32;
     uint64_t offset = word >> 12 & 1 ? vector[field(word, 32, 8) * LANES + lane] : 0;
-    offset += field(word, 0, 12) + (uint64_t)scalar[word >> 56];
+    access->offset = field(word, 0, 12);
+    offset += access->offset + (uint64_t)scalar[word >> 56];
     access->left = offset < descriptor[2] ? descriptor[2] - offset : 0;
     /* A sum of whole numbers: of pointers a compiler may take for granted that memory, which is 0, is none. */
     access->at = (uint8_t *)((uint64_t)memory + base + offset);
     return is_active(scalar, lane);
 }
 
-static int reach_global(REACH) {
+static int reach_global(REACH) { /* flat accesses, too, which have no scalar base; what they reach is global memory */
     uint64_t word = access->word = word_at(scalar);
     access->given = data_of(word, 40, lane, vector, accumulator);
     access->returned = data_of(word, 56, lane, vector, accumulator);
-    uint32_t base = field(word, 48, 7), *low = vector + field(word, 32, 8) * LANES + lane;
-    int64_t offset = (int32_t)(field(word, 0, 13) << 19) >> 19;
+    uint32_t base = field(word, 14, 2) ? field(word, 48, 7) : 0x7F, *low = vector + field(word, 32, 8) * LANES + lane;
+    access->offset = (int32_t)(field(word, 0, 13) << 19) >> 19;
     uint64_t at = *low;
     at |= base < 0x7F ? 0 : (uint64_t)low[LANES] << 32;
     at += base < 0x7F ? scalar[base] | (uint64_t)scalar[base + 1] << 32 : 0;
-    access->at = (uint8_t *)((uint64_t)memory + at + offset), access->left = UINT64_MAX;
+    access->at = (uint8_t *)((uint64_t)memory + at + access->offset), access->left = UINT64_MAX;
+    return is_active(scalar, lane);
+}
+
+static int reach_lds(REACH) {
+    uint64_t word = access->word = word_at(scalar);
+    uint32_t *registers_of = word >> 25 & 1 ? accumulator : vector;
+    access->given = registers_of + field(word, 40, 8) * LANES + lane;
+    access->returned = registers_of + field(word, 56, 8) * LANES + lane;
+    access->offset = field(word, 0, 16), access->left = UINT64_MAX;
+    access->at = lds + vector[field(word, 32, 8) * LANES + lane] + access->offset;
     return is_active(scalar, lane);
 }
 
 enum part { WHOLE, LOW, HIGH }; /* of a register that a byte or a half goes to, or comes from */
 
-#define BUFFER_LOAD(name, type, count, part) \
-    INSTRUCTION(buffer_load_##name) { \
+/* goes_to_lds: whether the data go there, lane after lane from M0 on, and not into registers */
+#define LOAD(name, reach, goes_to_lds, type, count, part) \
+    INSTRUCTION(name) { \
         struct access access; \
         for (int lane = 0; lane < LANES; lane++) { \
-            if (!reach_buffer(REACHED)) continue; \
+            if (!reach(REACHED)) continue; \
             type read[count] = {0}; \
             for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) \
                 memcpy(read + i, access.at + i * sizeof(type), sizeof(type)); \
-            int to_lds = access.word >> 16 & 1; \
-            uint32_t to = (scalar[M0] & 0x3FFFF) + field(access.word, 0, 12) + lane * sizeof read; \
-            if (to_lds) memcpy(lds + to, read, sizeof read); \
-            for (int i = 0; i < count && !to_lds; i++) { \
+            if (goes_to_lds) { \
+                memcpy(lds + (scalar[M0] & 0x3FFFF) + access.offset + lane * sizeof read, read, sizeof read); \
+                continue; \
+            } \
+            for (int i = 0; i < count; i++) { \
                 uint32_t *held = access.returned + i * LANES; \
                 *held = part == WHOLE  ? (uint32_t)read[i] \
                         : part == LOW ? (*held & 0xFFFF0000) | ((uint32_t)read[i] & 0xFFFF) \
                                       : (*held & 0xFFFF) | (uint32_t)read[i] << 16; \
             } \
         } \
-        go_on(scalar); \
+        go_on(scalar, 8); \
     }
-BUFFER_LOAD(ubyte, uint8_t, 1, WHOLE)
-BUFFER_LOAD(sbyte, int8_t, 1, WHOLE)
-BUFFER_LOAD(ushort, uint16_t, 1, WHOLE)
-BUFFER_LOAD(sshort, int16_t, 1, WHOLE)
-BUFFER_LOAD(dword, uint32_t, 1, WHOLE)
-BUFFER_LOAD(dwordx2, uint32_t, 2, WHOLE)
-BUFFER_LOAD(dwordx3, uint32_t, 3, WHOLE)
-BUFFER_LOAD(dwordx4, uint32_t, 4, WHOLE)
-BUFFER_LOAD(ubyte_d16, uint8_t, 1, LOW)
-BUFFER_LOAD(ubyte_d16_hi, uint8_t, 1, HIGH)
-BUFFER_LOAD(sbyte_d16, int8_t, 1, LOW)
-BUFFER_LOAD(sbyte_d16_hi, int8_t, 1, HIGH)
-BUFFER_LOAD(short_d16, uint16_t, 1, LOW)
-BUFFER_LOAD(short_d16_hi, uint16_t, 1, HIGH)
 
-#define BUFFER_STORE(name, type, count, part) \
-    INSTRUCTION(buffer_store_##name) { \
+#define STORE(name, reach, type, count, part) \
+    INSTRUCTION(name) { \
         struct access access; \
         for (int lane = 0; lane < LANES; lane++) { \
-            if (!reach_buffer(REACHED)) continue; \
+            if (!reach(REACHED)) continue; \
             for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
                 type written = access.given[i * LANES] >> (part == HIGH ? 16 : 0); \
                 memcpy(access.at + i * sizeof(type), &written, sizeof(type)); \
             } \
         } \
-        go_on(scalar); \
+        go_on(scalar, 8); \
     }
-BUFFER_STORE(byte, uint8_t, 1, LOW)
-BUFFER_STORE(byte_d16_hi, uint8_t, 1, HIGH)
-BUFFER_STORE(short, uint16_t, 1, LOW)
-BUFFER_STORE(short_d16_hi, uint16_t, 1, HIGH)
-BUFFER_STORE(dword, uint32_t, 1, WHOLE)
-BUFFER_STORE(dwordx2, uint32_t, 2, WHOLE)
-BUFFER_STORE(dwordx3, uint32_t, 3, WHOLE)
-BUFFER_STORE(dwordx4, uint32_t, 4, WHOLE)
+
+#define ANYWHERE(which, name, ...) \
+    which(buffer_##name, reach_buffer, __VA_ARGS__) \
+    which(global_##name, reach_global, __VA_ARGS__) \
+    which(flat_##name, reach_global, __VA_ARGS__)
+#define LOAD_BUFFER(name, reach, ...) LOAD(name, reach, access.word >> 16 & 1, __VA_ARGS__)
+#define LOAD_OTHER(name, reach, ...) LOAD(name, reach, 0, __VA_ARGS__)
+#define LOAD_ANYWHERE(name, ...) \
+    LOAD_BUFFER(buffer_load_##name, reach_buffer, __VA_ARGS__) \
+    LOAD_OTHER(global_load_##name, reach_global, __VA_ARGS__) \
+    LOAD_OTHER(flat_load_##name, reach_global, __VA_ARGS__)
+LOAD_ANYWHERE(ubyte, uint8_t, 1, WHOLE)
+LOAD_ANYWHERE(sbyte, int8_t, 1, WHOLE)
+LOAD_ANYWHERE(ushort, uint16_t, 1, WHOLE)
+LOAD_ANYWHERE(sshort, int16_t, 1, WHOLE)
+LOAD_ANYWHERE(dword, uint32_t, 1, WHOLE)
+LOAD_ANYWHERE(dwordx2, uint32_t, 2, WHOLE)
+LOAD_ANYWHERE(dwordx3, uint32_t, 3, WHOLE)
+LOAD_ANYWHERE(dwordx4, uint32_t, 4, WHOLE)
+LOAD_ANYWHERE(ubyte_d16, uint8_t, 1, LOW)
+LOAD_ANYWHERE(ubyte_d16_hi, uint8_t, 1, HIGH)
+LOAD_ANYWHERE(sbyte_d16, int8_t, 1, LOW)
+LOAD_ANYWHERE(sbyte_d16_hi, int8_t, 1, HIGH)
+LOAD_ANYWHERE(short_d16, uint16_t, 1, LOW)
+LOAD_ANYWHERE(short_d16_hi, uint16_t, 1, HIGH)
+LOAD(global_load_lds_dword, reach_global, 1, uint32_t, 1, WHOLE)
+LOAD(global_load_lds_dwordx3, reach_global, 1, uint32_t, 3, WHOLE)
+LOAD(global_load_lds_dwordx4, reach_global, 1, uint32_t, 4, WHOLE)
+
+ANYWHERE(STORE, store_byte, uint8_t, 1, LOW)
+ANYWHERE(STORE, store_byte_d16_hi, uint8_t, 1, HIGH)
+ANYWHERE(STORE, store_short, uint16_t, 1, LOW)
+ANYWHERE(STORE, store_short_d16_hi, uint16_t, 1, HIGH)
+ANYWHERE(STORE, store_dword, uint32_t, 1, WHOLE)
+ANYWHERE(STORE, store_dwordx2, uint32_t, 2, WHOLE)
+ANYWHERE(STORE, store_dwordx3, uint32_t, 3, WHOLE)
+ANYWHERE(STORE, store_dwordx4, uint32_t, 4, WHOLE)
+
+LOAD_OTHER(ds_read_u8, reach_lds, uint8_t, 1, WHOLE)
+LOAD_OTHER(ds_read_i8, reach_lds, int8_t, 1, WHOLE)
+LOAD_OTHER(ds_read_u16, reach_lds, uint16_t, 1, WHOLE)
+LOAD_OTHER(ds_read_i16, reach_lds, int16_t, 1, WHOLE)
+LOAD_OTHER(ds_read_b32, reach_lds, uint32_t, 1, WHOLE)
+LOAD_OTHER(ds_read_b64, reach_lds, uint32_t, 2, WHOLE)
+LOAD_OTHER(ds_read_b96, reach_lds, uint32_t, 3, WHOLE)
+LOAD_OTHER(ds_read_b128, reach_lds, uint32_t, 4, WHOLE)
+LOAD_OTHER(ds_read_u8_d16, reach_lds, uint8_t, 1, LOW)
+LOAD_OTHER(ds_read_u8_d16_hi, reach_lds, uint8_t, 1, HIGH)
+LOAD_OTHER(ds_read_i8_d16, reach_lds, int8_t, 1, LOW)
+LOAD_OTHER(ds_read_i8_d16_hi, reach_lds, int8_t, 1, HIGH)
+LOAD_OTHER(ds_read_u16_d16, reach_lds, uint16_t, 1, LOW)
+LOAD_OTHER(ds_read_u16_d16_hi, reach_lds, uint16_t, 1, HIGH)
+STORE(ds_write_b8, reach_lds, uint8_t, 1, LOW)
+STORE(ds_write_b8_d16_hi, reach_lds, uint8_t, 1, HIGH)
+STORE(ds_write_b16, reach_lds, uint16_t, 1, LOW)
+STORE(ds_write_b16_d16_hi, reach_lds, uint16_t, 1, HIGH)
+STORE(ds_write_b32, reach_lds, uint32_t, 1, WHOLE)
+STORE(ds_write_b64, reach_lds, uint32_t, 2, WHOLE)
+STORE(ds_write_b96, reach_lds, uint32_t, 3, WHOLE)
+STORE(ds_write_b128, reach_lds, uint32_t, 4, WHOLE)
+
+/* Two places of LDS, at offsets in elements, or in 64 elements. */
+static void move_pair(ARGUMENTS, int words, int stride, int reads) {
+    uint64_t word = word_at(scalar);
+    uint32_t *registers_of = word >> 25 & 1 ? accumulator : vector;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (!is_active(scalar, lane)) continue;
+        uint32_t address = vector[field(word, 32, 8) * LANES + lane];
+        for (int which = 0; which < 2; which++) {
+            uint8_t *at = lds + address + field(word, 8 * which, 8) * 4 * words * stride;
+            uint32_t first = reads ? field(word, 56, 8) + which * words : field(word, 40 + 8 * which, 8);
+            for (int i = 0; i < words; i++) {
+                uint32_t *held = registers_of + (first + i) * LANES + lane;
+                if (reads) memcpy(held, at + 4 * i, 4);
+                else memcpy(at + 4 * i, held, 4);
+            }
+        }
+    }
+    go_on(scalar, 8);
+}
+
+#define PAIR(suffix, words, stride) \
+    INSTRUCTION(ds_read2##suffix) { move_pair(PASSED, words, stride, 1); } \
+    INSTRUCTION(ds_write2##suffix) { move_pair(PASSED, words, stride, 0); }
+PAIR(_b32, 1, 1)
+PAIR(_b64, 2, 1)
+PAIR(st64_b32, 1, 64)
+PAIR(st64_b64, 2, 64)
 
 /* Caches are not modelled. */
-INSTRUCTION(buffer_inv) { go_on(scalar); }
-INSTRUCTION(buffer_wbl2) { go_on(scalar); }
+INSTRUCTION(buffer_inv) { go_on(scalar, 8); }
+INSTRUCTION(buffer_wbl2) { go_on(scalar, 8); }
 
 /* No other workgroup runs at the same time, so a read and a write are atomic. If the bit `returns` is set, the lane gets
    what was there before. `new` is an expression of old, given and compared, which only cmpswap has. */
@@ -325,7 +407,7 @@ INSTRUCTION(buffer_wbl2) { go_on(scalar); }
             for (int i = 0; i < (int)(sizeof(type) / 4) && access.word >> returns & 1; i++) \
                 access.returned[i * LANES] = words[i]; \
         } \
-        go_on(scalar); \
+        go_on(scalar, 8); \
     }
 #define ATOMIC_ANYWHERE(name, type, operands, new) \
     ATOMIC(buffer_atomic_##name, reach_buffer, 14, type, operands, new) \
@@ -366,6 +448,69 @@ static uint32_t sum_of_halves(uint32_t first, uint32_t second, enum type type) {
 ATOMIC_ANYWHERE(pk_add_f16, uint32_t, 1, sum_of_halves(old, given, F16))
 ATOMIC_ANYWHERE(pk_add_bf16, uint32_t, 1, sum_of_halves(old, given, BF16))
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   Numbers of 8 bits, and of 4 in pairs, become longer ones. The first form takes the byte or half that SDWA selects, the
+   scaled one a byte or half by two bits of the instruction, and multiplies by the power of two of the second operand. */
+
+enum { SDWA = 0xF9 };
+
+static void widen(ARGUMENTS, int count, int exponent_bits, int is_long) {
+    uint64_t word = word_at(scalar);
+    int is_sdwa = !is_long && field(word, 0, 9) == SDWA;
+    uint32_t source = is_sdwa   ? field(word, 32, 8) + (word >> 55 & 1 ? 0 : VECTOR)
+                      : is_long ? field(word, 32, 9)
+                                : field(word, 0, 9);
+    uint32_t select = is_sdwa ? field(word, 48, 3) : 6; /* bytes 0 to 3, halves 4 and 5, or the whole */
+    uint32_t *result = vector + field(word, is_long ? 0 : 17, 8) * LANES;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (!is_active(scalar, lane)) continue;
+        uint32_t codes = operand(scalar, vector, source, lane) >> (select < 4 ? 8 * select : select == 5 ? 16 : 0);
+        for (int i = 0; i < count; i++)
+            result[i * LANES + lane] = float_as_bits(narrow(codes >> 8 * i & 255, exponent_bits, 7 - exponent_bits));
+    }
+    go_on(scalar, is_sdwa || is_long ? 8 : 4);
+}
+
+#define WIDEN(name, count, exponent_bits) \
+    INSTRUCTION(v_cvt_##name##_e32) { widen(PASSED, count, exponent_bits, 0); } \
+    INSTRUCTION(v_cvt_##name##_e64) { widen(PASSED, count, exponent_bits, 1); }
+WIDEN(f32_fp8, 1, 4)
+WIDEN(f32_bf8, 1, 5)
+WIDEN(pk_f32_fp8, 2, 4)
+WIDEN(pk_f32_bf8, 2, 5)
+
+static void widen_scaled(ARGUMENTS, int count, int bits, int exponent_bits, enum type to) {
+    uint64_t word = word_at(scalar);
+    uint32_t *result = vector + field(word, 0, 8) * LANES, select = field(word, 11, 2);
+    for (int lane = 0; lane < LANES; lane++) {
+        if (!is_active(scalar, lane)) continue;
+        uint32_t codes = operand(scalar, vector, field(word, 32, 9), lane) >> count * bits * select;
+        int exponent = operand(scalar, vector, field(word, 41, 9), lane) >> 23 & 255;
+        float numbers[2] = {0};
+        for (int i = 0; i < count; i++) {
+            float number = narrow(codes >> bits * i & ((1 << bits) - 1), exponent_bits, bits - 1 - exponent_bits);
+            numbers[i] = exponent == 255 ? NAN : ldexpf(number, exponent - 127);
+        }
+        for (int i = 0; i < count && to == F32; i++) result[i * LANES + lane] = float_as_bits(numbers[i]);
+        if (to != F32) result[lane] = rounded_half(numbers[0], to) | rounded_half(numbers[1], to) << 16;
+    }
+    go_on(scalar, 8);
+}
+
+#define WIDEN_SCALED(name, count, bits, exponent_bits, to) \
+    INSTRUCTION(v_cvt_scalef32_##name) { widen_scaled(PASSED, count, bits, exponent_bits, to); }
+WIDEN_SCALED(f32_fp8, 1, 8, 4, F32)
+WIDEN_SCALED(f32_bf8, 1, 8, 5, F32)
+WIDEN_SCALED(pk_f32_fp8, 2, 8, 4, F32)
+WIDEN_SCALED(pk_f32_bf8, 2, 8, 5, F32)
+WIDEN_SCALED(pk_f32_fp4, 2, 4, 2, F32)
+WIDEN_SCALED(pk_f16_fp8, 2, 8, 4, F16)
+WIDEN_SCALED(pk_f16_bf8, 2, 8, 5, F16)
+WIDEN_SCALED(pk_f16_fp4, 2, 4, 2, F16)
+WIDEN_SCALED(pk_bf16_fp8, 2, 8, 4, BF16)
+WIDEN_SCALED(pk_bf16_bf8, 2, 8, 5, BF16)
+WIDEN_SCALED(pk_bf16_fp4, 2, 4, 2, BF16)
+
 /* In each 16 lanes, half n of lane l is half l % 4 at the address of lane l / 4 + 4 n. */
 INSTRUCTION(ds_read_b64_tr_b16) {
     uint64_t word = word_at(scalar);
@@ -379,5 +524,5 @@ INSTRUCTION(ds_read_b64_tr_b16) {
         }
     for (int lane = 0; lane < LANES; lane++)
         for (int i = 0; i < 2 && is_active(scalar, lane); i++) memcpy(&result[i][lane], &read[lane][2 * i], 4);
-    go_on(scalar);
+    go_on(scalar, 8);
 }

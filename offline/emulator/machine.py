@@ -6,7 +6,6 @@ rounding inside matrix instructions and of exp, log and reciprocals.
 """
 
 import collections
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -25,7 +24,7 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
 from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
-from offline.emulator import CHIPS, LANES, overrides
+from offline.emulator import CHIPS, LANES, Fault, overrides
 from offline.emulator.code_object import LONGEST_INSTRUCTION
 
 overrides.apply()
@@ -41,14 +40,13 @@ M0, EXEC, PROGRAM_COUNTER, ONE = (
     242,
 )  # as tinygrad numbers the special registers; ONE is the constant 1.0
 S_NOP = 0xBF800000
-FP16_OVFL = 1 | 23 << 6  # the operand of s_setreg: one bit of MODE, which is register 1
+# Operands of s_setreg: bits of MODE, which is register 1.
+FP16_OVFL = 1 | 23 << 6
+FP_DENORM = 1 | 4 << 6 | 1 << 11  # two bits, for fp32
+FP_ROUND = 1 | 2 << 6 | 1 << 11  # two bits, for fp16 and fp64; 0 is to the nearest even
 TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
 SCRATCH_STRIDE = 259  # the scalar register with the bytes of a lane
 POISON, OTHER_POISON = 0xFF, 0x5A
-
-
-class Fault(RuntimeError):
-    """A kernel made an invalid access; the message names the kernel, architecture, instruction and place."""
 
 
 class Instruction(ctypes.Structure):
@@ -221,7 +219,7 @@ class Wave:
         self.scratch.poison(poison)
         self.vector[0] = LANES * index + np.arange(LANES)
         self.buffers[3] = lds_address
-        self.fp8_saturates = False  # MODE.FP16_OVFL
+        self.fp8_saturates = self.flushes_denormals = False  # what MODE says of FP16_OVFL and FP_DENORM
 
     @property
     def active(self):
@@ -254,12 +252,15 @@ def swap_rows(inst, rows):
 
 
 def set_mode(inst):
-    """s_setreg_imm32_b32 of MODE.FP16_OVFL."""
-    if inst.simm16 != FP16_OVFL:
+    """s_setreg_imm32_b32 of MODE.FP16_OVFL, of MODE.FP_DENORM for fp32, or of the rounding that there is."""
+    if inst.simm16 not in (FP16_OVFL, FP_DENORM) and (inst.simm16, inst.literal) != (FP_ROUND, 0):
         raise NotImplementedError(f"{inst!r} is not emulated")
 
     def execute(wave, lds):
-        wave.fp8_saturates = bool(inst.literal)
+        if inst.simm16 == FP16_OVFL:
+            wave.fp8_saturates = bool(inst.literal)
+        elif inst.simm16 == FP_DENORM:
+            wave.flushes_denormals = inst.literal & 3 != 3
 
     return execute
 
@@ -285,11 +286,14 @@ def round_to_fp8(inst, exponent_bits):
     """v_cvt_pk_fp8_f32, v_cvt_scalef32_pk_fp8_f32 with scale 1, and bf8: two numbers become one half of vdst."""
     sources, half = [inst.src0.offset, inst.src1.offset], inst.opsel >> 3
     is_scaled = "SCALEF32" in inst.op.name and inst.src2.offset != ONE
-    if is_scaled or min(sources) < REGISTERS or inst.abs or inst.neg or inst.omod or inst.clmp:
+    if is_scaled or inst.abs or inst.neg or inst.omod or inst.clmp:
         raise NotImplementedError(f"{inst!r} is not emulated")
 
+    def held(wave, source):
+        return wave.vector[source - REGISTERS] if source >= REGISTERS else np.full(LANES, wave.scalar[source])
+
     def execute(wave, lds):
-        numbers = wave.vector[[source % REGISTERS for source in sources]].view(np.float32)
+        numbers = np.stack([held(wave, source) for source in sources]).view(np.float32)
         low, high = fp8_codes(numbers, exponent_bits, wave.fp8_is_fnuz, wave.fp8_saturates)
         halves = wave.vector[inst.vdst.offset % REGISTERS].view(np.uint16)[half::2]
         halves[wave.active] = (low | high << 8)[wave.active]
@@ -309,9 +313,9 @@ IN_PYTHON = {
 
 
 # What tinygrad executes otherwise than the chips, or not at all: matrix products of several blocks, sparse, scaled or
-# in fp64; formatted buffers; numbers from FP8; registers of the hardware; comparisons that write EXEC.
+# in fp64; formatted buffers; scaled and random rounding; registers of the hardware; comparisons that write EXEC.
 NOT_EMULATED = re.compile(
-    "V_MFMA_(?!.*_4X4X.*_(F32|BF16|I8)$)|V_SMFMAC_|BUFFER_|GLOBAL_ATOMIC_|FLAT_ATOMIC_|V_CVT_(PK_)?F32_[FB]F?8|S_GETREG"
+    "V_MFMA_(?!.*_4X4X.*_(F32|BF16|I8)$)|V_SMFMAC_|BUFFER_|GLOBAL_ATOMIC_|FLAT_ATOMIC_|V_CVT_(SCALEF32|SR)_|S_[GS]ETREG"
     "|V_CMPX_.*_E32"
 )
 # Fields that must be 0: {what an instruction's name begins with: fields that tinygrad or instructions.c does not heed}.
@@ -320,7 +324,10 @@ NOT_HEEDED = {
     "V_MFMA_.*_4X4X": ("acc", "acc_cd"),
     "BUFFER_(LOAD|STORE|ATOMIC)": ("idxen",),
     "BUFFER_LOAD_(?!DWORD(X[34])?$)": ("lds",),
-    "DS_(?!READ)": ("acc",),
+    "DS_(?!READ|WRITE)": ("acc",),
+    "DS_": ("gds",),
+    "V_CVT_(PK_)?F32_[FB][PF]8": ("abs", "neg", "clmp", "opsel", "src0_sext"),
+    "V_CVT_SCALEF32_": ("abs", "neg", "clmp"),
     "V_(?!BITOP3|CMP)": ("omod",),
     "V_PK_": ("clmp",),
 }
@@ -337,6 +344,9 @@ def refuse_what_is_not_emulated(arch, inst, has_function):
     is_refused |= "_sdwa" in type(inst).__name__.lower() and any(
         emu._iattr(inst, field) for field in ("src0_neg", "src0_abs", "src1_neg", "src1_abs", "clmp", "omod")
     )
+    # Functions of instructions.c do not know other forms.
+    is_other_form = hasattr(inst, "dpp") or hasattr(inst, "literal") or emu._iattr(inst, "dst_sel", 6) != 6
+    is_refused |= has_function is not None and is_other_form
     is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
     if is_refused:
         raise NotImplementedError(f"{inst!r} is not emulated")
@@ -447,7 +457,7 @@ class Machine:
 
     def __init__(self, arch, seed, is_thorough=False):
         self.arch, self.random, self.is_thorough = arch, random.Random(seed), is_thorough
-        self.waves = []
+        self.waves, self.n_launches = [], 0
 
     def launch(self, program, grid, arguments, memory, n_waves, lds_bytes):
         """Run a launch, and write its results into the tensors.
@@ -455,11 +465,12 @@ class Machine:
         grid: the three numbers of workgroups; arguments: of the kernel, as bytes; memory: a TensorMemory; lds_bytes:
         of the launch. Fault if the kernel accesses other memory, does not end, or is found not to be reliable.
         """
+        self.n_launches += 1
         launch = program, grid, arguments, memory, n_waves, lds_bytes
         order = self.random.getstate()
         self.run(*launch)
-        results = memory.contents()
         if self.is_thorough and memory.is_copied:
+            results = memory.contents()
             next_order = self.random.getstate()
             self.random.setstate(order)
             self.run_again(results, "registers or LDS that it has not written", *launch, OTHER_POISON)
@@ -493,9 +504,8 @@ class Machine:
             wave.take_scratch(code.scratch_bytes)
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
-        with emu._MXCSRContext() if code.flushes_denormals else contextlib.nullcontext():
-            for workgroup in workgroups:
-                self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
+        for workgroup in workgroups:
+            self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
         overrun = memory.overrun()
         if overrun:
             raise Fault(f"{code.name} on {self.arch} stores beside {' and '.join(overrun)}")
@@ -503,8 +513,7 @@ class Machine:
     @staticmethod
     def user_registers(code, address, arguments):
         """Return the initial values of the first scalar registers, in the order of the descriptor."""
-        registers = [0, 0, 0, 0] if code.takes_scratch_buffer else []
-        registers += [address & 0xFFFFFFFF, address >> 32]
+        registers = code.user_registers(address)
         registers += struct.unpack_from(f"<{code.preloaded_words}I", arguments, 4 * code.preload_offset)
         return registers + [0xFFFFFFFF] * (code.n_user_registers - len(registers))
 
@@ -514,6 +523,7 @@ class Machine:
         position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
         for index, wave in enumerate(waves):
             wave.start(index, code.entry, user_registers + position, self.lds.address, self.poison)
+            wave.flushes_denormals = code.flushes_denormals
         running, waiting, left = list(waves), [], MOST_INSTRUCTIONS * len(waves)
         while running or waiting:
             if not running:  # all waves that have not ended wait at the barrier
@@ -539,6 +549,7 @@ class Machine:
             outcome = library.run_wave(
                 program.instructions, ctypes.c_uint64(program.code.begin), ctypes.c_uint64(program.code.nbytes),
                 wave.buffers, ctypes.c_void_p(wave.addresses[0] + 4 * PROGRAM_COUNTER), ctypes.byref(left),
+                wave.flushes_denormals,
             )  # fmt: skip
             if outcome == FAULT:
                 place = self.memory.place_of(library.last_fault())

@@ -2,6 +2,9 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 /* As in machine.py. */
 enum { TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT };
@@ -22,14 +25,31 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
 
 uint64_t last_fault(void) { return fault_address; }
 
+/* The control register of this processor's floating-point arithmetic, and its bits to take subnormal numbers as 0. */
+#if defined(__aarch64__)
+enum { FLUSHES = 1 << 24 };
+static uint64_t get_control(void) { return __builtin_aarch64_get_fpcr(); }
+static void set_control(uint64_t value) { __builtin_aarch64_set_fpcr(value); }
+#elif defined(__SSE__)
+enum { FLUSHES = 0x8040 };
+static uint64_t get_control(void) { return _mm_getcsr(); }
+static void set_control(uint64_t value) { _mm_setcsr(value); }
+#else
+enum { FLUSHES = 0 };
+static uint64_t get_control(void) { return 0; }
+static void set_control(uint64_t value) { (void)value; }
+#endif
+
 /* Runs at most *turn instructions of a program of `size` bytes at `begin`, and leaves there how many are left; program has
-   an entry for each 4 bytes. */
+   an entry for each 4 bytes. flushes: fp32 instructions take subnormal numbers as 0. */
 int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const uint64_t *buffers,
-             volatile uint64_t *program_counter, volatile long *turn) {
+             volatile uint64_t *program_counter, volatile long *turn, int flushes) {
+    const uint64_t control = get_control();
     struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, before[2];
     volatile int outcome = TURN_IS_OVER;
     sigaction(SIGSEGV, &action, &before[0]);
     sigaction(SIGBUS, &action, &before[1]);
+    set_control(flushes ? control | FLUSHES : control & ~(uint64_t)FLUSHES);
     if (sigsetjmp(before_fault, 1)) {
         outcome = FAULT;
     } else {
@@ -48,6 +68,7 @@ int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const u
             }
         }
     }
+    set_control(control);
     sigaction(SIGSEGV, &before[0], 0);
     sigaction(SIGBUS, &before[1], 0);
     return outcome;

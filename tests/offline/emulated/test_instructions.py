@@ -87,6 +87,14 @@ def test_a_conversion_writes_one_half_of_the_active_lanes(name, half, wave):
     assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_of_a_scalar_register_and_a_constant(name, wave):
+    wave.scalar[5] = torch.tensor(-1.5).view(torch.int32).item() & 0xFFFFFFFF
+    execute(wave, name, v[2], s[5], 4.0, *[1.0] * ("scalef32" in name))
+    bytes_ = torch.from_numpy(wave.vector[2].view("uint8").reshape(LANES, 4)[:, :2].copy())
+    assert (bytes_.view(CONVERSIONS[name]).float() == torch.tensor([-1.5, 4.0])).all()
+
+
 def test_a_wave_begins_without_saturation(wave):
     saturate(wave, True)
     wave.start(0, 0, [], 0, POISON)

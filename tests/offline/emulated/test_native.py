@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.offline.selection import EMULATED, only_emulated
+from tests.offline.selection import EMULATED, needs_fp8, only_emulated
 from tiny_llama import fp8
 
 if EMULATED:
@@ -19,6 +19,7 @@ if EMULATED:
 
     from offline import emulator
     from offline.emulator import LANES
+    from offline.emulator.code_object import CodeObject
     from offline.emulator.machine import ENDED, EXEC, POISON, Fault, GuardedMemory, Machine, Program, TensorMemory, Wave
 
 pytestmark = only_emulated
@@ -30,7 +31,8 @@ class Code:
     """Machine code in memory, as CodeObject has it: a kernel with its arguments in s[0:1] and its workgroup in s2."""
 
     name = "instructions"
-    lds_bytes = scratch_bytes = preloaded_words = preload_offset = takes_scratch_buffer = flushes_denormals = 0
+    lds_bytes = scratch_bytes = preloaded_words = preload_offset = flushes_denormals = 0
+    properties, user_registers = 8, CodeObject.user_registers if EMULATED else None
     n_user_registers, rsrc2 = 2, 1 << 7
 
     def __init__(self, instructions):
@@ -179,6 +181,91 @@ def test_subnormal_halves(wave):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Numbers of 8 and of 4 bits become longer ones
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+CODES = 0x01020408 * LANE + 0x80C1F07E & 0xFFFFFFFF  # no two bytes of a lane are alike
+
+
+def numbers_of(kind):
+    """Return the numbers of all codes of a type, NaN among them."""
+    if kind == "fp4":
+        return np.concatenate([FP4, -FP4])
+    formats = fp8.FNUZ if emulator.CHIPS[EMULATED].fp8_is_fnuz else fp8.OCP
+    every = torch.arange(256, dtype=torch.uint8)
+    return every.view({"fp8": formats.forward, "bf8": formats.gradient}[kind]).double().numpy()
+
+
+@needs_fp8
+@pytest.mark.parametrize("select", [None, "e64", 0, 1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("kind", ["fp8", "bf8"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_of_8_bits(count, kind, select, wave):
+    """Alone, in the long form, and with each byte, half or the whole that SDWA selects."""
+    opcode = 84 + (kind == "bf8") + 2 * (count == 2)
+    short = 0x7E000000 | D << 17 | opcode << 9
+    wave.vector[A], wave.vector[D : D + 3] = CODES, 7
+    wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFFF, 0x0FFFFFFF
+    if select is None:
+        run(wave, Words(short | 256 + A))
+    elif select == "e64":
+        run(wave, Words(0xD0000000 | (opcode + 320) << 16 | D, 256 + A))
+    else:
+        run(wave, Words(short | 0xF9, A | 6 << 8 | select << 16))
+    shift = {1: 8, 2: 16, 3: 24, 5: 16}.get(select, 0)
+    for i in range(count):
+        expected = numbers_of(kind)[(CODES >> shift + 8 * i) & 255]
+        np.testing.assert_array_equal(wave.vector[D + i, :60].view(np.float32), expected[:60])
+    assert (wave.vector[D + count] == 7).all() and (wave.vector[D, 60:] == 7).all()
+
+
+SCALED = {
+    (1, "f32", "fp8"): 571, (1, "f32", "bf8"): 572, (2, "f32", "fp8"): 569, (2, "f32", "bf8"): 570,
+    (2, "f32", "fp4"): 575, (2, "f16", "fp8"): 584, (2, "f16", "bf8"): 585, (2, "f16", "fp4"): 592,
+    (2, "bf16", "fp8"): 617, (2, "bf16", "bf8"): 618, (2, "bf16", "fp4"): 593,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(EMULATED != "gfx950", reason="gfx950 alone has them")
+@pytest.mark.parametrize("select", [0, 1, 2, 3])
+@pytest.mark.parametrize("count, to, kind", SCALED)
+def test_scaled_numbers(count, to, kind, select, wave):
+    """The scale is a power of two, whatever the rest of its operand is; of 255 the result is NaN."""
+    bits = 4 if kind == "fp4" else 8
+    exponents = np.where(LANE == 9, 255, 120 + LANE % 16)
+    wave.vector[A], wave.vector[B], wave.vector[D : D + 3] = CODES, exponents << 23 | 0x80000005, 7
+    head = 0xD0000000 | SCALED[count, to, kind] << 16 | (select & 1) << 11 | (select >> 1) << 12 | D
+    run(wave, Words(head, 256 + A | (256 + B) << 9))
+    at = count * bits * (select if count * bits < 16 else select & 1)
+    scale = np.where(exponents == 255, np.nan, 2.0 ** (exponents - 127))
+    for i in range(count):
+        expected = numbers_of(kind)[CODES >> at + bits * i & (1 << bits) - 1] * scale
+        if to == "f32":
+            actual = wave.vector[D + i].view(np.float32)
+        else:
+            halves = torch.from_numpy(wave.vector[D].view(np.int16).reshape(LANES, 2)[:, i].copy())
+            dtype = torch.float16 if to == "f16" else torch.bfloat16
+            actual, expected = (
+                halves.view(dtype).double().numpy(),
+                torch.from_numpy(expected).to(dtype).double().numpy(),
+            )
+        np.testing.assert_array_equal(actual, expected)
+    assert (wave.vector[D + (count if to == "f32" else 1)] == 7).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize("words", [
+    (0x7E000000 | D << 17 | 86 << 9 | 0xFA, A | 0x140 << 8 | 0xFF << 24),  # DPP
+    (0x7E000000 | D << 17 | 86 << 9 | 0xF9, A | 4 << 8 | 6 << 16),  # into a half
+    (0x7E000000 | D << 17 | 86 << 9 | 0xFF, 0x3F800000),  # a literal
+    (0xD1960000 | D | 1 << 11, 256 + A),  # the high half
+])  # fmt: skip
+def test_forms_that_are_not_known_are_refused(words, wave):
+    with pytest.raises(NotImplementedError, match="v_cvt_pk_f32_fp8.* is not emulated"):
+        run(wave, Words(*words))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Buffers
 
 BASE, SIZE = 16, 4096  # the first scalar register of a buffer's descriptor, and its bytes
@@ -294,6 +381,99 @@ def test_a_buffer_load_to_lds(wave, memory):
     assert (there[: 256 + OFFSET] == POISON).all() and (there[512 + OFFSET :] == POISON).all()
 
 
+def words_read(memory, begins, name):
+    """Return what loads of LOADS put into four registers of 0x0D0C0B0A, (4, LANES), from places in memory."""
+    dtype = np.dtype(LOADS[name])
+    count, kind = (dtype.shape[0], np.uint32) if dtype.shape else (1, dtype)
+    registers = np.full((4, LANES), 0x0D0C0B0A, np.int64)
+    for lane, i in itertools.product(range(LANES), range(count)):
+        read = int(memory[begins[lane] :][: count * np.dtype(kind).itemsize].view(kind)[i]) & 0xFFFFFFFF
+        low, high = 0x0D0C0000 | read & 0xFFFF, 0x0B0A | read << 16 & 0xFFFF0000
+        registers[i, lane] = high if name.endswith("hi") else low if name.endswith("d16") else read
+    return registers
+
+
+def global_inst(name, scalar_base, acc, **fields):
+    """A global access of the registers from D on, at the addresses from A on, by the offset -8."""
+    inst = getattr(cdna, f"global_{name}")(addr=v[A], offset=-8 & 0x1FFF, saddr=s[BASE : BASE + 1], **fields)
+    low, high = struct.unpack("<II", inst.to_bytes())
+    return Words(low, high & ~0x7F0000 | (BASE if scalar_base else 0x7F) << 16 | acc << 23)
+
+
+def any_places():
+    """Return places in memory for all lanes, 16 bytes and an odd number from each other."""
+    return 23 * np.random.default_rng(7).permutation(LANES) + 11
+
+
+def point_at(wave, places, has_base):
+    address = int(wave.scalar[BASE]) | int(wave.scalar[BASE + 1]) << 32
+    at = 8 + places + (0 if has_base else address)
+    wave.vector[A], wave.vector[A + 1] = at & 0xFFFFFFFF, at >> 32
+
+
+@pytest.mark.parametrize("acc, has_base", [(0, True), (1, False)])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_global_load(name, acc, has_base, wave, memory):
+    """At odd addresses, which compilers make where an address is known to be no multiple of 4."""
+    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    point_at(wave, places, has_base)
+    registers[D : D + 4] = 0x0D0C0B0A
+    wave.scalar[EXEC] = 0xFFFFFFF0
+    width = int(name[-1]) if name[-1] in "234" else 1
+    run(wave, global_inst(f"load_{name}", has_base, acc, vdst=v[D : D + width - 1] if width > 1 else v[D]))
+    assert (registers[D : D + 4, 4:] == words_read(memory, places, name)[:, 4:]).all()
+    assert (registers[D : D + 4, :4] == 0x0D0C0B0A).all()
+
+
+STORES = ["byte", "byte_d16_hi", "short", "short_d16_hi", "dword", "dwordx2", "dwordx3", "dwordx4"]
+
+
+def stored(memory, places, data, name):
+    """Return memory after the lanes from 4 on have stored their registers, data (4, LANES), at places."""
+    words, width = int(name[-1]) if name[-1] in "234" else 1, {"byte": 1, "short": 2}.get(name.split("_")[0], 0)
+    expected = memory.copy()
+    for lane in range(4, LANES):
+        given = data[:words, lane].astype(np.uint32).view(np.uint8)[2 * name.endswith("hi") :]
+        expected[places[lane] :][: width or 4 * words] = given[: width or 4 * words]
+    return expected
+
+
+@pytest.mark.parametrize("acc, has_base", [(0, True), (1, False)])
+@pytest.mark.parametrize("name", STORES)
+def test_a_global_store(name, acc, has_base, wave, memory):
+    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    data = np.random.default_rng(8).integers(0, 2**32, (4, LANES))
+    point_at(wave, places, has_base)
+    registers[D : D + 4], wave.scalar[EXEC] = data, 0xFFFFFFF0
+    expected = stored(memory, places, data, name)
+    width = int(name[-1]) if name[-1] in "234" else 1
+    run(wave, global_inst(f"store_{name}", has_base, acc, data=v[D : D + width - 1] if width > 1 else v[D]))
+    assert (memory == expected).all()
+
+
+def test_a_flat_access_has_no_scalar_base(wave, memory):
+    """The field of the base is 0 there, which is no register."""
+    point_at(wave, any_places(), has_base=False)
+    wave.vector[A] -= 8
+    wave.scalar[0:2] = 1 << 20, 0
+    run(wave, Words(0xDC500000, A | D << 24))  # flat_load_dword
+    assert (wave.vector[D] == words_read(memory, any_places(), "dword")[0]).all()
+
+
+@pytest.mark.parametrize("words, opcode", [(1, 42), (3, 126), (4, 125)])
+def test_a_global_load_to_lds(words, opcode, wave, memory):
+    """Lane l's goes to M0 + the instruction's offset + its size times l."""
+    lds, places = GuardedMemory(2048), any_places()
+    point_at(wave, places, has_base=True)
+    wave.scalar[124] = 256
+    run(wave, Words(0xDC008000 | opcode << 18 | 0x1FF8, A | BASE << 16), lds=lds)
+    there = np.frombuffer(ctypes.string_at(lds.address, 2048), np.uint8)
+    for lane in range(LANES):
+        at = 256 - 8 + 4 * words * lane
+        assert (there[at : at + 4 * words] == memory[places[lane] :][: 4 * words]).all()
+    assert (there[:248] == POISON).all() and (there[248 + 256 * words :] == POISON).all()
+
+
 ATOMICS = {  # (old, given) -> new, of a type
     "swap": ("u4", lambda old, given: given), "add": ("u4", lambda old, given: old + given),
     "sub": ("u4", lambda old, given: old - given), "smin": ("i4", min), "smax": ("i4", max), "umin": ("u4", min),
@@ -373,7 +553,109 @@ def test_a_global_atomic(returns, has_base, wave, memory):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# LDS
+
+LDS_NAMES = {  # of LOADS and STORES
+    "ubyte": "u8", "sbyte": "i8", "ushort": "u16", "sshort": "i16", "short": "b16", "byte": "b8", "dword": "b32",
+    "dwordx2": "b64", "dwordx3": "b96", "dwordx4": "b128",
+}  # fmt: skip
+ds = {"load": lambda name: f"ds_read_{name}", "store": lambda name: f"ds_write_{name}"}
+
+
+@pytest.fixture
+def lds(wave):
+    """(LDS with random bytes, these bytes)"""
+    lds = GuardedMemory(2048)
+    held = np.ctypeslib.as_array(ctypes.cast(lds.address, ctypes.POINTER(ctypes.c_uint8)), (2048,))
+    held[:] = np.random.default_rng(9).integers(0, 256, 2048)
+    return lds, held
+
+
+def lds_inst(kind, name, acc, **fields):
+    plain, _, part = name.partition("_")
+    plain = "ushort" if kind == "load" and plain == "short" else plain
+    inst = getattr(cdna, "_".join(filter(None, [ds[kind](LDS_NAMES[plain]), part])))(addr=v[A], offset0=8, **fields)
+    low, high = np.frombuffer(inst.to_bytes(), np.uint32)
+    return Words(low | acc << 25, high)
+
+
+@pytest.mark.parametrize("acc", [0, 1])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_read_of_lds(name, acc, wave, lds):
+    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, 0x0D0C0B0A, 0xFFFFFFF0
+    width = int(name[-1]) if name[-1] in "234" else 1
+    run(wave, lds_inst("load", name, acc, vdst=v[D : D + width - 1] if width > 1 else v[D]), lds=lds[0])
+    assert (registers[D : D + 4, 4:] == words_read(lds[1], places, name)[:, 4:]).all()
+    assert (registers[D : D + 4, :4] == 0x0D0C0B0A).all()
+
+
+@pytest.mark.parametrize("acc", [0, 1])
+@pytest.mark.parametrize("name", STORES)
+def test_a_write_to_lds(name, acc, wave, lds):
+    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    data = np.random.default_rng(10).integers(0, 2**32, (4, LANES))
+    wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, data, 0xFFFFFFF0
+    expected = stored(lds[1], places, data, name)
+    width = int(name[-1]) if name[-1] in "234" else 1
+    run(wave, lds_inst("store", name, acc, data0=v[D : D + width - 1] if width > 1 else v[D]), lds=lds[0])
+    assert (lds[1] == expected).all()
+
+
+@pytest.mark.parametrize("acc", [0, 1])
+@pytest.mark.parametrize("words, stride", [(1, 1), (2, 1), (1, 64), (2, 64)])
+def test_pairs_of_lds(words, stride, acc, wave, lds):
+    """Two places of each lane are exchanged: read as a pair, and written as a pair in the other order."""
+    registers = accumulation(wave) if acc else wave.vector
+    places = 8 * words * np.random.default_rng(11).permutation(LANES)
+    other = 4 * words * stride
+    size = f"2{'st64' if stride > 1 else ''}_b{32 * words}"
+    wave.vector[A], wave.scalar[EXEC] = places, 0xFFFFFFF0
+    if stride > 1:
+        wave.vector[A] = places % (4 * words * 64)  # so that the second place lies within LDS
+        wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0
+        wave.vector[A, :32] = 4 * words * np.random.default_rng(12).permutation(32)
+        places = wave.vector[A].copy()
+    before = lds[1].copy()
+    read = getattr(cdna, f"ds_read{size}")(addr=v[A], vdst=v[D : D + 2 * words - 1], offset1=1)
+    pair = [v[D + words : D + 2 * words - 1], v[D : D + words - 1]] if words > 1 else [v[D + 1], v[D]]
+    write = getattr(cdna, f"ds_write{size}")(addr=v[A], data0=pair[0], data1=pair[1], offset1=1)
+    for inst in (read, write):
+        low, high = np.frombuffer(inst.to_bytes(), np.uint32)
+        run(wave, Words(low | acc << 25, high), lds=lds[0])
+    expected = before.copy()
+    active = [lane for lane in range(LANES) if wave.scalar[EXEC + lane // 32] >> np.uint32(lane % 32) & 1]
+    for lane in active:
+        a, b = places[lane], places[lane] + other
+        expected[a : a + 4 * words], expected[b : b + 4 * words] = (
+            before[b : b + 4 * words], before[a : a + 4 * words],
+        )  # fmt: skip
+    assert (lds[1] == expected).all() and (expected != before).any()
+    assert registers[D].view(np.uint32)[active[0]] == before[places[active[0]] :][:4].view(np.uint32)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Lanes
+
+
+@pytest.mark.parametrize("flushes", [0, 3])
+def test_subnormal_numbers_as_mode_says(flushes, wave):
+    """The value of the two bits for fp32: 0 flushes, 3 does not. The host's own arithmetic stays as it is."""
+    wave.vector[A] = 1  # 2^-149
+    set_mode = Words(0xBA000901, flushes)  # s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2)
+    run(wave, set_mode, cdna.v_add_f32_e32(v[D], v[A], v[A]))
+    assert (wave.vector[D] == (2 if flushes else 0)).all()
+    assert (np.ones(9, np.uint32).view(np.float32) * np.float32(2)).view(np.uint32).tolist() == [2] * 9
+
+
+@pytest.mark.parametrize("rounding", [0, 1, 3])
+def test_numbers_of_16_bits_are_rounded_to_the_nearest_alone(rounding, wave):
+    set_mode = Words(0xBA000881, rounding)  # s_setreg_imm32_b32 hwreg(HW_REG_MODE, 2, 2)
+    if rounding == 0:
+        run(wave, set_mode)
+        return
+    with pytest.raises(NotImplementedError, match="s_setreg_imm32_b32.* is not emulated"):
+        run(wave, set_mode)
 
 
 def test_the_bytes_of_perm(wave):
@@ -481,6 +763,15 @@ def test_a_transposed_read(wave):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole launches
+
+
+@pytest.mark.parametrize("properties, before, after", [(8, 0, 0), (9, 4, 0), (0b11110, 4, 2), (0b11011, 6, 2)])
+def test_where_the_address_of_the_arguments_stands(properties, before, after):
+    """After what describes private memory (4 registers) and the packet and queue of the launch (2 each)."""
+    code = Code([])
+    code.properties = properties
+    registers = code.user_registers(5 << 32 | 7)
+    assert registers[before : before + 2] == [7, 5] and len(registers) == before + 2 + after
 
 
 def launch(instructions, result, n_workgroups=1, lds_bytes=0, **options):
