@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 REPOSITORY = "https://github.com/tinygrad/tinygrad"
 COMMIT = "a9069c177a9da9cca18593edf55acd2e6073cca6"
@@ -29,11 +30,10 @@ def activate(tinygrad=None):
     folder = str(prepare(tinygrad))
     os.environ["CACHEDB"] = f"{folder}.db"  # where tinygrad keeps compiled instructions
     others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "test"}
-    sys.path.insert(0, folder)
     try:
-        importlib.import_module("offline.emulator.machine")
+        with mock.patch.object(sys, "path", [folder, *sys.path]):
+            importlib.import_module("offline.emulator.machine")
     finally:
-        sys.path.remove(folder)
         for name in [name for name in sys.modules if name.split(".")[0] == "test"]:
             del sys.modules[name]
         sys.modules.update(others)

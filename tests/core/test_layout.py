@@ -23,7 +23,7 @@ UNSEEN = {
 MAY_EDIT_PATH = """
 tiny_llama_v3.py tiny_llama/audit.py nanogpt_triton/train.py nanogpt_triton/sample.py nanogpt_triton/model.py
 nanogpt_triton/kernels/__init__.py exercises/check.py exercises/generate.py profilers/as_main.py
-profilers/torch_profile.py offline/emulator/source.py
+profilers/torch_profile.py
 """.split()
 SLOW_TESTS = """
 tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow
@@ -147,7 +147,7 @@ WRITTEN_DIRECTLY = {  # the file: what it writes in place
     "profilers/record.py": "a part of a recording, which is marked until it is complete",
     "profilers/recording.py": "the log and that mark",
     "tiny_llama/distributed.py": "os.devnull",
-    "tiny_llama/profiler.py": "a table beside a trace, in a folder that an error names",
+    "tiny_llama/kernel_table.py": "a table beside a trace, in a folder that an error names",
 }
 
 
