@@ -144,6 +144,8 @@ Ceilings: {ceilings["GB/s"]:,.4g} GB/s and {ceilings["TFLOP/s"]:,.4g} TFLOP/s, w
 first, with more the second. One far below its ceiling is limited by neither, and above 100 % caches served what the \
 ceiling's kernel gets from memory. Picture: `roofline.png`.
 
+Each Triton kernel{whose} alone:
+
 {markdown(alone.filter(ROOFLINE))}
 
 {counted(f"Counted in {run}, matrix units alone", in_training[ROOFLINE].dropna(), run)}

@@ -28,9 +28,10 @@ def main(argv):
     parser.add_argument("program", metavar="program.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    # torch.profiler.profile is a class around this one, and would import Triton before the program does.
+    # torch.profiler.profile is a class around this one, and would import Triton before the program does. Without Kineto
+    # this one times operators, not kernels.
     device = "cuda" if torch.cuda.is_available() else None
-    profiler = torch.autograd.profiler.profile(use_device=device, acc_events=True)
+    profiler = torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
     try:
         with profiler, torch.profiler.record_function("program"):
             run_as_main(options.program, options.arguments)

@@ -98,7 +98,7 @@ def test_the_session_has_figures_of_a_step_only_where_there_are_steps(own, steps
     for words in (NO_STEPS, "Kernels of the whole run", "| ms | calls |", "The trace does not name its steps"):
         assert (words in text) == (steps == "0")
     assert "In the run of `own.py`, from the bytes counted" in text and "the training run" not in text
-    assert "Each Triton kernel of `tiny_llama_v3.py` alone" in text
+    assert text.count("Each Triton kernel of `tiny_llama_v3.py` alone") == 2  # bandwidth and roofline
 
 
 @pytest.mark.parametrize("steps, scope", [("3", "measured steps"), ("0", "whole run, warm-up included")])

@@ -67,3 +67,18 @@ def test_an_error_of_the_program_is_a_traceback(python, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "open('absent')" in done.stderr
     assert "aten::add" in (tmp_path / "kernel_stats.csv").read_text()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_are_recorded_and_no_operators(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import torch\nfor _ in range(3):\n    torch.rand(2, 9, device='cuda').softmax(1)\n"
+    )
+    command = [sys.executable, ROOT / "profilers" / "torch_profile.py", tmp_path, tmp_path / "program.py"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=100)
+    table, _, _ = read_kernels(tmp_path)
+    calls = {
+        name: calls for name, calls in zip(table["Name"], table["Calls"], strict=True) if "softmax" in name.lower()
+    }
+    assert list(calls.values()) == [3] and not any(name.startswith("aten::") for name in table["Name"])
+    assert len(read_ranges(tmp_path, "dispatches")) == sum(table["Calls"])
