@@ -8,7 +8,7 @@ The compiled kernels are executed instruction by instruction on this CPU. This s
 fast they are; docs/emulator.md has more. The emulator is part of tinygrad, which is taken from --tinygrad or fetched by
 git once.
 
-Exit codes: 0 done, 1 a test failed, 2 the request cannot be met, 130 interrupted.
+Exit codes: 0 done, 1 a test failed or none ran, 2 the request cannot be met, 130 interrupted.
 """
 
 import itertools
@@ -50,11 +50,14 @@ def environment():
 
 
 def named_files(arguments):
-    """Return the files and folders that arguments of pytest name."""
+    """Return the files and folders that arguments of pytest name. UsageError if one that looks so is not there."""
     values = {"-k", "-m", "-p", "-n", "-o", "-c", "-W", "-r"}  # of these options the next argument is one
     arguments = [argument for before, argument in itertools.pairwise(["", *arguments]) if before not in values]
-    paths = (argument.partition("::")[0] for argument in arguments)
-    return [Path(path).resolve() for path in paths if path and os.path.exists(path)]
+    paths = [argument.partition("::")[0] for argument in arguments if not argument.startswith("-")]
+    for path in paths:
+        if not os.path.exists(path) and ("/" in path or path.endswith(".py")):
+            raise UsageError(f"{path} is not there: after --, name files or folders of tests")
+    return [Path(path).resolve() for path in paths if os.path.exists(path)]
 
 
 def run_tests(arch, options):
@@ -87,6 +90,7 @@ def main(argv):
     add("arguments", nargs="*", help="after --: of pytest; your own tests, if it names files")
     options = parser.parse_args(argv)
     require_triton()
+    named_files(options.arguments)
     options.tinygrad = options.tinygrad and str(Path(options.tinygrad).resolve())
     try:
         source.prepare(options.tinygrad)  # once, before several processes would

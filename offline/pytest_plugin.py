@@ -1,8 +1,8 @@
-"""pytest -p offline.pytest_plugin --emulate gfx942: Triton kernels that tests launch run on an emulated AMD GPU.
+"""pytest -p offline.pytest_plugin --emulate=gfx942: Triton kernels that tests launch run on an emulated AMD GPU.
 
-Tensors are the CPU's. Every launch runs in three orders or on other values where nothing was written, and must compute
-the same bits. Waves run in an order that depends on --emulate-seed and the test's name, so that a test which failed
-fails again by itself.
+Tensors are the CPU's; those of torch.empty() are filled with NaN or the largest integer. Every launch runs in three
+orders or on other values where nothing was written, and must compute the same bits. Waves run in an order that depends
+on --emulate-seed and the test's name, so that a test which failed fails again by itself.
 """
 
 import contextlib
@@ -35,8 +35,9 @@ def pytest_load_initial_conftests(early_config):
 
 def pytest_report_header(config):
     option = config.option
-    if option.emulate:
-        return f"emulated: {option.emulate}, the order of waves from --emulate-seed={option.emulate_seed}"
+    if not option.emulate:
+        return "not emulated: give --emulate=ARCH"
+    return f"emulated: {option.emulate}, the order of waves from --emulate-seed={option.emulate_seed}"
 
 
 def machine_of(config, name):
@@ -50,10 +51,14 @@ def machine_of(config, name):
 def pytest_sessionstart(session):
     """Modules and fixtures that ask for the GPU find it, too."""
     if session.config.option.emulate:
+        import torch
+
         from offline.emulator.driver import emulating
 
         emulation = contextlib.ExitStack()
         emulation.enter_context(emulating(machine_of(session.config, "")))
+        emulation.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty() returns
         session.config.add_cleanup(emulation.close)
 
 

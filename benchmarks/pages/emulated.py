@@ -3,8 +3,6 @@
 from benchmarks.pages.long_table import markdown, newest, of_each_device, paragraphs, provenance, texts
 from measure.tables import number
 
-ORDERS = {True: "three", False: "one"}
-
 
 @of_each_device("others", "rows {row}")
 def others_section(rows):
@@ -13,9 +11,8 @@ def others_section(rows):
     rows = rows.assign(
         kernel="`" + rows["kernel"] + "`",
         text=rows["verdict"] + texts(rows["seconds"], lambda seconds: f", {number(seconds, 2)} s").fillna(""),
-        orders=rows["is_thorough"].map(ORDERS),
     )
-    table = rows.pivot_table("text", ["kernel", "dtype", "passes", "orders"], "arch", aggfunc="first", sort=False)
+    table = rows.pivot_table("text", ["kernel", "dtype", "passes"], "arch", aggfunc="first", sort=False)
     failed = rows[rows["error"].notna()]
     reasons = "- " + failed["kernel"] + " on " + failed["arch"] + ", " + failed["verdict"] + ": " + failed["error"]
     packages = rows.drop_duplicates("file")["packages"]

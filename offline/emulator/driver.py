@@ -21,6 +21,7 @@ FORMATS = {
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
 HIDDEN_BYTES = 256  # of implicit arguments, in code objects of version 5
+__tracebackhide__ = True  # as in machine.py
 bench = Autotuner._bench
 HIP = "6.4"  # torch.version.hip: programs that ask PyTorch for the vendor find AMD
 

@@ -88,8 +88,12 @@ static float narrow(uint32_t code, int exponent_bits, int mantissa_bits) {
         if (!is_fp8 || exponent_bits == 5) return mantissa ? NAN : sign * INFINITY;
         if (mantissa == 7) return NAN; /* e4m3 has no infinity */
     }
-    if (!exponent) return FLUSHES_16_BIT && !is_fp8 ? 0 * sign : sign * ldexpf(mantissa, 1 - bias - mantissa_bits);
+    if (!exponent) return sign * ldexpf(mantissa, 1 - bias - mantissa_bits);
     return sign * ldexpf(mantissa | 1 << mantissa_bits, exponent - bias - mantissa_bits);
+}
+
+static float half_as_float(uint32_t half, enum type type) {
+    return type == F16 ? narrow(half, 5, 10) : bits_as_float(half << 16);
 }
 
 static int per_register(enum type type) { return type <= XF32 ? 1 : type <= BF16 ? 2 : 4; }
@@ -101,8 +105,8 @@ static float number_of(uint32_t word, enum type type, int index) {
     case XF32: /* 10 bits of mantissa */
         if (isnan(bits_as_float(word))) return NAN;
         return bits_as_float((word + 0xFFF + (word >> 13 & 1)) & 0xFFFFE000);
-    case F16: return narrow(half, 5, 10);
-    case BF16: return FLUSHES_16_BIT && !(half & 0x7F80) ? 0 : bits_as_float(half << 16);
+    case F16:
+    case BF16: return half_as_float(FLUSHES_16_BIT && !(half & (type == F16 ? 0x7C00 : 0x7F80)) ? 0 : half, type);
     case FP8: return narrow(byte, 4, 3);
     case BF8: return narrow(byte, 5, 2);
     default: return (int8_t)byte;
@@ -202,6 +206,33 @@ F8F6F4(v_mfma_f32_16x16x128_f8f6f4, 16, 128)
    plus offsets. What ends after the buffer's size reads as 0 and is not written, each word of a longer access by itself.
    Indices and swizzling are refused by machine.py. */
 
+/* Memory that is accessed by its own bytes alone, not by all of the pages that hold it. */
+struct extent {
+    uint64_t first, last; /* its bytes, the last one excluded */
+    uint64_t begin, end;  /* the pages */
+};
+static const struct extent everything = {0, UINT64_MAX, 0, UINT64_MAX}, *extents, *recent = &everything;
+static int n_extents;
+enum { FAULT = 4, LANES_DISAGREE, DROPPED }; /* as in wave.c */
+void fault_at(uint64_t address, int outcome);
+
+void hold_to(const struct extent *held, int count) { /* to none: everything may be accessed */
+    extents = held;
+    n_extents = count;
+    recent = count ? held : &everything;
+}
+
+static void require_within(const uint8_t *at, uint64_t nbytes) {
+    uint64_t first = (uint64_t)at, last = first + nbytes;
+    if (first >= recent->first && last <= recent->last) return;
+    for (const struct extent *each = extents; each < extents + n_extents; each++) {
+        if (last <= each->begin || first >= each->end) continue;
+        if (first < each->first) fault_at(first, FAULT);
+        if (last > each->last) fault_at(first > each->last ? first : each->last, FAULT);
+        recent = each;
+    }
+}
+
 struct access {
     uint64_t word;
     uint32_t *given, *returned; /* the first register that is read, or written */
@@ -217,6 +248,8 @@ static uint32_t *data_of(uint64_t word, int at, int lane, uint32_t *vector, uint
     return (word >> 55 & 1 ? accumulator : vector) + field(word, at, 8) * LANES + lane;
 }
 
+enum { WHOLE_POINTER = 0x7FFFFFF0 };
+
 /* Whether the lane is active; then access is where it goes. */
 static int reach_buffer(REACH) {
     uint64_t word = access->word = word_at(scalar);
@@ -229,7 +262,11 @@ static int reach_buffer(REACH) {
     access->left = offset < descriptor[2] ? descriptor[2] - offset : 0;
     /* A sum of whole numbers: of pointers a compiler may take for granted that memory, which is 0, is none. */
     access->at = (uint8_t *)((uint64_t)memory + base + offset);
-    return is_active(scalar, lane);
+    if (!is_active(scalar, lane)) return 0;
+    /* Triton makes buffers of this size of pointers, and takes all offsets for positive. INT_MIN is that of no access. */
+    if (descriptor[2] >= WHOLE_POINTER && (int32_t)offset < 0 && (int32_t)offset >= -WHOLE_POINTER / 2)
+        fault_at((uint64_t)memory + base + (uint64_t)(int32_t)offset, DROPPED);
+    return 1;
 }
 
 static int reach_global(REACH) { /* flat accesses, too, which have no scalar base; what they reach is global memory */
@@ -264,10 +301,14 @@ enum part { WHOLE, LOW, HIGH }; /* of a register that a byte or a half goes to, 
         for (int lane = 0; lane < LANES; lane++) { \
             if (!reach(REACHED)) continue; \
             type read[count] = {0}; \
-            for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) \
+            for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
+                require_within(access.at + i * sizeof(type), sizeof(type)); \
                 memcpy(read + i, access.at + i * sizeof(type), sizeof(type)); \
+            } \
             if (goes_to_lds) { \
-                memcpy(lds + (scalar[M0] & 0x3FFFF) + access.offset + lane * sizeof read, read, sizeof read); \
+                uint8_t *to = lds + (scalar[M0] & 0x3FFFF) + access.offset + lane * sizeof read; \
+                require_within(to, sizeof read); \
+                memcpy(to, read, sizeof read); \
                 continue; \
             } \
             for (int i = 0; i < count; i++) { \
@@ -280,16 +321,24 @@ enum part { WHOLE, LOW, HIGH }; /* of a register that a byte or a half goes to, 
         go_on(scalar, 8); \
     }
 
+/* A second pass looks whether the data of each lane have stayed in memory: the chips do not say whose would. */
 #define STORE(name, reach, type, count, part) \
     INSTRUCTION(name) { \
         struct access access; \
-        for (int lane = 0; lane < LANES; lane++) { \
-            if (!reach(REACHED)) continue; \
-            for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
-                type written = access.given[i * LANES] >> (part == HIGH ? 16 : 0); \
-                memcpy(access.at + i * sizeof(type), &written, sizeof(type)); \
+        for (int pass = 0; pass < 1 + (reach != reach_lds); pass++) \
+            for (int lane = 0; lane < LANES; lane++) { \
+                if (!reach(REACHED)) continue; \
+                for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
+                    type written = access.given[i * LANES] >> (part == HIGH ? 16 : 0); \
+                    uint8_t *at = access.at + i * sizeof(type); \
+                    if (pass == 0) { \
+                        require_within(at, sizeof(type)); \
+                        memcpy(at, &written, sizeof(type)); \
+                    } else if (memcmp(at, &written, sizeof(type))) { \
+                        fault_at((uint64_t)at, LANES_DISAGREE); \
+                    } \
+                } \
             } \
-        } \
         go_on(scalar, 8); \
     }
 
@@ -365,6 +414,7 @@ static void move_pair(ARGUMENTS, int words, int stride, int reads) {
             uint32_t first = reads ? field(word, 56, 8) + which * words : field(word, 40 + 8 * which, 8);
             for (int i = 0; i < words; i++) {
                 uint32_t *held = registers_of + (first + i) * LANES + lane;
+                require_within(at + 4 * i, 4);
                 if (reads) memcpy(held, at + 4 * i, 4);
                 else memcpy(at + 4 * i, held, 4);
             }
@@ -399,6 +449,7 @@ INSTRUCTION(buffer_wbl2) { go_on(scalar, 8); }
             memcpy(&compared, words + (operands - 1) * sizeof(type) / 4, sizeof compared); \
             (void)compared; \
             if (access.left >= sizeof(type)) { \
+                require_within(access.at, sizeof(type)); \
                 memcpy(&old, access.at, sizeof old); \
                 type next = new; \
                 memcpy(access.at, &next, sizeof next); \
@@ -442,8 +493,9 @@ static uint32_t rounded_half(float number, enum type type) { /* to the nearest e
 }
 
 static uint32_t sum_of_halves(uint32_t first, uint32_t second, enum type type) {
-    uint32_t low = rounded_half(number_of(first, type, 0) + number_of(second, type, 0), type);
-    return low | rounded_half(number_of(first, type, 1) + number_of(second, type, 1), type) << 16;
+    float low = half_as_float(first & 0xFFFF, type) + half_as_float(second & 0xFFFF, type);
+    float high = half_as_float(first >> 16, type) + half_as_float(second >> 16, type);
+    return rounded_half(low, type) | rounded_half(high, type) << 16;
 }
 ATOMIC_ANYWHERE(pk_add_f16, uint32_t, 1, sum_of_halves(old, given, F16))
 ATOMIC_ANYWHERE(pk_add_bf16, uint32_t, 1, sum_of_halves(old, given, BF16))
@@ -520,6 +572,7 @@ INSTRUCTION(ds_read_b64_tr_b16) {
     for (int lane = 0; lane < LANES; lane++)
         for (int n = 0; n < 4 && is_active(scalar, lane); n++) {
             uint32_t at = (*address)[(lane & ~15) + lane % 16 / 4 + 4 * n] + field(word, 0, 16) + 2 * (lane % 4);
+            require_within(lds + at, 2);
             memcpy(&read[lane][n], lds + at, 2);
         }
     for (int lane = 0; lane < LANES; lane++)

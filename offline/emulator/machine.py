@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from test.mockgpu.amd import emu
 from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
@@ -44,9 +45,17 @@ S_NOP = 0xBF800000
 FP16_OVFL = 1 | 23 << 6
 FP_DENORM = 1 | 4 << 6 | 1 << 11  # two bits, for fp32
 FP_ROUND = 1 | 2 << 6 | 1 << 11  # two bits, for fp16 and fp64; 0 is to the nearest even
-TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT = range(5)  # as in wave.c
+TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED = range(7)  # as in wave.c
+FAULTS = {
+    FAULT: "touches",
+    LANES_DISAGREE: "stores more than one value at",
+    DROPPED: "has a negative offset, which is taken for a masked access, to",
+}
 SCRATCH_STRIDE = 259  # the scalar register with the bytes of a lane
 POISON, OTHER_POISON = 0xFF, 0x5A
+MOST_COHORTS = 8
+ANY_ORDER = re.compile("CMPSWAP|_F16|_BF16|_F32|_F64")  # atomics after which bits may depend on the order
+__tracebackhide__ = True  # pytest shows the line of the test, not ours
 
 
 class Instruction(ctypes.Structure):
@@ -89,6 +98,12 @@ GUARD = 4 * 2**20  # bytes; pages that are never accessed take no memory
 LARGEST_COPY = 2**30  # bytes; larger storages, which are sparse, are not copied
 
 
+class Extent(ctypes.Structure):
+    """The struct of instructions.c."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("first", "last", "begin", "end")]
+
+
 class GuardedMemory:
     """nbytes of poisoned memory between protected megabytes; it ends where the protected memory begins."""
 
@@ -99,9 +114,16 @@ class GuardedMemory:
         self.nbytes, self.begin = nbytes, base + GUARD
         self.address = self.begin + pages - -(-nbytes // 16) * 16  # kernels rely on the alignment
         self.spare = [(self.begin, self.address - self.begin), (self.address + nbytes, -nbytes % 16)]
+        self.bytes = np.frombuffer(self.memory, np.uint8)[self.address - base :][:nbytes]
         self.poison(POISON)
         for guard in (base, self.begin + pages):
             LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0)
+
+    @property
+    def extent(self):
+        """The struct of instructions.c."""
+        end = self.address + -(-self.nbytes // 16) * 16
+        return Extent(self.address, self.address + self.nbytes, self.begin, end)
 
     def poison(self, byte):
         self.byte = byte
@@ -119,12 +141,12 @@ class TensorMemory:
     """
 
     def __init__(self, tensors):
-        self.storages = {}  # address: (names, GuardedMemory or None)
+        self.storages = {}  # address: ([(name, tensor)], GuardedMemory or None)
         for name, tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.storages:
                 self.storages[storage.data_ptr()] = [], self.copy_of(storage)
-            self.storages[storage.data_ptr()][0].append(name)
+            self.storages[storage.data_ptr()][0].append((name, tensor))
         ends = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), name) for name, t in tensors)
         for (begin, nbytes, name), (after, _, other) in itertools.pairwise(ends):
             if begin < after < begin + nbytes:
@@ -139,21 +161,32 @@ class TensorMemory:
         return copy
 
     @property
+    def copies(self):
+        return [copy for _, copy in self.storages.values() if copy]
+
+    @property
     def is_copied(self):
         """Tell whether all are copies, which can be filled again."""
-        return all(copy for _, copy in self.storages.values())
+        return len(self.copies) == len(self.storages)
 
     def contents(self):
-        """Return {names: bytes} of the copies."""
-        return {
-            tuple(names): ctypes.string_at(copy.address, copy.nbytes) for names, copy in self.storages.values() if copy
-        }
+        """Return the bytes of each copy, as an array."""
+        return [copy.bytes.copy() for copy in self.copies]
 
-    def refill(self):
-        """Copy the tensors again, as they were before the launch."""
-        for storage, (_, copy) in self.storages.items():
-            if copy:
-                ctypes.memmove(copy.address, storage, copy.nbytes)
+    def fill(self, contents):
+        """Give the copies these bytes."""
+        for copy, content in zip(self.copies, contents, strict=True):
+            copy.bytes[:] = content
+
+    def difference(self, results):
+        """Describe the first element whose bits are not those in results, of contents(). None if there is none."""
+        named = [tensors for tensors, copy in self.storages.values() if copy]
+        for tensors, before, after in zip(named, results, self.contents(), strict=True):
+            if differs := np.flatnonzero(before != after).tolist():
+                (_, tensor), at = tensors[0], differs[0] // tensors[0][1].element_size()
+                elements = [torch.from_numpy(content).view(tensor.dtype)[at].item() for content in (before, after)]
+                names = " and ".join(name for name, _ in tensors)
+                return f"{names}, element {at - tensor.storage_offset()}, is {elements[0]} or {elements[1]}"
 
     def address_of(self, tensor):
         storage = tensor.untyped_storage().data_ptr()
@@ -166,23 +199,19 @@ class TensorMemory:
             if copy:
                 ctypes.memmove(storage, copy.address, copy.nbytes)
 
-    def overrun(self):
-        """Return the names of tensors with a store beside them."""
-        return [name for names, copy in self.storages.values() if copy and copy.is_overrun() for name in names]
-
     def place_of(self, address):
-        """Describes an address by its distance from the nearest tensor."""
+        """Describe an address by its place in the nearest tensor."""
+        if address < PAGE:
+            return f"address {address}: is a tensor None? Printing and failed assertions are not emulated"
         places = [
-            (distance, f"{distance} bytes {side} of {' and '.join(names)}")
-            for names, copy in self.storages.values()
+            (max(copy.address - address, address - copy.address - copy.nbytes), address - copy.address, copy, tensors)
+            for tensors, copy in self.storages.values()
             if copy
-            for side, distance in (
-                ("after the end", address - copy.address - copy.nbytes),
-                ("before the beginning", copy.address - address),
-            )
-            if distance >= 0
         ]
-        return min(places)[1] if places else f"address {address:#x} of no tensor"
+        distance, byte, copy, tensors = min(places, default=(GUARD, *[None] * 3), key=lambda place: place[0])
+        if distance >= GUARD:
+            return f"address {address:#x} of no tensor"
+        return f"byte {byte} of {' and '.join(name for name, _ in tensors)}, which has {copy.nbytes}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -397,6 +426,7 @@ class Program:
         self.code, self.arch = code, arch
         self.instructions = (Instruction * (code.nbytes // 4 + 1))()
         self.decoded, self.in_python = {}, {}  # by address
+        self.atomics = set()  # names of those that were met
         if arch == "gfx90a":
             self.translate_gfx90a()
 
@@ -437,11 +467,16 @@ class Program:
         inst = self.decode(address)
         entry = self.instruction_at(address)
         function = function_of(self.arch, inst)
+        if "_ATOMIC_" in inst.op.name:
+            self.atomics.add(inst.op.name)
         refuse_what_is_not_emulated(self.arch, inst, function)
         if function:
             entry.buffers[:], entry.function = range(6), function
             return
-        program, runtime = runner_of(inst, address)
+        try:
+            program, runtime = runner_of(inst, address)
+        except RuntimeError as error:  # of tinygrad, which does not know everything
+            raise NotImplementedError(f"{inst!r} is not emulated: {error}") from error
         arguments = program.arg.globals
         entry.buffers[: len(arguments)] = arguments
         entry.is_barrier = isinstance(inst, cdna.SOPP) and inst.op in emu._BARRIER_OPS
@@ -467,29 +502,32 @@ class Machine:
         """
         self.n_launches += 1
         launch = program, grid, arguments, memory, n_waves, lds_bytes
-        order = self.random.getstate()
+        is_thorough = self.is_thorough and memory.is_copied
+        order, before = self.random.getstate(), is_thorough and memory.contents()
         self.run(*launch)
-        if self.is_thorough and memory.is_copied:
-            results = memory.contents()
-            next_order = self.random.getstate()
+        if is_thorough:
+            results, next_order = memory.contents(), self.random.getstate()
             self.random.setstate(order)
-            self.run_again(results, "registers or LDS that it has not written", *launch, OTHER_POISON)
+            memory.fill(before)
+            self.run(*launch, poison=OTHER_POISON)
+            self.compare(program, memory, results, "registers or LDS that it has not written")
             self.random.setstate(next_order)
-            self.run_again(results, "the order of its workgroups and waves", *launch)
+            if not any(map(ANY_ORDER.search, program.atomics)):
+                memory.fill(before)
+                self.run(*launch, n_cohorts=1 if program.atomics else MOST_COHORTS)
+                self.compare(program, memory, results, "the order of its workgroups and waves")
         memory.write_back()
 
-    def run_again(self, results, cause, program, grid, arguments, memory, *others):
-        """Run a launch again and compare. Fault with the cause if a result has other bits."""
-        memory.refill()
-        self.run(program, grid, arguments, memory, *others)
-        for names, after in memory.contents().items():
-            before = results[names]
-            if before != after:
-                at = next(i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y)
-                raise Fault(f"{program.code.name} on {self.arch}: {' and '.join(names)}, byte {at}, depends on {cause}")
+    def compare(self, program, memory, results, cause):
+        """Compare with other results. Fault with the cause if one has other bits."""
+        if difference := memory.difference(results):
+            raise Fault(f"{program.code.name} on {self.arch}: {difference}: it depends on {cause}")
 
-    def run(self, program, grid, arguments, memory, n_waves, lds_bytes, poison=POISON):
-        """Run every workgroup of a launch on the copies of the tensors."""
+    def run(self, program, grid, arguments, memory, n_waves, lds_bytes, poison=POISON, n_cohorts=1):
+        """Run every workgroup of a launch on the copies of the tensors.
+
+        n_cohorts: none of so many sets of workgroups sees what the others store, as if all ran at the same time.
+        """
         code = program.code
         self.poison = poison
         self.program, self.memory = program, memory
@@ -504,11 +542,19 @@ class Machine:
             wave.take_scratch(code.scratch_bytes)
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
-        for workgroup in workgroups:
-            self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
-        overrun = memory.overrun()
-        if overrun:
-            raise Fault(f"{code.name} on {self.arch} stores beside {' and '.join(overrun)}")
+        extents = [memory.extent for memory in (*memory.copies, self.lds)]
+        self.extents = (Extent * len(extents))(*extents)  # in use from here on
+        library_of(self.arch).hold_to(self.extents, len(extents))
+        cohorts = [workgroups[i::n_cohorts] for i in range(min(n_cohorts, len(workgroups)))]
+        before = memory.contents() if len(cohorts) > 1 else []
+        after = [content.copy() for content in before]
+        for cohort in cohorts:
+            memory.fill(before) if before else None
+            for workgroup in cohort:
+                self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
+            for content, old, now in zip(after, before, memory.copies, strict=False):
+                np.copyto(content, now.bytes, where=now.bytes != old)
+        memory.fill(after) if before else None
 
     @staticmethod
     def user_registers(code, address, arguments):
@@ -551,13 +597,19 @@ class Machine:
                 wave.buffers, ctypes.c_void_p(wave.addresses[0] + 4 * PROGRAM_COUNTER), ctypes.byref(left),
                 wave.flushes_denormals,
             )  # fmt: skip
-            if outcome == FAULT:
-                place = self.memory.place_of(library.last_fault())
-                raise Fault(f"{self.where(wave, workgroup)} touches {place}")
+            if outcome in FAULTS:
+                place = self.place_of(library.last_fault())
+                raise Fault(f"{self.where(wave, workgroup)} {FAULTS[outcome]} {place}")
             if outcome != NOT_COMPILED:
                 return outcome
             left.value -= self.meet(wave, workgroup)
         return TURN_IS_OVER
+
+    def place_of(self, address):
+        """Describe an address by its place in LDS or a tensor."""
+        if self.lds.begin <= address < self.lds.extent.end + GUARD:
+            return f"byte {address - self.lds.address} of LDS, which has {self.lds.nbytes}"
+        return self.memory.place_of(address)
 
     def meet(self, wave, workgroup):
         """Compile the instruction that the wave has reached, or execute it in Python. Return how many it executed."""

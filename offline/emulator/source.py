@@ -77,10 +77,11 @@ def fetch(folder):
 
 
 def verify(folder):
-    """Raise NoSource if the emulator's files are not those of the commit."""
+    """Raise NoSource if the emulator's files are not there, or not those of the commit."""
     if digest_of(folder) != DIGEST:
-        remedy = f"check out {COMMIT} of {REPOSITORY} there, or leave TINYGRAD away"
-        raise NoSource(f"TINYGRAD={folder} is not the tinygrad that the emulator is made for: {remedy}")
+        remedy = f"check out {COMMIT} of {REPOSITORY} there, or leave --tinygrad away"
+        found = "is not the tinygrad that the emulator is made for" if folder.is_dir() else "is no folder"
+        raise NoSource(f"--tinygrad: {folder} {found}: {remedy}")
 
 
 def digest_of(folder):

@@ -7,7 +7,7 @@
 #endif
 
 /* As in machine.py. */
-enum { TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT };
+enum { TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED };
 
 struct instruction {
     void (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
@@ -18,10 +18,13 @@ struct instruction {
 static sigjmp_buf before_fault;
 static volatile uint64_t fault_address;
 
-static void on_fault(int signal, siginfo_t *info, void *context) {
-    fault_address = (uint64_t)info->si_addr;
-    siglongjmp(before_fault, 1);
+/* Ends the instruction, and run_wave() with the outcome. */
+void fault_at(uint64_t address, int outcome) {
+    fault_address = address;
+    siglongjmp(before_fault, outcome);
 }
+
+static void on_fault(int signal, siginfo_t *info, void *context) { fault_at((uint64_t)info->si_addr, FAULT); }
 
 uint64_t last_fault(void) { return fault_address; }
 
@@ -50,8 +53,9 @@ int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const u
     sigaction(SIGSEGV, &action, &before[0]);
     sigaction(SIGBUS, &action, &before[1]);
     set_control(flushes ? control | FLUSHES : control & ~(uint64_t)FLUSHES);
-    if (sigsetjmp(before_fault, 1)) {
-        outcome = FAULT;
+    int fault = sigsetjmp(before_fault, 1);
+    if (fault) {
+        outcome = fault;
     } else {
         while (outcome == TURN_IS_OVER && *turn > 0) {
             uint64_t offset = *program_counter - begin;

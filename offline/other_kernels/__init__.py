@@ -24,7 +24,6 @@ class Case(NamedTuple):
     build: Callable  # of (kernel, randn), returns (kernel of the inputs, plain PyTorch of the inputs, inputs)
     dtype: torch.dtype
     has_backward: bool
-    is_thorough: bool  # launch again in other orders; False for kernels with float atomics, whose bits depend on it
 
 
 def registry():
@@ -34,12 +33,12 @@ def registry():
     """
     cases = {}
 
-    def case(place, dtype=torch.float32, has_backward=True, is_thorough=True):
+    def case(place, dtype=torch.float32, has_backward=True):
         def register(build):
             module, _, kernel = place.partition(":")
             package = TUTORIALS if module.endswith(".py") else module.split(".")[0]
             name = f"{package}.{kernel.removesuffix('.apply')}"
-            cases[name] = Case(package, name, place, build, dtype, has_backward, is_thorough)
+            cases[name] = Case(package, name, place, build, dtype, has_backward)
             return build
 
         return register

@@ -2,11 +2,14 @@
 
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from offline import emulate
 from offline.emulator import source
+from tests import ROOT
 
 
 @pytest.fixture
@@ -41,8 +44,9 @@ def test_a_copy_is_kept(copy):
 
 @pytest.mark.parametrize("fault, arguments, told", [
     ("another text", ["--tinygrad", "tinygrad"], "is not the tinygrad that the emulator is made for: check out"),
-    ("", ["--tinygrad", "none"], "is not the tinygrad"),
+    ("", ["--tinygrad", "none"], "--tinygrad: .*/none is no folder: check out"),
     ("no network", [], "cannot be fetched (.*): give a folder with it, --tinygrad PATH or make emulate TINYGRAD=PATH"),
+    ("", ["--tinygrad", "tinygrad", "--", "-q", "gone/test_it.py::test_it"], "gone/test_it.py is not there: after --"),
     ("no clang", ["--tinygrad", "tinygrad"], "needs clang, which is not here: apt-get install clang"),
 ])  # fmt: skip
 def test_what_is_missing_or_wrong_is_told_in_one_line(copy, capsys, monkeypatch, fault, arguments, told):
@@ -65,3 +69,9 @@ def test_fetched_once(copy, monkeypatch):
     kept = source.prepare()
     monkeypatch.delattr(source, "fetch")
     assert source.prepare() == kept
+
+
+def test_the_plugin_says_where_it_emulates_nothing(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-p", "offline.pytest_plugin", "-p", "no:cacheprovider", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "\nnot emulated: give --emulate=ARCH\n" in done.stdout

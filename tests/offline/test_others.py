@@ -21,7 +21,7 @@ def case_of(kernel=double, dtype=torch.float32, has_backward=True, plain=double)
     def build(kernel, randn):
         return kernel, plain, [randn(5, 7), randn(7)]
 
-    case = Case("package", "package.double", "package:double", build, dtype, has_backward, is_thorough=True)
+    case = Case("package", "package.double", "package:double", build, dtype, has_backward)
     return others.outcome_of(case, lambda: kernel, lambda: 3)
 
 
@@ -96,13 +96,13 @@ def test_an_error_is_told_with_its_first_line(error, verdict, reason):
 
 
 def test_a_kernel_that_cannot_be_imported_is_not_runnable():
-    case = Case("p", "p.k", "p:k", None, torch.float32, True, True)
+    case = Case("p", "p.k", "p:k", None, torch.float32, True)
     row = others.outcome_of(case, lambda: tutorials.find_kernel("no_such_package:k", None), lambda: 0)
     assert row["verdict"] == "not runnable" and "no_such_package" in row["error"]
 
 
 def test_without_a_launch_there_is_nothing_to_judge():
-    case = Case("p", "p.k", "p:k", lambda k, randn: (k, double, [randn(5, 7), randn(7)]), torch.float32, True, True)
+    case = Case("p", "p.k", "p:k", lambda k, randn: (k, double, [randn(5, 7), randn(7)]), torch.float32, True)
     row = others.outcome_of(case, lambda: double, lambda: 0)
     assert (row["verdict"], row["error"]) == ("not runnable", "it launches no Triton kernel")
 
@@ -115,7 +115,7 @@ def test_cases_are_registered_by_package_and_kernel():
     cases, case = registry()
     case("some.module:Function.apply", torch.bfloat16)(case("05-layer.py:Norm.apply", has_backward=False)(double))
     assert list(cases) == ["tutorials.Norm", "some.Function"]
-    assert cases["some.Function"][3:] == (double, torch.bfloat16, True, True)
+    assert cases["some.Function"][3:] == (double, torch.bfloat16, True)
     assert not cases["tutorials.Norm"].has_backward and cases["tutorials.Norm"].place == "05-layer.py:Norm.apply"
 
 

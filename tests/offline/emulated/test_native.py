@@ -20,7 +20,18 @@ if EMULATED:
     from offline import emulator
     from offline.emulator import LANES
     from offline.emulator.code_object import CodeObject
-    from offline.emulator.machine import ENDED, EXEC, POISON, Fault, GuardedMemory, Machine, Program, TensorMemory, Wave
+    from offline.emulator.machine import (
+        ENDED,
+        EXEC,
+        POISON,
+        Fault,
+        GuardedMemory,
+        Machine,
+        Program,
+        TensorMemory,
+        Wave,
+        library_of,
+    )  # fmt: skip
 
 pytestmark = only_emulated
 LANE = np.arange(64)
@@ -58,6 +69,7 @@ def run(wave, *instructions, lds=None):
     machine.program, machine.waves, machine.lds_halves = Program(code, EMULATED), [wave], None
     wave.program_counter = code.begin
     wave.buffers[3] = lds.address if lds else 0
+    library_of(EMULATED).hold_to(None, 0)
     assert machine.run_wave(wave, 1000, (0, 0, 0)) == ENDED
 
 
@@ -123,6 +135,8 @@ def opcode(name):
 @pytest.mark.parametrize("name, m, k, a_kind, b_kind", list(products()))
 def test_a_matrix_product(name, m, k, a_kind, b_kind, held, wave):
     """Each number has its own value, so that a wrong row, column, element of k or part of a register is seen."""
+    if EMULATED == "gfx90a" and opcode(name) in (0x54, 0x55):
+        pytest.skip("gfx90a multiplies bytes by this number of an instruction")
     random = np.random.default_rng(1)
     a_codes, a = codes(random.normal(size=(m, k)), a_kind)
     b_codes, b = codes(random.normal(size=(k, m)), b_kind)
@@ -795,7 +809,8 @@ def store(register):
 ])  # fmt: skip
 def test_results_that_are_not_reliable_are_reported(cause, instructions, n_workgroups):
     result = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(Fault, match=f"instructions on {EMULATED}: result, byte 0, depends on {cause}"):
+    told = f"instructions on {EMULATED}: result, element 0, is .* or .*: it depends on {cause}"
+    with pytest.raises(Fault, match=told):
         launch(instructions(), result, n_workgroups, is_thorough=True)
     launch(instructions(), result, n_workgroups)
 
@@ -816,7 +831,7 @@ def test_a_store_beside_lds_of_any_workgroup_is_seen():
     """In the spare bytes before the guarded pages."""
     write = [cdna.v_mov_b32_e32(v[A], 4), cdna.v_mov_b32_e32(v[D], 7), cdna.ds_write_b32(addr=v[A], data0=v[D])]
     first = [cdna.s_cmp_lg_u32(s[2], 0), cdna.s_cbranch_scc1(4)]  # words to jump over, but for the first workgroup
-    with pytest.raises(Fault, match="stores beside its 4 bytes of LDS"):
+    with pytest.raises(Fault, match="touches byte 4 of LDS, which has 4"):
         launch([*first, *write], torch.zeros(1), 4, lds_bytes=4)
 
 
