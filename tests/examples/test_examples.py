@@ -323,6 +323,22 @@ def test_an_audited_model_is_right_with_plain_operations(name, packages):
     assert len(findings.right) >= 3 and not findings.wrong and not findings.unclear
 
 
+def test_a_gradient_that_the_residual_shares_and_a_kernel_overwrites_is_found():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy.mul_(2)
+
+    for apply, wrong in ((InPlace.apply, ["embedding.weight"]), (lambda x: 2 * x, [])):
+        layer = torch.nn.Module()
+        layer.forward = apply
+        assert [finding.name for finding in audit(*audited.audited(layer)).wrong] == wrong
+
+
 def test_the_page_has_a_row_for_each_audited_model():
     made_here = {name for name, each in vars(audited).items() if inspect.isfunction(each)} - {"audited"}
     assert made_here == {*AUDITED} and len(AUDITED) == 7

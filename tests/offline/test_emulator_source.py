@@ -61,6 +61,19 @@ def test_what_is_missing_or_wrong_is_told_in_one_line(copy, capsys, monkeypatch,
     assert re.search(told, line) and not list(copy.parent.glob(".emulator/*"))
 
 
+@pytest.mark.parametrize("codes, code", [([0, 0], 0), ([0, 1], 1), ([5, 0], 1)])
+def test_one_failure_of_several_architectures_counts(copy, monkeypatch, codes, code):
+    left = dict(zip(("gfx942", "gfx950"), codes, strict=True))
+    monkeypatch.setattr(emulate, "run_tests", lambda arch, options: left.pop(arch))
+    assert emulate.main(["--tinygrad", str(copy), "--architectures", "gfx942", "gfx950"]) == code and not left
+
+
+def test_a_folder_that_is_named_is_looked_at_though_there_is_a_copy(copy, tmp_path):
+    source.prepare(copy)
+    with pytest.raises(source.NoSource, match="other is no folder"):
+        source.prepare(tmp_path / "other")
+
+
 def test_fetched_once(copy, monkeypatch):
     monkeypatch.setattr(source, "fetch", lambda folder: shutil.copytree(copy, folder))
     with monkeypatch.context() as patch, pytest.raises(source.NoSource, match="is not the tinygrad"):

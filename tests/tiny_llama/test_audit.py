@@ -210,8 +210,9 @@ def test_a_loss_without_any_history_has_only_wrong_gradients():
     assert finding.name == "used" and finding.told == 0 != finding.seen
 
 
-def test_a_weight_by_which_the_loss_hardly_changes_is_unclear_and_not_right():
-    """fp32 rounds 1 + 1e-9 to 1, and the gradient is wrong: nobody can see it."""
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_weight_by_which_the_loss_hardly_changes_is_unclear_and_not_right(sign):
+    """fp32 rounds 1 + 1e-9 to 1, and the gradient is wrong: nobody can see it. A loss may be negative."""
 
     class Faint(nn.Module):
         def __init__(self):
@@ -219,11 +220,12 @@ def test_a_weight_by_which_the_loss_hardly_changes_is_unclear_and_not_right():
             self.faint, self.strong = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
         def forward(self):
-            return 1 + (self.strong.square().sum() + 1e-9 * self.faint.sum())
+            return sign * (1 + (self.strong.square().sum() + 1e-9 * self.faint.sum()))
 
     findings = audit(model := Faint(), model)
     assert (names(findings.right), names(findings.unclear)) == (["strong"], ["faint"])
-    assert "unclear" in audits.report(findings)[-1] and audits.report(findings)[-1].endswith(": faint")
+    first, last = audits.report(findings)
+    assert first.endswith("passed (2 weights)") and "unclear" in last and last.endswith(": faint")
 
 
 class OneWeight(nn.Module):
@@ -272,12 +274,13 @@ REFUSED = {
     "no scalar": (lambda m: m.used[0], ["of the shape (5,)", SCALAR]),
     "a number": (lambda m: 1.5, ["float", SCALAR]),
     "bf16": (lambda m: m().bfloat16(), ["torch.bfloat16", "fp32"]),
-    "autocast": (lambda m: autocast(m), ["computes in bfloat16", "autocast"]),
+    "autocast": (lambda m: autocast(m, torch.bfloat16), ["computes in bfloat16", "autocast"]),
+    "autocast in fp16": (lambda m: autocast(m, torch.float16), ["computes in float16", "autocast"]),
 }
 
 
-def autocast(model):
-    with torch.autocast("cpu", torch.bfloat16):
+def autocast(model, dtype):
+    with torch.autocast("cpu", dtype):
         return (model.x @ model.used).float().square().mean()
 
 
@@ -339,6 +342,14 @@ def test_our_step_and_stage_6(device, severed):
     if amp.implementation == "triton":
         with pytest.raises(llama.UsageError, match="without --use-amp"):
             audit(amp.model, lambda: amp.call_model(amp.tokens, amp.targets))
+
+
+@pytest.mark.parametrize("num_layers, audited", [(1, 8), (2, 14), (3, 14)])
+def test_the_step_of_a_run_is_audited_with_two_layers_at_most(num_layers, audited, capsys):
+    config = llama.Config(hidden_dim=16, num_layers=num_layers, num_heads=2, vocab_size=11, batch_size=1, seq_len=9)
+    config = dataclasses.replace(config, impl="torch")
+    assert audits.check_step(config, torch.device("cpu"), next(llama.random_tokens(config)))
+    assert capsys.readouterr().out == f"Audit of the gradients: passed ({audited} weights)\n"
 
 
 CHECKED = (
@@ -425,6 +436,12 @@ def test_a_wrong_command_line_takes_one_line(folder, capsys, arguments, words):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("tiny_llama.audit: error: ") and err.count("\n") == 1
     assert all(word in err for word in words)
+
+
+def test_an_import_that_fails_inside_a_module_is_told_by_python(folder):
+    (folder / "lacking.py").write_text("import a_package_that_is_not_here\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_here"):
+        audits.main(["lacking:right"])
 
 
 def test_help_says_what_it_is_for(capsys):

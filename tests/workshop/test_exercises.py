@@ -211,6 +211,17 @@ def test_a_task_fails_alone(body, reason, mine, monkeypatch, capsys):
     assert lines[1].startswith(f"FAIL  memory_lines: {reason}") and "FAIL  bytes_moved: ValueError" in lines[2]
 
 
+@pytest.mark.parametrize("old, new, told", [
+    ("        weight.copy_(before)\n", "        weight.add_(step * direction)\n",
+     "weight is another one afterwards: clone it before the first step"),
+    ("    return (forth", "    loss().backward()\n    return (forth", "weight has a gradient afterwards"),
+])  # fmt: skip
+def test_a_slope_leaves_the_weight_as_it_was(old, new, told, mine, capsys):
+    code = solution_of("exercise2")
+    assert code.count(old) == 1 and mine("exercise2", code.replace(old, new), "--task", "slope") == 1
+    assert said(capsys).startswith(f"FAIL  slope: {told}")
+
+
 @pytest.mark.skipif(ON_GPU, reason="a kernel on a GPU crashes, the compiler's error is another one")
 @pytest.mark.parametrize("old, new, told", [
     ("tl.store(y_ptr + row", "tl.store(y_ptr + 2**40 + row", "line LINE writes offset"),

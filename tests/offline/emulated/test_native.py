@@ -105,9 +105,12 @@ def codes(values, kind):
             return words_of(numbers), numbers.astype(float)
         if kind == "f16":
             return numbers.astype(np.float16).view(np.uint16), numbers.astype(np.float16).astype(float)
-        cut = words_of(numbers) & (0xFFFFE000 if kind == "xf32" else 0xFFFF0000)
-        exact = cut.view(np.float32).astype(float)
-        return (cut, exact) if kind == "xf32" else ((cut >> 16).astype(np.uint16), exact)
+        if kind == "xf32":  # which the chip rounds to 11 digits, to the nearest even
+            numbers[:, ::3] = 1 + np.arange(1, 4 * numbers[:, ::3].size, 4).reshape(numbers[:, ::3].shape) / 2**11
+            digits, exponents = np.frexp(numbers.astype(float))
+            return words_of(numbers), np.ldexp(np.rint(digits * 2**11), exponents - 11)
+        cut = words_of(numbers) & 0xFFFF0000
+        return (cut >> 16).astype(np.uint16), cut.view(np.float32).astype(float)
     small = np.rint(values).clip(-3, 3)
     if kind == "i8":
         return small.astype(np.int8).view(np.uint8), small
@@ -546,6 +549,16 @@ def test_sums_of_halves_that_are_zero_or_small(wave, memory):
     assert memory[begin : begin + 4].view(np.float16).tolist() == [0, 2.0**-23]
 
 
+def test_sums_of_bf16_are_rounded_to_the_even_one(wave, memory):
+    """1 + 2**-8 to 1, and 1 + 3 * 2**-8 to 1 + 2**-6."""
+    begin = 64 + OFFSET + 32
+    memory[begin : begin + 4] = np.array([0x3F80, 0x3F80], np.uint16).view(np.uint8)
+    wave.vector[A], wave.vector[D] = 32, 0x3C403B80
+    wave.scalar[EXEC : EXEC + 2] = 1, 0
+    run(wave, inst_of("atomic_pk_add_bf16", 1))
+    assert memory[begin : begin + 4].view(np.uint16).tolist() == [0x3F80, 0x3F82]
+
+
 @pytest.mark.parametrize("has_base", [False, True])
 @pytest.mark.parametrize("returns", [0, 1])
 def test_a_global_atomic(returns, has_base, wave, memory):
@@ -804,6 +817,8 @@ def store(register):
 
 @pytest.mark.parametrize("cause, instructions, n_workgroups", [
     ("registers or LDS that it has not written", lambda: [cdna.v_mov_b32_e32(v[A], 0), store(v[D])], 1),
+    ("registers or LDS that it has not written",
+     lambda: [cdna.v_mov_b32_e32(v[A], 0), cdna.ds_read_b32(vdst=v[D], addr=v[A]), store(v[D])], 1),
     ("the order of its workgroups and waves",
      lambda: [cdna.v_mov_b32_e32(v[A], 0), cdna.v_mov_b32_e32(v[D], s[2]), store(v[D])], 9),
 ])  # fmt: skip
@@ -811,8 +826,8 @@ def test_results_that_are_not_reliable_are_reported(cause, instructions, n_workg
     result = torch.zeros(1, dtype=torch.int32)
     told = f"instructions on {EMULATED}: result, element 0, is .* or .*: it depends on {cause}"
     with pytest.raises(Fault, match=told):
-        launch(instructions(), result, n_workgroups, is_thorough=True)
-    launch(instructions(), result, n_workgroups)
+        launch(instructions(), result, n_workgroups, lds_bytes=4, is_thorough=True)
+    launch(instructions(), result, n_workgroups, lds_bytes=4)
 
 
 @pytest.mark.parametrize("is_thorough", [False, True])
