@@ -63,7 +63,8 @@ def test_a_wrong_kernel_names_what_is_wrong_and_its_inputs(dtype, part, name):
 
 
 @pytest.mark.parametrize("kernel", [
-    lambda x, w: double(x, w).T, lambda x, w: double(x, w)[:1], lambda x, w: double(x, w) * float("nan"),
+    lambda x, w: double(x, w)[None], lambda x, w: double(x, w).T,
+    lambda x, w: double(x, w)[:1], lambda x, w: double(x, w) * float("nan"),
     lambda x, w: double(x, w).detach().requires_grad_(), lambda x, w: x.data.mul_(3),
 ])  # fmt: skip
 def test_what_is_missing_not_a_number_or_written_over_is_not_right(kernel):

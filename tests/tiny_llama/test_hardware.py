@@ -411,6 +411,7 @@ def test_the_refusal_comes_before_anything_is_made(card, monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("power, clock, told", [
     (lambda: 412, lambda: 2100, [412, 2100, 45, 0]), (lambda: 0, Mock(side_effect=ImportError), [None, None, 45, 0]),
+    (lambda: 412, lambda: 0, [412, None, 45, 0]),
 ])  # fmt: skip
 def test_what_amdsmi_tells(monkeypatch, power, clock, told):
     """For "N/A" PyTorch says 0."""
