@@ -20,7 +20,18 @@ if EMULATED:
     from offline import emulator
     from offline.emulator import LANES
     from offline.emulator.code_object import CodeObject
-    from offline.emulator.machine import ENDED, EXEC, POISON, Fault, GuardedMemory, Machine, Program, TensorMemory, Wave
+    from offline.emulator.machine import (
+        EXEC,
+        POISON,
+        Fault,
+        GuardedMemory,
+        Machine,
+        Program,
+        TensorMemory,
+        Wave,
+        Workgroup,
+        first_registers,
+    )
 
 pytestmark = only_emulated
 LANE = np.arange(64)
@@ -49,16 +60,24 @@ class Code:
 def wave():
     wave = Wave(EMULATED)
     wave.take_scratch(0)
-    wave.start(0, 0, [], 0, POISON)
+    workgroup_of(wave, Program(Code([]), EMULATED)).start()
     return wave
 
 
+def workgroup_of(wave, program, lds=None):
+    scalar = first_registers([], program.code.begin, 0, POISON)
+    return Workgroup(program, [wave], lds or GuardedMemory(0), scalar, 1, POISON)
+
+
 def run(wave, *instructions, lds=None):
-    machine, code = Machine(EMULATED, 0), Code(instructions)
-    machine.program, machine.waves, machine.lds_halves = Program(code, EMULATED), [wave], None
-    wave.program_counter = code.begin
-    wave.buffers[3] = lds.address if lds else 0
-    assert machine.run_wave(wave, 1000, (0, 0, 0)) == ENDED
+    """Run instructions on the registers that the wave has."""
+    machine = Machine(EMULATED, 0)
+    machine.program, machine.waves = Program(Code(instructions), EMULATED), [wave]
+    machine.group = workgroup_of(wave, machine.program, lds)
+    machine.group.running, machine.group.left = 1, 1000
+    wave.program_counter = machine.program.code.begin
+    wave.buffers[3] = machine.group.lds.contents.address
+    machine.run_workgroup((0, 0, 0))
 
 
 class Words(tuple):
@@ -69,12 +88,6 @@ class Words(tuple):
 
     def to_bytes(self):
         return np.array(self, np.uint32).tobytes()
-
-
-def accumulation(wave):
-    """The accumulation registers as wave.vector has the others."""
-    words = ctypes.cast(wave.addresses[5], ctypes.POINTER(ctypes.c_uint32))
-    return np.ctypeslib.as_array(words, (256 * LANES,)).reshape(256, LANES)
 
 
 def words_of(array):
@@ -127,7 +140,7 @@ def test_a_matrix_product(name, m, k, a_kind, b_kind, held, wave):
     a_codes, a = codes(random.normal(size=(m, k)), a_kind)
     b_codes, b = codes(random.normal(size=(k, m)), b_kind)
     per_lane = m * k // 64
-    vector, other = wave.vector, accumulation(wave)
+    vector, other = wave.vector, wave.accumulation
     to_a, to_b, to_d = (other, vector, other) if held == "accumulation" else (vector, other, vector)
     k_of = LANE[:, None] // m * per_lane + np.arange(per_lane)
     to_a[A : A + 16] = to_b[B : B + 16] = 0
@@ -307,7 +320,7 @@ def inst_of(name, width, **fields):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", LOADS)
 def test_a_buffer_load(name, acc, wave, memory):
-    registers = accumulation(wave) if acc else wave.vector
+    registers = wave.accumulation if acc else wave.vector
     offsets = places(np.random.default_rng(3))
     wave.vector[A], registers[D : D + 4] = offsets, 0x0D0C0B0A
     wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
@@ -331,7 +344,7 @@ def test_a_buffer_load(name, acc, wave, memory):
 )
 def test_a_buffer_store(name, acc, wave, memory):
     random = np.random.default_rng(4)
-    registers, offsets = accumulation(wave) if acc else wave.vector, places(random)
+    registers, offsets = wave.accumulation if acc else wave.vector, places(random)
     data = random.integers(0, 2**32, (4, LANES))
     wave.vector[A], registers[D : D + 4] = offsets, data
     wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
@@ -415,7 +428,7 @@ def point_at(wave, places, has_base):
 @pytest.mark.parametrize("name", LOADS)
 def test_a_global_load(name, acc, has_base, wave, memory):
     """At odd addresses, which compilers make where an address is known to be no multiple of 4."""
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     point_at(wave, places, has_base)
     registers[D : D + 4] = 0x0D0C0B0A
     wave.scalar[EXEC] = 0xFFFFFFF0
@@ -441,7 +454,7 @@ def stored(memory, places, data, name):
 @pytest.mark.parametrize("acc, has_base", [(0, True), (1, False)])
 @pytest.mark.parametrize("name", STORES)
 def test_a_global_store(name, acc, has_base, wave, memory):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     data = np.random.default_rng(8).integers(0, 2**32, (4, LANES))
     point_at(wave, places, has_base)
     registers[D : D + 4], wave.scalar[EXEC] = data, 0xFFFFFFF0
@@ -582,7 +595,7 @@ def lds_inst(kind, name, acc, **fields):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", LOADS)
 def test_a_read_of_lds(name, acc, wave, lds):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, 0x0D0C0B0A, 0xFFFFFFF0
     width = int(name[-1]) if name[-1] in "234" else 1
     run(wave, lds_inst("load", name, acc, vdst=v[D : D + width - 1] if width > 1 else v[D]), lds=lds[0])
@@ -593,7 +606,7 @@ def test_a_read_of_lds(name, acc, wave, lds):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", STORES)
 def test_a_write_to_lds(name, acc, wave, lds):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     data = np.random.default_rng(10).integers(0, 2**32, (4, LANES))
     wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, data, 0xFFFFFFF0
     expected = stored(lds[1], places, data, name)
@@ -606,7 +619,7 @@ def test_a_write_to_lds(name, acc, wave, lds):
 @pytest.mark.parametrize("words, stride", [(1, 1), (2, 1), (1, 64), (2, 64)])
 def test_pairs_of_lds(words, stride, acc, wave, lds):
     """Two places of each lane are exchanged: read as a pair, and written as a pair in the other order."""
-    registers = accumulation(wave) if acc else wave.vector
+    registers = wave.accumulation if acc else wave.vector
     places = 8 * words * np.random.default_rng(11).permutation(LANES)
     other = 4 * words * stride
     size = f"2{'st64' if stride > 1 else ''}_b{32 * words}"
@@ -646,6 +659,12 @@ def test_subnormal_numbers_as_mode_says(flushes, wave):
     run(wave, set_mode, cdna.v_add_f32_e32(v[D], v[A], v[A]))
     assert (wave.vector[D] == (2 if flushes else 0)).all()
     assert (np.ones(9, np.uint32).view(np.float32) * np.float32(2)).view(np.uint32).tolist() == [2] * 9
+
+
+def test_a_wave_begins_in_the_mode_of_its_kernel(wave):
+    wave.fp8_saturates = wave.flushes_denormals = 1
+    workgroup_of(wave, Program(Code([]), EMULATED)).start()
+    assert (wave.fp8_saturates, wave.flushes_denormals) == (0, 0)
 
 
 @pytest.mark.parametrize("rounding", [0, 1, 3])
