@@ -780,6 +780,25 @@ def test_a_transposed_read(wave):
     assert (wave.vector[D : D + 2, 48:] == 7).all()
 
 
+@pytest.mark.parametrize("first", range(6))
+def test_forms_of_an_instruction_are_kinds_of_their_own(first, wave):
+    """Whichever is known first: the operand may be a register, a constant, in a second word, or in another lane."""
+    word = int.from_bytes(cdna.v_add_u32_e32(v[0], v[0], v[B]).to_bytes(), "little") & ~0x1FF
+    wave.vector[A], wave.vector[B], wave.scalar[5] = 1000 + LANE, 7, 30
+    forms = [  # the words, and what is added to 7
+        ([256 + A], 1000 + LANE),
+        ([5], 30),
+        ([128 + 64], 64),
+        ([0xFF, 123456789], 123456789),
+        ([0xFA, A | 0x155 << 8 | 0xFF << 24], 1005 + ROW),  # DPP: row_newbcast:5
+        ([0xF9, A | 6 << 8 | 4 << 16 | 6 << 24], 1000 + LANE),  # SDWA: the lower half
+    ]
+    order = [*range(first, 6), *range(first)]
+    run(wave, *(Words(word | (D + i) << 17 | forms[i][0][0], *forms[i][0][1:]) for i in [*order, *order[::-1]]))
+    for i, (_, added) in enumerate(forms):
+        assert (wave.vector[D + i] == 7 + added).all()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole launches
 
