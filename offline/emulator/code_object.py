@@ -22,14 +22,15 @@ class CodeObject:
 
     def __init__(self, binary, name):
         self.name, self.elf = name, ELFFile(io.BytesIO(binary))
-        if any(s["sh_type"] in ("SHT_REL", "SHT_RELA") and s["sh_size"] for s in self.elf.iter_sections()):
+        sections = {section.name: section for section in self.elf.iter_sections()}
+        if any(s["sh_type"] in ("SHT_REL", "SHT_RELA") and s["sh_size"] for s in sections.values()):
             raise NotImplementedError(f"{name} has relocations, which are not emulated")
         loaded = list(self.elf.iter_segments("PT_LOAD"))
         self.memory = mmap.mmap(-1, max(s["p_vaddr"] + s["p_memsz"] for s in loaded) + LONGEST_INSTRUCTION)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         for s in loaded:
             self.memory[s["p_vaddr"] : s["p_vaddr"] + s["p_filesz"]] = s.data()
-        symbols = self.elf.get_section_by_name(".dynsym")
+        symbols = sections[".dynsym"]
         (code,), (described,) = symbols.get_symbol_by_name(name), symbols.get_symbol_by_name(f"{name}.kd")
         descriptor = described["st_value"]
         self.lds_bytes, self.scratch_bytes, self.argument_bytes = struct.unpack_from("<III", self.memory, descriptor)

@@ -213,10 +213,11 @@ struct extent {
 };
 static const struct extent everything = {0, UINT64_MAX, 0, UINT64_MAX}, *extents, *recent = &everything;
 static int n_extents;
-enum { FAULT = 4, LANES_DISAGREE, DROPPED }; /* as in wave.c */
-void fault_at(uint64_t address, int outcome);
+enum { FAULT = 2, LANES_DISAGREE, DROPPED };           /* as in wave.c */
+static void (*fault_at)(uint64_t address, int outcome); /* of wave.c */
 
-void hold_to(const struct extent *held, int count) { /* to none: everything may be accessed */
+void hold_to(const struct extent *held, int count, void (*fault)(uint64_t, int)) { /* to none: all may be accessed */
+    fault_at = fault;
     extents = held;
     n_extents = count;
     recent = count ? held : &everything;

@@ -8,6 +8,7 @@ rounding inside matrix instructions and of exp, log and reciprocals.
 import collections
 import ctypes
 import functools
+import hashlib
 import itertools
 import mmap
 import random
@@ -23,29 +24,26 @@ import torch
 from test.mockgpu.amd import emu
 from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
+from tinygrad.renderer.amd.dsl import AlignedSGPRField, SGPRField, SrcField, VGPRField
 from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
-from offline.emulator import CHIPS, LANES, Fault, overrides
+from offline.emulator import CHIPS, LANES, MAX_THREADS, Fault, overrides
 from offline.emulator.code_object import LONGEST_INSTRUCTION
 
 overrides.apply()
 
 ISA = "cdna"  # as in tinygrad, which distinguishes MI200, MI300 and MI350 only by their instructions
 REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
-TURNS = (1, 7, 40, 300)  # numbers of instructions that a wave executes before another wave is chosen
 MOST_INSTRUCTIONS = 50_000_000  # of a wave; one that executes more is taken not to end
-M0, EXEC, PROGRAM_COUNTER, ONE = (
-    124,
-    126,
-    256,
-    242,
-)  # as tinygrad numbers the special registers; ONE is the constant 1.0
+MOST_WAVES = MAX_THREADS // LANES  # of a workgroup
+# As tinygrad numbers the special registers; ONE is the constant 1.0.
+M0, EXEC, PROGRAM_COUNTER, ONE = 124, 126, 256, 242
 S_NOP = 0xBF800000
 # Operands of s_setreg: bits of MODE, which is register 1.
 FP16_OVFL = 1 | 23 << 6
 FP_DENORM = 1 | 4 << 6 | 1 << 11  # two bits, for fp32
 FP_ROUND = 1 | 2 << 6 | 1 << 11  # two bits, for fp16 and fp64; 0 is to the nearest even
-TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED = range(7)  # as in wave.c
+ENDED, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED, ENDLESS, BESIDE_LDS, BESIDE_SCRATCH = range(8)  # as in wave.c
 FAULTS = {
     FAULT: "touches",
     LANES_DISAGREE: "stores more than one value at",
@@ -58,34 +56,43 @@ ANY_ORDER = re.compile("CMPSWAP|_F16|_BF16|_F32|_F64")  # atomics after which bi
 __tracebackhide__ = True  # pytest shows the line of the test, not ours
 
 
-class Instruction(ctypes.Structure):
-    """The struct of wave.c."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p), ("buffers", ctypes.c_uint8 * 6),
-        ("is_barrier", ctypes.c_uint8),
-    ]  # fmt: skip
+# Scalar registers of a wave, the inline constants and EXEC with all lanes active among them.
+SCALARS = np.array(emu.WaveState(LANES, LANES)._sgpr_mv, np.uint32)
 
 
 @functools.cache
-def library_of(arch):
-    """Compile and load wave.c and instructions.c for an architecture."""
+def library_of(file, **constants):
+    """Compile a file beside this one, once for all processes, and load it."""
+    source = Path(__file__).with_name(file)
+    command = ["clang", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
+    command += [f"-D{name}={value}" for name, value in constants.items()]
+    key = hashlib.sha256(" ".join(command).encode() + source.read_bytes()).hexdigest()
+    with tempfile.NamedTemporaryFile(suffix=".so") as library:
+        binary = diskcache_get("libraries", key)
+        if binary is None:
+            subprocess.run([*command, "-o", library.name, source, "-lm"], check=True)
+            diskcache_put("libraries", key, Path(library.name).read_bytes())
+        else:
+            library.write(binary)
+            library.flush()
+        return ctypes.CDLL(library.name)
+
+
+def waves():
+    """Return the library of wave.c."""
+    return library_of("wave.c", LANES=LANES, SCALARS=len(SCALARS))
+
+
+def instructions(arch):
+    """Return the library of instructions.c for an architecture."""
     chip = CHIPS[arch]
-    constants = {"LANES": LANES, "FP8_FNUZ": int(chip.fp8_is_fnuz), "FLUSHES_16_BIT": int(chip.flushes_16_bit)}
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "wave.so")
-        command = ["clang", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
-        command += [f"-D{name}={value}" for name, value in constants.items()]
-        sources = [Path(__file__).with_name(name) for name in ("wave.c", "instructions.c")]
-        subprocess.run([*command, "-o", library, *sources, "-lm"], check=True)
-        loaded = ctypes.CDLL(str(library))
-    loaded.last_fault.restype = ctypes.c_uint64
-    return loaded
+    options = {"FP8_FNUZ": int(chip.fp8_is_fnuz), "FLUSHES_16_BIT": int(chip.flushes_16_bit)}
+    return library_of("instructions.c", LANES=LANES, **options)
 
 
 def function_of(arch, inst):
     """Return the address of an instruction's function in instructions.c, None if it has none."""
-    function = getattr(library_of(arch), inst.op.name.lower(), None)
+    function = getattr(instructions(arch), inst.op.name.lower(), None)
     return function and ctypes.cast(function, ctypes.c_void_p).value
 
 
@@ -104,34 +111,38 @@ class Extent(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("first", "last", "begin", "end")]
 
 
-class GuardedMemory:
-    """nbytes of poisoned memory between protected megabytes; it ends where the protected memory begins."""
+def hold_to(arch, memories):
+    """Have instructions access no other bytes of the pages of these GuardedMemorys. Returns what must stay."""
+    extents = (Extent * len(memories))(*(memory.extent for memory in memories))
+    instructions(arch).hold_to(extents, len(memories), waves().fault_at)
+    return extents
+
+
+class GuardedMemory(ctypes.Structure):
+    """nbytes of poisoned memory between protected megabytes; it ends where the protected memory begins.
+
+    The struct `memory` of wave.c.
+    """
+
+    _fields_ = [
+        ("begin", ctypes.c_uint64), ("address", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("byte", ctypes.c_uint8),
+    ]  # fmt: skip
 
     def __init__(self, nbytes):
         pages = -(-max(nbytes, 1) // PAGE) * PAGE
         self.memory = mmap.mmap(-1, pages + 2 * GUARD)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.nbytes, self.begin = nbytes, base + GUARD
-        self.address = self.begin + pages - -(-nbytes // 16) * 16  # kernels rely on the alignment
-        self.spare = [(self.begin, self.address - self.begin), (self.address + nbytes, -nbytes % 16)]
-        self.bytes = np.frombuffer(self.memory, np.uint8)[self.address - base :][:nbytes]
-        self.poison(POISON)
-        for guard in (base, self.begin + pages):
+        address = base + GUARD + pages - -(-nbytes // 16) * 16  # kernels rely on the alignment
+        super().__init__(base + GUARD, address, nbytes)
+        self.bytes = np.frombuffer(self.memory, np.uint8)[address - base :][:nbytes]
+        waves().fill(ctypes.byref(self), ctypes.c_uint8(POISON))
+        for guard in (base, base + GUARD + pages):
             LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0)
 
     @property
     def extent(self):
-        """The struct of instructions.c."""
         end = self.address + -(-self.nbytes // 16) * 16
         return Extent(self.address, self.address + self.nbytes, self.begin, end)
-
-    def poison(self, byte):
-        self.byte = byte
-        ctypes.memset(self.begin, byte, self.address + -(-self.nbytes // 16) * 16 - self.begin)
-
-    def is_overrun(self):
-        """Tell whether the bytes between the memory and the protected pages were overwritten."""
-        return any(ctypes.string_at(at, n) != bytes([self.byte]) * n for at, n in self.spare)
 
 
 class TensorMemory:
@@ -218,37 +229,36 @@ class TensorMemory:
 # Waves
 
 
-class Wave:
-    """The registers of 64 lanes."""
+class Instruction(ctypes.Structure):
+    """The struct of wave.c."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p), ("buffers", ctypes.c_uint8 * 6),
+        ("is_barrier", ctypes.c_uint8),
+    ]  # fmt: skip
+
+
+class Wave(ctypes.Structure):
+    """The registers of 64 lanes, and the struct of wave.c."""
+
+    # saturates, flushes_denormals: what MODE says of FP16_OVFL and FP_DENORM
+    _fields_ = [
+        ("buffers", ctypes.c_uint64 * 6), ("scratch", ctypes.POINTER(GuardedMemory)), ("fp8_saturates", ctypes.c_uint8),
+        ("flushes_denormals", ctypes.c_uint8),
+    ]  # fmt: skip
 
     def __init__(self, arch):
+        words = np.frombuffer(mmap.mmap(-1, 4 * (2 * REGISTERS * LANES + len(SCALARS))), np.uint32)
+        self.vector, self.accumulation = words[: 2 * REGISTERS * LANES].reshape(2, REGISTERS, LANES)
+        self.scalar = words[2 * REGISTERS * LANES :]
         self.fp8_is_fnuz = CHIPS[arch].fp8_is_fnuz
-        self.state = emu.WaveState(LANES, LANES)
-        buffers = [self.state.sgpr_buf, self.state.vgpr_buf, None, None, None, self.state.accvgpr_buf]
-        self.addresses = [buffer._buf.va_addr if buffer else 0 for buffer in buffers]
-        self.buffers = (ctypes.c_uint64 * 6)(*self.addresses)  # in tinygrad's order; memory begins at 0
-        self.scalar = np.frombuffer(self.state._sgpr_mv, np.uint32)
-        self.vector = np.frombuffer(self.state._vgpr_mv, np.uint32).reshape(REGISTERS, LANES)
-        self.constants = self.scalar.copy()  # EXEC among them, with all lanes active
+        registers = (array.ctypes.data for array in (self.scalar, self.vector, self.accumulation))
+        self.buffers[0], self.buffers[1], self.buffers[5] = registers  # in tinygrad's order; memory begins at 0
 
     def take_scratch(self, bytes_of_lane):
         """Have private memory for the lanes, one after the other."""
-        self.scratch = GuardedMemory(bytes_of_lane * LANES)
-        self.buffers[4] = self.scratch.address
-        self.constants[SCRATCH_STRIDE] = bytes_of_lane
-
-    def start(self, index, entry, user_registers, lds_address, poison):
-        """Set the registers as the hardware does for wave number index of a workgroup, others to the poison."""
-        self.scalar[:] = self.constants
-        self.scalar[len(user_registers) : 108] = self.scalar[M0] = poison * 0x01010101  # VCC among them
-        self.scalar[: len(user_registers)] = user_registers
-        self.program_counter = entry
-        for registers in (self.addresses[1], self.addresses[5]):
-            ctypes.memset(registers, poison, 4 * REGISTERS * LANES)
-        self.scratch.poison(poison)
-        self.vector[0] = LANES * index + np.arange(LANES)
-        self.buffers[3] = lds_address
-        self.fp8_saturates = self.flushes_denormals = False  # what MODE says of FP16_OVFL and FP_DENORM
+        self.private = GuardedMemory(bytes_of_lane * LANES)
+        self.scratch = ctypes.pointer(self.private)
 
     @property
     def active(self):
@@ -264,8 +274,49 @@ class Wave:
         self.scalar[PROGRAM_COUNTER : PROGRAM_COUNTER + 2] = value & 0xFFFFFFFF, value >> 32
 
 
+def first_registers(user_registers, entry, scratch_bytes, poison):
+    """Return the scalar registers with which waves start; those that the hardware does not set have the poison."""
+    scalar = SCALARS.copy()
+    scalar[:108] = scalar[M0] = poison * 0x01010101  # VCC among them
+    scalar[: len(user_registers)] = user_registers
+    scalar[PROGRAM_COUNTER : PROGRAM_COUNTER + 2] = entry & 0xFFFFFFFF, entry >> 32
+    scalar[SCRATCH_STRIDE] = scratch_bytes
+    return scalar
+
+
+class Workgroup(ctypes.Structure):
+    """The struct of wave.c. seed: of the order of waves; scalar: the registers with which they start."""
+
+    _fields_ = [
+        ("program", ctypes.c_void_p), ("begin", ctypes.c_uint64), ("nbytes", ctypes.c_uint64),
+        ("scalar", ctypes.c_void_p), ("lds", ctypes.POINTER(GuardedMemory)),
+        ("waves", ctypes.POINTER(Wave) * MOST_WAVES), ("n_waves", ctypes.c_int32),
+        ("running", ctypes.c_uint32), ("waiting", ctypes.c_uint32), ("current", ctypes.c_int32),
+        ("turn", ctypes.c_int32), ("left", ctypes.c_int64), ("random", ctypes.c_uint64), ("fault", ctypes.c_uint64),
+        ("poison", ctypes.c_uint8), ("flushes_denormals", ctypes.c_uint8),
+    ]  # fmt: skip
+
+    def __init__(self, program, waves, lds, scalar, seed, poison):
+        code = program.code
+        super().__init__(
+            ctypes.addressof(program.instructions), code.begin, code.nbytes, scalar.ctypes.data, ctypes.pointer(lds),
+            n_waves=len(waves), random=seed, poison=poison, flushes_denormals=code.flushes_denormals,
+        )  # fmt: skip
+        self.waves[: len(waves)] = [ctypes.pointer(wave) for wave in waves]
+        self.held = program, waves, lds, scalar  # for as long as there are pointers to them
+
+    def start(self):
+        """Set the registers of all waves as the hardware does."""
+        self.left = MOST_INSTRUCTIONS * self.n_waves
+        waves().start(ctypes.byref(self))
+
+    def run(self):
+        """Execute instructions. Returns why it stopped."""
+        return waves().run(ctypes.byref(self))
+
+
 # Instructions that tinygrad does not translate, or not as the chips execute them: its conversions to FP8 have no fnuz
-# types, no subnormal numbers and no MODE. Each function gets the wave and its LDS, as 16-bit words.
+# types, no subnormal numbers and no MODE. Each function gets the wave.
 
 
 def swap_rows(inst, rows):
@@ -273,7 +324,7 @@ def swap_rows(inst, rows):
     first, second = inst.vdst.offset % REGISTERS, inst.src0.offset % REGISTERS
     even = np.flatnonzero(np.arange(LANES) // rows % 2 == 0)
 
-    def execute(wave, lds):
+    def execute(wave):
         v = wave.vector
         v[second, even], v[first, even + rows] = v[first, even + rows], v[second, even].copy()
 
@@ -285,7 +336,7 @@ def set_mode(inst):
     if inst.simm16 not in (FP16_OVFL, FP_DENORM) and (inst.simm16, inst.literal) != (FP_ROUND, 0):
         raise NotImplementedError(f"{inst!r} is not emulated")
 
-    def execute(wave, lds):
+    def execute(wave):
         if inst.simm16 == FP16_OVFL:
             wave.fp8_saturates = bool(inst.literal)
         elif inst.simm16 == FP_DENORM:
@@ -321,7 +372,7 @@ def round_to_fp8(inst, exponent_bits):
     def held(wave, source):
         return wave.vector[source - REGISTERS] if source >= REGISTERS else np.full(LANES, wave.scalar[source])
 
-    def execute(wave, lds):
+    def execute(wave):
         numbers = np.stack([held(wave, source) for source in sources]).view(np.float32)
         low, high = fp8_codes(numbers, exponent_bits, wave.fp8_is_fnuz, wave.fp8_saturates)
         halves = wave.vector[inst.vdst.offset % REGISTERS].view(np.uint16)[half::2]
@@ -403,40 +454,83 @@ def compile_cached(sink, renderer):
 
 
 to_program, emu.to_program = emu.to_program, compile_cached
-# Instructions that differ only in their operands share a runner: {(type, mask): {masked bits: runner}}.
-RUNNERS = collections.defaultdict(dict)
+OVERRIDES = hashlib.sha256(Path(overrides.__file__).read_bytes()).hexdigest()
+
+
+def stored_keys(type_):
+    """Return {(mask, masked bits): key of the program} of the instructions of a type that were compiled until now.
+
+    To find one there takes a hundredth of the time in which tinygrad builds what it compiles.
+    """
+    return diskcache_get("keys_of_instructions", f"{type_.__name__} {OVERRIDES}") or {}
+
+
+known_keys = functools.cache(stored_keys)
 
 
 def runner_of(inst, address):
-    """Return (program, runtime) of the instruction at an address, as tinygrad compiles it."""
-    bits = int.from_bytes(ctypes.string_at(address, inst.size()), "little")
-    for (type_, mask), runners in RUNNERS.items():
-        if type_ is type(inst) and bits & mask in runners:
-            return runners[bits & mask]
-    emu._decode_at(address, ISA)
-    type_, masked, mask, _, runner = emu._canonical_runner_cache[-1]
-    RUNNERS[type_, mask][masked] = runner
-    return runner
+    """Return (program, runtime, mask) of the instruction at an address, as tinygrad compiles it.
+
+    mask: of the bits without which it would be another program.
+    """
+    type_ = type(inst)
+    for (mask, masked), key in known_keys(type_).items():
+        if inst._raw & mask == masked and (parts := diskcache_get("emulated_instructions", key.hex())):
+            program = CompiledInstruction(key, *parts)
+            return program, emu.get_runtime("CPU", program), mask
+    (program, runtime), _ = emu._decode_at(address, ISA)
+    _, masked, mask, *_ = next(entry for entry in emu._canonical_runner_cache if entry[-1][1] is runtime)
+    known_keys(type_)[mask, masked] = program.key
+    diskcache_put("keys_of_instructions", f"{type_.__name__} {OVERRIDES}", stored_keys(type_) | known_keys(type_))
+    return program, runtime, mask
+
+
+class Kind(NamedTuple):
+    """What instructions have in common that differ only in operands."""
+
+    instruction: Instruction
+    nbytes: int
+    name: str
+
+
+NUMBERS = ("literal", "offset", "offset0", "offset1", "simm16")  # fields that may hold any
+
+
+def bits_of_kind(inst):
+    """Return a mask of the bits of an instruction that are no operands.
+
+    It has what tells registers from constants, and the whole of the latter, which may announce a longer instruction.
+    """
+    mask = (1 << 8 * inst.size()) - 1
+    for name, field in inst._fields:
+        operand = inst._raw >> field.lo & field.mask
+        if name in NUMBERS or isinstance(field, VGPRField | SGPRField | AlignedSGPRField):
+            mask &= ~(field.mask << field.lo)
+        elif isinstance(field, SrcField) and not 128 <= operand < 256:
+            mask &= ~((0xFF if operand >= 256 else 0x7F) << field.lo)
+    return mask
+
+
+@functools.cache
+def kinds_of(arch):
+    """Return the known kinds: {the highest bits of the first word: {mask: {masked bits: Kind}}}."""
+    return collections.defaultdict(lambda: collections.defaultdict(dict))
 
 
 class Program:
     """The instructions of a code object. Each is compiled when a wave first reaches it."""
 
     def __init__(self, code, arch):
-        self.code, self.arch = code, arch
+        self.code, self.arch, self.kinds = code, arch, kinds_of(arch)
         self.instructions = (Instruction * (code.nbytes // 4 + 1))()
         self.decoded, self.in_python = {}, {}  # by address
-        self.atomics = set()  # names of those that were met
+        self.atomics = set()  # names of those that were found
         if arch == "gfx90a":
             self.translate_gfx90a()
 
     def holds(self, address):
         """Tell whether an address lies in the code of the program."""
         return 0 <= address - self.code.begin < self.code.nbytes
-
-    def instruction_at(self, address):
-        """Return the Instruction at an address."""
-        return self.instructions[(address - self.code.begin) // 4]
 
     def decode(self, address):
         """tinygrad's Inst at an address."""
@@ -463,24 +557,42 @@ class Program:
             address += decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), ISA).size()
 
     def compile(self, address):
-        """Compile the instruction at an address."""
-        inst = self.decode(address)
-        entry = self.instruction_at(address)
+        """Compile the instruction at an address, and find those after it whose kind is known by then."""
+        kind = self.kind_at(address) or self.new_kind(address)
+        while kind and self.holds(address):
+            at = (address - self.code.begin) // 4
+            if self.instructions[at].function:
+                break
+            self.instructions[at] = kind.instruction
+            if "_ATOMIC_" in kind.name:
+                self.atomics.add(kind.name)
+            address += kind.nbytes
+            kind = self.kind_at(address)
+
+    def kind_at(self, address):
+        """Return the kind of the instruction at an address, None if it is not known yet."""
+        bits = int.from_bytes(ctypes.string_at(address, LONGEST_INSTRUCTION), "little")
+        for mask, kinds in self.kinds[bits >> 26 & 63].items():
+            if kind := kinds.get(bits & mask):
+                return kind
+
+    def new_kind(self, address):
+        """Compile the instruction at an address. Returns its kind."""
+        inst, mask = self.decode(address), bits_of_kind(self.decode(address))
         function = function_of(self.arch, inst)
-        if "_ATOMIC_" in inst.op.name:
-            self.atomics.add(inst.op.name)
         refuse_what_is_not_emulated(self.arch, inst, function)
-        if function:
-            entry.buffers[:], entry.function = range(6), function
-            return
-        try:
-            program, runtime = runner_of(inst, address)
-        except RuntimeError as error:  # of tinygrad, which does not know everything
-            raise NotImplementedError(f"{inst!r} is not emulated: {error}") from error
-        arguments = program.arg.globals
-        entry.buffers[: len(arguments)] = arguments
-        entry.is_barrier = isinstance(inst, cdna.SOPP) and inst.op in emu._BARRIER_OPS
-        entry.function = runtime.addr
+        instruction = Instruction(function, tuple(range(6)))
+        if not function:
+            try:
+                program, runtime, needed = runner_of(inst, address)
+            except RuntimeError as error:  # of tinygrad, which does not know everything
+                raise NotImplementedError(f"{inst!r} is not emulated: {error}") from error
+            mask |= needed
+            instruction.function, instruction.buffers[: len(program.arg.globals)] = runtime.addr, program.arg.globals
+            instruction.is_barrier = isinstance(inst, cdna.SOPP) and inst.op in emu._BARRIER_OPS
+        kind = Kind(instruction, inst.size(), inst.op.name)
+        self.kinds[inst._raw >> 26 & 63][mask][inst._raw & mask] = kind
+        return kind
 
 
 class Machine:
@@ -529,29 +641,28 @@ class Machine:
         n_cohorts: none of so many sets of workgroups sees what the others store, as if all ran at the same time.
         """
         code = program.code
-        self.poison = poison
         self.program, self.memory = program, memory
-        self.lds = GuardedMemory(max(lds_bytes, code.lds_bytes))
-        self.lds_halves = np.ctypeslib.as_array(
-            ctypes.cast(self.lds.address, ctypes.POINTER(ctypes.c_uint16)), (max(1, self.lds.nbytes // 2),)
-        )
         held = ctypes.create_string_buffer(arguments, len(arguments))
         user_registers = self.user_registers(code, ctypes.addressof(held), arguments)
         self.waves += [Wave(self.arch) for _ in range(len(self.waves), n_waves)]
         for wave in self.waves[:n_waves]:
             wave.take_scratch(code.scratch_bytes)
+        scalar = first_registers(user_registers, code.entry, code.scratch_bytes, poison)
+        lds = GuardedMemory(max(lds_bytes, code.lds_bytes))
+        self.group = Workgroup(program, self.waves[:n_waves], lds, scalar, self.random.getrandbits(64), poison)
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
-        extents = [memory.extent for memory in (*memory.copies, self.lds)]
-        self.extents = (Extent * len(extents))(*extents)  # in use from here on
-        library_of(self.arch).hold_to(self.extents, len(extents))
+        self.extents = hold_to(self.arch, [*memory.copies, lds])
         cohorts = [workgroups[i::n_cohorts] for i in range(min(n_cohorts, len(workgroups)))]
         before = memory.contents() if len(cohorts) > 1 else []
         after = [content.copy() for content in before]
         for cohort in cohorts:
             memory.fill(before) if before else None
             for workgroup in cohort:
-                self.run_workgroup(workgroup, self.waves[:n_waves], user_registers)
+                position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
+                scalar[len(user_registers) : len(user_registers) + len(position)] = position
+                self.group.start()
+                self.run_workgroup(workgroup)
             for content, old, now in zip(after, before, memory.copies, strict=False):
                 np.copyto(content, now.bytes, where=now.bytes != old)
         memory.fill(after) if before else None
@@ -563,72 +674,45 @@ class Machine:
         registers += struct.unpack_from(f"<{code.preloaded_words}I", arguments, 4 * code.preload_offset)
         return registers + [0xFFFFFFFF] * (code.n_user_registers - len(registers))
 
-    def run_workgroup(self, workgroup, waves, user_registers):
-        code = self.program.code
-        self.lds.poison(self.poison)
-        position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
-        for index, wave in enumerate(waves):
-            wave.start(index, code.entry, user_registers + position, self.lds.address, self.poison)
-            wave.flushes_denormals = code.flushes_denormals
-        running, waiting, left = list(waves), [], MOST_INSTRUCTIONS * len(waves)
-        while running or waiting:
-            if not running:  # all waves that have not ended wait at the barrier
-                running, waiting = waiting, []
-            wave, turn = self.random.choice(running), self.random.choice(TURNS)
-            outcome = self.run_wave(wave, turn, workgroup)
-            left -= turn
-            if outcome in (ENDED, AT_BARRIER):
-                running.remove(wave)
-            if outcome == AT_BARRIER:
-                waiting.append(wave)
-            if left < 0:
-                raise Fault(f"{self.where(wave, workgroup)} does not come to an end")
-        if self.lds.is_overrun():
-            raise Fault(f"{code.name} on {self.arch} stores beside its {self.lds.nbytes} bytes of LDS")
-        if any(wave.scratch.is_overrun() for wave in waves):
-            raise Fault(f"{code.name} on {self.arch} stores beside its private memory")
-
-    def run_wave(self, wave, turn, workgroup):
-        """Execute up to turn instructions. Returns why it stopped."""
-        library, program, left = library_of(self.arch), self.program, ctypes.c_long(turn)
-        while left.value > 0:
-            outcome = library.run_wave(
-                program.instructions, ctypes.c_uint64(program.code.begin), ctypes.c_uint64(program.code.nbytes),
-                wave.buffers, ctypes.c_void_p(wave.addresses[0] + 4 * PROGRAM_COUNTER), ctypes.byref(left),
-                wave.flushes_denormals,
-            )  # fmt: skip
-            if outcome in FAULTS:
-                place = self.place_of(library.last_fault())
-                raise Fault(f"{self.where(wave, workgroup)} {FAULTS[outcome]} {place}")
-            if outcome != NOT_COMPILED:
-                return outcome
-            left.value -= self.meet(wave, workgroup)
-        return TURN_IS_OVER
+    def run_workgroup(self, workgroup):
+        """Execute a workgroup that has started. Fault if it does not end as it should."""
+        while (outcome := self.group.run()) == NOT_COMPILED:
+            self.meet(self.waves[self.group.current], workgroup)
+        name = f"{self.program.code.name} on {self.arch}"
+        if outcome in FAULTS:
+            raise Fault(f"{self.where(workgroup)} {FAULTS[outcome]} {self.place_of(self.group.fault)}")
+        if outcome == ENDLESS:
+            raise Fault(f"{self.where(workgroup)} does not come to an end")
+        if outcome == BESIDE_LDS:
+            raise Fault(f"{name} stores beside its {self.group.lds.contents.nbytes} bytes of LDS")
+        if outcome == BESIDE_SCRATCH:
+            raise Fault(f"{name} stores beside its private memory")
 
     def place_of(self, address):
         """Describe an address by its place in LDS or a tensor."""
-        if self.lds.begin <= address < self.lds.extent.end + GUARD:
-            return f"byte {address - self.lds.address} of LDS, which has {self.lds.nbytes}"
+        lds = self.group.lds.contents
+        if lds.begin <= address < lds.extent.end + GUARD:
+            return f"byte {address - lds.address} of LDS, which has {lds.nbytes}"
         return self.memory.place_of(address)
 
     def meet(self, wave, workgroup):
-        """Compile the instruction that the wave has reached, or execute it in Python. Return how many it executed."""
+        """Compile the instruction that the wave has reached, or execute it in Python."""
         address, program = wave.program_counter, self.program
         if not program.holds(address):
-            raise Fault(f"{self.where(wave, workgroup)} leaves its code")
+            raise Fault(f"{self.where(workgroup)} leaves its code")
         inst = program.decode(address)
         if inst.op.name not in IN_PYTHON:
             program.compile(address)
-            return 0
+            return
         if address not in program.in_python:
             program.in_python[address] = IN_PYTHON[inst.op.name](inst)
-        program.in_python[address](wave, self.lds_halves)
+        program.in_python[address](wave)
         wave.program_counter = address + inst.size()
-        return 1
+        self.group.turn -= 1
 
-    def where(self, wave, workgroup):
-        address = wave.program_counter
-        code, place = self.program.code, f"workgroup {workgroup}, wave {self.waves.index(wave)}"
+    def where(self, workgroup):
+        address = self.waves[self.group.current].program_counter
+        code, place = self.program.code, f"workgroup {workgroup}, wave {self.group.current}"
         if not self.program.holds(address):
             return f"{code.name} on {self.arch}, {place}"
         line = f"{code.line_of(address)}: " if code.line_of(address) else ""

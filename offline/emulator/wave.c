@@ -1,13 +1,23 @@
-/* Runs one wave. An instruction is a function that tinygrad compiled; it moves the program counter itself. */
+/* Runs the waves of a workgroup. An instruction is a function that tinygrad or clang compiled; it moves the program
+   counter itself. */
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
+#include <string.h>
 #ifdef __SSE__
 #include <xmmintrin.h>
 #endif
 
 /* As in machine.py. */
-enum { TURN_IS_OVER, ENDED, AT_BARRIER, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED };
+enum { REGISTERS = 256, PROGRAM_COUNTER = 256, MOST_WAVES = 16 };
+enum outcome { ENDED, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED, ENDLESS, BESIDE_LDS, BESIDE_SCRATCH };
+
+/* nbytes at an address, between spare bytes from `begin` on and up to a multiple of 16, all filled with `byte`. */
+struct memory {
+    uint8_t *begin, *address;
+    uint64_t nbytes;
+    uint8_t byte;
+};
 
 struct instruction {
     void (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
@@ -15,10 +25,54 @@ struct instruction {
     uint8_t is_barrier;
 };
 
+struct wave {
+    uint64_t buffers[6]; /* as tinygrad numbers them: scalar and vector registers, memory, LDS, scratch, accumulation */
+    struct memory *scratch;
+    uint8_t saturates, flushes; /* whether FP8 has no infinity; whether fp32 has no subnormal numbers */
+};
+
+struct workgroup {
+    const struct instruction *program; /* an entry for each 4 bytes of the code */
+    uint64_t begin, nbytes;            /* of the code */
+    const uint32_t *scalar;            /* with which each wave starts */
+    struct memory *lds;
+    struct wave *waves[MOST_WAVES];
+    int32_t n_waves;
+    uint32_t running, waiting; /* a bit for each wave; those that wait are at a barrier */
+    int32_t current, turn;     /* a wave, and how many instructions it still executes before another one is chosen */
+    int64_t left;              /* instructions, until the workgroup is taken not to end */
+    uint64_t random;
+    uint64_t fault; /* the address that was touched last without permission */
+    uint8_t poison, flushes;
+};
+
+static const int32_t turns[] = {1, 7, 40, 300};
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   Memory */
+
+static uint8_t *end_of(const struct memory *memory) { return memory->address + (memory->nbytes + 15) / 16 * 16; }
+
+void fill(struct memory *memory, uint8_t byte) {
+    memory->byte = byte;
+    memset(memory->begin, byte, end_of(memory) - memory->begin);
+}
+
+static int differs(const uint8_t *begin, const uint8_t *end, uint8_t byte) {
+    uint8_t bits = 0;
+    for (; begin < end; begin++) bits |= *begin ^ byte;
+    return bits != 0;
+}
+
+static int is_overrun(const struct memory *memory) {
+    return differs(memory->begin, memory->address, memory->byte) ||
+           differs(memory->address + memory->nbytes, end_of(memory), memory->byte);
+}
+
 static sigjmp_buf before_fault;
 static volatile uint64_t fault_address;
 
-/* Ends the instruction, and run_wave() with the outcome. */
+/* Ends the instruction, and run() with an outcome that is not ENDED. */
 void fault_at(uint64_t address, int outcome) {
     fault_address = address;
     siglongjmp(before_fault, outcome);
@@ -26,9 +80,9 @@ void fault_at(uint64_t address, int outcome) {
 
 static void on_fault(int signal, siginfo_t *info, void *context) { fault_at((uint64_t)info->si_addr, FAULT); }
 
-uint64_t last_fault(void) { return fault_address; }
+/* ---------------------------------------------------------------------------------------------------------------------
+   Arithmetic: the control register of this processor, and its bits to take subnormal numbers as 0. */
 
-/* The control register of this processor's floating-point arithmetic, and its bits to take subnormal numbers as 0. */
 #if defined(__aarch64__)
 enum { FLUSHES = 1 << 24 };
 static uint64_t get_control(void) { return __builtin_aarch64_get_fpcr(); }
@@ -43,35 +97,90 @@ static uint64_t get_control(void) { return 0; }
 static void set_control(uint64_t value) { (void)value; }
 #endif
 
-/* Runs at most *turn instructions of a program of `size` bytes at `begin`, and leaves there how many are left; program has
-   an entry for each 4 bytes. flushes: fp32 instructions take subnormal numbers as 0. */
-int run_wave(struct instruction *program, uint64_t begin, uint64_t size, const uint64_t *buffers,
-             volatile uint64_t *program_counter, volatile long *turn, int flushes) {
-    const uint64_t control = get_control();
-    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, before[2];
-    volatile int outcome = TURN_IS_OVER;
-    sigaction(SIGSEGV, &action, &before[0]);
-    sigaction(SIGBUS, &action, &before[1]);
-    set_control(flushes ? control | FLUSHES : control & ~(uint64_t)FLUSHES);
-    int fault = sigsetjmp(before_fault, 1);
-    if (fault) {
-        outcome = fault;
-    } else {
-        while (outcome == TURN_IS_OVER && *turn > 0) {
-            uint64_t offset = *program_counter - begin;
-            if (*program_counter == UINT64_MAX) {
-                outcome = ENDED;
-            } else if (offset >= size || !program[offset / 4].function) {
-                outcome = NOT_COMPILED;
-            } else {
-                struct instruction *next = &program[offset / 4];
-                --*turn;
-                const uint8_t *b = next->buffers;
-                next->function(buffers[b[0]], buffers[b[1]], buffers[b[2]], buffers[b[3]], buffers[b[4]], buffers[b[5]]);
-                if (next->is_barrier) outcome = AT_BARRIER;
+/* ---------------------------------------------------------------------------------------------------------------------
+   Waves */
+
+/* Sets LDS and all registers of the waves as the hardware does, or to the poison. */
+void start(struct workgroup *group) {
+    fill(group->lds, group->poison);
+    for (int index = 0; index < group->n_waves; index++) {
+        struct wave *wave = group->waves[index];
+        uint32_t *vector = (uint32_t *)wave->buffers[1];
+        memcpy((void *)wave->buffers[0], group->scalar, SCALARS * sizeof(uint32_t));
+        memset(vector, group->poison, REGISTERS * LANES * sizeof(uint32_t));
+        memset((void *)wave->buffers[5], group->poison, REGISTERS * LANES * sizeof(uint32_t));
+        for (int lane = 0; lane < LANES; lane++) vector[lane] = LANES * index + lane;
+        fill(wave->scratch, group->poison);
+        wave->buffers[3] = (uint64_t)group->lds->address;
+        wave->buffers[4] = (uint64_t)wave->scratch->address;
+        wave->saturates = 0, wave->flushes = group->flushes;
+    }
+    group->running = (1u << group->n_waves) - 1;
+    group->waiting = group->turn = 0;
+}
+
+static uint32_t random_below(struct workgroup *group, uint32_t n) { /* a linear congruential generator */
+    group->random = group->random * 6364136223846793005u + 1442695040888963407u;
+    return (group->random >> 32) % n;
+}
+
+/* Gives a turn to one of the waves that run; if all the others have ended, to one of those at the barrier. */
+static void choose(struct workgroup *group) {
+    if (!group->running) {
+        group->running = group->waiting;
+        group->waiting = 0;
+    }
+    uint32_t others = group->running;
+    for (int skipped = random_below(group, __builtin_popcount(others)); skipped; skipped--) others &= others - 1;
+    group->current = __builtin_ctz(others);
+    group->turn = turns[random_below(group, sizeof turns / sizeof *turns)];
+    group->left -= group->turn;
+}
+
+static enum outcome run_waves(struct workgroup *group, uint64_t control) {
+    while (group->running | group->waiting) {
+        if (!group->turn) choose(group);
+        if (group->left < 0) return ENDLESS;
+        struct wave *wave = group->waves[group->current];
+        const uint64_t *buffers = wave->buffers;
+        const uint32_t *scalar = (uint32_t *)buffers[0];
+        set_control(wave->flushes ? control | FLUSHES : control & ~(uint64_t)FLUSHES);
+        while (group->turn) {
+            uint64_t program_counter = scalar[PROGRAM_COUNTER] | (uint64_t)scalar[PROGRAM_COUNTER + 1] << 32;
+            uint64_t offset = program_counter - group->begin;
+            if (program_counter == UINT64_MAX) {
+                group->running &= ~(1u << group->current);
+                group->turn = 0;
+                break;
+            }
+            if (offset >= group->nbytes || !group->program[offset / 4].function) return NOT_COMPILED;
+            const struct instruction *next = &group->program[offset / 4];
+            const uint8_t *b = next->buffers;
+            group->turn--;
+            next->function(buffers[b[0]], buffers[b[1]], buffers[b[2]], buffers[b[3]], buffers[b[4]], buffers[b[5]]);
+            if (next->is_barrier) {
+                group->running &= ~(1u << group->current);
+                group->waiting |= 1u << group->current;
+                group->turn = 0;
             }
         }
     }
+    if (is_overrun(group->lds)) return BESIDE_LDS;
+    for (int index = 0; index < group->n_waves; index++)
+        if (is_overrun(group->waves[index]->scratch)) return BESIDE_SCRATCH;
+    return ENDED;
+}
+
+/* Runs the waves of a workgroup in a random order until all have ended, or the current one cannot go on. */
+int run(struct workgroup *group) {
+    const uint64_t control = get_control();
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, before[2];
+    enum outcome outcome;
+    sigaction(SIGSEGV, &action, &before[0]);
+    sigaction(SIGBUS, &action, &before[1]);
+    outcome = sigsetjmp(before_fault, 0);
+    if (outcome) group->fault = fault_address;
+    else outcome = run_waves(group, control);
     set_control(control);
     sigaction(SIGSEGV, &before[0], 0);
     sigaction(SIGBUS, &before[1], 0);

@@ -21,7 +21,6 @@ if EMULATED:
     from offline.emulator import LANES
     from offline.emulator.code_object import CodeObject
     from offline.emulator.machine import (
-        ENDED,
         EXEC,
         POISON,
         Fault,
@@ -30,8 +29,10 @@ if EMULATED:
         Program,
         TensorMemory,
         Wave,
-        library_of,
-    )  # fmt: skip
+        Workgroup,
+        first_registers,
+        hold_to,
+    )
 
 pytestmark = only_emulated
 LANE = np.arange(64)
@@ -60,17 +61,25 @@ class Code:
 def wave():
     wave = Wave(EMULATED)
     wave.take_scratch(0)
-    wave.start(0, 0, [], 0, POISON)
+    workgroup_of(wave, Program(Code([]), EMULATED)).start()
     return wave
 
 
+def workgroup_of(wave, program, lds=None):
+    scalar = first_registers([], program.code.begin, 0, POISON)
+    return Workgroup(program, [wave], lds or GuardedMemory(0), scalar, 1, POISON)
+
+
 def run(wave, *instructions, lds=None):
-    machine, code = Machine(EMULATED, 0), Code(instructions)
-    machine.program, machine.waves, machine.lds_halves = Program(code, EMULATED), [wave], None
-    wave.program_counter = code.begin
-    wave.buffers[3] = lds.address if lds else 0
-    library_of(EMULATED).hold_to(None, 0)
-    assert machine.run_wave(wave, 1000, (0, 0, 0)) == ENDED
+    """Run instructions on the registers that the wave has."""
+    machine = Machine(EMULATED, 0)
+    machine.program, machine.waves = Program(Code(instructions), EMULATED), [wave]
+    machine.group = workgroup_of(wave, machine.program, lds)
+    machine.group.running, machine.group.left = 1, 1000
+    wave.program_counter = machine.program.code.begin
+    wave.buffers[3] = machine.group.lds.contents.address
+    hold_to(EMULATED, [lds] if lds else [])
+    machine.run_workgroup((0, 0, 0))
 
 
 class Words(tuple):
@@ -81,12 +90,6 @@ class Words(tuple):
 
     def to_bytes(self):
         return np.array(self, np.uint32).tobytes()
-
-
-def accumulation(wave):
-    """The accumulation registers as wave.vector has the others."""
-    words = ctypes.cast(wave.addresses[5], ctypes.POINTER(ctypes.c_uint32))
-    return np.ctypeslib.as_array(words, (256 * LANES,)).reshape(256, LANES)
 
 
 def words_of(array):
@@ -106,7 +109,7 @@ def codes(values, kind):
         if kind == "f16":
             return numbers.astype(np.float16).view(np.uint16), numbers.astype(np.float16).astype(float)
         if kind == "xf32":  # which the chip rounds to 11 digits, to the nearest even
-            numbers[:, ::3] = 1 + np.arange(1, 4 * numbers[:, ::3].size, 4).reshape(numbers[:, ::3].shape) / 2**11
+            numbers[:, ::3] = 1 + np.arange(1, 2 * numbers[:, ::3].size, 2).reshape(numbers[:, ::3].shape) / 2**11
             digits, exponents = np.frexp(numbers.astype(float))
             return words_of(numbers), np.ldexp(np.rint(digits * 2**11), exponents - 11)
         cut = words_of(numbers) & 0xFFFF0000
@@ -144,7 +147,7 @@ def test_a_matrix_product(name, m, k, a_kind, b_kind, held, wave):
     a_codes, a = codes(random.normal(size=(m, k)), a_kind)
     b_codes, b = codes(random.normal(size=(k, m)), b_kind)
     per_lane = m * k // 64
-    vector, other = wave.vector, accumulation(wave)
+    vector, other = wave.vector, wave.accumulation
     to_a, to_b, to_d = (other, vector, other) if held == "accumulation" else (vector, other, vector)
     k_of = LANE[:, None] // m * per_lane + np.arange(per_lane)
     to_a[A : A + 16] = to_b[B : B + 16] = 0
@@ -324,7 +327,7 @@ def inst_of(name, width, **fields):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", LOADS)
 def test_a_buffer_load(name, acc, wave, memory):
-    registers = accumulation(wave) if acc else wave.vector
+    registers = wave.accumulation if acc else wave.vector
     offsets = places(np.random.default_rng(3))
     wave.vector[A], registers[D : D + 4] = offsets, 0x0D0C0B0A
     wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
@@ -348,7 +351,7 @@ def test_a_buffer_load(name, acc, wave, memory):
 )
 def test_a_buffer_store(name, acc, wave, memory):
     random = np.random.default_rng(4)
-    registers, offsets = accumulation(wave) if acc else wave.vector, places(random)
+    registers, offsets = wave.accumulation if acc else wave.vector, places(random)
     data = random.integers(0, 2**32, (4, LANES))
     wave.vector[A], registers[D : D + 4] = offsets, data
     wave.scalar[EXEC : EXEC + 2] = 0xFFFFFFF0, 0x7FFFFFFF
@@ -432,7 +435,7 @@ def point_at(wave, places, has_base):
 @pytest.mark.parametrize("name", LOADS)
 def test_a_global_load(name, acc, has_base, wave, memory):
     """At odd addresses, which compilers make where an address is known to be no multiple of 4."""
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     point_at(wave, places, has_base)
     registers[D : D + 4] = 0x0D0C0B0A
     wave.scalar[EXEC] = 0xFFFFFFF0
@@ -458,7 +461,7 @@ def stored(memory, places, data, name):
 @pytest.mark.parametrize("acc, has_base", [(0, True), (1, False)])
 @pytest.mark.parametrize("name", STORES)
 def test_a_global_store(name, acc, has_base, wave, memory):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     data = np.random.default_rng(8).integers(0, 2**32, (4, LANES))
     point_at(wave, places, has_base)
     registers[D : D + 4], wave.scalar[EXEC] = data, 0xFFFFFFF0
@@ -609,7 +612,7 @@ def lds_inst(kind, name, acc, **fields):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", LOADS)
 def test_a_read_of_lds(name, acc, wave, lds):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, 0x0D0C0B0A, 0xFFFFFFF0
     width = int(name[-1]) if name[-1] in "234" else 1
     run(wave, lds_inst("load", name, acc, vdst=v[D : D + width - 1] if width > 1 else v[D]), lds=lds[0])
@@ -620,7 +623,7 @@ def test_a_read_of_lds(name, acc, wave, lds):
 @pytest.mark.parametrize("acc", [0, 1])
 @pytest.mark.parametrize("name", STORES)
 def test_a_write_to_lds(name, acc, wave, lds):
-    registers, places = accumulation(wave) if acc else wave.vector, any_places()
+    registers, places = wave.accumulation if acc else wave.vector, any_places()
     data = np.random.default_rng(10).integers(0, 2**32, (4, LANES))
     wave.vector[A], registers[D : D + 4], wave.scalar[EXEC] = places - 8, data, 0xFFFFFFF0
     expected = stored(lds[1], places, data, name)
@@ -633,7 +636,7 @@ def test_a_write_to_lds(name, acc, wave, lds):
 @pytest.mark.parametrize("words, stride", [(1, 1), (2, 1), (1, 64), (2, 64)])
 def test_pairs_of_lds(words, stride, acc, wave, lds):
     """Two places of each lane are exchanged: read as a pair, and written as a pair in the other order."""
-    registers = accumulation(wave) if acc else wave.vector
+    registers = wave.accumulation if acc else wave.vector
     places = 8 * words * np.random.default_rng(11).permutation(LANES)
     other = 4 * words * stride
     size = f"2{'st64' if stride > 1 else ''}_b{32 * words}"
@@ -673,6 +676,12 @@ def test_subnormal_numbers_as_mode_says(flushes, wave):
     run(wave, set_mode, cdna.v_add_f32_e32(v[D], v[A], v[A]))
     assert (wave.vector[D] == (2 if flushes else 0)).all()
     assert (np.ones(9, np.uint32).view(np.float32) * np.float32(2)).view(np.uint32).tolist() == [2] * 9
+
+
+def test_a_wave_begins_in_the_mode_of_its_kernel(wave):
+    wave.fp8_saturates = wave.flushes_denormals = 1
+    workgroup_of(wave, Program(Code([]), EMULATED)).start()
+    assert (wave.fp8_saturates, wave.flushes_denormals) == (0, 0)
 
 
 @pytest.mark.parametrize("rounding", [0, 1, 3])
@@ -760,7 +769,7 @@ def test_the_last_word_of_lds(wave):
     lds = GuardedMemory(nbytes)
     wave.vector[A], wave.vector[D] = nbytes - 4 * LANES + 4 * LANE, LANE
     run(wave, cdna.ds_write_b32(addr=v[A], data0=v[D]), cdna.ds_read_b32(vdst=v[B], addr=v[A]), lds=lds)
-    assert (wave.vector[B] == LANE).all() and not lds.is_overrun()
+    assert (wave.vector[B] == LANE).all()
 
 
 @pytest.mark.parametrize("name, operands", [
@@ -786,6 +795,25 @@ def test_a_transposed_read(wave):
     row = LANE[:, None] // 16 * 16 + LANE[:, None] % 16 // 4 + 4 * np.arange(4)
     assert (read[:48] == (4 * row + LANE[:, None] % 4)[:48]).all()
     assert (wave.vector[D : D + 2, 48:] == 7).all()
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_forms_of_an_instruction_are_kinds_of_their_own(first, wave):
+    """Whichever is known first: the operand may be a register, a constant, in a second word, or in another lane."""
+    word = int.from_bytes(cdna.v_add_u32_e32(v[0], v[0], v[B]).to_bytes(), "little") & ~0x1FF
+    wave.vector[A], wave.vector[B], wave.scalar[5] = 1000 + LANE, 7, 30
+    forms = [  # the words, and what is added to 7
+        ([256 + A], 1000 + LANE),
+        ([5], 30),
+        ([128 + 64], 64),
+        ([0xFF, 123456789], 123456789),
+        ([0xFA, A | 0x155 << 8 | 0xFF << 24], 1005 + ROW),  # DPP: row_newbcast:5
+        ([0xF9, A | 6 << 8 | 4 << 16 | 6 << 24], 1000 + LANE),  # SDWA: the lower half
+    ]
+    order = [*range(first, 6), *range(first)]
+    run(wave, *(Words(word | (D + i) << 17 | forms[i][0][0], *forms[i][0][1:]) for i in [*order, *order[::-1]]))
+    for i, (_, added) in enumerate(forms):
+        assert (wave.vector[D + i] == 7 + added).all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
