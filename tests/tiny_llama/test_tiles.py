@@ -15,6 +15,7 @@ from tests import ROOT
 
 TINY = "--hidden-dim 16 --num-layers 1 --num-heads 1 --seq-len 4 --num-steps 1 --impl torch --device cpu".split()
 TILES = {"ieee 16 forward": [16, 32, 4, 1], "ieee 16 dq": [64, 16, 2, 3], "half 16 fused": [64, 64, 8, 2]}
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the file is one for this processor")
 CACHED = "own_tiles attention_tile attention_launch heads_per_program".split()
 
 
@@ -70,6 +71,7 @@ def test_an_own_tile_has_the_compiler_s_options_of_its_card(use, monkeypatch):
 
 
 @pytest.mark.triton
+@on_a_cpu
 def test_a_run_launches_the_tiles_of_its_file_and_says_so(use, run, monkeypatch):
     launched, launch = [], llama.launch
 
@@ -96,6 +98,7 @@ def test_a_run_launches_the_tiles_of_its_file_and_says_so(use, run, monkeypatch)
     assert "Tiles of" not in run("--impl", "torch").out
 
 
+@on_a_cpu
 def test_a_program_of_the_benchmarks_says_so_too(use, tmp_path, capsys):
     from benchmarks import kernels
 
