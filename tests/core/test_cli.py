@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_made_where_access_is_granted(cli, flag):
 
 @pytest.mark.parametrize("error, code", [(OSError(errno.ENOSPC, "No space left"), 2), (KeyboardInterrupt(), 130)])
 def test_a_profile_that_cannot_be_written(cli, monkeypatch, error, code):
-    monkeypatch.setattr("tiny_llama.profiler.kernel_table", Mock(side_effect=error))
+    monkeypatch.setattr("tiny_llama.kernel_table.kernel_table", Mock(side_effect=error))
     run = cli("--profile", "profile")
     assert run.code == code and len(run.result["steps"]) == 3
     assert code != 2 or re.fullmatch(r".* error: profile cannot be written to \(No space left\): .*\n", run.err)

@@ -442,6 +442,7 @@ def test_check_allows_twice_the_error_of_plain_pytorch_and_a_rounding(
 
     monkeypatch.setattr(llama, "TrainStep", Step)
     monkeypatch.setattr(llama, "loss_and_gradients", loss_and_gradients)
+    monkeypatch.setattr("tiny_llama.audit.check_step", lambda *args: True)  # which has tests of its own
     for ours, outcome in ((0.98 * allowed, "passed"), (1.02 * allowed, "FAILED in 1 of 2")):
         assert llama.OneProcess().check(config, gpu.device) == (outcome == "passed")
         out = capsys.readouterr().out
