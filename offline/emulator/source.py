@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def activate(tinygrad=None):
     Its folder does not stay in sys.path: it has a package `test`, which others have as well.
     """
     folder = str(prepare(tinygrad))
-    os.environ["CACHEDB"] = f"{folder}.db"  # where tinygrad keeps compiled instructions
+    os.environ["CACHEDB"] = f"{folder}-{processor()}.db"  # where tinygrad keeps compiled instructions
     others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "test"}
     try:
         with mock.patch.object(sys, "path", [folder, *sys.path]):
@@ -37,6 +38,12 @@ def activate(tinygrad=None):
         for name in [name for name in sys.modules if name.split(".")[0] == "test"]:
             del sys.modules[name]
         sys.modules.update(others)
+
+
+def processor(file=Path("/proc/cpuinfo")):
+    """Return a name of the instructions that this CPU has: machines of a cluster share folders, but not always them."""
+    flags = re.search(r"^(flags|Features)\s*:.*", file.read_text(), flags=re.M) if file.exists() else None
+    return hashlib.sha256(flags[0].encode()).hexdigest()[:12] if flags else "any"
 
 
 def prepare(tinygrad=None):

@@ -74,6 +74,14 @@ def test_a_folder_that_is_named_is_looked_at_though_there_is_a_copy(copy, tmp_pa
         source.prepare(tmp_path / "other")
 
 
+def test_what_is_compiled_for_another_processor_is_kept_elsewhere(tmp_path):
+    names = []
+    for flags in ("sse avx", "sse", "sse"):
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nMHz : {len(names)}\nflags : {flags}\nbugs : none\n\n")
+        names.append(source.processor(tmp_path / "cpuinfo"))
+    assert names[0] != names[1] == names[2] and source.processor(tmp_path / "none") == "any"
+
+
 def test_fetched_once(copy, monkeypatch):
     monkeypatch.setattr(source, "fetch", lambda folder: shutil.copytree(copy, folder))
     with monkeypatch.context() as patch, pytest.raises(source.NoSource, match="is not the tinygrad"):
