@@ -78,7 +78,7 @@ def library_of(file, **constants):
         return ctypes.CDLL(library.name)
 
 
-def waves():
+def wave_library():
     """Return the library of wave.c."""
     return library_of("wave.c", LANES=LANES, SCALARS=len(SCALARS))
 
@@ -114,7 +114,7 @@ class Extent(ctypes.Structure):
 def hold_to(arch, memories):
     """Have instructions access no other bytes of the pages of these GuardedMemorys. Returns what must stay."""
     extents = (Extent * len(memories))(*(memory.extent for memory in memories))
-    instructions(arch).hold_to(extents, len(memories), waves().fault_at)
+    instructions(arch).hold_to(extents, len(memories), wave_library().fault_at)
     return extents
 
 
@@ -135,7 +135,7 @@ class GuardedMemory(ctypes.Structure):
         address = base + GUARD + pages - -(-nbytes // 16) * 16  # kernels rely on the alignment
         super().__init__(base + GUARD, address, nbytes)
         self.bytes = np.frombuffer(self.memory, np.uint8)[address - base :][:nbytes]
-        waves().fill(ctypes.byref(self), ctypes.c_uint8(POISON))
+        wave_library().fill(ctypes.byref(self), ctypes.c_uint8(POISON))
         for guard in (base, base + GUARD + pages):
             LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0)
 
@@ -241,7 +241,7 @@ class Instruction(ctypes.Structure):
 class Wave(ctypes.Structure):
     """The registers of 64 lanes, and the struct of wave.c."""
 
-    # saturates, flushes_denormals: what MODE says of FP16_OVFL and FP_DENORM
+    # fp8_saturates, flushes_denormals: what MODE says of FP16_OVFL and FP_DENORM
     _fields_ = [
         ("buffers", ctypes.c_uint64 * 6), ("scratch", ctypes.POINTER(GuardedMemory)), ("fp8_saturates", ctypes.c_uint8),
         ("flushes_denormals", ctypes.c_uint8),
@@ -257,8 +257,8 @@ class Wave(ctypes.Structure):
 
     def take_scratch(self, bytes_of_lane):
         """Have private memory for the lanes, one after the other."""
-        self.private = GuardedMemory(bytes_of_lane * LANES)
-        self.scratch = ctypes.pointer(self.private)
+        if not self.scratch or self.scratch.contents.nbytes != bytes_of_lane * LANES:
+            self.scratch = ctypes.pointer(GuardedMemory(bytes_of_lane * LANES))
 
     @property
     def active(self):
@@ -272,6 +272,11 @@ class Wave(ctypes.Structure):
     @program_counter.setter
     def program_counter(self, value):
         self.scalar[PROGRAM_COUNTER : PROGRAM_COUNTER + 2] = value & 0xFFFFFFFF, value >> 32
+
+
+# Waves and LDS are filled where a workgroup starts, so that launches may have them one after the other.
+wave_of = functools.cache(lambda arch, index: Wave(arch))
+lds_of = functools.lru_cache(8)(GuardedMemory)
 
 
 def first_registers(user_registers, entry, scratch_bytes, poison):
@@ -308,11 +313,11 @@ class Workgroup(ctypes.Structure):
     def start(self):
         """Set the registers of all waves as the hardware does."""
         self.left = MOST_INSTRUCTIONS * self.n_waves
-        waves().start(ctypes.byref(self))
+        wave_library().start(ctypes.byref(self))
 
     def run(self):
-        """Execute instructions. Returns why it stopped."""
-        return waves().run(ctypes.byref(self))
+        """Execute instructions until all waves have ended, or one cannot go on. Return why it stopped."""
+        return wave_library().run(ctypes.byref(self))
 
 
 # Instructions that tinygrad does not translate, or not as the chips execute them: its conversions to FP8 have no fnuz
@@ -604,7 +609,7 @@ class Machine:
 
     def __init__(self, arch, seed, is_thorough=False):
         self.arch, self.random, self.is_thorough = arch, random.Random(seed), is_thorough
-        self.waves, self.n_launches = [], 0
+        self.n_launches = 0
 
     def launch(self, program, grid, arguments, memory, n_waves, lds_bytes):
         """Run a launch, and write its results into the tensors.
@@ -644,12 +649,12 @@ class Machine:
         self.program, self.memory = program, memory
         held = ctypes.create_string_buffer(arguments, len(arguments))
         user_registers = self.user_registers(code, ctypes.addressof(held), arguments)
-        self.waves += [Wave(self.arch) for _ in range(len(self.waves), n_waves)]
-        for wave in self.waves[:n_waves]:
+        self.waves = [wave_of(self.arch, index) for index in range(n_waves)]
+        for wave in self.waves:
             wave.take_scratch(code.scratch_bytes)
         scalar = first_registers(user_registers, code.entry, code.scratch_bytes, poison)
-        lds = GuardedMemory(max(lds_bytes, code.lds_bytes))
-        self.group = Workgroup(program, self.waves[:n_waves], lds, scalar, self.random.getrandbits(64), poison)
+        lds = lds_of(max(lds_bytes, code.lds_bytes))
+        self.group = Workgroup(program, self.waves, lds, scalar, self.random.getrandbits(64), poison)
         workgroups = list(itertools.product(*map(range, grid)))
         self.random.shuffle(workgroups)
         self.extents = hold_to(self.arch, [*memory.copies, lds])

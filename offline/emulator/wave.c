@@ -28,7 +28,7 @@ struct instruction {
 struct wave {
     uint64_t buffers[6]; /* as tinygrad numbers them: scalar and vector registers, memory, LDS, scratch, accumulation */
     struct memory *scratch;
-    uint8_t saturates, flushes; /* whether FP8 has no infinity; whether fp32 has no subnormal numbers */
+    uint8_t saturates, flushes; /* what MODE says of FP8 that is too large, and of subnormal fp32 */
 };
 
 struct workgroup {
