@@ -39,7 +39,8 @@ def definitions(cells):
         for node, (begin, end) in zip(body, pairwise([*begins, len(lines) + 1]), strict=True):
             source = "\n".join(lines[begin - 1 : end - 1]).rstrip()
             name = name_of(node, source)
-            found.pop(name, None)
+            if name != source:  # no import, which what stands before may need
+                found.pop(name, None)
             found[name] = source
     found.pop(None, None)
     return found
