@@ -1,5 +1,7 @@
 """What the emulator says of kernels that are wrong on any GPU, and of right ones that look alike."""
 
+import inspect
+
 import pytest
 import torch
 import triton
@@ -22,7 +24,8 @@ def thorough(emulated):
 @triton.jit
 def copy_kernel(x, y, first, n, last, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(y + i, tl.load(x + first + i, first + i < last), i < n)
+    value = tl.load(x + first + i, first + i < last)
+    tl.store(y + i, value, i < n)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -33,12 +36,13 @@ def test_an_element_too_far_is_seen_at_any_size(dtype, n):
     assert torch.equal(x, y)
     size = x.element_size()
     at_the_end = f"touches byte {n * size} of .*, which has {n * size}"
-    for arguments, told in (
-        ((x, y, 0, n, n + 1), at_the_end),
-        ((x, y, -1, n, n), f"byte -{size} of x"),
-        ((x.repeat(2), y, 0, n + 1, n + 1), at_the_end),
+    load = inspect.getsourcelines(copy_kernel.fn)[1] + 3
+    for arguments, line, told in (
+        ((x, y, 0, n, n + 1), load, at_the_end),
+        ((x, y, -1, n, n), load, f"byte -{size} of x"),
+        ((x.repeat(2), y, 0, n + 1, n + 1), load + 1, at_the_end),
     ):
-        with pytest.raises(Fault, match=rf"test_guards.py:\d+: copy_kernel on {EMULATED}, workgroup .* {told}"):
+        with pytest.raises(Fault, match=rf"test_guards.py:{line}: copy_kernel on {EMULATED}, workgroup .* {told}"):
             copy_kernel[(1,)](*arguments, BLOCK=128)
 
 
@@ -76,7 +80,7 @@ def count_kernel(counter, values, HOW: tl.constexpr):
 @pytest.mark.parametrize("n", [2, 7, 30])
 def test_an_update_that_is_lost_between_workgroups_is_seen(dtype, n):
     """Though one workgroup after the other adds up the same sum of integers in any order."""
-    values = (torch.randn(n) * 1000).to(dtype)
+    values = (torch.arange(1, n + 1) * 31.25).to(dtype)  # whose sums are exact
     counter = torch.zeros(1, dtype=dtype)
     count_kernel[(n,)](counter, values, "atomic")
     torch.testing.assert_close(counter, values.sum(0, keepdim=True, dtype=dtype))
