@@ -74,14 +74,18 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 
+def refuse_to_start(reason):
+    """End the program with a line that names the remedy."""
+    print(f"{Path(sys.argv[0]).name}: error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
 def require_current_folder():
     """End the program if its current folder has been deleted, where PyTorch's libraries end it without a word."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        reason = "the current folder has been deleted: change to one that exists, as with cd"
-        print(f"{Path(sys.argv[0]).name}: error: {reason}", file=sys.stderr)
-        sys.exit(2)
+        refuse_to_start("the current folder has been deleted: change to one that exists, as with cd")
 
 
 if __name__ == "__main__":
@@ -92,9 +96,10 @@ try:
     import torch.nn as nn
     import torch.nn.functional as F
 except ModuleNotFoundError as error:
-    reason = f"tiny_llama_v3 needs numpy and torch, and {error.name} is missing: make run, or pip install numpy torch"
+    remedy = "load the module that has it, or make run, or pip install numpy torch"
+    reason = f"tiny_llama_v3 needs numpy and torch, and {error.name} is missing: {remedy}"
     if __name__ == "__main__":
-        sys.exit(reason)
+        refuse_to_start(reason)
     raise ModuleNotFoundError(reason) from None
 
 # After Triton 3.9, the compiler fuses a product and a sum into one instruction only if asked to. Kernels without that
@@ -228,7 +233,10 @@ class Config:
         self.validate()
 
     def validate_types(self):
-        """Raise UsageError for a value that the command line would not give: another type, or none of the choices."""
+        """Raise UsageError for a value of another type, or for none of the choices."""
+        if self.device == "mps":
+            remedy = "give --device cpu, where plain PyTorch runs"
+            raise UsageError(f"--device mps: Triton compiles no kernels for Apple's GPU: {remedy}")
         for field in dataclasses.fields(self):
             flag, value, kind = flag_of(field.name), getattr(self, field.name), field.type
             # Where a float is expected, an int will do. A bool is an int to Python, but no number of heads.
@@ -3443,6 +3451,8 @@ def parse_config(argv, program):
         # argparse converts by a type, and None is only ever a default.
         kind = {int | None: int, str | None: str}.get(field.type, field.type)
         keywords = field.metadata["keywords"] | (dict(action="store_true") if kind is bool else dict(type=kind))
+        if choices := keywords.pop("choices", None):  # Config compares the value with them
+            keywords["metavar"] = "|".join(map(str, choices))
         shown_default = "" if field.default in (None, False) else f" (default: {field.default})"
         help = field.metadata["help"].replace("%", "%%") + shown_default
         group.add_argument(flag_of(field.name), default=field.default, help=help, **keywords)

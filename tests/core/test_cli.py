@@ -440,7 +440,8 @@ REFUSED = """
 --batch 4             | --batch; --help
 --stage 9             | --stage; 9; 1, 2
 --impl jax            | --impl; jax; triton
---device tpu          | --device; tpu; cpu
+--device tpu          | --device tpu; cpu
+--device mps          | --device mps; Apple's GPU; give --device cpu
 --shard half          | --shard; half; optimizer
 --vocab-size 3 --data markov         | --vocab-size 3; --data markov; 4 or more
 --graph                              | --graph; GPU; drop
