@@ -24,6 +24,7 @@ from measure.command_line import Parser, program
 from profilers import rocm
 
 NVIDIA = Path("/dev/nvidiactl")
+WSL_PROGRAMS = "/usr/lib/wsl/lib"  # the folder of what the drivers of Windows bring
 KNOWN = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), "every kernel compiles for it, none was run on it")
 KNOWN["sm_90"] = "tested"
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
@@ -115,7 +116,7 @@ def probe_torch(answers, problem, build):
         return
     text = f"{answers['torch']} for {build}"
     # A processor may have a GPU of AMD's beside a card of NVIDIA's: a driver that fits is enough.
-    devices = [device for device in (rocm.kfd(), NVIDIA) if device.exists()]
+    devices = [device for device in (rocm.kfd(), nvidia()) if device.exists()]
     if devices and driver_of(build) not in devices:
         yield (
             FAIL,
@@ -128,7 +129,13 @@ def probe_torch(answers, problem, build):
 
 def driver_of(build):
     """Return the file of the driver that a PyTorch uses, or None."""
-    return {"rocm": rocm.kfd(), "cuda": NVIDIA}.get(build.partition(" ")[0])
+    return {"rocm": rocm.kfd(), "cuda": nvidia()}.get(build.partition(" ")[0])
+
+
+def nvidia():
+    """Return the file of NVIDIA's driver; under WSL the one for GPUs of all makes, if there is nvidia-smi."""
+    search = os.pathsep.join((os.environ["PATH"], WSL_PROGRAMS))
+    return rocm.wsl() if rocm.wsl().exists() and shutil.which("nvidia-smi", path=search) else NVIDIA
 
 
 def probe_triton(answers, problem, build):

@@ -200,8 +200,15 @@ def kfd():
     return Path(os.environ.get("KFD_DEVICE") or "/dev/kfd")
 
 
+def wsl():
+    """Return the file through which programs reach GPUs of all makes under WSL, by the drivers of Windows."""
+    return Path(os.environ.get("WSL_DEVICE") or "/dev/dxg")
+
+
 def device_obstacle():
     device = kfd()
+    if not device.exists() and wsl().exists():  # then ROCm needs no other, and everybody may use it
+        return None
     if not device.exists():
         return f"finds no AMD GPU: {device} does not exist (a container needs --device=/dev/kfd --device=/dev/dri)"
     if os.access(device, os.R_OK | os.W_OK):

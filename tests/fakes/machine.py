@@ -71,6 +71,7 @@ class Machine:
             ROCM_PATH="rocm",
             ROCM_PARENT="opt",
             KFD_DEVICE="kfd",
+            WSL_DEVICE="dxg",
             KFD_TOPOLOGY="topology",
             PYTHON="bin/python",
             PYTHONPATH="site",

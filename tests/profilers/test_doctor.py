@@ -26,7 +26,7 @@ QUESTIONS_OF = ["owners", "torch", "gpus", "triton", "error"]  # the order of th
 def here(tmp_path, monkeypatch):
     """A machine without device files and profilers, but with those that a test makes."""
     monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "nvidiactl")
-    for name, path in dict(KFD_DEVICE="kfd", ROCM_PATH="rocm", ROCM_PARENT="opt").items():
+    for name, path in dict(KFD_DEVICE="kfd", WSL_DEVICE="dxg", ROCM_PATH="rocm", ROCM_PARENT="opt").items():
         monkeypatch.setenv(name, str(tmp_path / path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for name in filter(lambda name: name.endswith("_VISIBLE_DEVICES"), os.environ):
@@ -113,6 +113,26 @@ def test_a_gpu_that_pytorch_does_not_see(here, monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     ((level, text, _),) = diagnose("gpu", gpus=[])
     assert level == "FAIL" and text.endswith(f"{here}/kfd is there (HIP_VISIBLE_DEVICES=)")
+
+
+@pytest.mark.parametrize("build, has_smi, level, told", [
+    ("cuda 12.8", True, "OK", "for cuda 12.8"), ("cpu", True, "FAIL", "for cpu, but there is /"),
+    ("cpu", False, "OK", "for cpu"), ("rocm 7.2", False, "OK", "for rocm 7.2"),
+])  # fmt: skip
+def test_wsl_has_one_file_for_gpus_of_all_makes(here, monkeypatch, build, has_smi, level, told):
+    """With nvidia-smi it is one of NVIDIA, which is expected to be seen; without, it may be that of a processor."""
+    (here / "dxg").touch()
+    monkeypatch.setenv("PATH", str(here))
+    monkeypatch.setattr(doctor, "WSL_PROGRAMS", str(here / "wsl"))
+    if has_smi:
+        (here / "wsl").mkdir()
+        (here / "wsl" / "nvidia-smi").touch(0o755)
+    ((found, text, _),) = diagnose("torch", build)
+    assert found == level and told in text
+    assert diagnose("access", build) == []
+    if build != "cpu":
+        ((found, text, _),) = diagnose("gpu", build, gpus=[])
+        assert found == ("FAIL" if has_smi else "WARN") and (f"{here / 'dxg'} is there" in text) == has_smi
 
 
 def test_access(here, monkeypatch):
