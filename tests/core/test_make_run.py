@@ -23,8 +23,10 @@ from tests.core.test_install import (
     Project,
     owned,
     publish,
+    rocm_wheels,
     site_packages,
     torch_wheel,
+    unpack,
 )
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
@@ -69,9 +71,10 @@ elif command == "install":
         limits = [one.specifier, *(limit.specifier for limit in constraints if limit.name == one.name)]
         wheels = Path(unquote(urlsplit(index).path), one.name).glob("*.whl")
         versions = {Version(wheel.name.split("-")[1]): wheel for wheel in wheels}
-        if one.name in installed:  # it stays if it fits
+        fits = lambda version: all(version in limit for limit in limits)
+        if one.name in installed and fits(Version(installed[one.name])):
             versions = {Version(installed[one.name]): None}
-        fitting = [version for version in versions if all(version in limit for limit in limits)]
+        fitting = [*filter(fits, versions)]
         if one.marker is None or one.marker.evaluate():
             if not fitting:
                 sys.exit(f"no version of {one} fits")
@@ -199,8 +202,111 @@ def test_the_script_may_be_called_without_make(project, python):
     assert done.returncode == 0 and (project.venv / "constraints.txt").exists()
     shutil.rmtree(project.venv)
     done = project.execute("site/setup_env.sh", "--help", **users)
-    assert (done.returncode, done.stdout, project.venv.exists()) == (1, "", False)
+    assert (done.returncode, done.stdout, project.venv.exists()) == (2, "", False)
     assert done.stderr.startswith("setup_env.sh: --help is not an option: ")
+
+
+def hide_ensurepip(project, folder):
+    """Let no Python of the project find it."""
+    (folder / "hidden").mkdir()
+    (folder / "hidden" / "ensurepip.py").write_text("raise ImportError")
+    project.env["PYTHONPATH"] = str(folder / "hidden")
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_python_without_ensurepip_lends_its_pip(project, python, tmp_path, has_torch):
+    """As Colab's, which has torch and triton too."""
+    hide_ensurepip(project, tmp_path)
+    python = python.with_name("python")
+    done = project.execute("site/setup_env.sh", PYTHON=str(python))
+    assert (done.returncode, project.venv.exists()) == (2, False) and "apt install python3-venv" in done.stderr
+    shutil.copytree(tmp_path / "packages", site_packages(tmp_path / "bare"), dirs_exist_ok=True)
+    if has_torch:
+        unpack(site_packages(tmp_path / "bare"), [dict(name="triton", version="3.9.0"), torch_wheel("2.10.0")])
+    asked, seen = run_of(project.make("run", python=python))
+    assert (f"pip: install torch{TESTED_TORCH}" in asked) != has_torch
+    assert asked[-1] == "pip: install -c .venv/constraints.txt -r .venv/requirements.txt"
+    assert not has_torch or seen["torch"] == str(site_packages(tmp_path / "bare") / "torch.py")
+    assert not (site_packages(project.venv) / "pip").exists()
+    assert run_of(project.make("run", python=python)) == ([], seen)
+
+
+# --- a torch that is outside of .venv
+
+
+@pytest.fixture
+def module(project, tmp_path):
+    """What a module with ROCm's torch sets where it is loaded."""
+    folder = tmp_path / "sw" / "pytorch"
+    unpack(folder, rocm_wheels())
+    return dict(PYTHONPATH=str(folder), LOADEDMODULES="rocm/6.4:pytorch/2.7")
+
+
+def test_a_module_that_is_not_loaded_is_named_and_no_second_torch_is_installed(project, python, module):
+    _, seen = run_of(project.execute("make", "run", f"PYTHON={python}", **module))
+    torch = f"{module['PYTHONPATH']}/torch.py"
+    assert seen["torch"] == torch
+    before = sorted(project.venv.rglob("*"))
+    forgotten = project.execute("site/setup_env.sh", PYTHON=str(python))
+    assert (forgotten.returncode, forgotten.stdout) == (2, "")
+    why = f"setup_env.sh: this .venv builds on {torch}, which Python no longer finds"
+    assert forgotten.stderr == f"{why}: module load rocm/6.4 pytorch/2.7, or make clean to start anew\n"
+    by_make = project.execute("make", "run", f"PYTHON={python}")
+    assert by_make.returncode == 2 and forgotten.stderr in by_make.stderr and "pip:" not in by_make.stdout
+    assert sorted(project.venv.rglob("*")) == before
+    assert run_of(project.execute("make", "run", f"PYTHON={python}", **module)) == ([], seen)
+    assert project.execute("make", "clean").returncode == 0
+    _, seen = run_of(project.execute("make", "run", f"PYTHON={python}"))
+    assert seen["torch"] == str(site_packages(project.venv) / "torch.py")
+
+
+def test_the_script_says_what_is_missing(project, python):
+    done = project.execute(python, ROOT / "tiny_llama_v3.py")
+    needs = "tiny_llama_v3.py: error: tiny_llama_v3 needs numpy and torch, and numpy is missing: "
+    remedy = "load the module that has it, or make run, or pip install numpy torch\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", needs + remedy)
+
+
+def test_without_a_module_the_way_back_is_said(project, python, module):
+    run_of(project.execute("make", "run", f"PYTHON={python}", PYTHONPATH=module["PYTHONPATH"]))
+    shutil.rmtree(module["PYTHONPATH"])
+    done = project.make("run", python=python)
+    assert done.returncode == 2 and "set PYTHON and PYTHONPATH as they were, or make clean to start anew" in done.stderr
+
+
+def test_a_torch_that_came_into_venv_is_the_one_that_counts(project, python, module):
+    """Nothing has to be loaded for it any more."""
+    run_of(project.execute("make", "run", f"PYTHON={python}", **module))
+    unpack(site_packages(project.venv), [torch_wheel("2.10.0")])
+    (project.root / "requirements.txt").touch()
+    run_of(project.make("run", python=python))
+    (site_packages(project.venv) / "torch.py").unlink()
+    shutil.rmtree(site_packages(project.venv) / "torch-2.10.0.dist-info")
+    asked, _ = run_of(project.make("run", python=python))
+    assert f"pip: install torch{TESTED_TORCH}" in asked
+
+
+@pytest.mark.parametrize("hip", ["6.4", None])
+def test_the_container_uses_the_torch_of_its_base(project, python, tmp_path, hip):
+    """Of ROCm or, with another --build-arg, of CUDA, whose image has no ensurepip."""
+    lines = (ROOT / "site" / "Containerfile").read_text().splitlines()
+    assert lines.index("FROM $BASE") > next(i for i, line in enumerate(lines) if line.startswith("ARG BASE="))
+    (run,) = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    base = site_packages(tmp_path / "bare")
+    if hip:
+        unpack(base, rocm_wheels())
+    else:
+        unpack(base, [dict(name="triton", version="3.9.0"), torch_wheel("2.10.0")])
+        shutil.copytree(tmp_path / "packages", base, dirs_exist_ok=True)
+        hide_ensurepip(project, tmp_path)
+        python = python.with_name("python")
+    (tmp_path / "path").mkdir()
+    executable(tmp_path / "path" / "python3", f'#!/bin/sh\nexec {python} "$@"\n')
+    project.env["PATH"] = f"{tmp_path / 'path'}:{project.env['PATH']}"
+    done = project.execute("sh", "-c", run)
+    assert done.returncode == 0 and f"from {base / 'torch.py'}\n" in done.stdout, done.stderr
+    asked, seen = run_of(project.execute("make", "run"))
+    assert asked == [] and seen["torch"] == str(base / "torch.py") and seen["triton"] == str(base / "triton.py")
 
 
 def test_a_script_that_fails_fails_the_run(project, python):
@@ -294,3 +400,19 @@ def test_what_is_downloaded_without_a_gpu_is_said_first(project, tmp_path, asked
         (tmp_path / device).touch()
         assert "CUDA" not in said()
         (tmp_path / device).unlink()
+
+
+def test_wsl_has_a_gpu_of_nvidia_if_it_has_nvidia_smi(project, tmp_path, asked):
+    """One device file stands for GPUs of all makes there; ROCm's torch has to be asked for."""
+
+    def said(torch_index=""):
+        return project.make(".venv/run.stamp", python=asked, torch_index=torch_index).stdout
+
+    assert "CUDA" in said() and "WSL" not in said()
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\n")
+    assert "CUDA" in said()  # it is installed on login nodes too
+    (tmp_path / "dxg").touch()
+    assert "CUDA" not in said() and f"pip: torch{TESTED_TORCH}\n" in said()
+    (tmp_path / "nvidia-smi").unlink()
+    assert "There is no GPU of NVIDIA" in said() and "an AMD GPU under WSL, ROCm's index" in said()
+    assert "WSL" not in said(PYTORCH + "7.2")

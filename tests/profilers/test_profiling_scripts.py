@@ -499,7 +499,7 @@ def test_what_a_program_prints_arrives_as_it_is(machine):
 
 @pytest.mark.parametrize("script, code, reason", [
     ("site/job.slurm", 2, "Slurm did not start it: sbatch site/job.slurm --graph"),
-    ("site/setup_env.sh", 1, "is not an option"),
+    ("site/setup_env.sh", 2, "is not an option"),
 ])  # fmt: skip
 def test_scripts_that_cannot_do_what_was_asked(tmp_path, script, code, reason):
     copy = shutil.copy(ROOT / script, tmp_path)  # a mistake must not cost the .venv here
