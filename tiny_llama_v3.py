@@ -3412,6 +3412,9 @@ def print_summary(step, summary):
     if None not in summary["gpu"]["busy"].values():
         state = "{power_w:.0f} W, {clock_mhz:.0f} MHz, {temperature_c:.0f} degrees C".format(**summary["gpu"]["busy"])
         print(f"GPU after the last step: {state}")
+    if energy := summary["energy"]:
+        used = f"{energy['step_j']:.2f} J a step, {1e3 * energy['token_j']:.3f} mJ a token"
+        print(f"Energy of the GPU: {used}, over {energy['seconds']:.1f} s")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3663,6 +3666,7 @@ def train_and_report(config, world=None):
         warmup_seconds = warm_up(step)
         if profiler and profiler.attached_profiler():
             profiler.show_ranges(step)
+        meter = hardware and hardware.meter_energy(device)
         train(step, data, records)
     except KeyboardInterrupt:
         if not records:
@@ -3670,8 +3674,10 @@ def train_and_report(config, world=None):
         print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
         step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
         exit_code = 130
-    gpu["busy"] = gpu_state(device)  # immediately after the measured steps
-    summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu}
+    # Both immediately after the measured steps.
+    energy = meter and meter(config, len(records))
+    gpu["busy"] = gpu_state(device)
+    summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu, "energy": energy}
     exit_code = exit_code or (1 if summary["diverged"] else 0)
     if summary["entropy"] is None and not exit_code:  # of a file
         try:

@@ -494,6 +494,7 @@ def summarize_processes(world, summary):
         own_ms=None if exposed_ms is None else batch_ms["p50"] - exposed_ms,
         tokens_per_second=summary["tokens_per_second"],
         peak_memory_mib=summary["peak_memory_mib"],
+        energy=summary["energy"],
     )
     processes = world.gather(own)
     columns = {name: [process[name] for process in processes] for name in own}

@@ -1,4 +1,4 @@
-"""What is known of the hardware: datasheet peaks, the driver, power, clock and temperature, memory."""
+"""What is known of the hardware: datasheet peaks, the driver, power, clock and temperature, energy, memory."""
 
 import dataclasses
 import gc
@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,13 @@ PEAK_TFLOPS = {  # (name, units): of PRECISIONS, None where the datasheet has no
     ("A10G", 80): (None, 70.0, 35.0, 31.5),
     ("GeForce RTX 4090", 128): (330.3, 165.2, 82.6, 82.6),
 }
+
+# Drivers update a GPU's energy counter at intervals of up to 0.1 s: the energy of less than 1 s may be wrong by more
+# than a tenth.
+METERED_SECONDS = 1
+# Devices without a counter of their own, by name: the dies of an MI250X, of which one reads the counter of both and the
+# other one zero, and the slices of an NVIDIA GPU.
+SHARED_COUNTER = r"MI250|\bMIG\b"
 
 
 def peak_tflops(gpu, precision):
@@ -95,19 +103,27 @@ def amd_state():
     return lambda: cuda.power_draw() or None, lambda: cuda.clock_rate() or None, cuda.temperature, cuda.utilization
 
 
-def nvidia_state():
-    """Return what amd_state() does for NVIDIA, from the package nvidia-ml-py; ImportError without it."""
+def nvml_gpu():
+    """Return the module of NVML, from the package nvidia-ml-py, and its handle of the current GPU of NVIDIA.
+
+    ImportError without the package.
+    """
     import pynvml  # the name of its module
 
     pynvml.nvmlInit()
     # By its UUID, since the library counts the GPUs in another order than CUDA, and does not heed CUDA_VISIBLE_DEVICES.
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+
+def nvidia_state():
+    """Return what amd_state() does for NVIDIA, from NVML."""
+    nvml, gpu = nvml_gpu()
     return (
-        lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,  # of mW
-        lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-        lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
-        lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+        lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,  # of mW
+        lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     )
 
 
@@ -116,6 +132,52 @@ def gpu_state(device):
     queries = or_none(amd_state if torch.version.hip else nvidia_state) if device.type == "cuda" else None
     answers = map(or_none, queries) if queries else [None] * 4
     return dict(zip(("power_w", "clock_mhz", "temperature_c", "utilization_percent"), answers, strict=True))
+
+
+def amd_energy():
+    """Return a function that returns the joules that the current GPU of AMD has used so far, from amdsmi.
+
+    None for a partition of a GPU, ImportError without amdsmi, which comes with ROCm.
+    """
+    import amdsmi  # PyTorch has imported it if it is there, with the one of two libamd_smi.so that fits
+
+    gpu = torch.cuda._get_amdsmi_handler()  # by which PyTorch reads power, clock and temperature
+    if or_none(amdsmi.amdsmi_get_gpu_compute_partition, gpu) in ("DPX", "TPX", "QPX", "CPX"):
+        return None  # all partitions of a GPU share its counter
+
+    def joules():
+        count = amdsmi.amdsmi_get_energy_count(gpu)
+        # ROCm 6.2 and older call the counter "power". A tick is so many microjoules.
+        return count.get("energy_accumulator", count.get("power")) * count["counter_resolution"] / 1e6
+
+    return joules
+
+
+def nvidia_energy():
+    """Return what amd_energy() does for NVIDIA, from NVML."""
+    nvml, gpu = nvml_gpu()
+    return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3  # of mJ
+
+
+def meter_energy(device):
+    """Start to measure the energy of the current GPU. Return a function of a Config and of how many steps were done.
+
+    It returns {"step_j", "token_j", "seconds"}: the joules per step and per token, of all the time since the start. It
+    returns None where the GPU has no counter of its own, the time is less than METERED_SECONDS, or the run ended early:
+    then steps used energy that are not in the number.
+    """
+    is_part = device.type == "cpu" or re.search(SHARED_COUNTER, llama.get_gpu(device.type).name)
+    counter = None if is_part else or_none(amd_energy if torch.version.hip else nvidia_energy)
+    before, start = or_none(counter), time.perf_counter()
+
+    def energy(config, steps):
+        used, seconds = or_none(lambda: counter() - before), time.perf_counter() - start
+        # A counter that stands still, or goes back, counts nothing.
+        if used is None or used <= 0 or seconds < METERED_SECONDS or steps < config.num_steps:
+            return None
+        return {"step_j": used / steps, "token_j": used / steps / config.tokens_per_step, "seconds": seconds}
+
+    return energy
 
 
 def environment(device):

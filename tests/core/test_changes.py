@@ -500,6 +500,7 @@ def summary_of(step, host_ms, phases):
     """Print the summary of a step of 4 ms as on a GPU, and return it."""
     summary = llama.summarize(step, [llama.StepRecord(1.0, 4.0, host_ms, phases, None)])
     summary |= dict(warmup_seconds=0.0, kernels=dict(kernels=7, launches=2), gpu={"busy": {"power_w": None}})
+    summary["energy"] = None
     step.device = torch.device("cuda")
     llama.print_summary(step, summary)
     return summary

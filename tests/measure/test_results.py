@@ -56,7 +56,7 @@ def test_what_processes_did_together_can_be_read(tmp_path, exposed_ms, memory):
     """All communication may be hidden, or in a profiled step, which is slower, take longer than a step of 9 ms."""
     is_known = isinstance(exposed_ms, float)
     kernels = exposed_ms if isinstance(exposed_ms, str) else {"kernels": 9, "exposed_communication_ms": exposed_ms}
-    summary = dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=memory, kernels=kernels)
+    summary = dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=memory, kernels=kernels, energy=None)
     world = World(0, 2)
     world.gather = lambda own: [own, own]
     results.write_json(tmp_path / "run.json", {"world": summarize_processes(world, summary)})

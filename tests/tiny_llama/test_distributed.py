@@ -353,13 +353,16 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
 
 def test_the_slowest_process_is_told_from_the_fastest():
     """By its own time, without what it waited for messages: 5, 9 - 2 and 4 ms."""
-    world, summary = World(1, 3), dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0)
+    world, energy = World(1, 3), {"step_j": 6.0, "token_j": 0.1, "seconds": 2.0}
+    summary = dict(batch_ms={"p50": 9.0}, tokens_per_second=3.0, peak_memory_mib=1.0, energy=energy)
     first = dict(rank=0, own_ms=5.0, exposed_communication_ms=4.0, tokens_per_second=2.0, peak_memory_mib=7.0)
-    last = dict(rank=2, own_ms=4.0, exposed_communication_ms=5.0, tokens_per_second=4.0, peak_memory_mib=None)
+    last = dict(rank=2, own_ms=4.0, exposed_communication_ms=5.0, tokens_per_second=4.0)
+    last |= dict(peak_memory_mib=None, energy=None)
     world.gather = lambda own: [own | first, own, own | last]
     told = summarize_processes(world, summary | {"kernels": {"exposed_communication_ms": 2.0}})
     assert told["slowest"] == {"rank": 1, "behind_ms": 3.0} and told["exposed_communication_ms"] == 5.0
     assert (told["tokens_per_second"], told["peak_memory_mib"]) == (6.0, 7.0)
+    assert [process["energy"] for process in told["processes"]] == [energy, energy, None]
 
 
 @pytest.mark.parametrize("error, exit_code, told", [

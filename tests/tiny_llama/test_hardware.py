@@ -427,8 +427,8 @@ class FakeNvml:
 
     NVML_CLOCK_GRAPHICS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, 1, 2, 0
 
-    def __init__(self, uuid="GPU-0a-0b", power=95290):
-        self.uuid, self.power, self.is_ready = uuid, power, False
+    def __init__(self, uuid="GPU-0a-0b", power=95290, energy=()):
+        self.uuid, self.power, self.is_ready, self.energy = uuid, power, False, iter(energy)
 
     def nvmlInit(self):
         self.is_ready = True
@@ -451,6 +451,17 @@ class FakeNvml:
     def nvmlDeviceGetUtilizationRates(self, handle):
         return {"handle": SimpleNamespace(gpu=7, memory=9)}[handle]
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return {"handle": answer(self.energy)}[handle]
+
+
+def answer(values):
+    """Return the next of these values, or raise it if it is an error."""
+    value = next(values)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
 
 @pytest.mark.parametrize("library, told", [
     (FakeNvml(), [95.29, 346, 38, 7]), (FakeNvml(power=None), [None, 346, 38, 7]),
@@ -470,8 +481,73 @@ def test_what_nvml_tells(monkeypatch, capfd, library, told):
 def test_the_fake_has_names_and_constants_of_nvml():
     pynvml = pytest.importorskip("pynvml")
     names = [name for name in dir(FakeNvml) if name.startswith(("nvml", "NVML"))]
-    assert all(hasattr(pynvml, name) for name in names) and len(names) == 10
+    assert all(hasattr(pynvml, name) for name in names) and len(names) == 11
     assert all(getattr(pynvml, name) == getattr(FakeNvml, name) for name in names if name.startswith("NVML"))
+
+
+class FakeAmdsmi:
+    """Stands for amdsmi of ROCm; name is what its release calls the counter, a tick of which is 15.3 microjoules."""
+
+    def __init__(self, ticks, name="energy_accumulator", partition=None):
+        self.ticks, self.name, self.partition = iter(ticks), name, partition
+
+    def amdsmi_get_energy_count(self, handle):
+        return {"handle": {self.name: answer(self.ticks), "counter_resolution": 15.3, "timestamp": 1}}[handle]
+
+    def amdsmi_get_gpu_compute_partition(self, handle):
+        if self.partition is None:  # as of a GPU that cannot be divided
+            raise RuntimeError("Feature not supported")
+        return {"handle": self.partition}[handle]
+
+
+@pytest.fixture
+def metered(monkeypatch, some_gpu):
+    """metered(library, ...): what an energy meter tells of 4 steps of 50 tokens that took so many seconds."""
+
+    def metered(library, seconds=2.0, steps=4, name=None, device=GPU):
+        is_amd, clock = isinstance(library, FakeAmdsmi), iter([10.0, 10.0 + seconds])
+        monkeypatch.setattr(torch.version, "hip", "6.4" if is_amd else None)
+        monkeypatch.setattr(torch.cuda, "_get_amdsmi_handler", lambda: "handle")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", {1: SimpleNamespace(uuid="0a-0b")}.get)
+        monkeypatch.setitem(sys.modules, "amdsmi" if is_amd else "pynvml", library)
+        monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=clock.__next__))
+        if name:
+            monkeypatch.setattr(llama, "get_gpu", lambda kind: gpu(name, 110))
+        return hardware.meter_energy(device)(llama.Config(batch_size=5, seq_len=10, num_steps=4), steps)
+
+    return metered
+
+
+@pytest.mark.parametrize("library, joules", [
+    (FakeNvml(energy=[7_000, 607_000]), 600.0),
+    (FakeAmdsmi([10**12, 10**12 + 10**7]), 153.0),
+    (FakeAmdsmi([10**12, 10**12 + 10**7], name="power"), 153.0),
+    (FakeAmdsmi([0, 10**7], partition="SPX"), 153.0),
+], ids=["NVML", "amdsmi", "old amdsmi", "undivided"])  # fmt: skip
+def test_the_energy_of_a_step_and_of_a_token(metered, library, joules):
+    """From the counters' units, of which they differ in a thousand and in a release's name."""
+    assert metered(library) == pytest.approx(dict(step_j=joules / 4, token_j=joules / 200, seconds=2.0))
+
+
+@pytest.mark.parametrize("values, changes", [
+    ([5000, 9000], dict(seconds=0.99)), ([5000, 9000], dict(steps=3)), ([5000, 9000], dict(device=torch.device("cpu"))),
+    ([5000, 5000], {}), ([0, 0], {}), ([9000, 5000], {}), ([RuntimeError(), 9000], {}), ([5000, RuntimeError()], {}),
+    ([5000, 9000], dict(name="AMD Instinct MI250X / MI250")), ([5000, 9000], dict(name="NVIDIA H200 MIG 1g.18gb")),
+], ids=[
+    "short", "ended early", "CPU", "stands still", "second die", "goes back", "unknown", "lost", "MI250X", "slice",
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [lambda values: FakeNvml(energy=values), FakeAmdsmi], ids=["NVML", "amdsmi"])
+def test_no_energy_is_told_that_was_not_measured(metered, kind, values, changes):
+    assert metered(kind(values), **changes) is None
+
+
+@pytest.mark.parametrize("library", [
+    None, FakeNvml(uuid="GPU-1", energy=[5000, 9000]), FakeAmdsmi([5000, 9000], partition="CPX"),
+    FakeAmdsmi(["N/A", "N/A"]), FakeAmdsmi([5000, 9000], name="energy"),
+], ids=["no library", "no such GPU", "a partition", "not available", "another name"])  # fmt: skip
+def test_no_energy_is_told_where_the_library_does_not_know_it(metered, library):
+    assert metered(library) is None
 
 
 @pytest.mark.parametrize("hip, module", [("6.4", "amdgpu"), (None, "nvidia")])
@@ -497,14 +573,27 @@ def test_the_gpu_is_asked_before_the_warm_up_and_after_the_measured_steps(monkey
         monkeypatch.setattr(module, name, lambda *arguments: calls.append(name) or called(*arguments))
 
     noted(hardware, "gpu_state", lambda device: {name: 10.0 * len(calls) + n for n, name in enumerate(STATE)})
+
+    def energy(config, steps):
+        calls.append("energy")
+        return {"step_j": 61.2, "token_j": 0.00512, "seconds": float(steps)}
+
+    noted(hardware, "meter_energy", lambda device: energy)
     noted(llama, "warm_up")
     noted(llama, "train")
     noted(profiler, "count_kernels")
     done = run()
-    assert calls == ["gpu_state", "warm_up", "train", "gpu_state", "count_kernels"]
-    assert "\nGPU after the last step: 40 W, 41 MHz, 42 degrees C\n" in done.out
+    assert calls == "gpu_state warm_up meter_energy train energy gpu_state count_kernels".split()
+    assert "\nGPU after the last step: 60 W, 61 MHz, 62 degrees C\n" in done.out
+    assert "\nEnergy of the GPU: 61.20 J a step, 5.120 mJ a token, over 2.0 s\n" in done.out
     told = done.result["summary"]["gpu"]
-    assert [list(told[when].values()) for when in ("idle", "busy")] == [[10, 11, 12, 13], [40, 41, 42, 43]]
+    assert [list(told[when].values()) for when in ("idle", "busy")] == [[10, 11, 12, 13], [60, 61, 62, 63]]
+    assert done.result["summary"]["energy"] == {"step_j": 61.2, "token_j": 0.00512, "seconds": 2.0}
+
+
+def test_a_run_without_a_counter_says_nothing_of_energy(run):
+    done = run()
+    assert done.result["summary"]["energy"] is None and "Energy" not in done.out
 
 
 def test_the_share_of_the_peak_is_that_of_the_median_step(run, monkeypatch):
